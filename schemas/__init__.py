@@ -1,0 +1,1 @@
+"""The contract: what travels, on which topic, behind which port. Imports nothing of ours."""

@@ -1,0 +1,116 @@
+"""The exception tree. Errors of libraries are mapped onto it where they enter, with ``from``.
+
+StreamRLError
+├── UserError              the user can mend it: one line, exit code 2
+│   ├── SettingsError      a configuration key or value
+│   ├── BrokerError        no broker, or one that does not answer
+│   ├── ModelError         a model or tokenizer that cannot be loaded
+│   ├── DataError          a data set or prompt file
+│   └── RewardLoadError    a reward function that cannot be imported
+├── WireError              bytes that are not one of our messages; they go to dead-letters
+│   ├── MalformedFrame
+│   ├── UnknownSchema
+│   └── FrameTooLarge
+├── BusError               the bus failed under us
+│   ├── DeliveryUnknown    a send whose outcome is not known; it may still be delivered
+│   └── BusUnavailable
+├── WeightsError           a weight version that cannot be had or must not be loaded
+│   └── ChecksumMismatch
+├── CheckpointError        a checkpoint that is incomplete or does not verify
+├── EngineError            generation failed
+├── LifecycleError         an illegal move in a state machine: our own mistake
+├── Superseded             a newer holder of the same role exists, exit code 3
+└── DataLossRefused        going on would lose data, exit code 4
+"""
+
+
+class StreamRLError(Exception):
+    """Root of every error this project raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(StreamRLError):
+    """Something the user can mend; shown as one line without a traceback."""
+
+    exit_code = 2
+
+
+class SettingsError(UserError):
+    """A configuration key or value that is unknown, missing or contradictory."""
+
+
+class BrokerError(UserError):
+    """The Kafka broker cannot be started or reached."""
+
+
+class ModelError(UserError):
+    """A model or tokenizer that cannot be loaded."""
+
+
+class DataError(UserError):
+    """A data set or prompt file that cannot be read."""
+
+
+class RewardLoadError(UserError):
+    """A reward function that cannot be imported or has the wrong shape."""
+
+
+class WireError(StreamRLError):
+    """Bytes on the bus that are not a valid message."""
+
+
+class MalformedFrame(WireError):
+    """The frame or one of its fields does not have the promised shape."""
+
+
+class UnknownSchema(WireError):
+    """The schema name or version in the headers is not one we know."""
+
+
+class FrameTooLarge(WireError):
+    """A frame or a field exceeds the size its schema allows."""
+
+
+class BusError(StreamRLError):
+    """The bus failed under us."""
+
+
+class DeliveryUnknown(BusError):
+    """A send timed out: the record may still be delivered. Re-send under the same id."""
+
+
+class BusUnavailable(BusError):
+    """No broker answered within the deadline."""
+
+
+class WeightsError(StreamRLError):
+    """A weight version cannot be fetched, or must not be loaded."""
+
+
+class ChecksumMismatch(WeightsError):
+    """Fetched bytes differ from the manifest."""
+
+
+class CheckpointError(StreamRLError):
+    """A checkpoint is incomplete or does not verify."""
+
+
+class EngineError(StreamRLError):
+    """The generation engine failed."""
+
+
+class LifecycleError(StreamRLError):
+    """An illegal move in a state machine."""
+
+
+class Superseded(StreamRLError):
+    """A newer holder of the same role exists."""
+
+    exit_code = 3
+
+
+class DataLossRefused(StreamRLError):
+    """Going on would lose data that nobody agreed to lose."""
+
+    exit_code = 4

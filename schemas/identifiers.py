@@ -1,0 +1,62 @@
+"""Names of things. All are readable text, and a retry of the same work always gets the same name."""
+
+import re
+from typing import NamedTuple
+
+_PLAIN_NAME = re.compile(r"^[a-z0-9._-]{1,64}$")
+
+WORKER_LANES = 64
+"""Partitions of the work-orders topic; each worker reads the one its id hashes to."""
+
+
+class PolicyVersion(NamedTuple):
+    """A set of weights: ``lineage`` counts trainer incarnations, ``number`` the optimizer steps.
+
+    Ordered by lineage first, so that weights orphaned by a trainer crash never win.
+    """
+
+    lineage: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}-{self.number}"
+
+    @classmethod
+    def parse(cls, text: str) -> "PolicyVersion":
+        """Read ``"3-120"``.
+
+        Raises:
+            ValueError: the text is not two non-negative integers joined by a dash.
+        """
+        match = re.fullmatch(r"(\d{1,9})-(\d{1,12})", text)
+        if match is None:
+            raise ValueError(f"expected a policy version such as '1-20', got {text!r}")
+        return cls(int(match[1]), int(match[2]))
+
+
+def is_plain_name(text: str) -> bool:
+    """Whether the text is safe as a run name, worker id or file stem (lower case, digits, ``._-``, 1–64 long)."""
+    return _PLAIN_NAME.match(text) is not None and ".." not in text
+
+
+def make_prompt_id(dataset: str, index: int) -> str:
+    """Name of the prompt at a position of a data set."""
+    return f"{dataset}/{index}"
+
+
+def make_group_id(prompt_id: str, data_pass: int) -> str:
+    """Name of the group of samples drawn for a prompt in one pass over the data."""
+    return f"{prompt_id}/{data_pass}"
+
+
+def make_trajectory_id(group_id: str, sample_index: int) -> str:
+    """Name of one sample of a group; the same for every attempt at it, so that consumers can drop repeats."""
+    return f"{group_id}/{sample_index}"
+
+
+def lane_of(worker_id: str) -> int:
+    """Partition of the work-orders topic that a worker reads (stable across processes and runs)."""
+    value = 2166136261
+    for byte in worker_id.encode():
+        value = ((value ^ byte) * 16777619) & 0xFFFFFFFF
+    return value % WORKER_LANES

@@ -1,0 +1,1 @@
+"""Every message that crosses a process border, as frozen pydantic models."""

@@ -1,0 +1,69 @@
+"""Coordinator → everyone, on the compacted control topic: a tagged union; the last message of each key holds."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter
+
+from schemas.identifiers import PolicyVersion
+from schemas.messages.base import Message
+from schemas.messages.prompts import ShortText
+from schemas.messages.weights import Sha256
+
+
+class _Control(Message):
+    """Common head: every control message is numbered by its single writer."""
+
+    SCHEMA: ClassVar[str] = "control"
+    sequence: Annotated[int, Field(ge=0)]
+    sent_at: float
+
+
+class WeightsReady(_Control):
+    """These weights can be fetched from any of the relays."""
+
+    kind: Literal["weights_ready"] = "weights_ready"
+    version: PolicyVersion
+    step: Annotated[int, Field(ge=0)]
+    manifest_sha256: Sha256
+    relays: tuple[ShortText, ...]
+
+
+class FlowControl(_Control):
+    """Workers and dispatcher go on (``run``), start nothing new (``pause``), or finish and leave (``drain``)."""
+
+    kind: Literal["flow"] = "flow"
+    mode: Literal["run", "pause", "drain"]
+    reason: ShortText = ""
+
+
+class DrainWorker(_Control):
+    """One worker finishes what it holds and leaves."""
+
+    kind: Literal["drain_worker"] = "drain_worker"
+    worker_id: ShortText
+    reason: ShortText = ""
+
+
+class RunFinished(_Control):
+    """The trainer has taken its last step; every process may end."""
+
+    kind: Literal["run_finished"] = "run_finished"
+    step: Annotated[int, Field(ge=0)]
+    reason: ShortText = ""
+
+
+ControlMessage = Annotated[WeightsReady | FlowControl | DrainWorker | RunFinished, Field(discriminator="kind")]
+control_adapter: TypeAdapter[ControlMessage] = TypeAdapter(ControlMessage)
+
+
+def control_key(message: _Control) -> str:
+    """Compaction key: the last weights, the last flow order, one order per drained worker, one end of run."""
+    match message:
+        case WeightsReady():
+            return "weights/policy"
+        case DrainWorker():
+            return f"drain/{message.worker_id}"
+        case RunFinished():
+            return "finished"
+        case _:
+            return "flow"

@@ -1,0 +1,100 @@
+"""What processes say about themselves: heartbeats, trainer steps, and why trajectories were not trained."""
+
+from enum import StrEnum
+from typing import Annotated, ClassVar, NamedTuple
+
+from pydantic import Field
+
+from schemas.identifiers import PolicyVersion
+from schemas.messages.base import Message
+from schemas.messages.prompts import ShortText
+from schemas.messages.weights import Sha256
+
+
+class WorkerState(StrEnum):
+    """Life of a worker: it starts, works, finishes what it holds, and is gone."""
+
+    STARTING = "starting"
+    READY = "ready"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+class Heartbeat(Message):
+    """Worker → dispatcher and coordinator: alive, what it holds, and how fast it is. Rates are per second."""
+
+    SCHEMA: ClassVar[str] = "heartbeat"
+
+    worker_id: ShortText
+    incarnation: ShortText
+    state: WorkerState
+    engine: ShortText
+    version: PolicyVersion
+    capacity: Annotated[int, Field(ge=0)]
+    running: Annotated[int, Field(ge=0)]
+    waiting: Annotated[int, Field(ge=0)]
+    generated_tokens: Annotated[int, Field(ge=0)]
+    finished_trajectories: Annotated[int, Field(ge=0)]
+    tokens_per_s: Annotated[float, Field(ge=0)]
+    sequence: Annotated[int, Field(ge=0)]
+    sent_at: float
+
+
+class RecordRef(NamedTuple):
+    """Where a trajectory stands on the trajectories topic."""
+
+    trajectory_id: str
+    partition: int
+    offset: int
+
+
+class StepReport(Message):
+    """Trainer → coordinator and dispatcher: one optimizer step, what it consumed and the weights that came of it.
+
+    ``micro_batches`` lists the records of each micro-batch in the order in which they entered the gradient;
+    ``group_ids`` the groups they came from. ``metrics`` uses TRL's and prime-rl's key names.
+    """
+
+    SCHEMA: ClassVar[str] = "step-report"
+    MAX_BYTES: ClassVar[int] = 8 << 20
+
+    algorithm: ShortText
+    step: Annotated[int, Field(ge=0)]
+    version: PolicyVersion
+    manifest_sha256: Sha256
+    group_ids: tuple[str, ...]
+    micro_batches: tuple[tuple[RecordRef, ...], ...]
+    metrics: dict[str, float]
+    finished: bool = False
+    sent_at: float
+
+
+class SkipReason(StrEnum):
+    """Why an accepted trajectory has no gradient in the model."""
+
+    STALE = "stale"
+    DUPLICATE = "duplicate"
+    POISON = "poison"
+    GROUP_INCOMPLETE = "group_incomplete"
+    ZERO_ADVANTAGE = "zero_advantage"
+    FILTERED = "filtered"
+    ORPHAN_LINEAGE = "orphan_lineage"
+    RETENTION_EXPIRED = "retention_expired"
+    OPERATOR = "operator"
+
+
+class SkipRecord(Message):
+    """Trainer → skips topic: this record was not trained, and why. ``None`` ids: the bytes did not decode."""
+
+    SCHEMA: ClassVar[str] = "skip"
+
+    algorithm: ShortText
+    reason: SkipReason
+    detail: Annotated[str, Field(max_length=4096)] = ""
+    trajectory_id: ShortText | None
+    group_id: ShortText | None
+    partition: Annotated[int, Field(ge=0)]
+    offset: Annotated[int, Field(ge=0)]
+    step: Annotated[int, Field(ge=0)]
+    sent_at: float

@@ -1,0 +1,1 @@
+"""The protocols that the rooms are written against, and the in-memory twin of the bus."""

@@ -1,0 +1,175 @@
+"""The bus in memory: the second adapter, for tests and studies in one process. Nothing survives it."""
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import xxhash
+
+from schemas.errors import BusError, BusUnavailable
+from schemas.ports.bus import Outgoing, Position, Record, Start, TopicPartition
+
+
+@dataclass
+class _Log:
+    """The partitions of one topic."""
+
+    partitions: list[list[Record]]
+
+
+@dataclass
+class MemoryBus:
+    """Holds the logs. Create topics first, as on a broker without automatic topic creation."""
+
+    logs: dict[str, _Log] = field(default_factory=dict)
+    committed: dict[tuple[str, TopicPartition], int] = field(default_factory=dict)
+    arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def create_topic(self, name: str, partitions: int) -> None:
+        """Add a topic; existing ones are left alone."""
+        self.logs.setdefault(name, _Log([[] for _ in range(partitions)]))
+
+    def log(self, topic: str) -> _Log:
+        """The log of a topic.
+
+        Raises:
+            BusUnavailable: there is no such topic.
+        """
+        if topic not in self.logs:
+            raise BusUnavailable(f"expected an existing topic, got {topic!r}; create it first")
+        return self.logs[topic]
+
+    async def publisher(self, client_id: str) -> "MemoryPublisher":
+        """A publisher on this bus."""
+        return MemoryPublisher(self, client_id)
+
+    async def subscribe(
+        self,
+        topics: Iterable[str],
+        *,
+        client_id: str,
+        start: Start = "earliest",
+        partitions: Iterable[int] | None = None,
+        group_id: str | None = None,
+    ) -> "MemorySubscription":
+        """A subscription on this bus; ``client_id`` is only a name."""
+        wanted = None if partitions is None else set(partitions)
+        assigned = [
+            TopicPartition(topic, number)
+            for topic in topics
+            for number in range(len(self.log(topic).partitions))
+            if wanted is None or number in wanted
+        ]
+        return MemorySubscription(self, {tp: self._start_of(tp, start) for tp in assigned}, group_id)
+
+    def _start_of(self, tp: TopicPartition, start: Start) -> int:
+        if start == "earliest":
+            return 0
+        if start == "latest":
+            return len(self.log(tp.topic).partitions[tp.partition])
+        return start.get(tp, 0)
+
+
+@dataclass
+class MemoryPublisher:
+    """Appends to the logs at once."""
+
+    bus: MemoryBus
+    client_id: str
+    closed: bool = False
+
+    async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
+        """Append, and return a future that is already resolved."""
+        if self.closed:
+            raise BusError(f"publisher {self.client_id} is closed; open a new one")
+        partitions = self.bus.log(record.topic).partitions
+        number = record.partition if record.partition is not None else _partition_of(record.key, len(partitions))
+        if number >= len(partitions):
+            raise BusError(f"expected a partition below {len(partitions)} of {record.topic}, got {number}")
+        log = partitions[number]
+        position = Position(record.topic, number, len(log))
+        log.append(
+            Record(record.topic, number, len(log), record.key, record.value, record.headers, timestamp=time.time())
+        )
+        async with self.bus.arrived:
+            self.bus.arrived.notify_all()
+        future: asyncio.Future[Position] = asyncio.get_running_loop().create_future()
+        future.set_result(position)
+        return future
+
+    async def publish(self, record: Outgoing) -> Position:
+        """Append."""
+        return await (await self.submit(record))
+
+    async def flush(self) -> None:
+        """Nothing is ever pending."""
+
+    async def close(self) -> None:
+        """Refuse further records."""
+        self.closed = True
+
+
+@dataclass
+class MemorySubscription:
+    """Reads the logs from its own offsets."""
+
+    bus: MemoryBus
+    offsets: dict[TopicPartition, int]
+    group_id: str | None
+    paused: set[TopicPartition] = field(default_factory=set)
+
+    async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
+        """The next records; waits for the first one at most ``timeout_s``."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        async with self.bus.arrived:
+            while not (batch := self._take(max_records)):
+                remaining = deadline - asyncio.get_running_loop().time()
+                if remaining <= 0:
+                    return []
+                try:
+                    await asyncio.wait_for(self.bus.arrived.wait(), remaining)
+                except TimeoutError:
+                    return []
+        return batch
+
+    def _take(self, max_records: int) -> list[Record]:
+        batch: list[Record] = []
+        for tp, offset in self.offsets.items():
+            if tp not in self.paused:
+                taken = self.bus.log(tp.topic).partitions[tp.partition][offset : offset + max_records - len(batch)]
+                self.offsets[tp] = offset + len(taken)
+                batch += taken
+        return batch
+
+    def pause(self, partitions: Iterable[TopicPartition]) -> None:
+        """Stop delivering from these partitions."""
+        self.paused |= set(partitions)
+
+    def resume(self, partitions: Iterable[TopicPartition]) -> None:
+        """Deliver from these partitions again."""
+        self.paused -= set(partitions)
+
+    def partitions(self) -> frozenset[TopicPartition]:
+        """The partitions this subscription reads."""
+        return frozenset(self.offsets)
+
+    async def positions(self) -> dict[TopicPartition, int]:
+        """The next offset that ``poll`` will deliver, by partition."""
+        return dict(self.offsets)
+
+    async def end_offsets(self) -> dict[TopicPartition, int]:
+        """The offset after the last record, by partition."""
+        return {tp: len(self.bus.log(tp.topic).partitions[tp.partition]) for tp in self.offsets}
+
+    async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Remember the offsets under the group's name."""
+        assert self.group_id is not None, "commit needs a subscription with a group_id"
+        self.bus.committed.update({(self.group_id, tp): offset for tp, offset in offsets.items()})
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
+def _partition_of(key: str | None, count: int) -> int:
+    return 0 if key is None else xxhash.xxh32_intdigest(key.encode()) % count

@@ -1,0 +1,60 @@
+"""The settings that producers and consumers must agree on; each room's own settings live beside the room."""
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A section of the configuration: frozen, and closed against unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class LoopSettings(Section):
+    """``[loop]``: the shape of the loop. Names are TRL's where TRL has one."""
+
+    groups_per_step: Annotated[int, Field(ge=1, description="Prompts (groups) in one optimizer step.")] = 32
+    num_generations: Annotated[int, Field(ge=1, description="Completions sampled per prompt.")] = 8
+    max_staleness: Annotated[int, Field(ge=0, description="Most optimizer steps a trained token may be old.")] = 4
+    max_prompt_length: Annotated[
+        int, Field(ge=1, description="Longest prompt in tokens; longer ones end in error.")
+    ] = 1024
+    max_completion_length: Annotated[int, Field(ge=1, description="Most tokens sampled per completion.")] = 1024
+    temperature: Annotated[float, Field(gt=0, le=100, description="Sampling temperature.")] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0, description="0 keeps the whole vocabulary.")] = 0
+    bucket_boundaries: Annotated[
+        tuple[int, ...],
+        Field(description="Ascending output lengths in tokens that part the length buckets; n make n + 1 buckets."),
+    ] = (64, 256, 1024)
+    shards: Annotated[int, Field(ge=1, le=64, description="Partitions per length bucket.")] = 2
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        if list(self.bucket_boundaries) != sorted(set(self.bucket_boundaries)):
+            raise ValueError(f"loop.bucket_boundaries must be ascending, got {self.bucket_boundaries}")
+        return self
+
+    @property
+    def num_buckets(self) -> int:
+        """Length buckets: one more than there are boundaries."""
+        return len(self.bucket_boundaries) + 1
+
+    @property
+    def trajectory_partitions(self) -> int:
+        """Partitions of the trajectories topic: buckets × shards."""
+        return self.num_buckets * self.shards
+
+    @property
+    def max_groups_in_flight(self) -> int:
+        """Groups admitted and not yet consumed, at most: (max_staleness + 1) × groups_per_step."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+    def bucket_of(self, length: int) -> int:
+        """The bucket of an output length: the number of boundaries at or below it."""
+        return sum(length >= boundary for boundary in self.bucket_boundaries)
+
+    def partition_of(self, bucket: int, shard: int) -> int:
+        """Partition of the trajectories topic: bucket × shards + shard."""
+        return bucket * self.shards + shard % self.shards

@@ -1,0 +1,1 @@
+"""Bytes: typed arrays, the frame codec and the topic catalogue."""
