@@ -10,7 +10,7 @@ from schemas.messages.prompts import ShortText
 from schemas.messages.weights import Sha256
 
 
-class _Control(Message):
+class Control(Message):
     """Common head: every control message is numbered by its single writer."""
 
     SCHEMA: ClassVar[str] = "control"
@@ -18,7 +18,7 @@ class _Control(Message):
     sent_at: float
 
 
-class WeightsReady(_Control):
+class WeightsReady(Control):
     """These weights can be fetched from any of the relays."""
 
     kind: Literal["weights_ready"] = "weights_ready"
@@ -28,7 +28,7 @@ class WeightsReady(_Control):
     relays: tuple[ShortText, ...]
 
 
-class FlowControl(_Control):
+class FlowControl(Control):
     """Workers and dispatcher go on (``run``), start nothing new (``pause``), or finish and leave (``drain``)."""
 
     kind: Literal["flow"] = "flow"
@@ -36,7 +36,7 @@ class FlowControl(_Control):
     reason: ShortText = ""
 
 
-class DrainWorker(_Control):
+class DrainWorker(Control):
     """One worker finishes what it holds and leaves."""
 
     kind: Literal["drain_worker"] = "drain_worker"
@@ -44,7 +44,7 @@ class DrainWorker(_Control):
     reason: ShortText = ""
 
 
-class RunFinished(_Control):
+class RunFinished(Control):
     """The trainer has taken its last step; every process may end."""
 
     kind: Literal["run_finished"] = "run_finished"
@@ -56,7 +56,7 @@ ControlMessage = Annotated[WeightsReady | FlowControl | DrainWorker | RunFinishe
 control_adapter: TypeAdapter[ControlMessage] = TypeAdapter(ControlMessage)
 
 
-def control_key(message: _Control) -> str:
+def control_key(message: Control) -> str:
     """Compaction key: the last weights, the last flow order, one order per drained worker, one end of run."""
     match message:
         case WeightsReady():
@@ -67,3 +67,14 @@ def control_key(message: _Control) -> str:
             return "finished"
         case _:
             return "flow"
+
+
+class OperatorCommand(Message):
+    """Operator → coordinator: what a person asks for. The coordinator turns it into control messages."""
+
+    SCHEMA: ClassVar[str] = "operator-command"
+
+    action: Literal["pause", "resume", "drain", "drain_worker"]
+    worker_id: ShortText | None = None
+    reason: ShortText = ""
+    sent_at: float

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.messages.base import Message
-from schemas.messages.control import WeightsReady, control_adapter
+from schemas.messages.control import OperatorCommand, WeightsReady, control_adapter
 from schemas.messages.prompts import WorkOrder
 from schemas.messages.reports import Heartbeat, SkipRecord, StepReport
 from schemas.messages.trajectories import TokenChunk, Trajectory
@@ -27,7 +27,8 @@ MAX_HEADER_BYTES = 512 << 10
 _PREFIX = struct.Struct("<I")
 
 MESSAGES: dict[str, type[Message]] = {
-    message.SCHEMA: message for message in (WorkOrder, TokenChunk, Trajectory, StepReport, SkipRecord, Heartbeat)
+    message.SCHEMA: message
+    for message in (WorkOrder, TokenChunk, Trajectory, StepReport, SkipRecord, Heartbeat, OperatorCommand)
 }
 CONTROL_SCHEMA = "control"
 CONTROL_VERSION = WeightsReady.VERSION

@@ -5,7 +5,7 @@ from typing import Literal
 
 from schemas.identifiers import WORKER_LANES
 from schemas.messages.base import Message
-from schemas.messages.control import WeightsReady
+from schemas.messages.control import OperatorCommand, WeightsReady
 from schemas.messages.prompts import WorkOrder
 from schemas.messages.reports import Heartbeat, SkipRecord, StepReport
 from schemas.messages.trajectories import TokenChunk, Trajectory
@@ -139,6 +139,17 @@ CONTROL = Topic(
     writers=("coordinator",),
     readers=("worker", "dispatcher", "trainer", "relay"),
 )
+COMMANDS = Topic(
+    name="commands",
+    message=OperatorCommand,
+    key="action",
+    partitions=1,
+    cleanup_policy="delete",
+    retention_ms=DAY_MS,
+    max_message_bytes=_room_for(OperatorCommand),
+    writers=("operator",),
+    readers=("coordinator",),
+)
 HEARTBEATS = Topic(
     name="heartbeats",
     message=Heartbeat,
@@ -159,5 +170,6 @@ CATALOGUE: tuple[Topic, ...] = (
     SKIPS,
     STEPS,
     CONTROL,
+    COMMANDS,
     HEARTBEATS,
 )

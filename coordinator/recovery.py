@@ -1,0 +1,77 @@
+"""Rebuilds what the coordinator knew by replaying its topics from the beginning to their present end."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import structlog
+
+from coordinator.versions import VersionLedger
+from schemas.errors import WireError
+from schemas.messages.base import Message
+from schemas.messages.control import Control, FlowControl, RunFinished, WeightsReady
+from schemas.messages.reports import StepReport
+from schemas.ports.bus import Bus, Record, Subscription
+from schemas.wire.topics import CONTROL, STEPS
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Recovered:
+    """The state behind the control topic; the subscription goes on from where the replay ended."""
+
+    ledger: VersionLedger
+    mode: Literal["run", "pause", "drain"] = "run"
+    finished: bool = False
+    next_sequence: int = 0
+
+    def apply(self, message: Message) -> None:
+        """Take one message of the control or steps topic into account."""
+        match message:
+            case WeightsReady():
+                self.ledger.observe_announcement(message)
+            case FlowControl():
+                self.mode = message.mode
+            case RunFinished():
+                self.finished = True
+            case StepReport():
+                self.ledger.observe_report(message)
+        if isinstance(message, Control):
+            self.next_sequence = max(self.next_sequence, message.sequence + 1)
+
+
+async def recover(bus: Bus, run: str, client_id: str) -> tuple[Recovered, Subscription]:
+    """Replay control, then steps; the steps subscription is returned, placed behind what was replayed.
+
+    Raises:
+        BusUnavailable: the broker does not answer, or the topics do not exist.
+    """
+    state = Recovered(VersionLedger())
+    control = await bus.subscribe([CONTROL.full_name(run)], client_id=client_id, start="earliest")
+    try:
+        await _replay(control, state)
+    finally:
+        await control.close()
+    steps = await bus.subscribe([STEPS.full_name(run)], client_id=client_id, start="earliest")
+    await _replay(steps, state)
+    return state, steps
+
+
+async def _replay(subscription: Subscription, state: Recovered) -> None:
+    """Read until every partition has reached the end it had at the start; bounded by that end."""
+    ends = await subscription.end_offsets()
+    while any(position < ends[tp] for tp, position in (await subscription.positions()).items()):
+        for record in await subscription.poll(timeout_s=1.0):
+            if (message := message_of(record)) is not None:
+                state.apply(message)
+
+
+def message_of(record: Record) -> Message | None:
+    """The record's message, or none for a tombstone or foreign bytes (logged: these topics have one writer)."""
+    if record.value is None:
+        return None
+    try:
+        return record.message()
+    except WireError as error:
+        log.warning("unreadable record ignored", topic=record.topic, offset=record.offset, error=str(error))
+        return None

@@ -1,0 +1,68 @@
+"""The relay: weight versions over HTTP with Range, from a store directory. It only reads; no trainer waits for it."""
+
+import asyncio
+from dataclasses import dataclass
+
+import structlog
+from aiohttp import web
+
+from coordinator.relay.store import WeightsStore
+from coordinator.settings import RelaySettings
+from schemas.errors import UserError
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Relay:
+    """``GET /weights``, ``GET /weights/{version}/{file}`` and ``GET /health``."""
+
+    store: WeightsStore
+    settings: RelaySettings
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until stopped.
+
+        Consumes: HTTP requests. Produces: files of the store.
+        Waits for: requests.
+        On failure: an unknown file is a 404; a taken port raises ``UserError``.
+        On stop: closes its connections within two seconds.
+        """
+        self.store.root.mkdir(parents=True, exist_ok=True)
+        runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=2.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self.settings.host, self.settings.port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise UserError(
+                    f"expected a free port for the relay, got {self.settings.host}:{self.settings.port} in use "
+                    f"({error.strerror}); choose another with --relay.port"
+                ) from error
+            log.info("relay ready", address=runner.addresses, store=self.store.root.name)
+            await stop.wait()
+        finally:
+            await runner.cleanup()
+
+    def application(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=1024)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/weights", self._versions)
+        app.router.add_get("/weights/{version}/{name}", self._file)
+        return app
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _versions(self, _request: web.Request) -> web.Response:
+        versions = await asyncio.to_thread(self.store.versions)
+        return web.json_response({"versions": [str(version) for version in versions]})
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        version, name = request.match_info["version"], request.match_info["name"]
+        path = await asyncio.to_thread(self.store.find, version, name)
+        if path is None:
+            raise web.HTTPNotFound(text=f"no {name!r} of version {version!r}; GET /weights lists what there is\n")
+        return web.FileResponse(path, headers={"Content-Type": "application/octet-stream"})

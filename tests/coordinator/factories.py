@@ -1,0 +1,38 @@
+"""Messages the coordinator reads, with only what differs spelled out."""
+
+from schemas.identifiers import PolicyVersion
+from schemas.messages.reports import Heartbeat, StepReport, WorkerState
+
+
+def step_report(lineage: int = 1, number: int = 0, *, finished: bool = False) -> StepReport:
+    return StepReport(
+        algorithm="grpo",
+        step=number,
+        version=PolicyVersion(lineage, number),
+        manifest_sha256=f"{number:064x}",
+        group_ids=(),
+        micro_batches=(),
+        metrics={},
+        finished=finished,
+        sent_at=0.0,
+    )
+
+
+def heartbeat(
+    worker: str = "w0", *, incarnation: str = "a", sequence: int = 0, state: str = "ready", sent_at: float = 0.0
+) -> Heartbeat:
+    return Heartbeat(
+        worker_id=worker,
+        incarnation=incarnation,
+        state=WorkerState(state),
+        engine="fake",
+        version=PolicyVersion(1, 0),
+        capacity=8,
+        running=0,
+        waiting=0,
+        generated_tokens=0,
+        finished_trajectories=0,
+        tokens_per_s=0.0,
+        sequence=sequence,
+        sent_at=sent_at,
+    )

@@ -1,0 +1,80 @@
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from aiohttp import ClientSession
+from aiohttp.test_utils import TestServer
+from hypothesis import given
+from hypothesis import strategies as st
+from yarl import URL
+
+from coordinator.relay.server import Relay
+from coordinator.relay.store import WeightsStore
+from coordinator.settings import RelaySettings
+
+CONTENT = os.urandom(100_000)
+
+
+def fill(root: Path) -> Path:
+    version = root / "weights" / "1-3"
+    version.mkdir(parents=True)
+    (root / "secret.json").write_text("secret")
+    (version / "model.safetensors").write_bytes(CONTENT)
+    (version / "link.json").symlink_to(root / "secret.json")
+    (version / "manifest.json").write_text("{}")
+    unfinished = root / "weights" / "1-4"
+    unfinished.mkdir()
+    (unfinished / "model.safetensors").write_bytes(b"half")
+    return root / "weights"
+
+
+@pytest.fixture
+async def address(tmp_path: Path) -> AsyncIterator[URL]:
+    server = TestServer(Relay(WeightsStore(fill(tmp_path)), RelaySettings()).application())
+    await server.start_server()
+    yield server.make_url("/")
+    await server.close()
+
+
+async def test_a_file_is_served_whole_and_by_range(address: URL) -> None:
+    async with ClientSession() as session:
+        async with session.get(address / "weights/1-3/model.safetensors") as response:
+            assert response.status == 200
+            assert await response.read() == CONTENT
+        headers = {"Range": "bytes=99990-"}
+        async with session.get(address / "weights/1-3/model.safetensors", headers=headers) as response:
+            assert response.status == 206
+            assert await response.read() == CONTENT[99990:]
+
+
+async def test_only_complete_versions_are_served(address: URL) -> None:
+    async with ClientSession() as session:
+        async with session.get(address / "weights") as response:
+            assert await response.json() == {"versions": ["1-3"]}
+        async with session.get(address / "weights/1-4/model.safetensors") as response:
+            assert response.status == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["1-3/link.json", "1-3/..%2fsecret.json", "1-3/%2e%2e%2f%2e%2e%2fsecret.json", "..%2f1-3/manifest.json"]
+)
+async def test_nothing_outside_a_version_is_served(address: URL, path: str) -> None:
+    async with (
+        ClientSession() as session,
+        session.get(URL(f"{address}weights/{path}", encoded=True)) as response,
+    ):
+        assert response.status == 404
+        assert "secret" not in (await response.text()).removeprefix("no '").split("'")[-1]
+
+
+@given(version=st.text(max_size=20), name=st.text(max_size=40))
+def test_no_name_reaches_a_file_outside_the_store(
+    tmp_path_factory: pytest.TempPathFactory, version: str, name: str
+) -> None:
+    root = tmp_path_factory.getbasetemp() / "store"
+    if not root.exists():
+        fill(root)
+    found = WeightsStore(root / "weights").find(version, name)
+    assert found is None or found.resolve().parent == (root / "weights" / "1-3").resolve(), quote(name)

@@ -1,0 +1,130 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from coordinator.coordinator import Coordinator
+from coordinator.settings import CoordinatorSettings
+from schemas.identifiers import PolicyVersion
+from schemas.messages.base import Message
+from schemas.messages.control import (
+    Control,
+    DrainWorker,
+    FlowControl,
+    OperatorCommand,
+    RunFinished,
+    WeightsReady,
+    control_key,
+)
+from schemas.ports.bus import Outgoing
+from schemas.ports.memory_bus import MemoryBus
+from schemas.wire.topics import CATALOGUE, COMMANDS, CONTROL, STEPS, Topic
+from tests.coordinator.factories import step_report
+
+RELAYS = ("http://relay:1",)
+
+
+def new_bus() -> MemoryBus:
+    bus = MemoryBus()
+    for topic in CATALOGUE:
+        bus.create_topic(topic.full_name("r"), topic.partition_count(4))
+    return bus
+
+
+async def publish(bus: MemoryBus, topic: Topic, message: Message) -> None:
+    await (await bus.publisher("test")).publish(Outgoing.of(topic.full_name("r"), message, key="k"))
+
+
+def controls(bus: MemoryBus) -> list[Control]:
+    messages = [record.message() for record in bus.log(CONTROL.full_name("r")).partitions[0]]
+    return [message for message in messages if isinstance(message, Control)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def running(bus: MemoryBus) -> AsyncIterator[None]:
+    stop = asyncio.Event()
+    coordinator = Coordinator(bus, "r", CoordinatorSettings(relays=RELAYS))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(coordinator.run(stop))
+        await asyncio.sleep(0.05)
+        yield
+        stop.set()
+
+
+async def test_each_newer_step_is_announced_with_its_relays_and_checksum() -> None:
+    bus = new_bus()
+    async with running(bus):
+        await publish(bus, STEPS, step_report(1, 0))
+        await until(lambda: len(controls(bus)) == 1)
+        await publish(bus, STEPS, step_report(1, 1))
+        await until(lambda: len(controls(bus)) == 2)
+    first, second = controls(bus)
+    assert isinstance(first, WeightsReady)
+    assert isinstance(second, WeightsReady)
+    assert (first.version, second.version) == (PolicyVersion(1, 0), PolicyVersion(1, 1))
+    assert second.relays == RELAYS
+    assert second.manifest_sha256 == step_report(1, 1).manifest_sha256
+    assert (first.sequence, second.sequence) == (0, 1)
+
+
+async def test_a_restarted_coordinator_goes_on_where_the_topics_end() -> None:
+    bus = new_bus()
+    async with running(bus):
+        await publish(bus, STEPS, step_report(1, 1))
+        await publish(bus, COMMANDS, OperatorCommand(action="pause", sent_at=0.0))
+        await until(lambda: len(controls(bus)) == 2)
+    await publish(bus, STEPS, step_report(1, 2))
+    async with running(bus):
+        await until(lambda: len(controls(bus)) == 3)
+        await publish(bus, COMMANDS, OperatorCommand(action="pause", sent_at=0.0))
+        await publish(bus, COMMANDS, OperatorCommand(action="resume", sent_at=0.0))
+        await until(lambda: len(controls(bus)) == 4)
+    messages = controls(bus)
+    assert sorted(message.sequence for message in messages) == [0, 1, 2, 3]
+    weights = [message.version for message in messages if isinstance(message, WeightsReady)]
+    assert weights == [PolicyVersion(1, 1), PolicyVersion(1, 2)]
+    assert [m.mode for m in messages if isinstance(m, FlowControl)] == ["pause", "run"]
+
+
+async def test_weights_of_an_older_lineage_are_not_announced() -> None:
+    bus = new_bus()
+    async with running(bus):
+        await publish(bus, STEPS, step_report(2, 10))
+        await until(lambda: len(controls(bus)) == 1)
+        await publish(bus, STEPS, step_report(1, 15))
+        await publish(bus, STEPS, step_report(2, 11))
+        await until(lambda: len(controls(bus)) == 2)
+    versions = [message.version for message in controls(bus) if isinstance(message, WeightsReady)]
+    assert versions == [PolicyVersion(2, 10), PolicyVersion(2, 11)]
+
+
+async def test_the_end_of_the_run_is_announced_once() -> None:
+    bus = new_bus()
+    await publish(bus, STEPS, step_report(1, 5, finished=True))
+    for _ in range(2):
+        async with running(bus):
+            await until(lambda: any(isinstance(m, RunFinished) for m in controls(bus)))
+    assert sum(isinstance(message, RunFinished) for message in controls(bus)) == 1
+
+
+async def test_unreadable_records_are_passed_over() -> None:
+    bus = new_bus()
+    await (await bus.publisher("test")).publish(Outgoing(STEPS.full_name("r"), b"\xff" * 9, key=None))
+    async with running(bus):
+        await publish(bus, STEPS, step_report(1, 0))
+        await until(lambda: len(controls(bus)) == 1)
+
+
+async def test_one_worker_is_drained_under_a_key_of_its_own() -> None:
+    bus = new_bus()
+    async with running(bus):
+        await publish(bus, COMMANDS, OperatorCommand(action="drain_worker", worker_id="w3", sent_at=0.0))
+        await until(lambda: len(controls(bus)) == 1)
+    (message,) = controls(bus)
+    assert isinstance(message, DrainWorker)
+    assert control_key(message) == "drain/w3"

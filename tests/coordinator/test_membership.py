@@ -1,0 +1,33 @@
+from coordinator.membership import Membership, Standing
+from tests.coordinator.factories import heartbeat
+
+
+def test_a_silent_worker_is_lost_and_comes_back_with_its_next_heartbeat() -> None:
+    members = Membership(timeout_s=10)
+    assert members.observe(heartbeat(sequence=1), 0.0) is Standing.ALIVE
+    assert members.standing("w0", 10.0) is Standing.ALIVE
+    assert members.standing("w0", 10.1) is Standing.LOST
+    assert members.observe(heartbeat(sequence=2), 11.0) is Standing.ALIVE
+
+
+def test_a_stopped_worker_has_left_even_when_silent() -> None:
+    members = Membership(timeout_s=10)
+    members.observe(heartbeat(state="stopped"), 0.0)
+    assert members.standing("w0", 100.0) is Standing.LEFT
+    assert members.with_standing(Standing.LOST, 100.0) == []
+
+
+def test_an_older_incarnation_and_a_repeated_heartbeat_change_nothing() -> None:
+    members = Membership(timeout_s=10)
+    members.observe(heartbeat(incarnation="b", sent_at=5.0, sequence=3), 5.0)
+    assert members.observe(heartbeat(incarnation="a", sent_at=4.0, sequence=9, state="draining"), 6.0) is None
+    assert members.observe(heartbeat(incarnation="b", sent_at=6.0, sequence=3, state="draining"), 6.0) is None
+    assert members.members["w0"].received_at == 5.0
+
+
+def test_a_draining_worker_is_neither_alive_nor_lost() -> None:
+    members = Membership(timeout_s=10)
+    members.observe(heartbeat(state="draining"), 0.0)
+    assert members.with_standing(Standing.DRAINING, 1.0) == ["w0"]
+    members.forget("w0")
+    assert members.standing("w0", 1.0) is None
