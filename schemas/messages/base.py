@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from schemas.wire.arrays import WireArray
+from schemas.messages.arrays import WireArray
 
 
 class Message(BaseModel):

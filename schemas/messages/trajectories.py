@@ -7,9 +7,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from schemas.identifiers import PolicyVersion
+from schemas.messages.arrays import Float32Array, Int32Array, UInt8Array
 from schemas.messages.base import Message
 from schemas.messages.prompts import Part, ShortText
-from schemas.wire.arrays import Float32Array, Int32Array, UInt8Array
 
 
 class FinishReason(StrEnum):

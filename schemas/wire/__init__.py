@@ -1,1 +1,1 @@
-"""Bytes: typed arrays, the frame codec and the topic catalogue."""
+"""Bytes: the frame codec and the topic catalogue."""

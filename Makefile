@@ -1,0 +1,75 @@
+# The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-vllm demo test check bench bench-transport fmt lock clean
+SHELL := /bin/bash
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ENGINE ?= transformers
+SEED ?= 0
+ARGS ?=
+UV_VERSION := 0.13.9
+
+ifeq ($(ENGINE),vllm)
+VENV := .venv-vllm
+else
+VENV := .venv
+endif
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
+
+setup: .venv/ready  ## install everything into .venv
+
+setup-vllm: .venv-vllm/ready  ## install everything and vLLM's CPU build into .venv-vllm
+
+demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--section.key value")
+	@$(VENV)/bin/streamrl demo --engine $(ENGINE) --seed $(SEED) $(ARGS)
+
+test: .venv/ready .venv-vllm/ready  ## run all tests, on a real broker of their own
+	.venv/bin/python -m pytest $(ARGS)
+	.venv-vllm/bin/python -m pytest -m vllm tests/producers/generation/engines
+
+check: .venv/ready  ## lint, formatting, types, import layers and the README's tree
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/python -m pytest -q tests/architecture
+
+bench: bench-transport  ## run every benchmark
+
+bench-transport: .venv/ready  ## our Kafka path against a Redis stream and JSONL files
+	@command -v redis-server >/dev/null || { echo "installing redis-server"; \
+	  $$( [ $$(id -u) = 0 ] || echo sudo ) sh -c 'apt-get update -qq && apt-get install -y -qq redis-server' >/dev/null; }
+	.venv/bin/python -m benchmarks.transport $(ARGS)
+
+fmt: .venv/ready  ## format and mend what can be mended
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+lock: .venv/ready  ## resolve requirements*.in into requirements*.txt, versions only
+	.venv/bin/uv pip compile -q --upgrade --no-header --no-annotate --no-emit-index-url requirements.in -o requirements.txt
+	.venv/bin/uv pip compile -q --upgrade --no-header --no-annotate --no-emit-index-url requirements-dev.in -c requirements.txt -o requirements-dev.txt
+	.venv/bin/uv pip compile -q --upgrade --no-header --no-annotate --no-emit-index-url requirements-vllm.in --override requirements-vllm-overrides.txt -o requirements-vllm.txt
+
+clean:  ## remove the environments and caches of this checkout
+	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache
+
+.venv/bin/uv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: expected Python 3.11 or newer, got $$($(PYTHON) --version); set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@echo "creating .venv"
+	@$(PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install -q --disable-pip-version-check uv==$(UV_VERSION)
+
+.venv/ready: .venv/bin/uv requirements-dev.txt pyproject.toml
+	@echo "installing packages into .venv"
+	@.venv/bin/uv pip install --python .venv -r requirements-dev.txt
+	@.venv/bin/uv pip install -q --python .venv --no-deps -e .
+	@touch $@
+
+.venv-vllm/ready: .venv/bin/uv requirements-vllm.txt pyproject.toml
+	@echo "installing packages and vLLM into .venv-vllm"
+	@[ -x .venv-vllm/bin/python ] || .venv/bin/uv venv -q --python $(PYTHON) .venv-vllm
+	@.venv/bin/uv pip install --python .venv-vllm --no-deps -r requirements-vllm.txt
+	@.venv/bin/uv pip install -q --python .venv-vllm --no-deps -e .
+	@touch $@

@@ -1,0 +1,67 @@
+"""The project's own source files, parsed once, and the imports between them."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("schemas", "producers", "consumers", "coordinator", "deploy")
+
+
+@dataclass(frozen=True)
+class Source:
+    path: Path
+    module: str
+    tree: ast.Module
+    text: str
+
+    @property
+    def room(self) -> str:
+        return self.module.rpartition(".")[0] or self.module
+
+
+@cache
+def sources() -> tuple[Source, ...]:
+    found = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            text = path.read_text()
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found.append(Source(path.relative_to(ROOT), module, ast.parse(text), text))
+    return tuple(found)
+
+
+def functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def imports(source: Source, *, at_load: bool = False) -> set[str]:
+    """Modules of ours that a source imports; ``at_load``: only those imported when the module is."""
+    nodes = _load_time_nodes(source.tree) if at_load else ast.walk(source.tree)
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def own_imports(source: Source) -> set[str]:
+    modules = {other.module for other in sources()}
+    return {name for name in imports(source, at_load=True) if name in modules and name != source.module}
+
+
+def _load_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        yield node
+        yield from _load_time_nodes(node)

@@ -1,0 +1,66 @@
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from tests.architecture.sources import PACKAGES, imports, own_imports, sources
+
+MAY_IMPORT = {
+    "schemas": {"schemas"},
+    "producers": {"schemas", "producers"},
+    "consumers": {"schemas", "consumers"},
+    "coordinator": {"schemas", "coordinator"},
+    "deploy": set(PACKAGES),
+}
+HEAVY = {
+    "aiokafka": ("deploy.bus", "deploy.broker"),
+    "torch": ("consumers.training", "consumers.algorithms", "producers.generation.engines", "deploy.demo"),
+    "vllm": ("producers.generation.engines",),
+    "transformers": ("consumers.training", "producers.generation", "deploy.demo"),
+    "jgo": ("deploy.broker",),
+    "pickle": (),
+    "cloudpickle": (),
+    "dill": (),
+}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_meet_only_on_topics(package: str) -> None:
+    wrong = [
+        f"{source.path} imports {name}"
+        for source in sources()
+        if source.module.split(".")[0] == package
+        for name in imports(source)
+        if name.split(".")[0] in PACKAGES and name.split(".")[0] not in MAY_IMPORT[package]
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("library", HEAVY)
+def test_a_heavy_or_forbidden_library_stays_in_its_rooms(library: str) -> None:
+    wrong = [
+        str(source.path)
+        for source in sources()
+        if any(name.split(".")[0] == library for name in imports(source))
+        and not source.module.startswith(HEAVY[library] or ("-",))
+    ]
+    assert not wrong
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    graph = {source.module: own_imports(source) for source in sources()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' → '.join(error.args[1])}")
+
+
+def test_no_room_imports_itself_through_others() -> None:
+    rooms: dict[str, set[str]] = {}
+    room_of = {source.module: source.room for source in sources()}
+    for source in sources():
+        targets = {room_of[name] for name in own_imports(source)}
+        rooms.setdefault(source.room, set()).update(targets - {source.room})
+    try:
+        TopologicalSorter(rooms).prepare()
+    except CycleError as error:
+        pytest.fail(f"rooms in a cycle: {' → '.join(error.args[1])}")
