@@ -20,8 +20,8 @@ class VersionLedger:
     latest: StepReport | None = None
 
     def observe_report(self, report: StepReport) -> bool:
-        """Note a step; true if its weights are newer than every other's."""
-        if self.latest is not None and report.version <= self.latest.version:
+        """Note a step; true if it exported weights that are newer than every other's."""
+        if report.manifest_sha256 is None or not (self.latest is None or report.version > self.latest.version):
             return False
         self.latest = report
         return True

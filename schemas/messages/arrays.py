@@ -1,6 +1,6 @@
 """Typed one-dimensional arrays as message fields: numpy in memory, little-endian bytes on the wire."""
 
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,10 @@ class WireArray:
         """
         if not isinstance(value, np.ndarray):
             value = np.asarray(value, dtype=self.dtype)
-        if value.dtype != self.dtype or value.ndim != 1:
-            raise ValueError(f"expected a 1-d array of {self.dtype}, got {value.ndim}-d {value.dtype}")
-        return cast(NDArray[Any], value)
+        array: NDArray[Any] = value
+        if array.dtype != self.dtype or array.ndim != 1:
+            raise ValueError(f"expected a 1-d array of {self.dtype}, got {array.ndim}-d {array.dtype}")
+        return array
 
 
 def _field(dtype: str) -> Any:

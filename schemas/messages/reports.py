@@ -53,7 +53,8 @@ class StepReport(Message):
     """Trainer → coordinator and dispatcher: one optimizer step, what it consumed and the weights that came of it.
 
     ``micro_batches`` lists the records of each micro-batch in the order in which they entered the gradient;
-    ``group_ids`` the groups they came from. ``metrics`` uses TRL's and prime-rl's key names.
+    ``group_ids`` the groups they came from. ``metrics`` uses TRL's and prime-rl's key names. ``manifest_sha256`` None:
+    the weights of this step were not exported, and nobody can fetch them.
     """
 
     SCHEMA: ClassVar[str] = "step-report"
@@ -62,7 +63,7 @@ class StepReport(Message):
     algorithm: ShortText
     step: Annotated[int, Field(ge=0)]
     version: PolicyVersion
-    manifest_sha256: Sha256
+    manifest_sha256: Sha256 | None
     group_ids: tuple[str, ...]
     micro_batches: tuple[tuple[RecordRef, ...], ...]
     metrics: dict[str, float]

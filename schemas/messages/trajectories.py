@@ -69,7 +69,7 @@ class Trajectory(Message):
     prompt_text: str
     completion_text: str
     rewards: dict[str, float | None]
-    reward_errors: dict[str, str] = {}
+    reward_errors: Annotated[dict[str, str], Field(default_factory=dict)]
     temperature: float
     bucket: Annotated[int, Field(ge=0)]
     predicted_length: Annotated[int, Field(ge=1)]
@@ -88,7 +88,7 @@ class Trajectory(Message):
                 f"expected token_ids, logprobs and loss_mask of one length, "
                 f"got {length}, {len(self.logprobs)} and {len(self.loss_mask)}"
             )
-        if not np.isfinite(self.logprobs).all():
+        if np.count_nonzero(np.isfinite(self.logprobs)) != length:
             raise ValueError("expected finite logprobs, got NaN or infinity")
         if length and self.token_ids.min() < 0:
             raise ValueError(f"expected token ids >= 0, got {self.token_ids.min()}")

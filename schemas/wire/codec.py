@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.messages.base import Message
@@ -36,7 +36,7 @@ _HEADER_FREE = {"step-report", "work-order"}
 """Schemas whose header may be as large as the whole message: they are written by our own trainer and dispatcher."""
 
 
-def headers_of(message: Message) -> Headers:
+def headers_of(message: Message | type[Message]) -> Headers:
     """The record headers that name a message's schema."""
     return (
         ("schema", message.SCHEMA.encode()),
@@ -45,20 +45,23 @@ def headers_of(message: Message) -> Headers:
     )
 
 
+_SCHEMA_BY_HEADERS = {headers_of(model): model.SCHEMA for model in MESSAGES.values()}
+"""What our own writers send, so that the usual record needs one look-up."""
+
+
 def encode(message: Message) -> bytes:
     """Serialise a message.
 
     Raises:
         FrameTooLarge: the frame would exceed ``MAX_BYTES`` of its schema.
     """
-    arrays = message.array_fields()
-    fields = message.model_dump(mode="python", exclude=set(arrays))
+    fields = dict(message.__dict__)
     blobs = []
-    for name, dtype in arrays.items():
-        array = np.ascontiguousarray(getattr(message, name), dtype=dtype)
-        fields[name] = array.size
-        blobs.append(array.data.cast("B") if array.size else b"")
-    header = msgpack.packb(fields)
+    for name in message.array_fields():
+        array = fields.pop(name)
+        fields[name] = array.size  # behind the plain fields, as the bytes are
+        blobs.append(array if array.flags.c_contiguous else array.tobytes())
+    header = msgpack.packb(fields, default=_fields_of)
     frame = b"".join((_PREFIX.pack(len(header)), header, *blobs))
     _check_sizes(message.SCHEMA, type(message).MAX_BYTES, len(frame), len(header))
     return frame
@@ -83,6 +86,10 @@ def decode(value: bytes | None, headers: Headers) -> Message:
 
 
 def _schema_of(headers: Headers) -> str:
+    return _SCHEMA_BY_HEADERS.get(headers) or _named_schema(headers)
+
+
+def _named_schema(headers: Headers) -> str:
     named = dict(headers)
     try:
         schema, version = named["schema"].decode(), int(named["schema-version"])
@@ -99,8 +106,7 @@ def _split(value: bytes | None, schema: str, limit: int) -> tuple[dict[str, Any]
         raise MalformedFrame(f"expected a {schema} frame, got {0 if value is None else len(value)} bytes")
     (header_size,) = _PREFIX.unpack_from(value)
     _check_sizes(schema, limit, len(value), header_size)
-    view = memoryview(value)
-    header, body = view[_PREFIX.size : _PREFIX.size + header_size], view[_PREFIX.size + header_size :]
+    header, body = value[_PREFIX.size : _PREFIX.size + header_size], memoryview(value)[_PREFIX.size + header_size :]
     if len(header) != header_size:
         raise MalformedFrame(f"expected a {schema} header of {header_size} bytes, got {len(header)}")
     try:
@@ -116,10 +122,11 @@ def _attach_arrays(schema: str, model: type[Message], fields: dict[str, Any], bo
     position = 0
     for name, dtype in model.array_fields().items():
         count = fields.get(name)
-        if type(count) is not int or count < 0 or position + count * dtype.itemsize > len(body):
+        size = count * dtype.itemsize if type(count) is int else -1
+        if size < 0 or position + size > len(body):
             raise MalformedFrame(f"expected the length of {schema}.{name} within the frame, got {count!r}")
-        fields[name] = np.frombuffer(body, dtype=dtype, count=count, offset=position)
-        position += count * dtype.itemsize
+        fields[name] = np.frombuffer(body, dtype, size // dtype.itemsize, position)
+        position += size
     if position != len(body):
         raise MalformedFrame(f"expected {position} bytes of arrays after the {schema} header, got {len(body)}")
 
@@ -140,6 +147,12 @@ def _check_sizes(schema: str, limit: int, frame_size: int, header_size: int) -> 
             f"expected a {schema} frame of at most {limit} bytes with a header of at most {header_limit}, "
             f"got {frame_size} with {header_size}"
         )
+
+
+def _fields_of(part: Any) -> Any:
+    if not isinstance(part, BaseModel):
+        raise TypeError(f"expected a field that msgpack can carry, got {type(part).__name__}")
+    return part.__dict__
 
 
 def _refuse_ext(code: int, _data: bytes) -> Any:

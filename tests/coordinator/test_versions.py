@@ -20,6 +20,15 @@ def test_announced_versions_only_grow() -> None:
     assert announced == [PolicyVersion(1, 0), PolicyVersion(1, 1), PolicyVersion(1, 3), None, None, PolicyVersion(1, 4)]
 
 
+def test_a_step_without_exported_weights_is_not_announced() -> None:
+    ledger = VersionLedger()
+    ledger.observe_report(step_report(1, 1))
+    assert announce(ledger) == PolicyVersion(1, 1)
+    assert not ledger.observe_report(step_report(1, 2).replace(manifest_sha256=None))
+    assert announce(ledger) is None
+    assert ledger.is_newest(step_report(1, 2))
+
+
 def test_orphans_never_win() -> None:
     ledger = VersionLedger()
     ledger.observe_report(step_report(1, 105))

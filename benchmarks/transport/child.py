@@ -1,0 +1,50 @@
+"""A process that produces or consumes one round after the other: a round per line in, its times per line out.
+
+Run as ``python -m benchmarks.transport.child produce`` (or ``consume``). After a round's line it opens its
+connections, says ready, and waits for one more line before it begins.
+"""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import uvloop
+
+from benchmarks.transport import files_path, kafka_path, redis_path
+from benchmarks.transport.round import Ends, MicroBatches, Round
+
+READY = "ready"
+
+
+def main(role: str) -> None:
+    """Serve until the input ends."""
+    while line := sys.stdin.readline():
+        print(json.dumps(_run(role, Round(**json.loads(line)))), flush=True)
+
+
+def _run(role: str, asked: Round) -> dict[str, Any]:
+    if asked.path == "kafka":
+        do = kafka_path.produce if role == "produce" else kafka_path.consume
+        return _times(uvloop.run(do(asked, _wait_on_the_loop)))
+    module = redis_path if asked.path == "redis" else files_path
+    return _times(module.produce(asked, _wait) if role == "produce" else module.consume(asked, _wait))
+
+
+def _wait() -> None:
+    print(json.dumps(READY), flush=True)
+    sys.stdin.readline()
+
+
+async def _wait_on_the_loop() -> None:
+    await asyncio.to_thread(_wait)
+
+
+def _times(result: Ends | MicroBatches) -> dict[str, Any]:
+    if isinstance(result, Ends):
+        return {"began": result.began, "at": result.at}
+    return {"entered": [result.entered[index] for index in range(len(result.entered))]}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,109 @@
+"""Token losses of the GRPO family as un-normalised sums, so that a batch may be split into any micro-batches.
+
+With mu the behaviour policy, pi the current one, sg stop-gradient, w = pi / mu, C the importance-sampling cap:
+
+- ratio "behaviour": r = min(w, C), token loss -min(r A, clip(r, 1 - e_low, 1 + e_high) A). Staleness is clipped;
+  for A < 0 the cap is PPO's dual clip (arXiv 1912.09729).
+- ratio "proximal": r = pi / sg(pi), token loss -sg(min(w, C)) min(r A, clip(r) A). With one update per batch r is 1
+  and nothing is clipped: REINFORCE with truncated importance sampling.
+
+To each token beta (exp(d) - d - 1) is added, d = log ref - log pi: the k3 estimator of KL(pi || ref).
+Averages: grpo (arXiv 2402.03300), dapo (arXiv 2503.14476), dr_grpo (arXiv 2503.20783); see ``denominator``.
+
+Invariant accumulated_micro_batches_equal_one_batch: sums divided by ``denominator`` at the end do not depend on the
+split; nothing in here averages over a micro-batch.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from consumers.algorithms.settings import AlgorithmSettings
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """``loss``: a scalar to differentiate. ``metrics``: scalar sums (and ``_min``/``_max`` extremes) over tokens."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """What a finished batch is divided by: its trained sequences and trained tokens."""
+
+    sequences: int
+    tokens: int
+
+
+def denominator(settings: AlgorithmSettings, totals: BatchTotals, max_completion_length: int) -> float:
+    """What the accumulated loss sum is divided by; at least 1, so that an empty batch stays finite."""
+    match settings.loss_type:
+        case "grpo":
+            return float(max(totals.sequences, 1))
+        case "dapo":
+            return float(max(totals.tokens, 1))
+        case "dr_grpo":
+            return float(max(totals.sequences, 1) * max_completion_length)
+
+
+def token_losses(
+    settings: AlgorithmSettings,
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    reference_logprobs: Tensor | None = None,
+) -> LossSums:
+    """Sum of token losses and of token metrics.
+
+    ``logprobs``, ``behaviour_logprobs``, ``reference_logprobs`` and ``mask`` (0 or 1) are [B, S] float32, log-probs
+    in nats at the sampling temperature; ``advantages`` is [B]. Values where the mask is 0 are not looked at.
+    """
+    trained = mask > 0
+    log_ratio = torch.where(trained, logprobs - behaviour_logprobs, 0.0)
+    advantage = advantages.unsqueeze(1).expand_as(log_ratio)
+    losses, clipped = _surrogate(settings, log_ratio, advantage)
+    metrics = _ratio_metrics(log_ratio.detach(), advantage, clipped, trained)
+    if reference_logprobs is not None and settings.beta > 0:
+        gap = torch.where(trained, reference_logprobs - logprobs, 0.0)
+        divergence = torch.exp(gap) - gap - 1
+        losses = losses + settings.beta * divergence
+        metrics["kl"] = divergence.detach().sum()
+    weights = trained.to(losses.dtype)
+    if settings.loss_type == "grpo":
+        weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1)
+    return LossSums(torch.where(trained, losses * weights, 0.0).sum(), metrics)
+
+
+def _surrogate(settings: AlgorithmSettings, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+    """Token losses [B, S] and the signed mask of clipped tokens [B, S]: -1 at the floor, 1 at the ceiling."""
+    floor, ceiling = settings.clip_range
+    cap = settings.importance_sampling_cap
+    # Truncated in log space: clamping exp's overflow would turn its gradient into 0 x inf.
+    weight = torch.exp(log_ratio if cap is None else log_ratio.clamp(max=math.log(cap)))
+    if settings.ratio == "behaviour":
+        ratio, outer = weight, torch.ones_like(weight)
+    else:
+        ratio, outer = torch.exp(log_ratio - log_ratio.detach()), weight.detach()
+    losses = -outer * torch.minimum(ratio * advantage, ratio.clamp(floor, ceiling) * advantage)
+    value = ratio.detach()
+    low = (value < floor) & (advantage < 0)
+    high = (value > ceiling) & (advantage > 0)
+    return losses, high.int() - low.int()
+
+
+def _ratio_metrics(log_ratio: Tensor, advantage: Tensor, clipped: Tensor, trained: Tensor) -> dict[str, Tensor]:
+    """Sums over trained tokens, and the extremes of w = pi / mu."""
+    weight = torch.exp(log_ratio)
+    return {
+        "ratio": weight[trained].sum(),
+        "ratio_min": torch.where(trained, weight, torch.inf).min(),
+        "ratio_max": torch.where(trained, weight, -torch.inf).max(),
+        "mismatch_kl": (weight - log_ratio - 1)[trained].sum(),
+        "clip_low": ((clipped < 0) & trained).sum(),
+        "clip_high": ((clipped > 0) & trained).sum(),
+    }

@@ -1,0 +1,59 @@
+"""What the intake measures: rates, lag per length bucket, latency. Knows no bus."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from schemas.messages.trajectories import Trajectory
+from schemas.ports.bus import TopicPartition
+from schemas.settings import LoopSettings
+
+
+@dataclass
+class IntakeMeasures:
+    """Counts since the last summary."""
+
+    loop: LoopSettings
+    clock: Callable[[], float]
+    records: int = 0
+    bytes_read: int = 0
+    latency_s: float = 0.0
+    trajectories: int = 0
+    since: float | None = field(default=None)
+
+    def observe_record(self, size: int) -> None:
+        """A record was read."""
+        self.since = self.clock() if self.since is None else self.since
+        self.records += 1
+        self.bytes_read += size
+
+    def observe_trajectory(self, trajectory: Trajectory) -> None:
+        """A trajectory was decoded."""
+        self.trajectories += 1
+        self.latency_s += max(0.0, self.clock() - trajectory.finished_at)
+
+    def summary(
+        self, *, lag: Mapping[TopicPartition, int], pending_bytes: int, skipped: Mapping[str, int], dead_letters: int
+    ) -> dict[str, float]:
+        """Metrics since the last call; the counters start again."""
+        now = self.clock()
+        elapsed = max(1e-9, now - (self.since if self.since is not None else now))
+        found = {
+            "kafka/records_per_s": self.records / elapsed if self.records else 0.0,
+            "kafka/bytes_per_s": self.bytes_read / elapsed if self.records else 0.0,
+            "kafka/intake_latency_s": self.latency_s / self.trajectories if self.trajectories else 0.0,
+            "kafka/pending_bytes": float(pending_bytes),
+            "kafka/dead_letters": float(dead_letters),
+            "off_policy/dropped": float(skipped.get("stale", 0)),
+            **{f"kafka/lag/bucket_{bucket}": float(count) for bucket, count in self._by_bucket(lag).items()},
+            **{f"ledger/skipped/{reason}": float(count) for reason, count in sorted(skipped.items())},
+        }
+        self.records = self.bytes_read = self.trajectories = 0
+        self.latency_s, self.since = 0.0, now
+        return found
+
+    def _by_bucket(self, lag: Mapping[TopicPartition, int]) -> dict[int, int]:
+        found: dict[int, int] = defaultdict(int)
+        for tp, count in lag.items():
+            found[tp.partition // self.loop.shards] += count
+        return dict(sorted(found.items()))

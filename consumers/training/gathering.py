@@ -1,0 +1,88 @@
+"""What one optimizer step has gathered so far: its groups, what entered the gradient, and where the time went. Pure."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from consumers.algorithms.advantages import deviation
+from consumers.algorithms.credit import Credit
+from consumers.batching.samples import Group, MicroBatch, Sample
+from consumers.training.metrics import StepMetrics
+from schemas.identifiers import PolicyVersion
+from schemas.messages.reports import RecordRef
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by name of what was done."""
+
+    began: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the block's duration."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def since_start(self) -> float:
+        """Seconds since this stopwatch was made."""
+        return time.perf_counter() - self.began
+
+
+@dataclass
+class GatheredStep:
+    """Grows group by group; ``version`` is of the weights that the gradient is computed with."""
+
+    version: PolicyVersion
+    groups: list[Group] = field(default_factory=list)
+    left_out: list[tuple[Group, str]] = field(default_factory=list)
+    micro_batches: list[tuple[RecordRef, ...]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    tokens: int = 0
+    metrics: StepMetrics = field(default_factory=StepMetrics)
+    watch: Stopwatch = field(default_factory=Stopwatch)
+
+    def add(self, group: Group, credit: Credit) -> None:
+        """A group is in; samples that stay out of the gradient are kept by what keeps them out."""
+        self.groups.append(group)
+        self.rewards += credit.rewards.tolist()
+        self.metrics.observe(group, credit, self.version)
+        by_detail: dict[str, list[Sample]] = {}
+        for sample, detail in credit.left_out:
+            by_detail.setdefault(detail, []).append(sample)
+        self.left_out += [(replace(group, samples=tuple(found)), detail) for detail, found in by_detail.items()]
+
+    def trained(self, batch: MicroBatch) -> None:
+        """A micro-batch entered the gradient."""
+        self.micro_batches.append(tuple(batch.refs))
+        self.tokens += batch.num_tokens
+
+    @property
+    def group_ids(self) -> tuple[str, ...]:
+        """Names of the groups, in the order in which they came."""
+        return tuple(group.group_id for group in self.groups)
+
+    @property
+    def reward_deviation(self) -> float:
+        """Standard deviation of all shaped rewards."""
+        return deviation(np.array(self.rewards, dtype=np.float64))
+
+    def timings(self) -> dict[str, float]:
+        """Where the step's time went so far, in seconds, and the share of it that was training."""
+        seconds = self.watch.seconds
+        step = max(self.watch.since_start(), 1e-9)
+        training = seconds.get("forward_backward", 0.0) + seconds.get("optimizer", 0.0)
+        return {f"time/{name}": value for name, value in seconds.items()} | {
+            "time/step": step,
+            "step_time": step,
+            "time/train_share": training / step,
+            "training_tok/s": self.tokens / step,
+            "perf/throughput": self.tokens / step,
+        }

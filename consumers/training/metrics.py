@@ -1,0 +1,88 @@
+"""The numbers of one optimizer step, under TRL's and prime-rl's names, and the file they are appended to.
+
+Knows no torch and no bus.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from consumers.algorithms.credit import Credit
+from consumers.batching.samples import Group
+from schemas.identifiers import PolicyVersion
+from schemas.messages.trajectories import FinishReason, Trajectory
+
+
+@dataclass
+class StepMetrics:
+    """Collects what the groups of one step look like."""
+
+    trajectories: list[Trajectory] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    deviations: list[float] = field(default_factory=list)
+    staleness: list[float] = field(default_factory=list)
+
+    def observe(self, group: Group, credit: Credit, version: PolicyVersion) -> None:
+        """Note a group that enters the gradient of the step that follows ``version``."""
+        for sample in group.samples:
+            self.trajectories.append(sample.trajectory)
+            self.staleness.append(float(max(version.number - sample.trajectory.oldest_version.number, 0)))
+        self.rewards += credit.rewards.tolist()
+        self.deviations.append(credit.deviation)
+
+    def summary(self) -> dict[str, float]:
+        """Rewards, completions and staleness; empty if nothing was observed."""
+        if not self.trajectories:
+            return {}
+        return {
+            "reward": float(np.mean(self.rewards)),
+            "reward_std": float(np.mean(self.deviations)),
+            "frac_reward_zero_std": float(np.mean([value == 0.0 for value in self.deviations])),
+            "off_policy/mean": float(np.mean(self.staleness)),
+            "off_policy/max": max(self.staleness),
+            **_by_reward_function(self.trajectories),
+            **_completions(self.trajectories),
+        }
+
+
+def _by_reward_function(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for name, reward in trajectory.rewards.items():
+            if reward is not None:
+                values[name].append(reward)
+    means = {f"rewards/{name}/mean": float(np.mean(found)) for name, found in values.items()}
+    return means | {f"rewards/{name}/std": float(np.std(found)) for name, found in values.items()}
+
+
+def _completions(trajectories: list[Trajectory]) -> dict[str, float]:
+    lengths = np.array([len(trajectory.token_ids) for trajectory in trajectories])
+    clipped = np.array([trajectory.finish_reason is FinishReason.LENGTH for trajectory in trajectories])
+    finished = lengths[~clipped]
+    found = {
+        "completions/num_tokens": float(lengths.sum()),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(clipped.mean()),
+    }
+    if finished.size:
+        found["completions/mean_terminated_length"] = float(finished.mean())
+    return found
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that are numbers; a step report refuses NaN and infinity."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def append_metrics(path: Path, step: int, now: float, metrics: Mapping[str, float]) -> None:
+    """Add one line of JSON: ``step``, ``time`` (seconds since the epoch), then the metrics."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps({"step": step, "time": now, **finite(metrics)}) + "\n")

@@ -1,0 +1,112 @@
+"""Loads the policy and names its tensors as Hugging Face does on disk. Knows no optimizer and no bus."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
+
+from consumers.training.settings import TrainingSettings
+from schemas.errors import ModelError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+def resolve_device(settings: TrainingSettings) -> torch.device:
+    """The device to train on.
+
+    Raises:
+        ModelError: ``cuda`` was asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if settings.device == "cuda" and not available:
+        raise ModelError('expected a CUDA device for training.device="cuda", found none; set "auto" or "cpu"')
+    return torch.device("cuda" if available and settings.device != "cpu" else "cpu")
+
+
+def load_model(path: str | Path, device: torch.device, *, gradient_checkpointing: bool = False) -> Any:
+    """A causal language model in float32 on the device, ready to train.
+
+    Dropout is off: the ratio of two policies must not contain noise.
+
+    Raises:
+        ModelError: the path holds no model that ``AutoModelForCausalLM`` can load.
+    """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        cause = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ModelError(
+            f"expected a causal language model at {str(path)!r}, got {type(error).__name__}: {cause}; "
+            "give a Hugging Face model directory or name"
+        ) from error
+    model.to(device)
+    model.train()
+    _silence_dropout(model)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def load_reference(path: str | Path, device: torch.device) -> Any:
+    """A frozen copy for the KL term.
+
+    Raises:
+        ModelError: as ``load_model``.
+    """
+    model = load_model(path, device)
+    model.eval()
+    model.requires_grad_(False)
+    return model
+
+
+def named_tensors(model: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The weights by the names of Hugging Face files, tied ones once, on the CPU, floats as ``dtype``."""
+    seen: set[tuple[int, torch.Size]] = set()
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        identity = (tensor.data_ptr(), tensor.shape)
+        if identity not in seen:
+            seen.add(identity)
+            wanted = dtype if tensor.is_floating_point() else tensor.dtype
+            tensors[name] = tensor.detach().to("cpu", wanted).contiguous()
+    converted: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return converted
+
+
+def copy_tokenizer(path: str | Path, directory: Path) -> None:
+    """Copy the tokenizer's files of a model (directory or hub name) that exist."""
+    for name in TOKENIZER_FILES:
+        found = cached_file(
+            str(path),
+            name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None:
+            shutil.copyfile(found, directory / name)
+
+
+def _silence_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]

@@ -1,0 +1,124 @@
+"""The policy being trained, with everything that touches its tensors: learning, checkpoints, export.
+
+All of it runs in the trainer's one compute thread. Knows no bus and no event loop.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+from pydantic import JsonValue
+from safetensors.torch import save_file
+from torch import Tensor
+
+from consumers.algorithms.credit import ModelLimits
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.training.model import copy_tokenizer, load_model, load_reference, named_tensors, resolve_device
+from consumers.training.persistence.checkpoint import CheckpointManifest, CheckpointStore, Restored, TrainerState
+from consumers.training.persistence.weight_export import WEIGHTS, WeightStore
+from consumers.training.settings import TrainingSettings
+from consumers.training.step import PolicyLearner
+from schemas.identifiers import PolicyVersion
+
+log = structlog.get_logger()
+
+NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class PolicyPlaces:
+    """Where the initial model is, and where checkpoints and weight versions go."""
+
+    model: str
+    checkpoints: Path
+    weights: Path
+
+
+class TrainedPolicy:
+    """Model, learner and stores of one trainer process. Not safe for two threads at once."""
+
+    def __init__(
+        self,
+        places: PolicyPlaces,
+        algorithm: AlgorithmSettings,
+        training: TrainingSettings,
+        max_completion_length: int,
+        restored: Restored | None,
+    ) -> None:
+        """Load the model, from the checkpoint if there is one, and put the learner back where it was.
+
+        Raises:
+            ModelError: there is no model, or no such device.
+        """
+        device = resolve_device(training)
+        torch.manual_seed(training.seed)
+        model = load_model(
+            restored.directory if restored else places.model,
+            device,
+            gradient_checkpointing=training.gradient_checkpointing,
+        )
+        reference = load_reference(places.model, device) if algorithm.beta > 0 else None
+        self.learner = PolicyLearner(model, reference, algorithm, training, max_completion_length)
+        self._places = places
+        self._training = training
+        self._checkpoints = CheckpointStore(places.checkpoints, training.keep_checkpoints)
+        self._weights = WeightStore(places.weights, training.keep_weight_versions)
+        if restored is not None:
+            self.learner.step = restored.state.manifest.step
+            self.learner.load_optimizer_tensors(restored.state.optimizer)
+            _restore_rng(restored.state.rng)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken since the beginning of the run."""
+        return self.learner.step
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What the model can take."""
+        config = self.learner.model.config
+        positions = getattr(config, "max_position_embeddings", None) or NO_LIMIT
+        return ModelLimits(vocabulary=int(config.vocab_size), positions=int(positions))
+
+    def export(self, version: PolicyVersion, now: float) -> str:
+        """Put the weights into the store; the sha256 of their manifest."""
+        dtype = getattr(torch, self._training.dtype)
+        return self._weights.export(
+            named_tensors(self.learner.model, dtype), self._texts(self._training.dtype), version, self.step, now
+        )
+
+    def checkpoint(self, manifest: CheckpointManifest, intake: dict[str, JsonValue]) -> Path:
+        """Write a checkpoint of this moment."""
+        state = TrainerState(manifest, self.learner.optimizer_tensors(), _rng_tensors(), intake)
+        return self._checkpoints.write(state, self._write_model)
+
+    def _write_model(self, directory: Path) -> None:
+        save_file(named_tensors(self.learner.model), directory / WEIGHTS, metadata={"format": "pt"})
+        for name, text in self._texts("float32").items():
+            (directory / name).write_text(text)
+        copy_tokenizer(self._places.model, directory)
+
+    def _texts(self, dtype: str) -> dict[str, str]:
+        """The configuration files that go with weights of this type."""
+        model = self.learner.model
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = dtype
+        texts: dict[str, Callable[[], str]] = {"config.json": config.to_json_string}
+        if model.can_generate():
+            texts["generation_config.json"] = model.generation_config.to_json_string
+        return {name: to_text() for name, to_text in texts.items()}
+
+
+def _rng_tensors() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _restore_rng(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,39 @@
+"""The trainer's settings: optimizer, schedule, device, checkpoints and weight export."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from schemas.settings import Section
+
+
+class TrainingSettings(Section):
+    """``[training]``: the names are those of Hugging Face's trainer where it has one."""
+
+    learning_rate: Annotated[float, Field(gt=0, description="Peak learning rate of AdamW.")] = 1e-6
+    weight_decay: Annotated[float, Field(ge=0, description="Decoupled decay of weight matrices.")] = 0.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    max_grad_norm: Annotated[float, Field(gt=0, description="Gradients are scaled down to this norm.")] = 1.0
+    warmup_steps: Annotated[int, Field(ge=0, description="Steps of linear warm-up from nothing.")] = 0
+    lr_schedule: Annotated[
+        Literal["constant", "linear", "cosine"], Field(description="After the warm-up; the latter two end at 0.")
+    ] = "constant"
+    max_steps: Annotated[int, Field(ge=1, description="Optimizer steps in the run.")] = 1000
+    checkpoint_every: Annotated[int, Field(ge=1, description="Optimizer steps between checkpoints.")] = 50
+    keep_checkpoints: Annotated[
+        int, Field(ge=2, description="Newest checkpoints kept; at least two, one to fall back on.")
+    ] = 2
+    weight_sync_steps: Annotated[int, Field(ge=1, description="Optimizer steps between exported weights.")] = 1
+    keep_weight_versions: Annotated[int, Field(ge=2, description="Newest weight versions kept for workers.")] = 4
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        Field(description="Type of activations and of exported weights; the trainer's own weights are float32."),
+    ] = "float32"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA if there is a device, else the CPU.")
+    ] = "auto"
+    threads: Annotated[int, Field(ge=0, description="CPU threads of one operation; 0: torch decides.")] = 0
+    gradient_checkpointing: Annotated[bool, Field(description="Recompute activations instead of keeping them.")] = False
+    seed: Annotated[int, Field(ge=0, description="Seed of torch's generators.")] = 0

@@ -1,0 +1,211 @@
+"""One optimizer step: gradients of micro-batches are summed un-normalised, then scaled, clipped and applied.
+
+Knows no bus and no files. Invariants:
+- accumulated_micro_batches_equal_one_batch: the step does not depend on how its batch was split;
+- a_bad_gradient_changes_nothing: NaN or infinity in loss or gradient leaves weights, moments and step as they were.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from consumers.algorithms.advantages import SCALE_EPSILON
+from consumers.algorithms.losses import BatchTotals, denominator, token_losses
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.batching.samples import MicroBatch
+from consumers.training.logprobs import CompletionScorer
+from consumers.training.settings import TrainingSettings
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Whether the step was applied, why not, and its metrics (TRL's and prime-rl's names)."""
+
+    applied: bool
+    problem: str
+    metrics: dict[str, float]
+
+
+def learning_rate_at(step: int, settings: TrainingSettings) -> float:
+    """Learning rate of the optimizer step that follows ``step`` finished ones."""
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    span = max(settings.max_steps - settings.warmup_steps, 1)
+    progress = min((step - settings.warmup_steps) / span, 1.0)
+    factor = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+    return settings.learning_rate * factor[settings.lr_schedule]
+
+
+class PolicyLearner:
+    """Model, optimizer and the gradient being gathered. Not safe for two threads at once."""
+
+    def __init__(
+        self,
+        model: Any,
+        reference: Any | None,
+        algorithm: AlgorithmSettings,
+        training: TrainingSettings,
+        max_completion_length: int,
+    ) -> None:
+        self.model = model
+        self.step = 0
+        self._algorithm = algorithm
+        self._training = training
+        self._max_completion_length = max_completion_length
+        self._scorer = CompletionScorer(model)
+        self._reference = None if reference is None else CompletionScorer(reference)
+        self._optimizer = _adamw(model, training)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sequences = 0
+        self._tokens = 0
+        self._computed_tokens = 0
+        self._loss = torch.zeros((), device=self.model.device)
+        self._sums: dict[str, list[Tensor]] = defaultdict(list)
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        """Add the un-normalised gradient of a micro-batch.
+
+        Samples whose advantage is 0 have no gradient unless there is a KL term; they count, but are not computed.
+        """
+        mask = torch.tensor(batch.loss_mask)
+        mask[:, 0] = 0.0  # the first token has nothing before it to be predicted from
+        self._sequences += int((mask.sum(dim=1) > 0).sum())
+        self._tokens += int(mask.sum())
+        active = mask.sum(dim=1) > 0
+        if self._algorithm.beta == 0:
+            active &= torch.as_tensor(batch.advantages) != 0
+        if active.any():
+            self._backward(batch, mask, active)
+
+    def _backward(self, batch: MicroBatch, mask: Tensor, active: Tensor) -> None:
+        device = self.model.device
+        width = int(torch.as_tensor(batch.lengths)[active].max())
+
+        def rows(array: Any) -> Tensor:
+            tensor = torch.as_tensor(array)[active]
+            return (tensor[:, :width] if tensor.ndim == 2 else tensor).to(device)
+
+        input_ids, mask, temperatures = rows(batch.input_ids), rows(mask), rows(batch.temperatures)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._training.dtype == "bfloat16"):
+            reference = self._reference_logprobs(input_ids, mask, temperatures)
+            logprobs, entropy = self._scorer(input_ids, mask, temperatures)
+        sums = token_losses(
+            self._algorithm, logprobs, rows(batch.behaviour_logprobs), rows(batch.advantages), mask, reference
+        )
+        sums.loss.backward()  # type: ignore[no-untyped-call]
+        self._loss += sums.loss.detach()
+        self._computed_tokens += int(mask.sum())
+        for name, value in {**sums.metrics, "entropy": entropy.detach()}.items():
+            self._sums[name].append(value)
+
+    def _reference_logprobs(self, input_ids: Tensor, mask: Tensor, temperatures: Tensor) -> Tensor | None:
+        if self._reference is None:
+            return None
+        with torch.no_grad():
+            return self._reference(input_ids, mask, temperatures)[0]
+
+    def discard(self) -> None:
+        """Drop the gathered gradient."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._forget()
+
+    def finish_step(self, reward_deviation: float) -> StepOutcome:
+        """Normalise, clip and apply the gathered gradient; ``reward_deviation`` is of all rewards of the batch."""
+        totals = BatchTotals(self._sequences, self._tokens)
+        scale = 1.0 / denominator(self._algorithm, totals, self._max_completion_length)
+        if self._algorithm.scale_rewards == "batch":
+            scale /= reward_deviation + SCALE_EPSILON
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = 0.0
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+            norm = float(nn.utils.get_total_norm(gradients))
+        metrics = self._metrics(scale, norm)
+        loss = float(self._loss) * scale
+        problem = "" if math.isfinite(loss + norm) else f"expected a finite loss and gradient, got {loss} and {norm}"
+        if not problem:
+            self._apply(norm)
+        self.discard()
+        return StepOutcome(not problem, problem, metrics)
+
+    def _apply(self, norm: float) -> None:
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), self._training.max_grad_norm, torch.tensor(norm))
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate_at(self.step, self._training)
+        self._optimizer.step()
+        self.step += 1
+
+    def _metrics(self, scale: float, norm: float) -> dict[str, float]:
+        loss = float(self._loss) * scale
+        metrics = {
+            "loss": loss,
+            "loss/mean": loss,
+            "grad_norm": norm,
+            "optim/grad_norm": norm,
+            "optim/lr": learning_rate_at(self.step, self._training),
+            "tokens/trained": float(self._tokens),
+            "tokens/computed": float(self._computed_tokens),
+        }
+        if self._sums:
+            metrics |= self._token_means()
+        return metrics
+
+    def _token_means(self) -> dict[str, float]:
+        """Means over the tokens that entered the gradient."""
+        mean = {
+            name: float(torch.stack(values).sum()) / self._computed_tokens
+            for name, values in self._sums.items()
+            if not name.endswith(("_min", "_max"))
+        }
+        named = {
+            "ratio": mean["ratio"],
+            "entropy": mean["entropy"],
+            "entropy/all/mean": mean["entropy"],
+            "mismatch_kl/all/mean": mean["mismatch_kl"],
+            "clip_ratio/low_mean": mean["clip_low"],
+            "clip_ratio/high_mean": mean["clip_high"],
+            "clip_ratio/region_mean": mean["clip_low"] + mean["clip_high"],
+            "sampling/importance_sampling_ratio/min": float(torch.stack(self._sums["ratio_min"]).min()),
+            "sampling/importance_sampling_ratio/max": float(torch.stack(self._sums["ratio_max"]).max()),
+        }
+        return named | ({"kl": mean["kl"]} if "kl" in mean else {})
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """AdamW's state as ``<parameter>.<moment>``, on the CPU."""
+        return {
+            f"{name}.{moment}": self._optimizer.state[parameter][moment].detach().cpu().clone().contiguous()
+            for name, parameter in self.model.named_parameters()
+            if parameter in self._optimizer.state
+            for moment in MOMENTS
+        }
+
+    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what ``optimizer_tensors`` gave; parameters it leaves out start afresh."""
+        for name, parameter in self.model.named_parameters():
+            if f"{name}.step" in tensors:
+                self._optimizer.state[parameter] = {
+                    moment: tensors[f"{name}.{moment}"].to(parameter.device) for moment in MOMENTS
+                }
+
+
+def _adamw(model: Any, settings: TrainingSettings) -> torch.optim.AdamW:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
+        fused=True,
+    )

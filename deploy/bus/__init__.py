@@ -1,0 +1,1 @@
+"""The bus on Apache Kafka: the only room that knows aiokafka."""

@@ -1,0 +1,136 @@
+"""Records of one partition on their way: gathered into batches, sent one at a time. Does not know how they are sent.
+
+Invariants: batches of a partition leave one after the other, in order; the future of every record is settled once,
+at the latest when the delivery deadline passes; bytes count as held until the batch is settled or dropped unsent.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from aiokafka.producer.message_accumulator import BatchBuilder
+
+from schemas.errors import BusError, DeliveryUnknown
+from schemas.ports.bus import Outgoing, Position, TopicPartition
+
+_CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
+
+
+def new_builder(max_bytes: int, compression_type: str) -> BatchBuilder:
+    """An empty batch of aiokafka's; a first record larger than ``max_bytes`` travels alone."""
+    return BatchBuilder(max_bytes, _CODECS[compression_type])
+
+
+class Batch:
+    """Records that travel together."""
+
+    def __init__(self, builder: BatchBuilder, lane: TopicPartition, deadline_s: float) -> None:
+        self.builder = builder
+        self.lane = lane
+        self.size = 0
+        loop = asyncio.get_running_loop()
+        self.settled: asyncio.Future[None] = loop.create_future()
+        self._futures: list[asyncio.Future[Position]] = []
+        self._deadline_s = deadline_s
+        self._timer = loop.call_later(deadline_s, self._expire)
+
+    def append(self, record: Outgoing, size: int) -> "asyncio.Future[Position] | None":
+        """The record's future, or None: the batch is full."""
+        key = None if record.key is None else record.key.encode()
+        headers = list(record.headers)
+        if self.builder.append(timestamp=None, key=key, value=record.value, headers=headers) is None:
+            return None
+        future: asyncio.Future[Position] = asyncio.get_running_loop().create_future()
+        self._futures.append(future)
+        self.size += size
+        return future
+
+    def stored(self, offset: int) -> None:
+        """The broker has the records, the first one at this offset."""
+        topic, partition = self.lane
+        for index, future in enumerate(self._futures):
+            if not future.done():
+                future.set_result(Position(topic, partition, offset + index))
+        self._end()
+
+    def fail(self, error: BusError) -> None:
+        """Tell every record that is not settled yet."""
+        for future in self._futures:
+            if not future.done():
+                future.set_exception(type(error)(*error.args))
+        self._end()
+
+    def _expire(self) -> None:
+        self.fail(
+            DeliveryUnknown(
+                f"expected {self.lane.topic}/{self.lane.partition} to take {len(self._futures)} records within "
+                f"{self._deadline_s:g} s, got no answer; they may still arrive, send them again under the same ids"
+            )
+        )
+
+    def _end(self) -> None:
+        self._timer.cancel()
+        if not self.settled.done():
+            self.settled.set_result(None)
+
+
+class Lane:
+    """The batches of one partition, the newest still open."""
+
+    def __init__(
+        self,
+        name: TopicPartition,
+        new_batch: Callable[[TopicPartition], Batch],
+        send: Callable[[Batch], Awaitable[None]],
+        drop: Callable[[Batch], None],
+        linger_s: float,
+    ) -> None:
+        self._name = name
+        self._new_batch = new_batch
+        self._send = send
+        self._drop = drop
+        self._linger_s = linger_s
+        self._queue: deque[Batch] = deque()
+        self._sending: Batch | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def append(self, record: Outgoing, size: int) -> "tuple[asyncio.Future[Position], bool]":
+        """The record's future, and whether a batch was begun for it."""
+        future = self._queue[-1].append(record, size) if self._queue else None
+        if future is not None:
+            return future, False
+        batch = self._new_batch(self._name)
+        future = batch.append(record, size)
+        assert future is not None, "an empty batch takes a record of any size"
+        self._queue.append(batch)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        return future, True
+
+    def unsettled(self) -> "list[asyncio.Future[None]]":
+        """What is still to be settled, to be waited for."""
+        held = [*self._queue, *([self._sending] if self._sending else [])]
+        return [batch.settled for batch in held if not batch.settled.done()]
+
+    async def _run(self) -> None:
+        try:
+            await asyncio.sleep(self._linger_s)
+            while self._queue:
+                batch = self._queue.popleft()
+                if batch.settled.done():
+                    self._drop(batch)
+                    continue
+                self._sending = batch
+                await self._send(batch)
+                self._sending = None
+        finally:
+            self._task = None
+
+    async def stop(self, error: BusError) -> None:
+        """End the sending; what is not settled fails with this error."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for batch in (*self._queue, *([self._sending] if self._sending else [])):
+            batch.fail(error)
+        self._queue.clear()

@@ -1,0 +1,179 @@
+"""Opening and closing aiokafka's clients within bounds, and aiokafka's errors as ours. Knows no topic of ours."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeVar
+
+from aiokafka import errors
+from aiokafka.client import AIOKafkaClient
+from aiokafka.conn import collect_hosts
+from aiokafka.helpers import create_ssl_context
+
+from deploy.bus.settings import KafkaSettings
+from schemas.errors import BrokerError, BusError, BusUnavailable, DataLossRefused
+
+CLOSE_TIMEOUT_S = 5.0
+_NO_ANSWER = (
+    TimeoutError,
+    OSError,
+    errors.KafkaConnectionError,
+    errors.NodeNotReadyError,
+    errors.KafkaTimeoutError,
+    errors.RequestTimedOutError,
+    errors.NotLeaderForPartitionError,
+    errors.LeaderNotAvailableError,
+)
+
+
+class BrokerUnreachable(BusUnavailable, BrokerError):
+    """No broker answers at the address: for a room the bus is unavailable, for a user it is one line to act on."""
+
+
+class Startable(Protocol):
+    """A client of aiokafka."""
+
+    async def start(self) -> None:
+        """Connect."""
+        ...
+
+
+Client = TypeVar("Client", bound=Startable)
+
+
+def address_of(settings: KafkaSettings) -> str:
+    """The broker's address.
+
+    Raises:
+        BrokerError: none is set.
+    """
+    if not settings.bootstrap_servers:
+        raise BrokerError("expected kafka.bootstrap_servers to name a broker, got none; set it to host:port")
+    return settings.bootstrap_servers
+
+
+def client_options(settings: KafkaSettings, client_id: str) -> dict[str, Any]:
+    """Arguments that every client of aiokafka takes."""
+    password = settings.sasl_plain_password
+    return {
+        "bootstrap_servers": address_of(settings),
+        "client_id": client_id,
+        "request_timeout_ms": settings.request_timeout_ms,
+        "security_protocol": settings.security_protocol,
+        "ssl_context": _ssl_context(settings),
+        "sasl_mechanism": settings.sasl_mechanism,
+        "sasl_plain_username": settings.sasl_plain_username,
+        "sasl_plain_password": password.get_secret_value() if password else None,
+    }
+
+
+def _ssl_context(settings: KafkaSettings) -> Any:
+    if "SSL" not in settings.security_protocol.split("_"):
+        return None
+    try:
+        return create_ssl_context(
+            cafile=settings.ssl_cafile, certfile=settings.ssl_certfile, keyfile=settings.ssl_keyfile
+        )
+    except OSError as error:
+        raise BrokerError(f"expected readable certificates in kafka.ssl_*, got {error}; check the paths") from error
+
+
+@contextlib.contextmanager
+def our_errors(doing: str) -> Iterator[None]:
+    """Raise aiokafka's errors and time-outs as ours, saying what was being done."""
+    try:
+        yield
+    except errors.OffsetOutOfRangeError as error:
+        raise DataLossRefused(f"{doing}: the broker no longer keeps that offset ({error})") from error
+    except _NO_ANSWER as error:
+        raise BusUnavailable(f"{doing}: no answer from the broker ({type(error).__name__}: {error})") from error
+    except errors.KafkaError as error:
+        raise BusError(f"{doing}: {error}") from error
+
+
+async def started(client: Client, settings: KafkaSettings) -> Client:
+    """Start a client within the connect time-out.
+
+    Raises:
+        BrokerUnreachable: nothing answers, or not as a Kafka broker that lets us in.
+    """
+    address = address_of(settings)
+    try:
+        async with asyncio.timeout(settings.connect_timeout_ms / 1000):
+            await _listening(address)
+            await client.start()
+    except (TimeoutError, OSError, errors.KafkaError) as error:
+        await discard(client)
+        raise BrokerUnreachable(
+            f"expected a Kafka broker at {address}, got {_cause(error)}; start one with `streamrl kafka up`, or check "
+            "kafka.bootstrap_servers, kafka.security_protocol and the address that the broker advertises"
+        ) from error
+    except BaseException:
+        await discard(client)
+        raise
+    return client
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return (getattr(error, "strerror", None) or str(error)).strip().lower()
+
+
+async def _listening(address: str) -> None:
+    """Find one listening socket before aiokafka tries, which would log every refusal as an error of its own."""
+    try:
+        hosts = [(host, port) for host, port, _ in collect_hosts(address)]
+    except ValueError as error:
+        raise BrokerUnreachable(f"expected kafka.bootstrap_servers as host:port, got {address!r}") from error
+    refusal: OSError | None = None
+    for host, port in hosts:
+        try:
+            _, writer = await asyncio.open_connection(host, port)
+        except OSError as error:
+            refusal = error
+        else:
+            writer.close()
+            return
+    raise refusal or OSError(f"no address in {address!r}")
+
+
+async def discard(client: Any) -> None:
+    """Stop a client of any kind; errors and a stop that never ends are of no interest any more."""
+    stop = getattr(client, "stop", None) or client.close
+    with contextlib.suppress(TimeoutError, OSError, errors.KafkaError):
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await stop()
+
+
+class _Prober(AIOKafkaClient):  # type: ignore[misc]
+    """A bare client that starts and stops as the others do."""
+
+    async def start(self) -> None:
+        await self.bootstrap()
+
+
+async def partition_counts(settings: KafkaSettings, client_id: str) -> dict[str, int]:
+    """Number of partitions of every topic. Asks about no topic by name, which could create it.
+
+    Raises:
+        BrokerUnreachable: no broker answers.
+        BusError: the broker refuses.
+    """
+    prober = await started(_Prober(**client_options(settings, client_id)), settings)
+    try:
+        return await partitions_seen_by(prober, settings)
+    finally:
+        await discard(prober)
+
+
+async def partitions_seen_by(client: AIOKafkaClient, settings: KafkaSettings) -> dict[str, int]:
+    """Number of partitions of every topic, as a started client sees them now.
+
+    Raises:
+        BusError: the broker refuses or does not answer.
+    """
+    with our_errors(f"reading the topics of {address_of(settings)}"):
+        async with asyncio.timeout(settings.connect_timeout_ms / 1000):
+            cluster = await client.fetch_all_metadata()
+    return {topic: len(cluster.partitions_for_topic(topic)) for topic in cluster.topics()}

@@ -1,0 +1,70 @@
+"""The bus on a Kafka broker: opens publishers and subscriptions. Knows neither messages nor our topics."""
+
+from collections.abc import Iterable
+
+from aiokafka import AIOKafkaProducer
+
+from deploy.bus.connection import client_options, partition_counts, started
+from deploy.bus.publisher import KafkaPublisher
+from deploy.bus.settings import KafkaSettings
+from deploy.bus.subscription import KafkaSubscription, open_subscription
+from schemas.errors import BusError, BusUnavailable
+from schemas.ports.bus import Start, TopicPartition
+
+
+class KafkaBus:
+    """``schemas.ports.bus.Bus`` on the broker that the settings name; holds no connection itself."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self._settings = settings
+
+    async def publisher(self, client_id: str) -> KafkaPublisher:
+        """A started publisher, idempotent and in order per partition.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+
+        async def connect() -> AIOKafkaProducer:
+            return await started(self._producer(client_id), self._settings)
+
+        return KafkaPublisher(await connect(), connect, self._settings, client_id)
+
+    def _producer(self, client_id: str) -> AIOKafkaProducer:
+        settings = self._settings
+        return AIOKafkaProducer(
+            **client_options(settings, client_id),
+            enable_idempotence=True,
+            acks="all",
+            compression_type=None if settings.compression_type == "none" else settings.compression_type,
+            max_batch_size=settings.max_batch_bytes,
+            linger_ms=0,
+        )
+
+    async def subscribe(
+        self,
+        topics: Iterable[str],
+        *,
+        client_id: str,
+        start: Start = "earliest",
+        partitions: Iterable[int] | None = None,
+        group_id: str | None = None,
+    ) -> KafkaSubscription:
+        """A started subscription; see the port.
+
+        Raises:
+            BusUnavailable: no broker answers, or a topic does not exist.
+            DataLossRefused: a named start offset is not on the broker (any more).
+        """
+        wanted = None if partitions is None else frozenset(partitions)
+        counts = await partition_counts(self._settings, client_id)
+        assigned = [tp for topic in topics for tp in _partitions_of(topic, counts, wanted)]
+        if not assigned:
+            raise BusError(f"expected partitions to read, got none of {sorted(wanted or ())}")
+        return await open_subscription(self._settings, client_id, assigned, start, group_id)
+
+
+def _partitions_of(topic: str, counts: dict[str, int], wanted: frozenset[int] | None) -> list[TopicPartition]:
+    if topic not in counts:
+        raise BusUnavailable(f"expected an existing topic, got {topic!r}; create it with `streamrl topics apply`")
+    return [TopicPartition(topic, number) for number in range(counts[topic]) if wanted is None or number in wanted]

@@ -1,0 +1,1 @@
+"""The `streamrl` command. Nothing heavy is imported before a command needs it."""

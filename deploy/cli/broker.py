@@ -1,0 +1,81 @@
+"""The embedded broker and the topics of a run."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+kafka = typer.Typer(help="Apache Kafka on this machine, with nothing but Python installed.", no_args_is_help=True)
+topics = typer.Typer(help="Make a broker match the topic catalogue.", no_args_is_help=True)
+
+DataDir = Annotated[Path | None, typer.Option(help="Where the broker keeps its logs; in the cache if left out.")]
+Run = Annotated[str, typer.Option("--run", help="Name of the run, the prefix of its topics.")]
+Servers = Annotated[
+    str | None,
+    typer.Option(
+        "--bootstrap-servers",
+        envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS",
+        help="The broker; a temporary embedded one if left out.",
+    ),
+]
+Partitions = Annotated[int, typer.Option(min=1, help="Partitions of the trajectories topic: buckets × shards.")]
+
+
+@kafka.command()
+def up(
+    nodes: Annotated[int, typer.Option(help="1, or 3 for a replicated cluster.")] = 1,
+    port: Annotated[int | None, typer.Option(help="Port of the first node; a free one if left out.")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Start a broker that goes on running; prints its address."""
+    from deploy.broker import detached
+
+    status = detached.up(nodes=nodes, data_dir=data_dir or detached.default_data_dir(), port=port, progress=print)
+    print(f"Kafka is up: {status.bootstrap_servers}")
+
+
+@kafka.command()
+def down(data_dir: DataDir = None) -> None:
+    """Stop the broker started by `up`; its data stays."""
+    from deploy.broker import detached
+
+    print("Kafka is down" if detached.down(data_dir or detached.default_data_dir()) else "Kafka was not running")
+
+
+@kafka.command()
+def status(data_dir: DataDir = None) -> None:
+    """Say whether the broker started by `up` is running, and where. Exit code 1 if it is not."""
+    from deploy.broker import detached
+
+    found = detached.status(data_dir or detached.default_data_dir())
+    print(f"Kafka {found.version} {'runs' if found.running else 'does not run'}; data in {found.data_dir}")
+    for node in found.nodes:
+        print(f"  127.0.0.1:{node.port}  pid {node.pid}  {'alive' if node.alive else 'dead'}")
+    raise typer.Exit(0 if found.running else 1)
+
+
+@topics.command()
+def apply(run: Run, bootstrap_servers: Servers = None, partitions: Partitions = 8) -> None:
+    """Create or alter the run's topics until the broker matches the catalogue; a second time changes nothing."""
+    _topics(run, bootstrap_servers, partitions, change=True)
+
+
+@topics.command()
+def diff(run: Run, bootstrap_servers: Servers = None, partitions: Partitions = 8) -> None:
+    """Print what `apply` would change. Exit code 1 if there is something."""
+    if _topics(run, bootstrap_servers, partitions, change=False):
+        raise typer.Exit(1)
+
+
+def _topics(run: str, servers: str | None, partitions: int, *, change: bool) -> bool:
+    from deploy.bus.topic_admin import apply_topics, diff_topics
+    from deploy.wiring.broker import broker_for
+
+    with broker_for(servers, print) as address:
+        changes = asyncio.run((apply_topics if change else diff_topics)(address, run, partitions))
+    for item in changes:
+        print(item)
+    if not changes:
+        print(f"the topics of run {run} match the catalogue")
+    return bool(changes)

@@ -1,0 +1,85 @@
+"""The warm-started model on disk, made once for each recipe and seed. Loads no torch: training is another process.
+
+Invariant a_cached_model_is_whole: a model appears under its name by one rename, when all its files are written.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from deploy.demo.task import HELD_OUT_ONE_IN, OPTIONS
+from deploy.demo.tokenizer import VOCABULARY
+from deploy.demo.warm_start import WarmStartRecipe
+from schemas.errors import ModelError
+
+MAX_THREADS = 2
+
+
+def default_cache_dir() -> Path:
+    """``$STREAMRL_CACHE``, or ``~/.cache/streamrl``."""
+    return Path(os.environ.get("STREAMRL_CACHE") or Path.home() / ".cache" / "streamrl").absolute()
+
+
+def ensure_warm_started_model(cache_dir: Path, seed: int, progress: Callable[[str], None]) -> Path:
+    """The directory of the warm-started model of a seed; trains it first if it is not there (about half a minute).
+
+    Raises:
+        ModelError: the training failed, or the cache cannot be written.
+    """
+    target = cache_dir / "models" / f"spell-backward-{_fingerprint(WarmStartRecipe())}-seed{seed}"
+    if target.is_dir():
+        progress(f"warm start: cached in {target}")
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-", ignore_cleanup_errors=True) as scratch:
+            made = Path(scratch) / "model"
+            _train(made, seed, progress)
+            _publish(made, target)
+    except OSError as error:
+        raise ModelError(f"expected to write the demo's model to {target}, got: {error}; set STREAMRL_CACHE") from error
+    return target
+
+
+def _fingerprint(recipe: WarmStartRecipe) -> str:
+    parts = [asdict(recipe), OPTIONS, HELD_OUT_ONE_IN, VOCABULARY]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _train(directory: Path, seed: int, progress: Callable[[str], None]) -> None:
+    directory.mkdir()
+    threads = str(min(MAX_THREADS, os.cpu_count() or 1))
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "deploy.demo.warm_start", str(directory), str(seed)],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=os.environ
+            | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+        )
+        try:
+            for line in child.stdout or ():
+                progress(line.rstrip())
+        finally:
+            child.kill() if sys.exc_info()[0] else child.wait()
+            code = child.wait()
+        if code != 0:
+            errors.seek(0)
+            last = (errors.read().strip().splitlines() or ["no output"])[-1]
+            raise ModelError(f"expected the warm start of the demo's model to end well, got exit code {code}: {last}")
+
+
+def _publish(made: Path, target: Path) -> None:
+    """Another process may have been faster; its model is the same."""
+    try:
+        made.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise

@@ -1,0 +1,49 @@
+"""The demo as settings: the warm-started model, the task, and the numbers with which it learns best."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deploy.demo.cache import default_cache_dir, ensure_warm_started_model
+from deploy.demo.task import DATASET, MAX_COMPLETION_TOKENS, OPTIONS
+from deploy.settings.loading import load_settings
+from deploy.settings.tree import Settings
+
+
+def demo_settings(engine: str, seed: int, overrides: Sequence[str], progress: Callable[[str], None]) -> Settings:
+    """Settings of one demo run; builds and warm-starts the model if the cache does not hold it.
+
+    Raises:
+        SettingsError: an override is wrong.
+        ModelError: the model cannot be made.
+    """
+    model = ensure_warm_started_model(default_cache_dir(), seed, progress)
+    defaults = _defaults(engine, seed) | {"model": {"path": str(model)}}
+    return load_settings(None, overrides, defaults)
+
+
+def _defaults(engine: str, seed: int) -> dict[str, Any]:
+    return {
+        "run": {"name": f"demo-{engine}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}", "seed": seed, "workers": 2},
+        "data": {
+            "source": "reasoning_gym",
+            "dataset": DATASET,
+            "options": OPTIONS,
+            "filter": "deploy.demo.task:is_training_entry",
+        },
+        "rewards": {"functions": ["deploy.demo.task:exact_match"]},
+        "loop": {
+            "groups_per_step": 32,
+            "num_generations": 16,
+            "max_staleness": 4,
+            "max_prompt_length": 80,
+            "max_completion_length": MAX_COMPLETION_TOKENS,
+            "bucket_boundaries": [6, 8, 10],
+            "shards": 1,
+        },
+        "generation": {"engine": engine, "max_num_seqs": 128, "threads": 1},
+        "algorithm": {"loss_type": "dapo", "epsilon_high": 0.28, "dynamic_sampling": True},
+        "batching": {"token_budget": 16384},
+        "training": {"max_steps": 150, "learning_rate": 1e-3, "checkpoint_every": 25, "threads": 1},
+        "evaluation": {"function": "deploy.demo.evaluation:evaluate_exact_match"},
+    }

@@ -1,0 +1,103 @@
+"""Keeps the processes of a run alive until the essential one ends well, or until told to stop."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from deploy.supervisor.child import Child, ChildSpec
+from deploy.supervisor.policy import RestartPolicy, Verdict
+from schemas.errors import StreamRLError, UserError
+
+log = structlog.get_logger()
+
+LET_FINISH_S = 5.0
+"""Time for the others to end by themselves after the essential process ended well."""
+
+
+@dataclass
+class Supervisor:
+    """Starts children in order. ``children`` holds the living ones by name; ``restarts`` counts by name."""
+
+    specs: Sequence[ChildSpec]
+    max_restarts: int
+    grace_s: float
+    children: dict[str, Child] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Run every child until the essential one ends well or ``stop`` is set.
+
+        Consumes: exits of its children. Produces: restarts.
+        Waits for: exits, ``stop``.
+        On failure: a child that cannot be kept alive ends the run with its last line in the message.
+        On stop: SIGTERM to all, SIGKILL to what is left when the grace period ends.
+        """
+        watchers = [asyncio.create_task(self._keep_alive(spec, stop)) for spec in self.specs]
+        waiters = [asyncio.create_task(event.wait()) for event in (stop, self.finished)]
+        try:
+            await asyncio.wait([*watchers, *waiters], return_when=asyncio.FIRST_COMPLETED)
+            while not stop.is_set() and not self.finished.is_set() and not _failure(watchers):
+                await asyncio.wait([*waiters, *_unfinished(watchers)], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.ending.set()
+            if self.finished.is_set() and not stop.is_set():
+                await asyncio.wait(watchers, timeout=LET_FINISH_S)
+            await self._end_all()
+            for task in [*watchers, *waiters]:
+                task.cancel()
+            await asyncio.gather(*watchers, *waiters, return_exceptions=True)
+        if (failure := _failure(watchers)) is not None:
+            raise failure
+
+    async def _keep_alive(self, spec: ChildSpec, stop: asyncio.Event) -> None:
+        policy = RestartPolicy(self.max_restarts)
+        while not self._over(stop):
+            child = self.children[spec.name] = await Child.start(spec)
+            log.info("process started", process=spec.name, pid=child.pid)
+            code = await child.process.wait()
+            del self.children[spec.name]
+            if self._over(stop):
+                return
+            verdict = policy.judge(code, child.ran_for_s())
+            if verdict is Verdict.DONE:
+                if spec.essential:
+                    self.finished.set()
+                log.info("process ended", process=spec.name)
+                return
+            if verdict is Verdict.GIVE_UP:
+                self._give_up(spec, child, code)
+                return
+            self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
+            log.warning("process died, restarting", process=spec.name, exit_code=code, in_s=policy.delay_s())
+            await asyncio.sleep(policy.delay_s())
+
+    def _give_up(self, spec: ChildSpec, child: Child, code: int) -> None:
+        line = child.last_line()
+        if spec.optional:
+            log.error("process given up", process=spec.name, exit_code=code, last_line=line)
+            return
+        message = f"{spec.name} ended with code {code}: {line}; its log is {spec.log_path}"
+        raise (UserError if code == UserError.exit_code else StreamRLError)(message)
+
+    def _over(self, stop: asyncio.Event) -> bool:
+        return stop.is_set() or self.finished.is_set() or self.ending.is_set()
+
+    async def _end_all(self) -> None:
+        living = list(self.children.values())
+        for child in living:
+            child.terminate()
+        deadline = time.monotonic() + self.grace_s
+        await asyncio.gather(*(child.wait_or_kill(deadline) for child in living))
+
+
+def _failure(tasks: Sequence[asyncio.Task[None]]) -> BaseException | None:
+    return next((error for task in tasks if task.done() and (error := task.exception()) is not None), None)
+
+
+def _unfinished(tasks: Sequence[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
+    return [task for task in tasks if not task.done()]

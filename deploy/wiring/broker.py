@@ -1,0 +1,38 @@
+"""Which broker a command uses: the named one, else the one `streamrl kafka up` left running, else one of its own."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def broker_for(
+    bootstrap_servers: str | None, progress: Callable[[str], None], data_dir: Path | None = None
+) -> Iterator[str]:
+    """The address of a broker that answers; one started here is stopped at the end.
+
+    Args:
+        bootstrap_servers: a broker named by the user; it is not checked here.
+        progress: told what is being started.
+        data_dir: where a broker started here keeps its logs; a temporary directory if left out.
+
+    Raises:
+        BrokerError: none can be started.
+    """
+    if bootstrap_servers is not None:
+        yield bootstrap_servers
+        return
+    from deploy.broker import detached
+    from deploy.broker.cluster import start_cluster
+
+    found = detached.status(detached.default_data_dir())
+    if found.running:
+        progress(f"using the broker of `streamrl kafka up`: {found.bootstrap_servers}")
+        yield found.bootstrap_servers
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="streamrl-kafka-") as scratch,
+        start_cluster(data_dir=data_dir or Path(scratch), progress=progress) as cluster,
+    ):
+        yield cluster.bootstrap_servers

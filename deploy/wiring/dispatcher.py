@@ -1,0 +1,23 @@
+"""Builds the dispatcher."""
+
+from deploy.bus.kafka_bus import KafkaBus
+from deploy.settings.tree import Settings
+from producers.dispatch.dispatcher import Dispatcher
+from producers.lengths.predictor import build_predictor
+from producers.prompts.source import open_source
+
+
+def build_dispatcher(settings: Settings, _worker_id: str) -> Dispatcher:
+    """The dispatcher over the prompts that the settings name.
+
+    Raises:
+        DataError: there are no such prompts.
+    """
+    return Dispatcher(
+        bus=KafkaBus(settings.kafka),
+        run_name=settings.run.name,
+        loop=settings.loop,
+        settings=settings.dispatch,
+        source=open_source(settings.data, run_seed=settings.run.seed),
+        predictor=build_predictor(settings.lengths, settings.loop),
+    )

@@ -1,0 +1,99 @@
+"""Runs one role as a process: logging, signals, and the loop that the role's build function returns."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+import uvloop
+
+from deploy.settings.tree import Settings
+from deploy.wiring.broker import broker_for
+from schemas.errors import UserError
+
+
+class Loop(Protocol):
+    """What every role is, once built."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until stopped."""
+        ...
+
+
+Build = Callable[[Settings, str], Loop]
+
+
+def run_role(role: str, settings: Settings, worker_id: str) -> None:
+    """Run a role until it ends, SIGTERM or Ctrl-C; a broker is started for it if none is named.
+
+    Raises:
+        UserError: something the user can mend.
+    """
+    configure_logging()
+    with broker_for(settings.kafka.bootstrap_servers, print) as address:
+        named = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
+        uvloop.run(_until_stopped(_builder(role)(named, worker_id)))
+
+
+async def _until_stopped(loop: Loop) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, stop)
+    await loop.run(stop)
+
+
+def _ask_to_stop(stop: asyncio.Event) -> None:
+    """The first signal asks; a second one ends the process at once."""
+    if stop.is_set():
+        os._exit(130)
+    stop.set()
+
+
+def _builder(role: str) -> Build:
+    match role:
+        case "worker":
+            from deploy.wiring.worker import build_worker
+
+            return build_worker
+        case "trainer":
+            from deploy.wiring.trainer import build_trainer
+
+            return build_trainer
+        case "dispatcher":
+            from deploy.wiring.dispatcher import build_dispatcher
+
+            return build_dispatcher
+        case "coordinator" | "relay":
+            from deploy.wiring.coordinator import build_coordinator, build_relay
+
+            return build_coordinator if role == "coordinator" else build_relay
+        case _:
+            raise UserError(f"expected one of worker, trainer, dispatcher, coordinator, relay, got {role!r}")
+
+
+def configure_logging() -> None:
+    """Structured lines on standard output: coloured for a terminal, logfmt otherwise; libraries from WARNING on."""
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer()
+        if sys.stdout.isatty()
+        else structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"])
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(level=logging.WARNING, format="timestamp=%(asctime)s level=%(levelname)s event=%(message)r")

@@ -1,0 +1,1 @@
+"""Everything that makes trajectories: prompts, length estimates, dispatch, generation and rewards."""

@@ -1,0 +1,157 @@
+"""Admission by staleness: how many groups may be under way. Pure; knows no topics and no workers.
+
+Invariants, each with a test of its name:
+- no_consumed_token_is_older_than_max_staleness: while a group with base version b is in flight, at most
+  (b + max_staleness + 1) × groups_per_step groups were admitted and not ended untrained. Every step trains exactly
+  groups_per_step of them, so the step after version b + max_staleness cannot be completed without this group.
+- admission_never_deadlocks: when nothing may be admitted, either a whole step's groups are in flight, or newer
+  weights are on their way to a worker. (It rests on every admitted group being trained or skipped in the end.)
+
+A resumed trainer may get past a group's bound, by training groups that it had skipped before. Holding others back
+cannot save such a group any more, so it no longer limits them; the trainer's own check decides about it.
+
+The base version of a group is the lowest version number that can have sampled a token of it: what the worker held,
+or the trainer's number as known here if that is lower. Trained groups are counted as version number ×
+groups_per_step, which holds across trainer restarts.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from schemas.errors import LifecycleError
+from schemas.identifiers import PolicyVersion
+
+HISTORY_STEPS = 256
+"""How many steps a trainer may fall back on resume with its groups still counted as under way again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    group_id: str
+    base: PolicyVersion
+    number: int
+
+
+class AdmissionLedger:
+    """The groups in flight with their base versions, and the trainer's version."""
+
+    def __init__(self, groups_per_step: int, max_staleness: int) -> None:
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._base: dict[str, PolicyVersion] = {}
+        self._ended: deque[_Ended] = deque()
+        self.current: PolicyVersion | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Groups admitted and neither trained nor skipped."""
+        return len(self._base)
+
+    @property
+    def oldest(self) -> int | None:
+        """Lowest base version number in flight."""
+        return min((base.number for base in self._base.values()), default=None)
+
+    def is_in_flight(self, group_id: str) -> bool:
+        """Whether the group was admitted and has not ended."""
+        return group_id in self._base
+
+    def room(self, held: PolicyVersion) -> int:
+        """How many more groups may be admitted to a worker that holds this version."""
+        if self.current is None:
+            return 0
+        base = self._base_of(held).number
+        oldest = self.oldest
+        if oldest is not None:
+            base = min(base, max(oldest, self.current.number - self._max_staleness))
+        return max(0, self._limit(base) - self._under_way())
+
+    def may_admit(self, held: PolicyVersion) -> bool:
+        """Whether a new group may be admitted to a worker that holds this version."""
+        return self.room(held) > 0
+
+    def admit(self, group_id: str, held: PolicyVersion) -> None:
+        """Take a new group into account.
+
+        Raises:
+            LifecycleError: it is in flight already, or there is no room.
+        """
+        if group_id in self._base:
+            raise LifecycleError(f"expected a new group to admit, got {group_id}, which is in flight")
+        if not self.may_admit(held):
+            raise LifecycleError(f"expected room for {group_id} at version {held}, got {self._under_way()} under way")
+        self._base[group_id] = self._base_of(held)
+
+    def may_move(self, group_id: str, held: PolicyVersion) -> bool:
+        """Whether a worker that holds this version may sample what is missing of a group."""
+        if self.current is None or group_id not in self._base:
+            return False
+        base = self._base_of(held)
+        return base.number >= self._base[group_id].number or self._under_way() <= self._limit(base.number)
+
+    def move(self, group_id: str, held: PolicyVersion) -> None:
+        """Another worker samples what is missing of a group.
+
+        Raises:
+            LifecycleError: the group is not in flight, or the worker's version is too old for it.
+        """
+        if not self.may_move(group_id, held):
+            raise LifecycleError(f"expected a group in flight that version {held} may sample, got {group_id}")
+        self._lower(group_id, self._base_of(held))
+
+    def restore(self, group_id: str, held: PolicyVersion) -> None:
+        """Take a group into account that was admitted in an earlier life of the dispatcher."""
+        self._base.setdefault(group_id, held)
+        self._lower(group_id, held)
+
+    def end(self, group_id: str, number: int) -> bool:
+        """A group ended at this version number, trained or not; false if it was not in flight."""
+        base = self._base.pop(group_id, None)
+        if base is not None:
+            self._ended.append(_Ended(group_id, base, number))
+        return base is not None
+
+    def forget(self, group_id: str) -> None:
+        """A group of which no sample exists is given up; it cannot come back."""
+        self._base.pop(group_id, None)
+
+    def advance(self, version: PolicyVersion, trained: Iterable[str]) -> bool:
+        """The trainer reached a version with these groups; false for a repeat or an orphaned lineage.
+
+        A newer lineage with a lower number means that the trainer resumed: the groups that ended since then are in
+        flight again, because it will read them again.
+        """
+        if self.current is not None and version <= self.current:
+            return False
+        if self.current is not None and version.lineage > self.current.lineage:
+            self._rewind(version)
+        self.current = version
+        for group_id in trained:
+            self.end(group_id, version.number)
+        while self._ended and self._ended[0].number < version.number - HISTORY_STEPS:
+            self._ended.popleft()
+        return True
+
+    def _rewind(self, version: PolicyVersion) -> None:
+        kept = deque(ended for ended in self._ended if ended.number <= version.number)
+        self._base |= {ended.group_id: ended.base for ended in self._ended if ended.number > version.number}
+        self._ended = kept
+        for group_id, base in self._base.items():
+            if base.lineage < version.lineage:
+                self._base[group_id] = PolicyVersion(version.lineage, min(base.number, version.number))
+
+    def _base_of(self, held: PolicyVersion) -> PolicyVersion:
+        assert self.current is not None
+        return PolicyVersion(held.lineage, min(held.number, self.current.number))
+
+    def _lower(self, group_id: str, base: PolicyVersion) -> None:
+        known = self._base[group_id]
+        self._base[group_id] = PolicyVersion(min(known.lineage, base.lineage), min(known.number, base.number))
+
+    def _under_way(self) -> int:
+        trained = 0 if self.current is None else self.current.number * self._groups_per_step
+        return trained + len(self._base)
+
+    def _limit(self, number: int) -> int:
+        return (number + self._max_staleness + 1) * self._groups_per_step

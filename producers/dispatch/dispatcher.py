@@ -1,0 +1,182 @@
+"""The dispatcher's driver: reads the topics, sends orders. What to send is decided in the state it holds.
+
+Invariant no_prompt_is_left_out: orders for new prompts are sent one after the other, each acknowledged before the
+next, so the topic never holds a later position without the earlier ones.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import structlog
+
+from producers.dispatch.flights import Flight
+from producers.dispatch.recovery import CLIENT_ID, message_of, rebuild
+from producers.dispatch.settings import DispatchSettings
+from producers.dispatch.state import DispatcherStatus, DispatchState
+from producers.dispatch.strategies import Candidate
+from producers.lengths.predictor import LengthPredictor
+from producers.prompts.source import PromptSource
+from schemas.errors import DeliveryUnknown
+from schemas.identifiers import lane_of, make_group_id
+from schemas.messages.prompts import SamplingParams, WorkOrder
+from schemas.ports.bus import Bus, Outgoing, Publisher, Subscription
+from schemas.settings import LoopSettings
+from schemas.wire.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Dispatcher:
+    """One per run. A restart rebuilds everything from the topics."""
+
+    bus: Bus
+    run_name: str
+    loop: LoopSettings
+    settings: DispatchSettings
+    source: PromptSource
+    predictor: LengthPredictor
+    clock: Callable[[], float] = time.time
+    state: DispatchState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.state = DispatchState(self.loop, self.settings, self.predictor)
+
+    def status(self) -> DispatcherStatus:
+        """A snapshot of what is under way."""
+        return self.state.status(self.clock())
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Keep the workers supplied with prompts as far as staleness allows.
+
+        Consumes: heartbeats, trajectories, steps, skips and control; at the start also its own work orders.
+        Produces: work orders.
+        Waits for: room under the staleness bound and a worker with free slots.
+        On failure: raises; a restart rebuilds the state and goes on at the same prompt.
+        On stop: ends within one poll and one order, as it does when the run has finished or is drained.
+        """
+        topics = [topic.full_name(self.run_name) for topic in (HEARTBEATS, CONTROL, STEPS, SKIPS, TRAJECTORIES)]
+        positions = await rebuild(self.bus, self.run_name, self.state, self.clock)
+        subscription = await self.bus.subscribe(topics, client_id=CLIENT_ID, start=positions)
+        try:
+            publisher = await self.bus.publisher(CLIENT_ID)
+            try:
+                await self._serve(subscription, publisher, stop)
+            finally:
+                await publisher.close()
+        finally:
+            await subscription.close()
+        log.info("dispatcher ended", finished=self.state.finished, mode=self.state.mode, cursor=self.state.cursor)
+
+    async def _serve(self, subscription: Subscription, publisher: Publisher, stop: asyncio.Event) -> None:
+        listened = logged = self.clock()
+        while not stop.is_set() and not self.state.is_over(self.clock()):
+            self._forgive_our_own_silence(self.clock() - listened)
+            records = await subscription.poll(timeout_s=self.settings.poll_s)
+            listened = self.clock()
+            for record in records:
+                if (message := message_of(record)) is not None:
+                    self.state.observe(message, listened)
+            if self.state.mode == "run" and not self.state.finished:
+                await self._send_again(publisher, stop)
+                await self._send_new(publisher, stop)
+            if listened - logged >= self.settings.log_interval_s:
+                logged = listened
+                self._log_progress()
+
+    def _forgive_our_own_silence(self, seconds: float) -> None:
+        if seconds > self.settings.lease_s / 2:
+            self.state.fleet.extend_leases(seconds)
+
+    async def _send_again(self, publisher: Publisher, stop: asyncio.Event) -> None:
+        """What is missing of groups whose worker was lost goes to others; it comes before new prompts."""
+        for flight in self.state.lost(self.clock()):
+            now = self.clock()
+            group_id = flight.order.group_id
+            if flight.order.attempt + 1 >= self.settings.max_attempts:
+                log.error("group given up", group=group_id, attempts=flight.order.attempt + 1)
+                self.state.give_up(flight)
+                continue
+            missing = len(flight.missing)
+            worker = self.state.choose(missing, partial(self.state.ledger.may_move, group_id), now)
+            if worker is not None:
+                order = self._follow_up(flight, worker)
+                log.warning("group ordered again", group=group_id, missing=missing, worker=worker.worker_id)
+                self.state.reassign(order, worker, now)
+                await self._publish(publisher, order, stop)
+
+    async def _send_new(self, publisher: Publisher, stop: asyncio.Event) -> None:
+        for _ in range(self.settings.orders_per_turn):
+            now = self.clock()
+            worker = self.state.choose(self.loop.num_generations, self.state.ledger.may_admit, now)
+            if worker is None or stop.is_set():
+                return
+            order = await self._next_order(worker, now)
+            self.state.admit(order, worker, now)
+            await self._publish(publisher, order, stop)
+
+    async def _next_order(self, worker: Candidate, now: float) -> WorkOrder:
+        position = self.state.cursor
+        prompt, data_pass = await asyncio.to_thread(self.source.prompt_at, position)
+        estimate = self.predictor.predict(prompt)
+        return WorkOrder(
+            group_id=make_group_id(prompt.prompt_id, data_pass),
+            worker_id=worker.worker_id,
+            position=position,
+            prompt=prompt,
+            estimate=estimate,
+            sampling=SamplingParams(
+                max_completion_length=self.loop.max_completion_length,
+                temperature=self.loop.temperature,
+                top_p=self.loop.top_p,
+                top_k=self.loop.top_k,
+            ),
+            num_generations=self.loop.num_generations,
+            sample_indices=tuple(range(self.loop.num_generations)),
+            partition=self.loop.partition_of(estimate.bucket, position),
+            admitted_version=worker.version,
+            created_at=now,
+        )
+
+    @staticmethod
+    def _follow_up(flight: Flight, worker: Candidate) -> WorkOrder:
+        """The same group, partition and age, so that consumers see one group; only what is missing of it."""
+        return flight.order.replace(
+            worker_id=worker.worker_id,
+            sample_indices=tuple(sorted(flight.missing)),
+            attempt=flight.order.attempt + 1,
+            admitted_version=worker.version,
+        )
+
+    async def _publish(self, publisher: Publisher, order: WorkOrder, stop: asyncio.Event) -> None:
+        """Send until the broker has it; a repeat under the same ids is dropped by whoever reads it twice."""
+        topic = WORK_ORDERS.full_name(self.run_name)
+        record = Outgoing.of(topic, order, key=order.group_id, partition=lane_of(order.worker_id))
+        while not stop.is_set():
+            try:
+                await publisher.publish(record)
+            except DeliveryUnknown as error:
+                log.warning("order sent again", group=order.group_id, error=str(error))
+            else:
+                return
+
+    def _log_progress(self) -> None:
+        status = self.status()
+        lengths = status.lengths
+        log.info(
+            "dispatch progress",
+            version=str(status.version),
+            mode=status.mode,
+            cursor=status.cursor,
+            in_flight=status.in_flight,
+            missing=status.missing,
+            workers=status.workers_ready,
+            reordered=status.reordered,
+            length_coverage=None if lengths.coverage is None else round(lengths.coverage, 3),
+            length_error=None if lengths.mean_abs_error is None else round(lengths.mean_abs_error, 1),
+            buckets_predicted=lengths.predicted,
+            buckets_actual=lengths.actual,
+        )

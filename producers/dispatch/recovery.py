@@ -1,0 +1,150 @@
+"""Rebuilds the dispatcher's state from the topics, each read up to the end it had at the start.
+
+Order matters, and rests on causes rather than on clocks: heartbeats and control, then our own orders, then what the
+trainer wrote (steps and skips, merged by the trainer's own time stamps), then trajectories. Of those, only the
+records are read that can belong to a group in flight: a group whose base version is b was sent after step b was
+reported, so everything that steps up to b consumed lies before its samples.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from producers.dispatch.admission import HISTORY_STEPS
+from producers.dispatch.state import DispatchState
+from schemas.errors import WireError
+from schemas.messages.base import Message
+from schemas.messages.control import RunFinished
+from schemas.messages.prompts import WorkOrder
+from schemas.messages.reports import SkipReason, SkipRecord, StepReport
+from schemas.ports.bus import Bus, Record, Start, TopicPartition
+from schemas.wire.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
+
+log = structlog.get_logger()
+
+CLIENT_ID = "dispatcher"
+Positions = dict[TopicPartition, int]
+
+
+@dataclass
+class _Trainer:
+    """What the trainer wrote: its records in order, and how far each step had read the trajectories."""
+
+    records: list[tuple[float, StepReport | SkipRecord]] = field(default_factory=list)
+    consumed: list[tuple[int, dict[int, int]]] = field(default_factory=list)
+
+    def add(self, at: float, message: Message) -> None:
+        if isinstance(message, StepReport):
+            ends: dict[int, int] = {}
+            for batch in message.micro_batches:
+                for reference in batch:
+                    ends[reference.partition] = max(ends.get(reference.partition, 0), reference.offset + 1)
+            self.consumed.append((message.version.number, ends))
+            self.records.append((at, message.model_copy(update={"micro_batches": ()})))
+        elif isinstance(message, SkipRecord):
+            self.records.append((at, message))
+
+    @property
+    def number(self) -> int:
+        """The highest version number ever reported."""
+        return max((number for number, _ in self.consumed), default=0)
+
+    def trained_long_ago(self) -> frozenset[str]:
+        """Groups that no resumed trainer will ask for again; their orders need not be held."""
+        return frozenset(
+            group_id
+            for _, message in self.records
+            if isinstance(message, StepReport) and message.version.number < self.number - HISTORY_STEPS
+            for group_id in message.group_ids
+        )
+
+    def ends_by(self, number: int) -> dict[int, int]:
+        """By trajectory partition: the offset behind everything that steps up to this number consumed."""
+        ends: dict[int, int] = {}
+        for step, offsets in self.consumed:
+            if step <= number:
+                ends |= {partition: max(ends.get(partition, 0), end) for partition, end in offsets.items()}
+        return ends
+
+
+async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], float]) -> Positions:
+    """Apply the history to a new state; returns where each topic is to be read on from.
+
+    Raises:
+        BusUnavailable: the broker does not answer, or the topics do not exist.
+    """
+    started = clock()
+    positions: Positions = {}
+    trainer = _Trainer()
+    present = [topic.full_name(run) for topic in (HEARTBEATS, CONTROL)]
+    async for record, message in _history(bus, present, "earliest", positions):
+        # A finished run that is started again still has the old end on the topic; a new end arrives live.
+        if not isinstance(message, RunFinished):
+            state.observe(message, min(record.timestamp, started))
+    async for record, message in _history(bus, [STEPS.full_name(run), SKIPS.full_name(run)], "earliest", positions):
+        trainer.add(record.timestamp, message)
+    await _restore_orders(bus, run, state, trainer.trained_long_ago())
+    for _, message in sorted(trainer.records, key=lambda pair: pair[0]):
+        state.observe(message, started)
+    _place_cursor(state, trainer)
+    await _restore_samples(bus, run, state, trainer, positions)
+    state.fleet.extend_leases(clock() - started)
+    log.info(
+        "dispatcher rebuilt", cursor=state.cursor, in_flight=state.ledger.in_flight, version=str(state.ledger.current)
+    )
+    return positions
+
+
+async def _restore_orders(bus: Bus, run: str, state: DispatchState, trained: frozenset[str]) -> None:
+    async for record, order in _history(bus, [WORK_ORDERS.full_name(run)], "earliest", {}):
+        if isinstance(order, WorkOrder) and order.group_id in trained:
+            state.cursor = max(state.cursor, order.position + 1)
+        elif isinstance(order, WorkOrder):
+            state.restore(order, record.timestamp)
+
+
+async def _restore_samples(bus: Bus, run: str, state: DispatchState, trainer: _Trainer, positions: Positions) -> None:
+    topic = TRAJECTORIES.full_name(run)
+    oldest = trainer.number if state.ledger.oldest is None else state.ledger.oldest
+    start = {TopicPartition(topic, partition): end for partition, end in trainer.ends_by(oldest).items()}
+    async for record, message in _history(bus, [topic], start, positions):
+        state.observe(message, record.timestamp)
+
+
+def _place_cursor(state: DispatchState, trainer: _Trainer) -> None:
+    """Orders expire before steps and skips do; then the cursor goes behind every prompt that can have been used."""
+    if state.cursor > 0 or trainer.number == 0:
+        return
+    skipped = {
+        message.group_id
+        for _, message in trainer.records
+        if isinstance(message, SkipRecord) and message.reason is not SkipReason.DUPLICATE
+    }
+    used = trainer.number * state.loop.groups_per_step + len(skipped) + state.loop.max_groups_in_flight
+    log.warning("no order is left on the topic, so the prompt cursor is placed behind all that were used", cursor=used)
+    state.cursor = used
+
+
+async def _history(
+    bus: Bus, topics: list[str], start: Start, positions: Positions
+) -> AsyncIterator[tuple[Record, Message]]:
+    """Every readable record up to the end offsets of now; ``positions`` receives where reading stopped."""
+    subscription = await bus.subscribe(topics, client_id=CLIENT_ID, start=start)
+    try:
+        ends = await subscription.end_offsets()
+        while any(position < ends[tp] for tp, position in (await subscription.positions()).items()):
+            for record in await subscription.poll(timeout_s=1.0):
+                if (message := message_of(record)) is not None:
+                    yield record, message
+        positions |= await subscription.positions()
+    finally:
+        await subscription.close()
+
+
+def message_of(record: Record) -> Message | None:
+    """The record's message; none for tombstones and bytes that do not decode, which the trainer dead-letters."""
+    with contextlib.suppress(WireError):
+        return None if record.value is None else record.message()
+    return None

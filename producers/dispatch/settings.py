@@ -1,0 +1,25 @@
+"""``[dispatch]``: how orders are spread over workers, and when a worker counts as lost."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from schemas.settings import Section
+
+
+class DispatchSettings(Section):
+    """``[dispatch]``."""
+
+    strategy: Annotated[
+        Literal["least_loaded", "round_robin"],
+        Field(description="Worker with the fewest predicted tokens per slot, or one after the other."),
+    ] = "least_loaded"
+    overcommit: Annotated[
+        float,
+        Field(ge=1.0, le=8.0, description="Sequences ordered per worker, as a multiple of what it samples at once."),
+    ] = 1.25
+    lease_s: Annotated[float, Field(gt=0, description="A worker silent for longer has lost its orders.")] = 10.0
+    max_attempts: Annotated[int, Field(ge=1, description="Times a group is ordered before it is given up.")] = 10
+    orders_per_turn: Annotated[int, Field(ge=1, description="Orders sent between two looks at the topics.")] = 64
+    poll_s: Annotated[float, Field(gt=0, le=5, description="Longest wait for news from the topics.")] = 0.25
+    log_interval_s: Annotated[float, Field(gt=0, description="Time between two lines of progress in the log.")] = 10.0

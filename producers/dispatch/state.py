@@ -1,0 +1,196 @@
+"""Everything the dispatcher knows, as one object that messages are applied to. Pure: no topics, no clock.
+
+``advice_only``: estimates choose a bucket and weigh the load; which prompts are sent, and when, holds without them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from producers.dispatch.admission import AdmissionLedger
+from producers.dispatch.fleet import Fleet
+from producers.dispatch.flights import Flight, FlightTable
+from producers.dispatch.settings import DispatchSettings
+from producers.dispatch.strategies import STRATEGIES, Candidate
+from producers.lengths.calibration import Calibration, CalibrationReport
+from producers.lengths.predictor import LengthPredictor
+from schemas.identifiers import PolicyVersion
+from schemas.messages.base import Message
+from schemas.messages.control import FlowControl, RunFinished
+from schemas.messages.prompts import WorkOrder
+from schemas.messages.reports import Heartbeat, SkipReason, SkipRecord, StepReport
+from schemas.messages.trajectories import FinishReason, Trajectory
+from schemas.settings import LoopSettings
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherStatus:
+    """A snapshot for logs and displays. ``in_flight`` counts groups, ``missing`` samples not yet on the topic."""
+
+    version: PolicyVersion | None
+    mode: str
+    cursor: int
+    admitted: int
+    reordered: int
+    given_up: int
+    in_flight: int
+    missing: int
+    workers_ready: int
+    lengths: CalibrationReport
+
+
+class DispatchState:
+    """Ledger, flights, fleet, predictor and cursor, kept in agreement."""
+
+    def __init__(self, loop: LoopSettings, settings: DispatchSettings, predictor: LengthPredictor) -> None:
+        self._settings = settings
+        self._previous = ""
+        self.loop = loop
+        self.ledger = AdmissionLedger(loop.groups_per_step, loop.max_staleness)
+        self.flights = FlightTable()
+        self.fleet = Fleet(settings.lease_s)
+        self.predictor = predictor
+        self.calibration = Calibration(loop)
+        self.mode: Literal["run", "pause", "drain"] = "run"
+        self.finished = False
+        self.cursor = 0
+        self.admitted = self.reordered = self.given_up = 0
+
+    def observe(self, message: Message, at: float) -> None:
+        """Apply one message of any of the topics, read at this time."""
+        match message:
+            case Heartbeat():
+                self.fleet.observe(message, at)
+            case Trajectory():
+                self._produced(message)
+            case StepReport():
+                self._stepped(message)
+            case SkipRecord():
+                self._skipped(message)
+            case FlowControl():
+                self.mode = message.mode
+            case RunFinished():
+                self.finished = True
+
+    def _produced(self, trajectory: Trajectory) -> None:
+        flight = self.flights.produced(trajectory.group_id, trajectory.sample_index)
+        if flight is None or trajectory.finish_reason is FinishReason.ABORT:
+            return
+        length = len(trajectory.token_ids)
+        self.predictor.observe(trajectory.dataset, len(flight.order.prompt.text), length)
+        self.calibration.add(flight.order.estimate, length)
+
+    def _stepped(self, report: StepReport) -> None:
+        before = self.ledger.current
+        if not self.ledger.advance(report.version, report.group_ids):
+            return
+        if before is not None and report.version.number < before.number:
+            self.flights.forget_skips_after(report.version.number)
+        for group_id in report.group_ids:
+            self.flights.end(group_id)
+
+    def _skipped(self, skip: SkipRecord) -> None:
+        group_id = skip.group_id
+        if group_id is None or skip.reason is SkipReason.DUPLICATE or not self.ledger.is_in_flight(group_id):
+            return
+        if self._is_skipped_whole(group_id, skip):
+            self.ledger.end(group_id, skip.step)
+            self.flights.end(group_id)
+
+    def _is_skipped_whole(self, group_id: str, skip: SkipRecord) -> bool:
+        """A group that a resumed trainer reads again is not known in detail: its first skip counts for all of it.
+
+        ``group_incomplete`` is also said of a late sample of a group that will still be trained.
+        """
+        if skip.reason is SkipReason.ZERO_ADVANTAGE or self.flights.get(group_id) is None:
+            return True
+        sample = skip.trajectory_id or f"{skip.partition}@{skip.offset}"
+        return self.flights.skip(group_id, sample, skip.step, closed=skip.reason is SkipReason.GROUP_INCOMPLETE)
+
+    def restore(self, order: WorkOrder, sent_at: float) -> None:
+        """Apply an order of an earlier life of the dispatcher. Heartbeats must have been applied before."""
+        self.cursor = max(self.cursor, order.position + 1)
+        self.ledger.restore(order.group_id, order.admitted_version)
+        self.flights.send(order, self.fleet.incarnation_at(order.worker_id, sent_at), sent_at)
+
+    def admit(self, order: WorkOrder, worker: Candidate, now: float) -> None:
+        """A new group is about to be sent to a worker.
+
+        Raises:
+            LifecycleError: admission does not allow it.
+        """
+        self.ledger.admit(order.group_id, worker.version)
+        self.flights.send(order, worker.incarnation, now)
+        self.cursor = order.position + 1
+        self.admitted += 1
+
+    def reassign(self, order: WorkOrder, worker: Candidate, now: float) -> None:
+        """What is missing of a group is about to be sent to another worker.
+
+        Raises:
+            LifecycleError: the worker's weights are too old for the group.
+        """
+        self.ledger.move(order.group_id, worker.version)
+        self.flights.send(order, worker.incarnation, now)
+        self.reordered += 1
+
+    def give_up(self, flight: Flight) -> None:
+        """A group was ordered too often. If samples of it exist, the trainer ends it; otherwise it ends here."""
+        self.given_up += 1
+        if self.flights.give_up(flight):
+            self.ledger.forget(flight.order.group_id)
+            self.flights.end(flight.order.group_id)
+
+    def lost(self, now: float) -> list[Flight]:
+        """Flights with samples missing whose worker is gone, restarted, or idle without having produced them."""
+        gone = [
+            flight
+            for flight in self.flights.unfinished()
+            if flight.worker_id is None or not self.fleet.has(flight.worker_id, flight.incarnation, flight.sent_at, now)
+        ]
+        for flight in gone:
+            self.flights.release(flight)
+        return gone
+
+    def choose(self, samples: int, may_take: Callable[[PolicyVersion], bool], now: float) -> Candidate | None:
+        """A worker with room for so many samples whose weights will do; none if there is none now."""
+        candidates = [
+            candidate
+            for candidate in map(self._candidate, self.fleet.ready(now))
+            if candidate.has_room(samples, self._settings.overcommit) and may_take(candidate.version)
+        ]
+        if not candidates:
+            return None
+        chosen = STRATEGIES[self._settings.strategy](candidates, self._previous)
+        self._previous = chosen.worker_id
+        return chosen
+
+    def _candidate(self, heartbeat: Heartbeat) -> Candidate:
+        sequences, tokens = self.flights.load(heartbeat.worker_id)
+        return Candidate(
+            worker_id=heartbeat.worker_id,
+            incarnation=heartbeat.incarnation,
+            version=heartbeat.version,
+            capacity=heartbeat.capacity,
+            sequences=sequences,
+            predicted_tokens=tokens,
+        )
+
+    def is_over(self, now: float) -> bool:
+        """The run finished, or it drains and no living worker still owes a sample."""
+        return self.finished or (self.mode == "drain" and len(self.lost(now)) == len(list(self.flights.unfinished())))
+
+    def status(self, now: float) -> DispatcherStatus:
+        """A snapshot."""
+        return DispatcherStatus(
+            version=self.ledger.current,
+            mode=self.mode,
+            cursor=self.cursor,
+            admitted=self.admitted,
+            reordered=self.reordered,
+            given_up=self.given_up,
+            in_flight=self.ledger.in_flight,
+            missing=sum(len(flight.missing) for flight in self.flights.unfinished()),
+            workers_ready=len(self.fleet.ready(now)),
+            lengths=self.calibration.report(),
+        )

@@ -1,0 +1,1 @@
+"""Generation: the worker, its engines and its tokenizer."""

@@ -1,0 +1,1 @@
+"""The transformers decoder: a batch of slots that is refilled at every step."""

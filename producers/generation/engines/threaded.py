@@ -1,0 +1,261 @@
+"""The engine port over a decoder: one dedicated thread computes, the event loop only sees finished chunks of tokens.
+
+Knows neither torch nor any library that generates. Whatever the loop wants done (start, drop, adopt) is queued for the
+thread and happens between two decode steps, so each token belongs to exactly one version.
+Invariants: every_delta_is_of_one_version; one_wakeup_per_step; closing_the_iterator_frees_the_slot.
+"""
+
+import asyncio
+import queue
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from producers.generation.engines.decoder import Completion, Decoder
+from producers.generation.engines.facts import ModelFacts
+from schemas.errors import EngineError
+from schemas.identifiers import PolicyVersion
+from schemas.ports.engine import GenerationRequest, TokenDelta
+
+log = structlog.get_logger()
+
+_JOIN_S = 30.0
+_UNPUBLISHED = PolicyVersion(0, 0)
+
+
+class ThreadedEngine:
+    """An ``Engine``: requests wait in order of arrival once ``max_num_seqs`` completions are running.
+
+    ``chunk_tokens`` is how many tokens of a completion are gathered before they are handed over; a change of weights
+    and the end of a completion hand over at once. ``version`` labels the weights the model was loaded with.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder[Any],
+        max_num_seqs: int,
+        chunk_tokens: int = 32,
+        version: PolicyVersion = _UNPUBLISHED,
+    ) -> None:
+        self.name = decoder.name
+        self.max_num_seqs = max_num_seqs
+        self._decoder = decoder
+        self._chunk_tokens = chunk_tokens
+        self._version = version
+        self._facts: ModelFacts | None = None
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._active: set[Completion] = set()
+        self._outbox: list[tuple[Completion, TokenDelta | EngineError]] = []
+        self._stopping = False
+        self._gate = threading.Lock()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._adopting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Load the model in the engine's thread.
+
+        Raises:
+            ModelError: it cannot be loaded.
+        """
+        self._loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[ModelFacts] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._work, args=(loaded,), name=f"{self.name}-engine", daemon=True)
+        self._thread.start()
+        self._facts = await loaded
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """Sample one completion. Closing the iterator early frees its slot.
+
+        Raises:
+            EngineError: the engine failed or is closed, or the prompt does not fit the model.
+        """
+        completion = Completion(request, self._limit(request), self._seed(request))
+        self._submit(partial(self._begin, completion))
+        ended = False
+        try:
+            while not ended:
+                delta = await completion.mailbox.get()
+                ended = isinstance(delta, EngineError) or delta.finish_reason is not None
+                if isinstance(delta, EngineError):
+                    raise delta
+                yield delta
+        finally:
+            if not ended and not self._closed:
+                self._commands.put(partial(self._drop, completion))
+
+    async def adopt(self, directory: Path, version: PolicyVersion) -> None:
+        """Take new weights between two decode steps; running completions go on with their key-value cache.
+
+        Raises:
+            WeightsError: the weights do not fit this model; the old ones stay.
+        """
+        self._running_facts()
+        async with self._adopting:
+            weights = await asyncio.to_thread(self._decoder.read_weights, directory)
+            adopted: asyncio.Future[None] = self._loop.create_future()
+            self._submit(partial(self._adopt, weights, version, adopted))
+            await adopted
+
+    async def close(self) -> None:
+        """Stop the thread and fail whatever was running; idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        if not self._closed:
+            self._commands.put(self._stop)
+        await asyncio.to_thread(thread.join, _JOIN_S)
+
+    def _limit(self, request: GenerationRequest) -> int:
+        facts = self._running_facts()
+        prompt = request.prompt_token_ids
+        if not 0 < len(prompt) < facts.max_length:
+            raise EngineError(
+                f"expected a prompt of 1 to {facts.max_length - 1} tokens, got {len(prompt)} "
+                f"in request {request.request_id}; lower loop.max_prompt_length"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < facts.vocab_size:
+            raise EngineError(
+                f"expected token ids below {facts.vocab_size}, got {min(prompt)} to {max(prompt)} "
+                f"in request {request.request_id}; use the model's own tokenizer"
+            )
+        return min(request.sampling.max_completion_length, facts.max_length - len(prompt))
+
+    def _running_facts(self) -> ModelFacts:
+        if self._facts is None or self._closed:
+            raise self._not_running()
+        return self._facts
+
+    def _not_running(self) -> EngineError:
+        return EngineError(f"expected a running {self.name} engine, got one that is not started or has ended")
+
+    def _submit(self, command: Callable[[], None]) -> None:
+        with self._gate:
+            if self._closed:
+                raise self._not_running()
+            self._commands.put(command)
+
+    @staticmethod
+    def _seed(request: GenerationRequest) -> int:
+        seed = request.sampling.seed
+        return secrets.randbits(63) if seed is None else seed
+
+    # What follows runs in the engine's thread, but for _deliver.
+
+    def _work(self, loaded: "asyncio.Future[ModelFacts]") -> None:
+        try:
+            facts = self._decoder.load()
+        except BaseException as error:
+            self._settle(loaded, error)
+            return
+        self._settle(loaded, facts)
+        try:
+            while not self._stopping:
+                self._obey(wait=not self._decoder.busy)
+                if self._decoder.busy and not self._stopping:
+                    self._step()
+                self._hand_over()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._gate:
+            self._closed = True
+        self._stopping = True
+        self._obey(wait=False)
+        self._fail_all(f"expected the {self.name} engine to run on, but it has ended; repeat the request elsewhere")
+        self._hand_over()
+        self._decoder.close()
+
+    def _obey(self, *, wait: bool) -> None:
+        try:
+            self._commands.get(block=wait)()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _step(self) -> None:
+        try:
+            for completion in self._decoder.step():
+                if completion.finish_reason is not None:
+                    self._active.discard(completion)
+                    self._outbox.append((completion, completion.take(self._version)))
+                elif len(completion.tokens) >= self._chunk_tokens:
+                    self._outbox.append((completion, completion.take(self._version)))
+        except Exception as error:
+            log.exception("engine step failed", engine=self.name, running=len(self._active))
+            self._decoder.clear()
+            self._fail_all(f"expected a decode step, got {type(error).__name__}: {error}; the request may be repeated")
+
+    def _begin(self, completion: Completion) -> None:
+        if self._stopping:
+            self._outbox.append((completion, self._not_running()))
+            return
+        try:
+            self._decoder.add(completion)
+            self._active.add(completion)
+        except Exception as error:
+            self._outbox.append((completion, EngineError(f"expected a request the engine can run, got: {error}")))
+
+    def _drop(self, completion: Completion) -> None:
+        if completion in self._active:
+            self._active.discard(completion)
+            self._decoder.drop(completion)
+
+    def _adopt(self, weights: Any, version: PolicyVersion, adopted: "asyncio.Future[None]") -> None:
+        for completion in self._active:
+            if completion.tokens:
+                self._outbox.append((completion, completion.take(self._version)))
+        if self._stopping:
+            self._settle(adopted, self._not_running())
+            return
+        try:
+            self._decoder.adopt(weights)
+        except Exception as error:
+            log.exception("weights half adopted", engine=self.name, version=str(version))
+            self._settle(adopted, EngineError(f"expected checked weights to load, got {error}; restart the worker"))
+            self._stopping = True
+            return
+        self._version = version
+        self._settle(adopted, None)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _fail_all(self, message: str) -> None:
+        self._outbox.extend((completion, EngineError(message)) for completion in self._active)
+        self._active.clear()
+
+    def _hand_over(self) -> None:
+        if self._outbox:
+            batch, self._outbox = self._outbox, []
+            self._call_loop(partial(self._deliver, batch))
+
+    @staticmethod
+    def _deliver(batch: "list[tuple[Completion, TokenDelta | EngineError]]") -> None:
+        for completion, delta in batch:
+            completion.mailbox.put_nowait(delta)
+
+    def _settle(self, future: "asyncio.Future[Any]", result: object) -> None:
+        def settle() -> None:
+            if future.done():
+                return
+            if isinstance(result, BaseException):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        self._call_loop(settle)
+
+    def _call_loop(self, callback: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            self._stopping = True  # the event loop was closed: nobody listens any more

@@ -1,0 +1,97 @@
+"""Tells dispatcher and coordinator, every second and at every change, that this worker lives and what it holds."""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from producers.generation.rollout.load import Load
+from schemas.errors import BusError
+from schemas.identifiers import PolicyVersion
+from schemas.messages.reports import Heartbeat, WorkerState
+from schemas.ports.bus import Outgoing, Publisher
+from schemas.ports.engine import Engine
+
+log = structlog.get_logger()
+
+RATE_WINDOW_S = 10.0
+NO_VERSION = PolicyVersion(0, 0)
+"""Held by a worker that has no weights yet; trainers count lineages from 1."""
+
+
+@dataclass
+class Heartbeats:
+    """Writes this incarnation's heartbeats, numbered from 0."""
+
+    publisher: Publisher
+    topic: str
+    worker_id: str
+    engine: Engine
+    load: Load
+    clock: Callable[[], float] = time.time
+    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    state: WorkerState = WorkerState.STARTING
+    version: PolicyVersion = NO_VERSION
+    _sequence: int = 0
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _rates: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def update(self, *, state: WorkerState | None = None, version: PolicyVersion | None = None) -> None:
+        """Note a state or version; a change is sent at once."""
+        state, version = state or self.state, version or self.version
+        if (state, version) != (self.state, self.version):
+            self.state, self.version = state, version
+            self._changed.set()
+
+    async def heartbeat_loop(self, interval_s: float) -> None:
+        """Beat.
+
+        Consumes: the load. Produces: heartbeats.
+        Waits for: the interval, or a change of state or version.
+        On failure: a heartbeat that cannot be sent is logged; the next one says it all again.
+        On stop: is cancelled; ``beat`` once more to say so.
+        """
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), interval_s)
+            self._changed.clear()
+            await self.beat()
+
+    async def beat(self) -> None:
+        """Send one heartbeat, whatever comes of it."""
+        try:
+            await self.publisher.publish(Outgoing.of(self.topic, self._heartbeat(), key=self.worker_id))
+        except BusError as error:
+            log.warning("heartbeat not sent", error=str(error))
+
+    def _heartbeat(self) -> Heartbeat:
+        now, generating = self.clock(), self.load.generating
+        running = min(generating, self.engine.max_num_seqs)
+        self._sequence += 1
+        return Heartbeat(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            state=self.state,
+            engine=self.engine.name,
+            version=self.version,
+            capacity=self.engine.max_num_seqs,
+            running=running,
+            waiting=generating - running,
+            generated_tokens=self.load.generated_tokens,
+            finished_trajectories=self.load.finished_trajectories,
+            tokens_per_s=self._rate(now),
+            sequence=self._sequence - 1,
+            sent_at=now,
+        )
+
+    def _rate(self, now: float) -> float:
+        self._rates.append((now, self.load.generated_tokens))
+        while len(self._rates) > 2 and self._rates[0][0] < now - RATE_WINDOW_S:
+            self._rates.popleft()
+        (began, before), elapsed = self._rates[0], now - self._rates[0][0]
+        return max(0.0, (self.load.generated_tokens - before) / elapsed) if elapsed > 0 and began <= now else 0.0

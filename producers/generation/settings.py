@@ -1,0 +1,55 @@
+"""``[generation]``: which engine a worker runs and how; knows nothing of any engine's library."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from schemas.settings import Section
+
+
+class GenerationSettings(Section):
+    """``[generation]``: the engine of every worker. Names are vLLM's where vLLM has one."""
+
+    engine: Annotated[
+        Literal["transformers", "vllm"],
+        Field(description="What samples: transformers (built in), or vLLM (its own environment)."),
+    ] = "transformers"
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096, description="Completions sampled at once by one worker.")] = 64
+    max_model_len: Annotated[
+        int | None, Field(ge=2, description="Most tokens of prompt and completion; by default what the model allows.")
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Field(description="Precision of weights and key-value cache; auto is the checkpoint's."),
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Field(description="auto takes a CUDA device when there is one.")
+    ] = "auto"
+    threads: Annotated[int, Field(ge=1, le=256, description="CPU threads of one worker's engine.")] = 1
+    max_num_batched_tokens: Annotated[
+        int, Field(ge=64, description="Most prompt tokens, padding included, in one forward pass.")
+    ] = 8192
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        Field(ge=1 << 20, description="vLLM: size of the key-value cache; by default 256 MiB or more on a CPU."),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float, Field(gt=0, le=1, description="vLLM on a GPU: share of its memory to use.")
+    ] = 0.9
+    tensor_parallel_size: Annotated[int, Field(ge=1, description="vLLM: devices one model is spread over.")] = 1
+    enforce_eager: Annotated[
+        bool | None, Field(description="vLLM: no graph compilation; by default on for a CPU, off for a GPU.")
+    ] = None
+    chunk_tokens: Annotated[
+        int, Field(ge=1, description="Tokens an engine gathers per completion before the worker sees them.")
+    ] = 32
+    stream_tokens: Annotated[bool, Field(description="Publish tokens on the tokens topic as they are sampled.")] = False
+    heartbeat_interval_s: Annotated[float, Field(gt=0, le=60, description="Seconds between heartbeats.")] = 1.0
+    drain_grace_s: Annotated[
+        float,
+        Field(ge=0, description="After SIGTERM: time for running completions; unfinished ones are done elsewhere."),
+    ] = 10.0
+    max_undelivered: Annotated[
+        int, Field(ge=1, description="Finished completions the broker may owe us before nothing new is started.")
+    ] = 256
+    fetch_timeout_s: Annotated[float, Field(gt=0, description="Longest silence of a relay.")] = 30.0

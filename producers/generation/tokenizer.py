@@ -1,0 +1,67 @@
+"""The policy's own tokenizer behind the tokenizer port; knows nothing of engines or sampling.
+
+Plain text gets what the tokenizer itself puts in front (a beginning-of-sequence token, if it has that habit), never an
+end-of-sequence token, which would end the prompt. Chat turns get exactly what the chat template writes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from schemas.errors import ModelError
+from schemas.messages.prompts import Prompt
+
+
+class ModelTokenizer:
+    """A ``Tokenizer`` read from a model directory."""
+
+    def __init__(self, model_path: str) -> None:
+        """Load it.
+
+        Raises:
+            ModelError: there is no tokenizer.
+        """
+        self._model_path = model_path
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+        except Exception as error:
+            reason = next((line for line in str(error).splitlines() if line), type(error).__name__)
+            raise ModelError(
+                f"expected a tokenizer at {model_path}, got: {reason}; set the model to a directory that has one"
+            ) from error
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; chat turns through the model's chat template, with the opening of the answer.
+
+        Raises:
+            ModelError: chat turns, and the model has no chat template.
+        """
+        if isinstance(prompt.content, str):
+            return self._with_opening(prompt.content)
+        if not self._tokenizer.chat_template:
+            raise ModelError(
+                f"expected a chat template in the tokenizer at {self._model_path} for prompt {prompt.prompt_id}, "
+                f"got none; use plain text prompts or an instruction-tuned model"
+            )
+        turns = [{"role": turn.role, "content": turn.content} for turn in prompt.content]
+        return self._plain(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of sampled tokens, special tokens left out."""
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _with_opening(self, text: str) -> list[int]:
+        plain = self._plain(text)
+        special: list[int] = self._tokenizer(text)["input_ids"]
+        for start in range(len(special) - len(plain) + 1):
+            if special[start : start + len(plain)] == plain:
+                return special[: start + len(plain)]
+        return plain
+
+    def _plain(self, text: str) -> list[int]:
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return token_ids

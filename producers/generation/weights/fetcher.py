@@ -1,0 +1,176 @@
+"""Fetches a weight version from the relays into a local directory. It does not know what the tensors mean.
+
+Invariant only_verified_bytes_are_adopted: a version's directory appears, by one rename, after every byte of it has been
+checked against its manifest, and the manifest against the announcement.
+"""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import aiohttp
+from pydantic import ValidationError
+
+from schemas.errors import ChecksumMismatch, WeightsError
+from schemas.identifiers import PolicyVersion
+from schemas.messages.control import WeightsReady
+from schemas.messages.weights import WeightFile, WeightManifest
+
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 20
+READ_BYTES = 1 << 20
+CONNECT_TIMEOUT_S = 5.0
+_PARTIAL = ".incoming-"
+
+
+@dataclass(frozen=True)
+class WeightsFetcher:
+    """Keeps versions under ``cache``, one directory each; no other process may use it.
+
+    ``timeout_s`` is the longest silence of a relay; ``offset`` spreads the workers over the relays.
+    """
+
+    cache: Path
+    timeout_s: float = 30.0
+    offset: int = 0
+
+    async def fetch(self, ready: WeightsReady, attempt: int = 0) -> Path:
+        """The verified directory of an announced version; each attempt asks the next relay.
+
+        Raises:
+            ChecksumMismatch: what the relay has differs from the announcement.
+            WeightsError: it does not have the version, or does not answer.
+        """
+        if await asyncio.to_thread(self._is_cached, ready):
+            return self._directory(ready.version)
+        return await self._download(ready, self._relay(ready, attempt))
+
+    def keep_only(self, versions: Iterable[PolicyVersion]) -> None:
+        """Delete every other version, and what interrupted fetches left."""
+        kept = {str(version) for version in versions}
+        for directory in self.cache.glob("*"):
+            if directory.is_dir() and directory.name not in kept and _is_ours(directory.name):
+                shutil.rmtree(directory, ignore_errors=True)
+
+    def _directory(self, version: PolicyVersion) -> Path:
+        return self.cache / str(version)
+
+    def _relay(self, ready: WeightsReady, attempt: int) -> str:
+        if not ready.relays:
+            raise WeightsError(f"expected a relay that serves {ready.version}, got none; set coordinator.relays")
+        return ready.relays[(self.offset + attempt) % len(ready.relays)].rstrip("/")
+
+    def _is_cached(self, ready: WeightsReady) -> bool:
+        directory = self._directory(ready.version)
+        try:
+            manifest = _checked_manifest((directory / MANIFEST).read_bytes(), ready, MANIFEST)
+            return all(_sha256_of(directory / file.name) == file.sha256 for file in manifest.files)
+        except (OSError, WeightsError):
+            return False
+
+    async def _download(self, ready: WeightsReady, relay: str) -> Path:
+        base = f"{relay}/weights/{ready.version}"
+        try:
+            self.cache.mkdir(parents=True, exist_ok=True)
+            timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s)
+            async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
+                raw = await _read_manifest(session, f"{base}/{MANIFEST}")
+                manifest = _checked_manifest(raw, ready, base)
+                self._check_space(manifest)
+                with tempfile.TemporaryDirectory(
+                    prefix=_PARTIAL, dir=self.cache, ignore_cleanup_errors=True
+                ) as scratch:
+                    version = Path(scratch) / "version"
+                    version.mkdir()
+                    for file in manifest.files:
+                        await _download_file(session, f"{base}/{file.name}", file, version / file.name)
+                    (version / MANIFEST).write_bytes(raw)
+                    return await asyncio.to_thread(self._put_in_place, version, ready.version)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise WeightsError(f"expected weights {ready.version} from {base}, got {error!r}") from error
+
+    def _check_space(self, manifest: WeightManifest) -> None:
+        needed, free = sum(file.size for file in manifest.files), shutil.disk_usage(self.cache).free
+        if needed > free:
+            raise WeightsError(f"expected {needed} bytes free for weights in {self.cache}, got {free}; make room")
+
+    def _put_in_place(self, complete: Path, version: PolicyVersion) -> Path:
+        directory = self._directory(version)
+        if directory.exists():
+            shutil.rmtree(directory)
+        return complete.rename(directory)
+
+
+def _checked_manifest(raw: bytes, ready: WeightsReady, where: str) -> WeightManifest:
+    if (found := sha256(raw).hexdigest()) != ready.manifest_sha256:
+        raise ChecksumMismatch(f"expected a manifest with sha256 {ready.manifest_sha256} at {where}, got {found}")
+    try:
+        manifest = WeightManifest.model_validate_json(raw)
+    except ValidationError as error:
+        raise WeightsError(f"expected a weights manifest at {where}, got: {error.errors()[0]['msg']}") from error
+    names = {file.name for file in manifest.files}
+    if manifest.version != ready.version or len(names) != len(manifest.files) or MANIFEST in names:
+        raise WeightsError(
+            f"expected a manifest of {ready.version} at {where}, got {manifest.version}: {sorted(names)}"
+        )
+    return manifest
+
+
+async def _read_manifest(session: aiohttp.ClientSession, url: str) -> bytes:
+    raw = b""
+    async with _opened(session, url) as response:
+        async for chunk in response.content.iter_chunked(READ_BYTES):
+            raw += chunk
+            if len(raw) > MAX_MANIFEST_BYTES:
+                raise WeightsError(f"expected a manifest of at most {MAX_MANIFEST_BYTES} bytes at {url}, got more")
+    return raw
+
+
+async def _download_file(session: aiohttp.ClientSession, url: str, file: WeightFile, path: Path) -> None:
+    """Stream a file to disk; hashing and writing happen in a thread, which leaves the loop to the tokens."""
+    digest, size = sha256(), 0
+    with path.open("xb") as target:
+
+        def take(chunk: bytes) -> None:
+            digest.update(chunk)
+            target.write(chunk)
+
+        async with _opened(session, url) as response:
+            async for chunk in response.content.iter_chunked(READ_BYTES):
+                size += len(chunk)
+                if size > file.size:
+                    raise ChecksumMismatch(f"expected {file.size} bytes at {url}, got more")
+                await asyncio.to_thread(take, chunk)
+    if size != file.size or digest.hexdigest() != file.sha256:
+        raise ChecksumMismatch(
+            f"expected {file.size} bytes with sha256 {file.sha256} at {url}, got {size} with {digest.hexdigest()}"
+        )
+
+
+@asynccontextmanager
+async def _opened(session: aiohttp.ClientSession, url: str) -> AsyncIterator[aiohttp.ClientResponse]:
+    async with session.get(url, allow_redirects=False) as response:
+        if response.status != 200:
+            raise WeightsError(f"expected status 200 from {url}, got {response.status}")
+        yield response
+
+
+def _sha256_of(path: Path) -> str:
+    digest = sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _is_ours(name: str) -> bool:
+    try:
+        PolicyVersion.parse(name)
+    except ValueError:
+        return name.startswith(_PARTIAL)
+    return True

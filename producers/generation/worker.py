@@ -1,0 +1,212 @@
+"""The worker's driver: work orders in, trajectories out, newest weights in between. Knows no broker and no model.
+
+Invariant nothing_is_missed: the lane is subscribed before the first heartbeat makes this worker known.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from producers.generation.control import Control
+from producers.generation.heartbeat import Heartbeats
+from producers.generation.orders import Orders
+from producers.generation.outbox import Outbox
+from producers.generation.rollout.chunks import TokenStream
+from producers.generation.rollout.rollout import Rollout, Scorer
+from producers.generation.settings import GenerationSettings
+from producers.generation.weights.adopter import Adopter
+from producers.generation.weights.fetcher import WeightsFetcher
+from schemas.identifiers import lane_of
+from schemas.messages.reports import WorkerState
+from schemas.ports.bus import Bus, Publisher, Subscription
+from schemas.ports.engine import Engine, Tokenizer
+from schemas.settings import LoopSettings
+from schemas.wire.topics import CONTROL, HEARTBEATS, TOKENS, TRAJECTORIES, WORK_ORDERS
+
+log = structlog.get_logger()
+
+POLL_S = 0.5
+GATE_S = 0.1
+LAST_BEAT_S = 2.0
+ORDERS_PER_POLL = 32
+
+
+class Rewards(Scorer, Protocol):
+    """A scorer with a life of its own; ``RewardRunner`` is one."""
+
+    async def start(self) -> None:
+        """Load the reward functions; raises ``RewardLoadError``."""
+        ...
+
+    async def close(self) -> None:
+        """Release them; idempotent."""
+        ...
+
+
+@dataclass
+class GenerationWorker:
+    """One per process. ``weights_cache`` is a directory of its own, kept between restarts."""
+
+    bus: Bus
+    run_name: str
+    loop: LoopSettings
+    settings: GenerationSettings
+    worker_id: str
+    engine: Engine
+    tokenizer: Tokenizer
+    rewards: Rewards
+    weights_cache: Path
+    clock: Callable[[], float] = time.time
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until stopped, drained, or the run is finished.
+
+        Consumes: this worker's lane of work-orders (from now on), control (from the beginning).
+        Produces: trajectories, heartbeats, and tokens if the settings say so.
+        Waits for: the first weights; orders; the broker when it is behind.
+        On failure: raises (``EngineError``, ``ModelError``, ``RewardLoadError``, ``BusError``) after a last heartbeat;
+            what was in hand is ordered elsewhere.
+        On stop: takes no more orders, gives what is in hand the grace period, abandons the rest.
+        """
+        client_id = f"worker-{self.worker_id}"
+        async with AsyncExitStack() as stack:
+            lane = await self.bus.subscribe(
+                [WORK_ORDERS.full_name(self.run_name)],
+                client_id=client_id,
+                start="latest",
+                partitions=[lane_of(self.worker_id)],
+            )
+            stack.push_async_callback(lane.close)
+            control = await self.bus.subscribe([CONTROL.full_name(self.run_name)], client_id=client_id)
+            stack.push_async_callback(control.close)
+            publisher = await self.bus.publisher(client_id)
+            stack.push_async_callback(publisher.close)
+            stack.push_async_callback(self.rewards.close)
+            stack.push_async_callback(self.engine.close)
+            shift = Shift.of(self, lane, control, publisher)
+            try:
+                await shift.work(stop)
+            except BaseExceptionGroup as group:
+                raise _first_of(group) from group
+            finally:
+                await shift.sign_off()
+
+
+@dataclass
+class Shift:
+    """One incarnation of a worker: its open clients, and the loops that share them."""
+
+    worker: GenerationWorker
+    lane: Subscription
+    control: Control
+    adopter: Adopter
+    heartbeats: Heartbeats
+    orders: Orders
+
+    @classmethod
+    def of(cls, worker: GenerationWorker, lane: Subscription, control: Subscription, publisher: Publisher) -> "Shift":
+        """Put the parts together."""
+        run, settings = worker.run_name, worker.settings
+        streams = settings.stream_tokens
+        tokens = TokenStream(publisher, TOKENS.full_name(run), worker.worker_id) if streams else None
+        rollout = Rollout(
+            worker.engine, worker.tokenizer, worker.rewards, worker.worker_id, tokens=tokens, clock=worker.clock
+        )
+        heartbeats = Heartbeats(
+            publisher, HEARTBEATS.full_name(run), worker.worker_id, worker.engine, rollout.load, worker.clock
+        )
+        fetcher = WeightsFetcher(worker.weights_cache, settings.fetch_timeout_s, lane_of(worker.worker_id))
+        adopter = Adopter(worker.engine, fetcher, lambda: heartbeats.update(version=adopter.held))
+        outbox = Outbox(publisher, settings.max_undelivered)
+        orders = Orders(rollout, outbox, TRAJECTORIES.full_name(run), worker.loop.max_prompt_length)
+        return cls(worker, lane, Control(control, worker.worker_id, adopter), adopter, heartbeats, orders)
+
+    async def work(self, stop: asyncio.Event) -> None:
+        """Start the parts, take orders, finish."""
+        await self.heartbeats.beat()
+        async with asyncio.TaskGroup() as tasks:
+            beating = tasks.create_task(self.heartbeats.heartbeat_loop(self.worker.settings.heartbeat_interval_s))
+            background = [beating]
+            if await _done_before(stop, self._start_parts()):
+                background.append(tasks.create_task(self.control.control_loop()))
+                background.append(tasks.create_task(self.adopter.adopt_loop()))
+                await self._orders_loop(stop, tasks)
+                await self._finish(stop)
+            for task in background:
+                task.cancel()
+
+    async def sign_off(self) -> None:
+        """Say that this worker is gone, so that nobody waits for its lease to end; bounded in time."""
+        self.heartbeats.update(state=WorkerState.STOPPED)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.heartbeats.beat(), LAST_BEAT_S)
+
+    async def _start_parts(self) -> None:
+        async with asyncio.TaskGroup() as starting:
+            starting.create_task(self.worker.engine.start())
+            starting.create_task(self.worker.rewards.start())
+        log.info("worker ready for weights", worker=self.worker.worker_id, engine=self.worker.engine.name)
+
+    async def _orders_loop(self, stop: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
+        """Start what is ordered.
+
+        Consumes: work orders. Produces: tasks of the group.
+        Waits for: weights, permission to start, room in the outbox; orders stay on the topic meanwhile.
+        On failure: a record that does not decode is logged and passed over; a failing bus raises.
+        On stop: returns within one poll.
+        """
+        while not stop.is_set() and not self.control.leaving:
+            state = self._state()
+            self.heartbeats.update(state=state)
+            if state is not WorkerState.READY:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), GATE_S)
+                continue
+            for record in await self.lane.poll(max_records=ORDERS_PER_POLL, timeout_s=POLL_S):
+                self.orders.accept(record, tasks)
+
+    def _state(self) -> WorkerState:
+        if self.adopter.held is None:
+            return WorkerState.STARTING
+        if not self.control.may_start or self.orders.outbox.is_full:
+            return WorkerState.PAUSED
+        return WorkerState.READY
+
+    async def _finish(self, stop: asyncio.Event) -> None:
+        """Let what is in hand end: for as long as it takes when drained, for the grace period when stopped."""
+        self.heartbeats.update(state=WorkerState.DRAINING)
+        loop, deadline = asyncio.get_running_loop(), None
+        while self.orders.in_hand and not self.control.finished:
+            if stop.is_set() and deadline is None:
+                deadline = loop.time() + self.worker.settings.drain_grace_s
+            left = POLL_S if deadline is None else min(POLL_S, deadline - loop.time())
+            if left <= 0:
+                break
+            await asyncio.wait(self.orders.in_hand.values(), timeout=left)
+        await self.orders.abandon()
+
+
+async def _done_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Whether the work ended before the stop came; if not, it is cancelled."""
+    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        return working.done()
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.wait({working, stopping})
+
+
+def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first

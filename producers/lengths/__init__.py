@@ -1,0 +1,1 @@
+"""Estimates of output length: advice for buckets and load, never needed for correctness."""

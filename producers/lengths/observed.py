@@ -1,0 +1,73 @@
+"""Predicts output length from the quantiles of recent completions of similar prompts.
+
+Similar: the same data set and the same power of two of the prompt's length in characters; while too few of those are
+known, the same data set; then all prompts; then the prior. The bucket is that of the upper quantile, because a group
+is complete only when its longest sample is. Short completions end first, so the very first quantiles are too low.
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+
+from producers.lengths.constant import prior
+from producers.lengths.settings import LengthSettings
+from schemas.messages.prompts import LengthEstimate, Prompt
+from schemas.settings import LoopSettings
+
+_Class = tuple[str | None, int | None]
+
+
+class RecentLengths:
+    """The last so many lengths, in order of arrival and of size."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._arrived: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, length: int) -> None:
+        """Note a length; the oldest one leaves when the window is full."""
+        if len(self._arrived) == self._window:
+            del self._sorted[bisect_left(self._sorted, self._arrived.popleft())]
+        self._arrived.append(length)
+        insort(self._sorted, length)
+
+    def quantile(self, share: float) -> int:
+        """The smallest length that at least this share of the lengths does not exceed (nearest rank)."""
+        return self._sorted[max(0, math.ceil(share * len(self._sorted)) - 1)]
+
+
+class ObservedQuantiles:
+    """The first real predictor; it needs no training and follows the policy as it changes."""
+
+    def __init__(self, settings: LengthSettings, loop: LoopSettings) -> None:
+        self._settings = settings
+        self._loop = loop
+        self._seen: dict[_Class, RecentLengths] = {}
+
+    def predict(self, prompt: Prompt) -> LengthEstimate:
+        """An estimate from the narrowest class of prompts that was seen often enough."""
+        classes = _classes(prompt.dataset, len(prompt.text))
+        for name, similar in zip(("prompt_length", "dataset", "all"), classes, strict=True):
+            lengths = self._seen.get(similar)
+            if lengths is not None and len(lengths) >= self._settings.min_observations:
+                return self._estimate(lengths, f"observed_quantiles/{name}")
+        return prior(self._settings, self._loop, "observed_quantiles/prior")
+
+    def observe(self, dataset: str, prompt_length: int, output_length: int) -> None:
+        """Learn the output length (tokens) of a finished completion; ``prompt_length`` is in characters."""
+        for similar in _classes(dataset, prompt_length):
+            self._seen.setdefault(similar, RecentLengths(self._settings.window)).add(output_length)
+
+    def _estimate(self, lengths: RecentLengths, name: str) -> LengthEstimate:
+        limit = self._loop.max_completion_length
+        median = min(limit, max(1, lengths.quantile(0.5)))
+        upper = min(limit, max(1, lengths.quantile(self._settings.quantile)))
+        return LengthEstimate(median=median, upper=upper, bucket=self._loop.bucket_of(upper), predictor=name)
+
+
+def _classes(dataset: str, prompt_length: int) -> tuple[_Class, _Class, _Class]:
+    return (dataset, prompt_length.bit_length()), (dataset, None), (None, None)

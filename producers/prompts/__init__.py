@@ -1,0 +1,1 @@
+"""Where prompts come from: reasoning-gym data sets and jsonl files, read by position."""

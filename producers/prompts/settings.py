@@ -1,0 +1,99 @@
+"""``[data]``: which prompts there are, in which order, and how they are worded."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from schemas.settings import Section
+
+PLACEHOLDER = "{prompt}"
+
+DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+DatasetName = Annotated[str, Field(pattern=DATASET_NAME)]
+
+
+class MixturePart(Section):
+    """One data set of a mixture; a bare number means its weight."""
+
+    weight: Annotated[float, Field(gt=0, description="Relative share of the prompts.")] = 1.0
+    options: Annotated[dict[str, JsonValue], Field(description="Options of this reasoning-gym data set.")] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_weight(cls, value: Any) -> Any:
+        return {"weight": value} if isinstance(value, int | float) else value
+
+    @field_validator("options")
+    @classmethod
+    def _ours(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        return _without_our_own(options)
+
+
+class DataSettings(Section):
+    """``[data]``."""
+
+    source: Annotated[
+        Literal["reasoning_gym", "jsonl"], Field(description="Generate prompts, or read them from a file.")
+    ] = "reasoning_gym"
+    dataset: Annotated[
+        DatasetName | None, Field(description="Name of a reasoning-gym data set; of a file, its stem unless given.")
+    ] = None
+    options: Annotated[
+        dict[str, JsonValue], Field(description="Options of the reasoning-gym data set, such as min_terms.")
+    ] = {}
+    mixture: Annotated[
+        dict[DatasetName, MixturePart],
+        Field(description="Several reasoning-gym data sets: name to weight, or to {weight, options}."),
+    ] = {}
+    size: Annotated[int, Field(ge=1, description="Prompts in one pass over generated data.")] = 10_000
+    seed: Annotated[
+        int | None,
+        Field(ge=0, description="Seed of the prompts; the run's unless given. Seeds nearer than size share prompts."),
+    ] = None
+    path: Annotated[Path | None, Field(description="The jsonl file: one object a line.")] = None
+    columns: Annotated[
+        dict[str, str],
+        Field(description="Renames columns of the file; one column must be, or become, 'prompt'."),
+    ] = {}
+    filter: Annotated[
+        str | None,
+        Field(pattern=r"^[^:]+:[^:]+$", description="package.module:function (entry) -> bool; false leaves it out."),
+    ] = None
+    prompt_template: Annotated[str, Field(description="Wording around a text prompt, which replaces {prompt}.")] = (
+        PLACEHOLDER
+    )
+    system_prompt: Annotated[str | None, Field(description="First turn of every prompt; makes it a chat.")] = None
+    conversational: Annotated[
+        bool, Field(description="Send a text prompt as a user turn, so that the chat template is applied.")
+    ] = False
+
+    @field_validator("options")
+    @classmethod
+    def _ours(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        return _without_our_own(options)
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.source == "jsonl" and self.path is None:
+            raise ValueError("expected data.path with data.source = 'jsonl', got none")
+        if self.source == "jsonl" and (self.options or self.mixture):
+            raise ValueError("expected data.options and data.mixture only with data.source = 'reasoning_gym'")
+        if self.source == "reasoning_gym" and (self.dataset is None) == (not self.mixture):
+            raise ValueError("expected either data.dataset or data.mixture, got both or neither")
+        if self.mixture and self.options:
+            raise ValueError("expected options inside each data set of data.mixture, got data.options as well")
+        if PLACEHOLDER not in self.prompt_template:
+            raise ValueError(f"expected {PLACEHOLDER} in data.prompt_template, got {self.prompt_template!r}")
+        return self
+
+    @property
+    def parts(self) -> dict[str, MixturePart]:
+        """The reasoning-gym data sets by name; one that is not a mixture is its only part."""
+        return self.mixture or {self.dataset or "": MixturePart(options=self.options)}
+
+
+def _without_our_own(options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    if ours := {"size", "seed"} & set(options):
+        raise ValueError(f"expected {' and '.join(sorted(ours))} directly in [data], got it among the options")
+    return options

@@ -1,0 +1,34 @@
+import numpy as np
+import pytest
+
+from consumers.algorithms.advantages import deviation, group_advantages, overlong_penalty
+
+
+def test_advantages_are_centred_and_divided_by_the_sample_deviation() -> None:
+    # mean 0.5, deviations ±0.5, sample variance 4 * 0.25 / 3 = 1/3
+    advantages = group_advantages(np.array([1.0, 0.0, 1.0, 0.0]), scale=True)
+    expected = 0.5 / (np.sqrt(1 / 3) + 1e-4)
+    np.testing.assert_allclose(advantages, [expected, -expected, expected, -expected], rtol=1e-12)
+
+
+def test_without_scaling_only_the_mean_is_taken_off() -> None:
+    np.testing.assert_allclose(group_advantages(np.array([3.0, 0.0, 0.0]), scale=False), [2.0, -1.0, -1.0])
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.3])
+def test_equal_rewards_give_exactly_zero(reward: float) -> None:
+    rewards = np.full(7, reward)
+    assert (group_advantages(rewards, scale=True) == 0.0).all()
+    assert deviation(rewards) == 0.0
+
+
+def test_a_single_reward_has_no_deviation_and_no_advantage() -> None:
+    assert deviation(np.array([2.0])) == 0.0
+    assert group_advantages(np.array([2.0]), scale=True).tolist() == [0.0]
+
+
+def test_the_overlong_penalty_grows_linearly_over_the_cache_and_is_bounded() -> None:
+    lengths = np.array([10, 80, 90, 100, 500])
+    np.testing.assert_allclose(
+        overlong_penalty(lengths, l_max=100, l_cache=20, factor=0.5), [0.0, 0.0, -0.25, -0.5, -0.5]
+    )

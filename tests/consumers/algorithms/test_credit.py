@@ -1,0 +1,92 @@
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from consumers.algorithms.credit import ModelLimits, credit_group
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.batching.samples import Group, Sample
+from schemas.identifiers import PolicyVersion
+from schemas.messages.reports import RecordRef
+from schemas.messages.trajectories import FinishReason, Trajectory, VersionSpan
+
+LIMITS = ModelLimits(vocabulary=20, positions=30)
+
+
+def sample(index: int, reward: float, tokens: Sequence[int] = (3, 4), **changes: object) -> Sample:
+    version = PolicyVersion(1, 0)
+    trajectory = Trajectory(
+        trajectory_id=f"p/0/0/{index}",
+        group_id="p/0/0",
+        prompt_id="p/0",
+        dataset="p",
+        sample_index=index,
+        num_generations=4,
+        prompt_token_ids=np.array([1, 2], dtype="<i4"),
+        token_ids=np.array(tokens, dtype="<i4"),
+        logprobs=np.zeros(len(tokens), dtype="<f4"),
+        loss_mask=np.ones(len(tokens), dtype="<u1"),
+        version_spans=(VersionSpan(version=version, start=0, end=len(tokens)),) if tokens else (),
+        finish_reason=FinishReason.STOP,
+        prompt_text="",
+        completion_text="",
+        rewards={},
+        temperature=1.0,
+        bucket=0,
+        predicted_length=4,
+        worker_id="w0",
+        attempt=0,
+        admitted_version=version,
+        created_at=0.0,
+        started_at=0.0,
+        finished_at=0.0,
+    ).replace(**changes)
+    return Sample(trajectory, RecordRef(trajectory.trajectory_id, 0, index), reward, 100)
+
+
+def group(*samples: Sample) -> Group:
+    return Group("p/0/0", 0.0, samples)
+
+
+def test_every_sample_gets_its_advantage_within_the_group() -> None:
+    credit = credit_group(group(sample(0, 1.0), sample(1, 0.0)), AlgorithmSettings(scale_rewards="none"), LIMITS)
+    assert [item.advantage for item in credit.training_samples] == [0.5, -0.5]
+    assert (credit.left_out, credit.rewards.tolist()) == ((), [1.0, 0.0])
+
+
+def test_scaling_by_the_batch_leaves_the_group_unscaled() -> None:
+    credit = credit_group(group(sample(0, 4.0), sample(1, 0.0)), AlgorithmSettings(scale_rewards="batch"), LIMITS)
+    assert [item.advantage for item in credit.training_samples] == [2.0, -2.0]
+
+
+def test_truncated_completions_leave_the_gradient_but_not_the_baseline() -> None:
+    members = group(sample(0, 1.0), sample(1, 0.0, finish_reason=FinishReason.LENGTH))
+    settings = AlgorithmSettings(mask_truncated_completions=True, scale_rewards="none")
+    credit = credit_group(members, settings, LIMITS)
+    assert [(item.sample.ref.offset, item.advantage) for item in credit.training_samples] == [(0, 0.5)]
+    assert [(left.ref.offset, "truncated" in detail) for left, detail in credit.left_out] == [(1, True)]
+    assert credit_group(members, AlgorithmSettings(), LIMITS).left_out == ()
+
+
+def test_overlong_completions_are_penalised_before_the_baseline() -> None:
+    settings = AlgorithmSettings(overlong_l_max=10, overlong_l_cache=4, overlong_factor=2.0, scale_rewards="none")
+    credit = credit_group(group(sample(0, 1.0, [3] * 8), sample(1, 1.0)), settings, LIMITS)
+    assert credit.rewards.tolist() == [0.0, 1.0]
+    assert [item.advantage for item in credit.training_samples] == [-0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("odd", "detail"),
+    [
+        (sample(1, 0.0, []), "no token"),
+        (sample(1, 0.0, loss_mask=np.zeros(2, dtype="<u1")), "no token"),
+        (sample(1, 0.0, [3, 20]), "below 20"),
+        (sample(1, 0.0, prompt_token_ids=np.array([99], dtype="<i4")), "below 20"),
+        (sample(1, 0.0, [3] * 29), "at most 30 tokens"),
+        (sample(1, 0.0, temperature=0.0), "temperature above 0"),
+    ],
+)
+def test_what_the_model_cannot_take_stays_out_with_its_reason(odd: Sample, detail: str) -> None:
+    credit = credit_group(group(sample(0, 1.0), odd), AlgorithmSettings(), LIMITS)
+    assert [item.sample.ref.offset for item in credit.training_samples] == [0]
+    assert detail in credit.left_out[0][1]

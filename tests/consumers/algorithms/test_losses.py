@@ -1,0 +1,168 @@
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from consumers.algorithms.losses import BatchTotals, LossSums, denominator, token_losses
+from consumers.algorithms.settings import AlgorithmSettings
+
+MAX_LENGTH = 8
+
+
+def rows(*values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def losses(settings: AlgorithmSettings, ratios: Tensor, advantages: list[float], mask: Tensor) -> LossSums:
+    """Losses where pi / mu takes the given values, with mu = e^-1 at every token."""
+    return token_losses(
+        settings, torch.log(ratios) - 1.0, torch.full_like(ratios, -1.0), torch.tensor(advantages), mask
+    )
+
+
+def test_dapo_sums_the_clipped_surrogate_over_trained_tokens() -> None:
+    settings = AlgorithmSettings(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, importance_sampling_cap=None)
+    ratios = rows([1.0, 1.5, 9.0], [0.5, 1.1, 1.0])
+    sums = losses(settings, ratios, [2.0, -1.0], rows([1, 1, 0], [1, 1, 0]))
+    # A=2: -(1·2) and -(1.28·2); A=-1: min(-0.5, -0.8) = -0.8 → +0.8, and +1.1
+    assert sums.loss.item() == pytest.approx(-2.0 - 2.56 + 0.8 + 1.1)
+    assert sums.metrics["clip_high"].item() == 1
+    assert sums.metrics["clip_low"].item() == 1
+    assert sums.metrics["ratio"].item() == pytest.approx(1.0 + 1.5 + 0.5 + 1.1)
+    assert (sums.metrics["ratio_min"].item(), sums.metrics["ratio_max"].item()) == pytest.approx((0.5, 1.5))
+
+
+def test_grpo_averages_each_sequence_over_its_own_tokens() -> None:
+    settings = AlgorithmSettings(loss_type="grpo", importance_sampling_cap=None)
+    sums = losses(settings, rows([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]), [3.0, -4.0], rows([1, 1, 1], [0, 1, 0]))
+    assert sums.loss.item() == pytest.approx(-3.0 + 4.0)
+
+
+def test_denominators_are_sequences_tokens_and_sequences_times_the_length_limit() -> None:
+    totals = BatchTotals(sequences=4, tokens=10)
+    found = [denominator(AlgorithmSettings(loss_type=kind), totals, 7) for kind in ("grpo", "dapo", "dr_grpo")]
+    assert found == [4.0, 10.0, 28.0]
+    assert denominator(AlgorithmSettings(), BatchTotals(0, 0), 7) == 1.0
+
+
+def test_the_cap_bounds_a_worsening_token_in_the_behaviour_form() -> None:
+    mask = rows([1])
+    open_ended = AlgorithmSettings(importance_sampling_cap=None)
+    capped = AlgorithmSettings(importance_sampling_cap=2.0)
+    assert losses(open_ended, rows([5.0]), [-1.0], mask).loss.item() == pytest.approx(5.0)
+    assert losses(capped, rows([5.0]), [-1.0], mask).loss.item() == pytest.approx(2.0)
+
+
+def test_a_capped_ratio_beyond_the_range_of_floats_has_a_finite_gradient() -> None:
+    logprobs = torch.tensor([[-0.1]], requires_grad=True)
+    sums = token_losses(AlgorithmSettings(), logprobs, torch.tensor([[-200.0]]), torch.tensor([-1.0]), torch.ones(1, 1))
+    sums.loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == 0.0
+
+
+def test_the_proximal_form_is_reinforce_weighted_by_the_truncated_ratio() -> None:
+    settings = AlgorithmSettings(ratio="proximal", importance_sampling_cap=2.0)
+    logprobs = (torch.log(rows([0.5, 1.2, 6.0])) - 1.0).requires_grad_()
+    sums = token_losses(settings, logprobs, torch.full_like(logprobs, -1.0), torch.tensor([3.0]), rows([1, 1, 1]))
+    sums.loss.backward()
+    assert sums.loss.item() == pytest.approx(-3.0 * (0.5 + 1.2 + 2.0))
+    assert logprobs.grad is not None
+    assert logprobs.grad[0].tolist() == pytest.approx([-1.5, -3.6, -6.0])
+    assert sums.metrics["clip_low"].item() == sums.metrics["clip_high"].item() == 0
+
+
+def test_the_kl_term_is_the_k3_estimator() -> None:
+    settings = AlgorithmSettings(beta=0.1)
+    logprobs = rows([-1.0, -2.0]).requires_grad_()
+    reference = rows([-1.5, -1.0])
+    sums = token_losses(settings, logprobs, logprobs.detach(), torch.zeros(1), rows([1, 1]), reference)
+    k3 = (math.exp(-0.5) + 0.5 - 1) + (math.exp(1.0) - 1.0 - 1)
+    assert sums.metrics["kl"].item() == pytest.approx(k3)
+    assert sums.loss.item() == pytest.approx(0.1 * k3)
+    sums.loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[0].tolist() == pytest.approx([0.1 * (1 - math.exp(-0.5)), 0.1 * (1 - math.e)])
+
+
+def test_masked_tokens_change_neither_loss_nor_gradient() -> None:
+    logprobs = torch.tensor([[-1.0, float("-inf")]], requires_grad=True)
+    sums = token_losses(
+        AlgorithmSettings(), logprobs, torch.tensor([[-1.0, 0.0]]), torch.tensor([1.0]), torch.tensor([[1.0, 0.0]])
+    )
+    sums.loss.backward()
+    assert sums.loss.item() == pytest.approx(-1.0)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [[-1.0, 0.0]]
+
+
+KINDS = [
+    AlgorithmSettings(loss_type=kind, ratio=ratio, beta=beta)
+    for kind, ratio, beta in itertools.product(("grpo", "dapo", "dr_grpo"), ("behaviour", "proximal"), (0.0, 0.05))
+]
+
+
+def _batch() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    logprobs, behaviour, reference = (-torch.rand(6, 9, generator=generator, dtype=torch.float64) * 2 for _ in range(3))
+    advantages = torch.randn(6, generator=generator, dtype=torch.float64)
+    mask = (torch.rand(6, 9, generator=generator) < 0.6).double()
+    return logprobs, behaviour, advantages, mask, reference
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=lambda s: f"{s.loss_type}-{s.ratio}-beta{s.beta}")
+def test_accumulated_micro_batches_equal_one_batch(settings: AlgorithmSettings) -> None:
+    logprobs, behaviour, advantages, mask, reference = _batch()
+    totals = BatchTotals(sequences=6, tokens=int(mask.sum()))
+    whole = None
+    for split in ([6], [1] * 6, [2, 4], [5, 1], [1, 3, 2]):
+        leaf = logprobs.clone().requires_grad_()
+        total_loss, start = 0.0, 0
+        for size in split:
+            part = slice(start, start + size)
+            sums = token_losses(settings, leaf[part], behaviour[part], advantages[part], mask[part], reference[part])
+            sums.loss.backward()
+            total_loss += sums.loss.item()
+            start += size
+        assert leaf.grad is not None
+        gradient = leaf.grad / denominator(settings, totals, MAX_LENGTH)
+        if whole is None:
+            whole = (total_loss, gradient)
+        assert total_loss == pytest.approx(whole[0], rel=1e-12)
+        torch.testing.assert_close(gradient, whole[1], rtol=1e-12, atol=1e-15)
+
+
+def _by_hand(settings: AlgorithmSettings, pi: float, mu: float, advantage: float) -> float:
+    w = math.exp(pi - mu)
+    if settings.ratio == "proximal":
+        return -min(w, 2.0) * advantage
+    r = min(w, 2.0)
+    return -min(r * advantage, min(max(r, 0.8), 1.28) * advantage)
+
+
+@pytest.mark.parametrize("ratio", ["behaviour", "proximal"])
+def test_the_batch_loss_equals_the_formula_written_out(ratio: str) -> None:
+    logprobs, behaviour, advantages, mask, _ = _batch()
+    for kind in ("grpo", "dapo", "dr_grpo"):
+        settings = AlgorithmSettings(loss_type=kind, ratio=ratio)  # type: ignore[arg-type]
+        found = token_losses(settings, logprobs, behaviour, advantages, mask).loss.item()
+        expected = 0.0
+        for i in range(6):
+            tokens = [t for t in range(9) if mask[i, t] > 0]
+            row = sum(
+                _by_hand(settings, logprobs[i, t].item(), behaviour[i, t].item(), advantages[i].item()) for t in tokens
+            )
+            expected += row / len(tokens) if kind == "grpo" else row
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_gradient_agrees_with_finite_differences() -> None:
+    logprobs, behaviour, advantages, mask, reference = _batch()
+    for settings in KINDS:
+        if settings.ratio == "behaviour":  # the proximal form stops gradients on purpose
+            assert torch.autograd.gradcheck(
+                lambda leaf, s=settings: token_losses(s, leaf, behaviour, advantages, mask, reference).loss,
+                logprobs.clone().requires_grad_(),
+            )

@@ -1,0 +1,56 @@
+import hashlib
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from consumers.training.persistence.weight_export import WeightStore
+from schemas.identifiers import PolicyVersion
+from schemas.messages.weights import WeightManifest
+
+
+def export(store: WeightStore, number: int, tensors: dict[str, torch.Tensor] | None = None) -> str:
+    tensors = tensors or {"w": torch.full((2, 3), float(number))}
+    return store.export(tensors, {"config.json": "{}"}, PolicyVersion(1, number), number, now=5.0)
+
+
+def test_the_manifest_describes_every_file_and_its_checksum_is_returned(tmp_path: Path) -> None:
+    checksum = export(WeightStore(tmp_path, 2), 3)
+    content = (tmp_path / "1-3" / "manifest.json").read_bytes()
+    assert hashlib.sha256(content).hexdigest() == checksum
+    manifest = WeightManifest.model_validate_json(content)
+    assert (manifest.version, manifest.step) == (PolicyVersion(1, 3), 3)
+    assert {file.name for file in manifest.files} == {"model.safetensors", "config.json"}
+    for file in manifest.files:
+        data = (tmp_path / "1-3" / file.name).read_bytes()
+        assert (len(data), hashlib.sha256(data).hexdigest()) == (file.size, file.sha256)
+    assert torch.equal(load_file(tmp_path / "1-3" / "model.safetensors")["w"], torch.full((2, 3), 3.0))
+
+
+def test_only_the_newest_versions_are_kept(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, 2)
+    for number in range(12):
+        export(store, number)
+    assert store.versions() == [PolicyVersion(1, 10), PolicyVersion(1, 11)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-10", "1-11"]
+
+
+def test_a_version_is_whole_or_absent(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, 2)
+    shared = torch.zeros(4)
+    with pytest.raises(RuntimeError):
+        export(store, 1, {"a": shared, "b": shared})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_four_megabytes_are_exported_in_a_moment(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, 2)
+    tensors = {str(index): torch.zeros(1 << 16) for index in range(16)}
+    times = []
+    for number in range(5):
+        began = time.perf_counter()
+        export(store, number, tensors)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.02

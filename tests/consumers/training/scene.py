@@ -1,0 +1,128 @@
+"""A trainer on a bus in memory, and hand-published trajectories."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.batching.settings import BatchingSettings
+from consumers.intake.settings import IntakeSettings
+from consumers.training.settings import TrainingSettings
+from consumers.training.trainer import Trainer
+from schemas.identifiers import PolicyVersion
+from schemas.messages.reports import SkipRecord, StepReport
+from schemas.messages.trajectories import Trajectory
+from schemas.ports.bus import Outgoing
+from schemas.ports.memory_bus import MemoryBus
+from schemas.settings import LoopSettings
+from schemas.wire.topics import CATALOGUE, SKIPS, STEPS, TRAJECTORIES
+from tests.consumers.training.factories import VOCABULARY, make_trajectory
+
+RUN = "r"
+LOOP = LoopSettings(
+    groups_per_step=2, num_generations=2, max_staleness=4, max_completion_length=8, bucket_boundaries=(4,), shards=1
+)
+TRAINING = TrainingSettings(learning_rate=1e-2, max_steps=100, checkpoint_every=2, threads=1, weight_decay=0.01)
+
+
+@dataclass
+class Scene:
+    bus: MemoryBus
+    root: Path
+    model_path: Path
+
+    @classmethod
+    def make(cls, root: Path, model_path: Path) -> "Scene":
+        bus = MemoryBus()
+        for topic in CATALOGUE:
+            bus.create_topic(topic.full_name(RUN), topic.partition_count(LOOP.trajectory_partitions))
+        return cls(bus, root, model_path)
+
+    def trainer(self, **changes: Any) -> Trainer:
+        options: dict[str, Any] = {
+            "bus": self.bus,
+            "run_name": RUN,
+            "loop": LOOP,
+            "algorithm": AlgorithmSettings(),
+            "training": TRAINING,
+            "intake": IntakeSettings(group_timeout_s=1.0),
+            "batching": BatchingSettings(token_budget=24),
+            "reward_weights": {},
+            "model_path": str(self.model_path),
+            "run_dir": self.root,
+            "weights_store": self.root / "weights",
+        }
+        return Trainer(**(options | changes))
+
+    async def publish(self, *trajectories: Trajectory) -> None:
+        publisher = await self.bus.publisher("worker")
+        for trajectory in trajectories:
+            partition = int(trajectory.group_id.split("/")[1]) % LOOP.trajectory_partitions
+            topic = TRAJECTORIES.full_name(RUN)
+            await publisher.publish(Outgoing.of(topic, trajectory, key=trajectory.group_id, partition=partition))
+
+    async def publish_group(self, number: int, rewards: Sequence[float] = (1.0, 0.0), **changes: Any) -> None:
+        await self.publish(*group(number, rewards, **changes))
+
+    def messages(self, topic: str) -> list[Any]:
+        return [record.message() for record in self.bus.log(f"{RUN}.{topic}").partitions[0]]
+
+    def reports(self) -> list[StepReport]:
+        return self.messages(STEPS.name)
+
+    def skips(self) -> list[SkipRecord]:
+        return self.messages(SKIPS.name)
+
+    def trained_ids(self, lineage: int) -> list[str]:
+        return [
+            ref.trajectory_id
+            for report in self.reports()
+            if report.version.lineage == lineage
+            for batch in report.micro_batches
+            for ref in batch
+        ]
+
+    @asynccontextmanager
+    async def running(self, trainer: Trainer) -> AsyncIterator[None]:
+        """The trainer runs within the block; afterwards it is stopped, as by SIGTERM."""
+        stop = asyncio.Event()
+        task = asyncio.create_task(trainer.run(stop))
+        waiting = asyncio.create_task(self.until(lambda: task.done() or bool(self.reports())))
+        await waiting
+        try:
+            yield
+        finally:
+            stop.set()
+            await asyncio.wait_for(task, 20)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def until_version(self, lineage: int, number: int) -> None:
+        wanted = PolicyVersion(lineage, number)
+        await self.until(lambda: any(report.version == wanted for report in self.reports()))
+
+
+def group(number: int, rewards: Sequence[float] = (1.0, 0.0), **changes: Any) -> list[Trajectory]:
+    """A group whose tokens are drawn from its number, sampled by the weights of the step that will train it."""
+    random = np.random.default_rng(number)
+    tokens = random.integers(1, VOCABULARY, size=int(random.integers(2, 9))).tolist()
+    version = PolicyVersion(1, number // LOOP.groups_per_step)
+    return [
+        make_trajectory(
+            f"p/{number}/0",
+            index,
+            num_generations=len(rewards),
+            reward=reward,
+            created_at=float(number),
+            **({"tokens": tokens, "version": version} | changes),
+        )
+        for index, reward in enumerate(rewards)
+    ]

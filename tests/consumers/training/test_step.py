@@ -1,0 +1,151 @@
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.batching.samples import MicroBatch
+from consumers.training.model import load_model, load_reference
+from consumers.training.settings import TrainingSettings
+from consumers.training.step import PolicyLearner, learning_rate_at
+from tests.consumers.training.factories import make_micro_batch, split_micro_batch
+
+CPU = torch.device("cpu")
+
+
+def make_learner(
+    path: Path, algorithm: AlgorithmSettings | None = None, training: TrainingSettings | None = None
+) -> PolicyLearner:
+    algorithm = algorithm or AlgorithmSettings()
+    model = load_model(path, CPU)
+    reference = load_reference(path, CPU) if algorithm.beta > 0 else None
+    training = training or TrainingSettings(learning_rate=1e-2)
+    return PolicyLearner(model, reference, algorithm, training, max_completion_length=9)
+
+
+def gradient_of(learner: PolicyLearner, batches: Sequence[MicroBatch]) -> tuple[float, list[Tensor]]:
+    """Loss and the gradient left after the accumulation, not yet normalised."""
+    for batch in batches:
+        learner.accumulate(batch)
+    gradients = [parameter.grad.clone() for parameter in learner.model.parameters()]
+    return learner.finish_step(1.0).metrics["loss"], gradients
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_accumulated_micro_batches_equal_one_batch(model_path: Path, loss_type: str, beta: float) -> None:
+    algorithm = AlgorithmSettings(loss_type=loss_type, beta=beta)  # type: ignore[arg-type]
+    batch = make_micro_batch(7)
+    loss, gradients = gradient_of(make_learner(model_path, algorithm), [batch])
+    for sizes in ([1] * 7, [3, 4], [6, 1]):
+        other_loss, others = gradient_of(make_learner(model_path, algorithm), split_micro_batch(batch, sizes))
+        assert other_loss == pytest.approx(loss, rel=1e-4)
+        for one, other in zip(gradients, others, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_samples_without_advantage_count_but_are_not_computed(model_path: Path) -> None:
+    learner = make_learner(model_path, AlgorithmSettings(loss_type="grpo"))
+    learner.accumulate(make_micro_batch(3, advantages=[0.0, 1.0, 0.0]))
+    learner.accumulate(make_micro_batch(2, seed=1, advantages=[0.0, 0.0]))
+    metrics = learner.finish_step(1.0).metrics
+    assert metrics["tokens/trained"] > metrics["tokens/computed"] > 0
+    alone = make_learner(model_path, AlgorithmSettings(loss_type="grpo"))
+    alone.accumulate(split_micro_batch(make_micro_batch(3, advantages=[0.0, 1.0, 0.0]), [1, 1, 1])[1])
+    assert metrics["loss"] == pytest.approx(alone.finish_step(1.0).metrics["loss"] / 5, rel=1e-5)
+
+
+def test_a_batch_without_any_gradient_is_still_a_step(model_path: Path) -> None:
+    learner = make_learner(model_path)
+    learner.accumulate(make_micro_batch(2, advantages=[0.0, 0.0]))
+    outcome = learner.finish_step(0.0)
+    assert (outcome.applied, outcome.metrics["loss"], learner.step) == (True, 0.0, 1)
+
+
+def test_a_bad_gradient_changes_nothing(model_path: Path) -> None:
+    learner = make_learner(model_path)
+    learner.accumulate(make_micro_batch(3))
+    learner.finish_step(1.0)
+    weights = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
+    moments = learner.optimizer_tensors()
+    learner.accumulate(make_micro_batch(3, seed=1, advantages=[1.0, np.inf, 1.0]))
+    outcome = learner.finish_step(1.0)
+    assert (outcome.applied, learner.step) == (False, 1)
+    assert "finite" in outcome.problem
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in learner.model.state_dict().items())
+    assert all(torch.equal(tensor, moments[name]) for name, tensor in learner.optimizer_tensors().items())
+    learner.accumulate(make_micro_batch(3, seed=2))
+    assert learner.finish_step(1.0).applied
+
+
+def test_steps_raise_the_probability_of_what_was_rewarded(model_path: Path) -> None:
+    learner = make_learner(model_path)
+    batch = make_micro_batch(4, advantages=[1.0, 1.0, 1.0, 1.0])
+    ratios = []
+    for _ in range(4):
+        learner.accumulate(batch)
+        ratios.append(learner.finish_step(1.0).metrics["ratio"])
+    assert ratios == sorted(ratios)
+    assert ratios[-1] > ratios[0] + 0.05
+
+
+def test_scaling_by_the_batch_divides_by_its_deviation(model_path: Path) -> None:
+    found = {}
+    for deviation in (1.0, 2.0):
+        learner = make_learner(model_path, AlgorithmSettings(scale_rewards="batch"))
+        learner.accumulate(make_micro_batch(4))
+        found[deviation] = learner.finish_step(deviation).metrics["grad_norm"]
+    assert found[1.0] / found[2.0] == pytest.approx(2.0001 / 1.0001)
+
+
+def test_discarding_forgets_the_gradient(model_path: Path) -> None:
+    learner = make_learner(model_path)
+    learner.accumulate(make_micro_batch(4))
+    learner.discard()
+    learner.accumulate(make_micro_batch(3, seed=1))
+    fresh = make_learner(model_path)
+    fresh.accumulate(make_micro_batch(3, seed=1))
+    assert learner.finish_step(1.0).metrics == fresh.finish_step(1.0).metrics
+
+
+def test_a_learner_with_restored_moments_goes_on_bit_equal(model_path: Path, tmp_path: Path) -> None:
+    training = TrainingSettings(learning_rate=1e-2, lr_schedule="cosine", warmup_steps=2, max_steps=6, weight_decay=0.1)
+    straight = make_learner(model_path, training=training)
+    halves = make_learner(model_path, training=training)
+    for step in range(3):
+        halves.accumulate(make_micro_batch(4, seed=step))
+        halves.finish_step(1.0)
+    halves.model.save_pretrained(tmp_path)
+    resumed = make_learner(tmp_path, training=training)
+    resumed.step = 3
+    resumed.load_optimizer_tensors(halves.optimizer_tensors())
+    for learner, first in ((straight, 0), (resumed, 3)):
+        for step in range(first, 6):
+            learner.accumulate(make_micro_batch(4, seed=step))
+            learner.finish_step(1.0)
+    expected = straight.model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.model.state_dict().items())
+
+
+def test_bfloat16_activations_keep_float32_weights(model_path: Path) -> None:
+    learner = make_learner(model_path, AlgorithmSettings(beta=0.01), TrainingSettings(dtype="bfloat16"))
+    learner.accumulate(make_micro_batch(4))
+    assert learner.finish_step(1.0).applied
+    assert {parameter.dtype for parameter in learner.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("constant", [0.5, 1, 1, 1]), ("linear", [0.5, 1, 0.5, 0]), ("cosine", [0.5, 1, 0.5, 0])],
+)
+def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule: str, expected: list[float]) -> None:
+    settings = TrainingSettings(
+        learning_rate=1.0,
+        warmup_steps=2,
+        max_steps=10,
+        lr_schedule=schedule,  # type: ignore[arg-type]
+    )
+    assert [learning_rate_at(step, settings) for step in (0, 2, 6, 10)] == pytest.approx(expected)

@@ -1,0 +1,279 @@
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.training.persistence.checkpoint import load_checkpoint
+from schemas.errors import CheckpointError, SettingsError, Superseded
+from schemas.identifiers import PolicyVersion
+from schemas.messages.reports import SkipReason
+from schemas.messages.trajectories import FinishReason
+from schemas.ports.bus import TopicPartition
+from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
+
+
+@pytest.fixture
+def scene(tmp_path: Path, model_path: Path) -> Scene:
+    return Scene.make(tmp_path, model_path)
+
+
+def weights(root: Path, version: str) -> dict[str, torch.Tensor]:
+    return dict(load_file(root / "weights" / version / "model.safetensors"))
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+async def test_the_first_report_makes_the_initial_weights_available(scene: Scene) -> None:
+    async with scene.running(scene.trainer()):
+        pass
+    (report,) = scene.reports()
+    assert (report.version, report.step, report.group_ids, report.micro_batches) == (PolicyVersion(1, 0), 0, (), ())
+    manifest = (scene.root / "weights" / "1-0" / "manifest.json").read_bytes()
+    assert hashlib.sha256(manifest).hexdigest() == report.manifest_sha256
+    assert same(weights(scene.root, "1-0"), dict(load_file(scene.model_path / "model.safetensors")))
+
+
+async def test_each_step_reports_exactly_what_it_trained_and_moves_the_weights(scene: Scene) -> None:
+    async with scene.running(scene.trainer()):
+        for number in range(4):
+            await scene.publish_group(number)
+        await scene.until_version(1, 2)
+    _, first, second = scene.reports()
+    assert [first.group_ids, second.group_ids] == [("p/0/0", "p/1/0"), ("p/2/0", "p/3/0")]
+    for report, numbers in ((first, (0, 1)), (second, (2, 3))):
+        refs = [ref for batch in report.micro_batches for ref in batch]
+        assert {ref.trajectory_id for ref in refs} == {f"p/{n}/0/{i}" for n in numbers for i in (0, 1)}
+        assert len(refs) == 4
+        for ref in refs:
+            record = scene.bus.log(f"{RUN}.trajectories").partitions[ref.partition][ref.offset]
+            assert record.key is not None
+            assert ref.trajectory_id.startswith(record.key)
+    assert not same(weights(scene.root, "1-1"), weights(scene.root, "1-0"))
+    assert not same(weights(scene.root, "1-2"), weights(scene.root, "1-1"))
+
+
+async def test_reports_and_the_metrics_file_hold_the_known_names(scene: Scene) -> None:
+    async with scene.running(scene.trainer()):
+        await scene.publish_group(0)
+        await scene.publish_group(1, (0.0, 0.0))
+        await scene.until_version(1, 1)
+    (line,) = [json.loads(text) for text in (scene.root / "metrics.jsonl").read_text().splitlines()]
+    metrics = scene.reports()[1].metrics
+    assert (line["step"], line["reward"], line["frac_reward_zero_std"]) == (1, 0.25, 0.5)
+    assert set(metrics) <= set(line)
+    names = {
+        "loss", "reward_std", "rewards/exact/mean", "completions/mean_length", "entropy", "ratio", "grad_norm",
+        "clip_ratio/region_mean", "mismatch_kl/all/mean", "optim/grad_norm", "optim/lr", "off_policy/mean",
+        "off_policy/max", "num_tokens", "step_time", "training_tok/s", "weight_sync_time_s", "time/step",
+        "time/wait_for_batch", "time/forward_backward", "time/broadcast_weights", "time/train_share",
+        "kafka/lag/bucket_0", "ledger/trained", "lineage/number",
+    }  # fmt: skip
+    assert names <= set(metrics)
+
+
+async def test_offsets_are_committed_for_displays(scene: Scene) -> None:
+    async with scene.running(scene.trainer()):
+        for number in range(2):
+            await scene.publish_group(number)
+        await scene.until(lambda: bool(scene.bus.committed))
+    assert scene.bus.committed == {
+        (f"{RUN}.grpo", TopicPartition(f"{RUN}.trajectories", number)): 2 for number in (0, 1)
+    }
+
+
+async def test_a_stopped_trainer_leaves_a_checkpoint_that_transformers_load(scene: Scene) -> None:
+    async with scene.running(scene.trainer()):
+        for number in range(3):
+            await scene.publish_group(number)
+        await scene.until_version(1, 1)
+    directory = scene.root / "checkpoints" / "step_1"
+    loaded = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in weights(scene.root, "1-1").items())
+    assert (directory / "tokenizer_config.json").is_file()
+    manifest = load_checkpoint(directory).state.manifest
+    assert (manifest.step, manifest.policy_version, manifest.lineage) == (1, PolicyVersion(1, 1), 1)
+    assert manifest.frontier == {"0": {"low": 2, "done": []}, "1": {"low": 2, "done": []}}
+
+
+async def test_a_resumed_trainer_goes_on_bit_equal_to_one_that_never_stopped(
+    tmp_path: Path, model_path: Path
+) -> None:
+    straight, halves = (Scene.make(tmp_path / name, model_path) for name in ("straight", "halves"))
+    for scene in (straight, halves):
+        for number in range(12):
+            await scene.publish_group(number)
+    async with straight.running(straight.trainer(training=TRAINING.model_copy(update={"max_steps": 6}))):
+        await straight.until_version(1, 6)
+    three = TRAINING.model_copy(update={"max_steps": 3})
+    async with halves.running(halves.trainer(training=three)):
+        await halves.until_version(1, 3)
+    async with halves.running(halves.trainer(training=TRAINING.model_copy(update={"max_steps": 6}))):
+        await halves.until_version(2, 6)
+    assert same(weights(straight.root, "1-6"), weights(halves.root, "2-6"))
+    assert same(weights(halves.root, "1-3"), weights(halves.root, "2-3"))
+    one, other = (load_checkpoint(scene.root / "checkpoints" / "step_6").state for scene in (straight, halves))
+    assert same(one.optimizer, other.optimizer)
+    assert same(one.rng, other.rng)
+    assert one.manifest.frontier == other.manifest.frontier
+    assert sorted(straight.trained_ids(1)) == sorted(halves.trained_ids(1) + halves.trained_ids(2))
+
+
+async def test_a_resumed_trainer_reads_again_what_no_checkpoint_contains(scene: Scene) -> None:
+    for number in range(7):
+        await scene.publish_group(number)
+    stop = asyncio.Event()
+    crashing = asyncio.create_task(scene.trainer().run(stop))
+    await scene.until_version(1, 3)
+    crashing.cancel()
+    await asyncio.wait({crashing})
+    assert [path.name for path in (scene.root / "checkpoints").glob("step_*")] == ["step_2"]
+    async with scene.running(scene.trainer()):
+        await scene.until_version(2, 3)
+    first_of_resumed = next(report for report in scene.reports() if report.version.lineage == 2)
+    assert (first_of_resumed.version, first_of_resumed.group_ids) == (PolicyVersion(2, 2), ())
+    assert sorted(scene.trained_ids(2)) == sorted(f"p/{n}/0/{i}" for n in (4, 5) for i in (0, 1))
+
+
+async def test_a_corrupt_newest_checkpoint_falls_back_to_the_one_before(scene: Scene) -> None:
+    for number in range(8):
+        await scene.publish_group(number)
+    async with scene.running(scene.trainer()):
+        await scene.until_version(1, 4)
+    newest = scene.root / "checkpoints" / "step_4" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"\x7f")
+    async with scene.running(scene.trainer()):
+        await scene.until_version(2, 4)
+    assert [r.step for r in scene.reports() if r.version.lineage == 2] == [2, 3, 4]
+    assert load_checkpoint(newest.parent).state.manifest.lineage == 2
+
+
+async def test_a_repeated_trajectory_is_not_trained_twice(scene: Scene) -> None:
+    async with scene.running(scene.trainer()):
+        for number in (0, 0, 1, 0):
+            await scene.publish_group(number)
+        await scene.until_version(1, 1)
+    async with scene.running(scene.trainer()):
+        for number in (1, 2, 3):
+            await scene.publish_group(number)
+        await scene.until_version(2, 2)
+    trained = scene.trained_ids(1) + scene.trained_ids(2)
+    assert sorted(trained) == sorted(f"p/{n}/0/{i}" for n in range(4) for i in (0, 1))
+    assert {skip.reason for skip in scene.skips()} == {SkipReason.DUPLICATE}
+    assert len(scene.skips()) == 6
+
+
+async def test_dynamic_sampling_waits_for_groups_that_differ(scene: Scene) -> None:
+    async with scene.running(scene.trainer(algorithm=AlgorithmSettings(dynamic_sampling=True))):
+        for number in range(4):
+            await scene.publish_group(number, (1.0, 1.0) if number < 2 else (1.0, 0.0))
+        await scene.until_version(1, 1)
+    assert scene.reports()[1].group_ids == ("p/2/0", "p/3/0")
+    assert {(skip.group_id, skip.reason) for skip in scene.skips()} == {
+        ("p/0/0", SkipReason.ZERO_ADVANTAGE),
+        ("p/1/0", SkipReason.ZERO_ADVANTAGE),
+    }
+
+
+async def test_samples_left_out_of_a_group_are_skipped_with_the_step_that_trained_the_rest(scene: Scene) -> None:
+    settings = AlgorithmSettings(mask_truncated_completions=True)
+    kept, cut = group(0)
+    async with scene.running(scene.trainer(algorithm=settings)):
+        await scene.publish(kept, cut.replace(finish_reason=FinishReason.LENGTH))
+        await scene.until(lambda: (scene.root / "weights" / "1-0").exists())
+        assert scene.skips() == []
+        await scene.publish_group(1)
+        await scene.until_version(1, 1)
+    (skip,) = scene.skips()
+    assert (skip.trajectory_id, skip.reason, skip.step) == ("p/0/0/1", SkipReason.FILTERED, 1)
+    assert sorted(scene.trained_ids(1)) == ["p/0/0/0", "p/1/0/0", "p/1/0/1"]
+
+
+async def test_a_group_the_model_cannot_take_is_skipped_whole(scene: Scene) -> None:
+    async with scene.running(scene.trainer()):
+        await scene.publish_group(0, tokens=[5, 9999])
+        for number in (1, 2):
+            await scene.publish_group(number)
+        await scene.until_version(1, 1)
+    assert scene.reports()[1].group_ids == ("p/1/0", "p/2/0")
+    assert {(skip.group_id, skip.reason) for skip in scene.skips()} == {("p/0/0", SkipReason.FILTERED)}
+    assert "vocabulary" in scene.skips()[0].detail
+
+
+async def test_a_step_without_a_finite_gradient_is_not_taken(scene: Scene) -> None:
+    wild = np.full(2, 3e38, dtype="<f4")
+    async with scene.running(scene.trainer()):
+        await scene.publish(*(item.replace(logprobs=-wild) for item in group(0, tokens=[4, 5])))
+        await scene.publish_group(1)
+        for number in (2, 3):
+            await scene.publish_group(number)
+        await scene.until_version(1, 1)
+    assert scene.reports()[1].step == 1
+    assert all(np.isfinite(tensor).all() for tensor in weights(scene.root, "1-1").values())
+
+
+async def test_an_incomplete_batch_is_dropped_on_stop_and_read_again(scene: Scene) -> None:
+    async with scene.running(scene.trainer()):
+        for number in range(3):
+            await scene.publish_group(number)
+        await scene.until_version(1, 1)
+        await asyncio.sleep(0.05)
+    async with scene.running(scene.trainer()):
+        await scene.publish_group(3)
+        await scene.until_version(2, 2)
+    assert scene.reports()[-1].group_ids == ("p/2/0", "p/3/0")
+
+
+async def test_the_last_step_is_reported_as_such_and_checkpointed(scene: Scene) -> None:
+    for number in range(8):
+        await scene.publish_group(number)
+    trainer = scene.trainer(training=TRAINING.model_copy(update={"max_steps": 3}))
+    await asyncio.wait_for(trainer.run(asyncio.Event()), 20)
+    assert [report.finished for report in scene.reports()] == [False, False, False, True]
+    assert (scene.root / "checkpoints" / "step_3").is_dir()
+    await asyncio.wait_for(trainer.run(asyncio.Event()), 20)
+    assert (scene.reports()[-1].version, scene.reports()[-1].finished) == (PolicyVersion(2, 3), True)
+
+
+async def test_weights_are_exported_only_when_due(scene: Scene) -> None:
+    for number in range(6):
+        await scene.publish_group(number)
+    trainer = scene.trainer(training=TRAINING.model_copy(update={"max_steps": 3, "weight_sync_steps": 2}))
+    await asyncio.wait_for(trainer.run(asyncio.Event()), 20)
+    assert [report.manifest_sha256 is None for report in scene.reports()] == [False, True, False, False]
+    assert sorted(path.name for path in (scene.root / "weights").iterdir()) == ["1-0", "1-2", "1-3"]
+
+
+async def test_an_older_trainer_gives_way_to_a_newer_one(scene: Scene) -> None:
+    stop = asyncio.Event()
+    older = asyncio.create_task(scene.trainer().run(stop))
+    await scene.until_version(1, 0)
+    async with scene.running(scene.trainer()):
+        await scene.until_version(2, 0)
+    for number in range(2):
+        await scene.publish_group(number)
+    with pytest.raises(Superseded):
+        await asyncio.wait_for(older, 20)
+    assert PolicyVersion(1, 1) not in {report.version for report in scene.reports()}
+
+
+async def test_a_checkpoint_of_another_run_is_refused(scene: Scene) -> None:
+    for number in range(2):
+        await scene.publish_group(number)
+    async with scene.running(scene.trainer()):
+        await scene.until_version(1, 1)
+    with pytest.raises(CheckpointError, match="'r'"):
+        await scene.trainer(run_name="other").run(asyncio.Event())
+
+
+def test_exporting_more_rarely_than_generation_can_wait_is_refused(scene: Scene) -> None:
+    with pytest.raises(SettingsError, match="weight_sync_steps"):
+        scene.trainer(training=TRAINING.model_copy(update={"weight_sync_steps": LOOP.max_staleness + 2}))

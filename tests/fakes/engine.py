@@ -1,0 +1,114 @@
+"""A hand-written engine and tokenizer: deterministic, and slow, failing or held where a test says so."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from schemas.errors import EngineError, WeightsError
+from schemas.identifiers import PolicyVersion
+from schemas.messages.prompts import Prompt
+from schemas.messages.trajectories import FinishReason
+from schemas.ports.engine import GenerationRequest, TokenDelta
+
+VOCAB_SIZE = 128
+
+
+@dataclass
+class FakeEngine:
+    """Samples ``length`` tokens per request, ``chunk`` per delta, that depend on the request alone.
+
+    ``failures``: how often each request (or ``"*"``: the next ones of any) still fails. ``hold_at``: requests wait
+    before this token until ``release`` is set. ``delay_s``: pause before each delta. ``refuse``: versions not adopted.
+    """
+
+    name: str = "fake"
+    max_num_seqs: int = 8
+    length: int = 8
+    chunk: int = 4
+    delay_s: float = 0.0
+    hold_at: int | None = None
+    failures: dict[str, int] = field(default_factory=dict)
+    refuse: set[PolicyVersion] = field(default_factory=set)
+    finish_reason: FinishReason = FinishReason.STOP
+    start_error: Exception | None = None
+    start_delay_s: float = 0.0
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    version: PolicyVersion | None = None
+    adopted: list[tuple[PolicyVersion, list[str]]] = field(default_factory=list)
+    requests: list[GenerationRequest] = field(default_factory=list)
+    running: int = 0
+    left_early: int = 0
+    started: bool = False
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._slots = asyncio.Semaphore(self.max_num_seqs)
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.start_delay_s)
+        if self.start_error is not None:
+            raise self.start_error
+        self.started = True
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        assert self.started
+        assert self.version is not None, "generation before the first weights"
+        self.requests.append(request)
+        async with self._slots, aclosing(self._sample(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _sample(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+        self.running += 1
+        finished = False
+        try:
+            for start in range(0, self.length, self.chunk):
+                if self.hold_at is not None and start >= self.hold_at:
+                    await self.release.wait()
+                await asyncio.sleep(self.delay_s)
+                self._fail_if_told(request.request_id)
+                token_ids = fake_tokens(request, self.length)[start : start + self.chunk]
+                finished = start + self.chunk >= self.length
+                assert self.version is not None
+                logprobs = [-0.5 - token / VOCAB_SIZE for token in token_ids]
+                yield TokenDelta(token_ids, logprobs, self.version, self.finish_reason if finished else None)
+        finally:
+            self.running -= 1
+            self.left_early += not finished
+
+    def _fail_if_told(self, request_id: str) -> None:
+        for key in (request_id, "*"):
+            if self.failures.get(key, 0) > 0:
+                self.failures[key] -= 1
+                raise EngineError(f"fake failure of {request_id}")
+
+    async def adopt(self, directory: Path, version: PolicyVersion) -> None:
+        if version in self.refuse:
+            raise WeightsError(f"fake refusal of {version}")
+        self.adopted.append((version, sorted(path.name for path in directory.iterdir())))
+        self.version = version
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def fake_tokens(request: GenerationRequest, length: int) -> list[int]:
+    """The tokens that the fake engine samples for a request."""
+    seed = xxhash.xxh32_intdigest(request.request_id.encode()) + sum(request.prompt_token_ids)
+    return [(seed + 7 * position) % VOCAB_SIZE for position in range(length)]
+
+
+class FakeTokenizer:
+    """One token per character; it has no chat template."""
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt.content, str):
+            raise ValueError("this tokenizer has no chat template")
+        return [ord(character) % VOCAB_SIZE for character in prompt.content]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))

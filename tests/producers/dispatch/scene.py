@@ -1,0 +1,231 @@
+"""A run on the in-memory bus in which the test plays workers, trainer and coordinator around a real dispatcher."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from producers.dispatch.dispatcher import Dispatcher
+from producers.dispatch.settings import DispatchSettings
+from producers.lengths.constant import ConstantLength
+from producers.lengths.predictor import LengthPredictor
+from producers.lengths.settings import LengthSettings
+from schemas.identifiers import PolicyVersion, make_trajectory_id
+from schemas.messages.base import Message
+from schemas.messages.control import Control, FlowControl, RunFinished, control_key
+from schemas.messages.prompts import LengthEstimate, Prompt, SamplingParams, WorkOrder
+from schemas.messages.reports import Heartbeat, RecordRef, SkipReason, SkipRecord, StepReport, WorkerState
+from schemas.messages.trajectories import FinishReason, Trajectory, VersionSpan
+from schemas.ports.bus import Outgoing, Position
+from schemas.ports.memory_bus import MemoryBus
+from schemas.settings import LoopSettings
+from schemas.wire.topics import CATALOGUE, CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+
+LOOP = LoopSettings(groups_per_step=2, num_generations=2, max_staleness=1, max_completion_length=100)
+FAST = DispatchSettings(poll_s=0.01, lease_s=30.0)
+
+
+def version(number: int, lineage: int = 1) -> PolicyVersion:
+    return PolicyVersion(lineage, number)
+
+
+def heartbeat(
+    worker: str = "w0",
+    *,
+    incarnation: str = "a",
+    number: int = 0,
+    lineage: int = 1,
+    state: WorkerState = WorkerState.READY,
+    capacity: int = 100,
+    running: int = 1,
+    waiting: int = 0,
+) -> Heartbeat:
+    return Heartbeat(
+        worker_id=worker,
+        incarnation=incarnation,
+        state=state,
+        engine="fake",
+        version=version(number, lineage),
+        capacity=capacity,
+        running=running,
+        waiting=waiting,
+        generated_tokens=0,
+        finished_trajectories=0,
+        tokens_per_s=0.0,
+        sequence=0,
+        sent_at=0.0,
+    )
+
+
+def order(group_id: str = "toy/0/0", worker: str = "w0", *, samples: int = 2, median: int = 10) -> WorkOrder:
+    return WorkOrder(
+        group_id=group_id,
+        worker_id=worker,
+        position=int(group_id.split("/")[1]),
+        prompt=Prompt(prompt_id=group_id.rpartition("/")[0], dataset="toy", content="question"),
+        estimate=LengthEstimate(median=median, upper=median, bucket=0, predictor="test"),
+        sampling=SamplingParams(max_completion_length=100),
+        num_generations=samples,
+        sample_indices=tuple(range(samples)),
+        partition=0,
+        admitted_version=version(0),
+        created_at=1.0,
+    )
+
+
+def trajectory(of: WorkOrder, sample: int, *, length: int = 5, reason: FinishReason = FinishReason.STOP) -> Trajectory:
+    return Trajectory(
+        trajectory_id=make_trajectory_id(of.group_id, sample),
+        group_id=of.group_id,
+        prompt_id=of.prompt.prompt_id,
+        dataset=of.prompt.dataset,
+        sample_index=sample,
+        num_generations=of.num_generations,
+        prompt_token_ids=np.ones(3, np.int32),
+        token_ids=np.ones(length, np.int32),
+        logprobs=np.zeros(length, np.float32),
+        loss_mask=np.ones(length, np.uint8),
+        version_spans=(VersionSpan(version=of.admitted_version, start=0, end=length),) if length else (),
+        finish_reason=reason,
+        prompt_text=of.prompt.text,
+        completion_text="answer",
+        rewards={"right": 1.0},
+        temperature=1.0,
+        bucket=of.estimate.bucket,
+        predicted_length=of.estimate.median,
+        worker_id=of.worker_id,
+        attempt=of.attempt,
+        admitted_version=of.admitted_version,
+        created_at=of.created_at,
+        started_at=0.0,
+        finished_at=0.0,
+    )
+
+
+def step_report(
+    number: int, groups: Iterable[str] = (), *, lineage: int = 1, refs: tuple[RecordRef, ...] = ()
+) -> StepReport:
+    return StepReport(
+        algorithm="grpo",
+        step=number,
+        version=version(number, lineage),
+        manifest_sha256="0" * 64,
+        group_ids=tuple(groups),
+        micro_batches=(refs,),
+        metrics={},
+        sent_at=0.0,
+    )
+
+
+def skip_record(
+    group_id: str | None, sample: int | None, reason: SkipReason, *, step: int = 0, offset: int = 0
+) -> SkipRecord:
+    named = group_id is not None and sample is not None
+    return SkipRecord(
+        algorithm="grpo",
+        reason=reason,
+        trajectory_id=make_trajectory_id(group_id, sample) if named else None,  # type: ignore[arg-type]
+        group_id=group_id,
+        partition=0,
+        offset=offset,
+        step=step,
+        sent_at=0.0,
+    )
+
+
+class CountedSource:
+    """Prompts named by their position; remembers which positions were asked for."""
+
+    def __init__(self, size: int = 1000) -> None:
+        self.size = size
+        self.asked: list[int] = []
+
+    def prompt_at(self, position: int) -> tuple[Prompt, int]:
+        self.asked.append(position)
+        data_pass, index = divmod(position, self.size)
+        return Prompt(prompt_id=f"toy/{index}", dataset="toy", content=f"question {index}"), data_pass
+
+
+@dataclass
+class Scene:
+    loop: LoopSettings = LOOP
+    settings: DispatchSettings = FAST
+    predictor: LengthPredictor | None = None
+    bus: MemoryBus = field(default_factory=MemoryBus)
+    source: CountedSource = field(default_factory=CountedSource)
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self._sequence = itertools.count()
+        for topic in CATALOGUE:
+            self.bus.create_topic(topic.full_name("r"), topic.partition_count(self.loop.trajectory_partitions))
+
+    async def start(self) -> Dispatcher:
+        """A new life of the dispatcher on the same bus."""
+        self.stop = asyncio.Event()
+        predictor = self.predictor or ConstantLength(LengthSettings(), self.loop)
+        dispatcher = Dispatcher(self.bus, "r", self.loop, self.settings, self.source, predictor, self.clock)
+        self.task = asyncio.create_task(dispatcher.run(self.stop))
+        return dispatcher
+
+    async def end(self) -> None:
+        self.stop.set()
+        if self.task is not None:
+            await asyncio.wait_for(self.task, 5)
+
+    async def send(
+        self, topic: Topic, message: Message, key: str | None = None, partition: int | None = None
+    ) -> Position:
+        publisher = await self.bus.publisher("test")
+        return await publisher.publish(Outgoing.of(topic.full_name("r"), message, key=key, partition=partition))
+
+    async def beat(self, worker: str = "w0", **fields: object) -> None:
+        await self.send(HEARTBEATS, heartbeat(worker, **fields), worker)  # type: ignore[arg-type]
+
+    async def step(self, number: int, groups: Iterable[str] = (), **fields: object) -> None:
+        await self.send(STEPS, step_report(number, groups, **fields), "grpo")  # type: ignore[arg-type]
+
+    async def skip(self, group_id: str, sample: int, reason: SkipReason, *, step: int = 0) -> None:
+        await self.send(SKIPS, skip_record(group_id, sample, reason, step=step))
+
+    async def finish(self, of: WorkOrder, samples: Iterable[int] | None = None) -> list[RecordRef]:
+        wanted = of.sample_indices if samples is None else samples
+        references = []
+        for sample in wanted:
+            message = trajectory(of, sample)
+            position = await self.send(TRAJECTORIES, message, of.group_id, of.partition)
+            references.append(RecordRef(message.trajectory_id, position.partition, position.offset))
+        return references
+
+    async def control(self, message: Control) -> None:
+        await self.send(CONTROL, message, control_key(message))
+
+    async def flow(self, mode: str) -> None:
+        await self.control(FlowControl(sequence=next(self._sequence), sent_at=0.0, mode=mode))  # type: ignore[arg-type]
+
+    async def finish_run(self) -> None:
+        await self.control(RunFinished(sequence=next(self._sequence), sent_at=0.0, step=1))
+
+    def orders(self, worker: str | None = None) -> list[WorkOrder]:
+        """All orders on the topic by position and attempt."""
+        logs = self.bus.log(WORK_ORDERS.full_name("r")).partitions
+        found = [record.message() for log in logs for record in log]
+        mine = [one for one in found if isinstance(one, WorkOrder) and worker in (None, one.worker_id)]
+        return sorted(mine, key=lambda one: (one.position, one.attempt))
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"still waiting; orders: {[o.group_id for o in self.orders()]}"
+            if self.task is not None and self.task.done():
+                await self.task
+            await asyncio.sleep(0.005)
+
+    async def settle(self) -> None:
+        """Long enough for the dispatcher to have acted on everything sent so far."""
+        await asyncio.sleep(0.1)

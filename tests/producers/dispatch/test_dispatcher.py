@@ -1,0 +1,333 @@
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from producers.dispatch.settings import DispatchSettings
+from producers.lengths.constant import ConstantLength
+from producers.lengths.observed import ObservedQuantiles
+from producers.lengths.predictor import LengthPredictor
+from producers.lengths.settings import LengthSettings
+from schemas.errors import DataError, DeliveryUnknown
+from schemas.identifiers import lane_of
+from schemas.messages.prompts import LengthEstimate, Prompt
+from schemas.messages.reports import SkipReason, WorkerState
+from schemas.ports.bus import Outgoing, Position
+from schemas.ports.memory_bus import MemoryBus, MemoryPublisher
+from schemas.wire.topics import HEARTBEATS, WORK_ORDERS
+from tests.producers.dispatch.scene import FAST, LOOP, Scene, version
+
+BOUND = LOOP.max_groups_in_flight
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    scene = Scene()
+    yield scene
+    await scene.end()
+
+
+async def _started(scene: Scene, *workers: str) -> None:
+    await scene.start()
+    await scene.step(0)
+    for worker in workers or ("w0",):
+        await scene.beat(worker)
+    await scene.until(lambda: len(scene.orders()) == BOUND)
+
+
+async def test_prompts_go_out_in_order_until_the_bound_is_reached(scene: Scene) -> None:
+    await _started(scene)
+    await scene.settle()
+    orders = scene.orders()
+    assert [order.position for order in orders] == list(range(BOUND))
+    assert [order.group_id for order in orders] == [f"toy/{n}/0" for n in range(BOUND)]
+    first = orders[0]
+    assert (first.sample_indices, first.num_generations, first.attempt) == ((0, 1), 2, 0)
+    assert (first.sampling.max_completion_length, first.admitted_version) == (100, version(0))
+
+
+async def test_an_order_lies_in_its_workers_lane_under_its_group(scene: Scene) -> None:
+    await _started(scene)
+    records = scene.bus.log(WORK_ORDERS.full_name("r")).partitions[lane_of("w0")]
+    assert [record.key for record in records] == [f"toy/{n}/0" for n in range(BOUND)]
+
+
+async def test_positions_alternate_between_the_shards_of_their_bucket(scene: Scene) -> None:
+    await _started(scene)
+    bucket = scene.orders()[0].estimate.bucket
+    assert [order.partition for order in scene.orders()] == [bucket * 2, bucket * 2 + 1] * (BOUND // 2)
+
+
+async def test_a_step_opens_the_door_for_workers_that_hold_its_weights(scene: Scene) -> None:
+    await _started(scene)
+    for order in scene.orders():
+        await scene.finish(order)
+    await scene.step(1, ["toy/0/0", "toy/1/0"])
+    await scene.settle()
+    assert len(scene.orders()) == BOUND
+    await scene.beat(number=1)
+    await scene.step(2, ["toy/2/0", "toy/3/0"])
+    await scene.until(lambda: len(scene.orders()) > BOUND)
+    assert scene.orders()[BOUND].admitted_version == version(1)
+
+
+async def test_a_skipped_group_is_replaced_by_the_next_prompt(scene: Scene) -> None:
+    await _started(scene)
+    await scene.skip("toy/1/0", 0, SkipReason.ZERO_ADVANTAGE)
+    await scene.until(lambda: len(scene.orders()) == BOUND + 1)
+    assert scene.orders()[-1].position == BOUND
+
+
+async def test_a_worker_is_not_ordered_more_than_it_can_hold(scene: Scene) -> None:
+    await scene.start()
+    await scene.step(0)
+    await scene.beat(capacity=2)
+    await scene.until(lambda: len(scene.orders()) == 1)
+    await scene.settle()
+    assert len(scene.orders()) == 1
+    await scene.finish(scene.orders()[0], [0])
+    await scene.until(lambda: len(scene.orders()) == 2)
+
+
+async def test_the_load_is_spread_over_the_fleet(scene: Scene) -> None:
+    await scene.beat("w0")
+    await _started(scene, "w1")
+    assert len(scene.orders("w0")) == len(scene.orders("w1")) == BOUND // 2
+
+
+async def test_nothing_is_sent_without_a_ready_worker(scene: Scene) -> None:
+    await scene.start()
+    await scene.step(0)
+    for state in (WorkerState.STARTING, WorkerState.PAUSED, WorkerState.DRAINING, WorkerState.STOPPED):
+        await scene.beat(f"w-{state.value}", state=state)
+    await scene.settle()
+    assert not scene.orders()
+    await scene.beat("w0")
+    await scene.until(lambda: len(scene.orders("w0")) == BOUND)
+
+
+async def test_only_the_missing_samples_of_a_stopped_worker_go_to_another(scene: Scene) -> None:
+    await _started(scene)
+    first, second, *_ = scene.orders("w0")
+    await scene.finish(first)
+    await scene.finish(second, [0])
+    await scene.beat("w1")
+    await scene.beat("w0", state=WorkerState.STOPPED)
+    await scene.until(lambda: len(scene.orders("w1")) == BOUND - 1)
+    again = {order.group_id: order for order in scene.orders("w1")}
+    assert first.group_id not in again
+    assert again[second.group_id] == second.replace(worker_id="w1", sample_indices=(1,), attempt=1)
+
+
+async def test_a_silent_worker_loses_its_orders_when_its_lease_ends() -> None:
+    time = 1_000.0
+    scene = Scene(clock=lambda: time, settings=FAST.model_copy(update={"lease_s": 5.0}))
+    await _started(scene)
+    time += 4.0
+    await scene.beat("w1")
+    await scene.settle()
+    assert not scene.orders("w1")
+    time += 2.0
+    await scene.until(lambda: len(scene.orders("w1")) == BOUND)
+    await scene.end()
+
+
+async def test_a_restarted_worker_gets_its_orders_again_at_once(scene: Scene) -> None:
+    await _started(scene)
+    await scene.beat("w0", incarnation="b")
+    await scene.until(lambda: len(scene.orders("w0")) == 2 * BOUND)
+    assert {order.attempt for order in scene.orders("w0")} == {0, 1}
+    await scene.beat("w0", incarnation="b")
+    await scene.settle()
+    assert len(scene.orders("w0")) == 2 * BOUND
+
+
+async def test_lost_samples_wait_for_weights_that_keep_the_bound(scene: Scene) -> None:
+    await _started(scene)
+    for order in scene.orders():
+        await scene.finish(order)
+    await scene.beat(number=1)
+    await scene.step(1, ["toy/0/0", "toy/1/0"])
+    await scene.step(2, ["toy/2/0", "toy/3/0"])
+    await scene.until(lambda: len(scene.orders()) == BOUND + 2)
+    await scene.beat("w1", number=0)
+    await scene.beat("w0", number=1, state=WorkerState.STOPPED)
+    await scene.settle()
+    assert not scene.orders("w1")
+    await scene.beat("w1", number=1)
+    await scene.until(lambda: len(scene.orders("w1")) == 2)
+
+
+async def test_a_group_that_kills_its_workers_is_given_up() -> None:
+    scene = Scene(settings=FAST.model_copy(update={"max_attempts": 3}))
+    dispatcher = await scene.start()
+    await scene.step(0)
+    for incarnation in "abcd":
+        await scene.beat(incarnation=incarnation, capacity=1)
+        await scene.settle()
+    await scene.until(lambda: dispatcher.status().given_up == 1)
+    assert [(o.position, o.attempt) for o in scene.orders()][:3] == [(0, 0), (0, 1), (0, 2)]
+    await scene.until(lambda: scene.orders()[-1].position == 1)
+    await scene.end()
+
+
+async def test_a_resumed_dispatcher_neither_skips_nor_repeats_a_prompt(scene: Scene) -> None:
+    await _started(scene)
+    await scene.end()
+    scene.source.asked.clear()
+    await scene.start()
+    await scene.settle()
+    assert len(scene.orders()) == BOUND
+    await scene.skip("toy/0/0", 0, SkipReason.GROUP_INCOMPLETE)
+    await scene.until(lambda: len(scene.orders()) == BOUND + 1)
+    assert scene.source.asked == [BOUND]
+    assert [order.position for order in scene.orders()] == list(range(BOUND + 1))
+
+
+async def test_a_resumed_trainer_holds_new_prompts_back_until_it_has_caught_up(scene: Scene) -> None:
+    await _started(scene)
+    for order in scene.orders():
+        await scene.finish(order)
+    await scene.beat(number=2)
+    await scene.step(1, ["toy/0/0", "toy/1/0"])
+    await scene.step(2, ["toy/2/0", "toy/3/0"])
+    await scene.until(lambda: len(scene.orders()) == 2 * BOUND)
+    await scene.step(1, lineage=2)
+    await scene.beat(number=1, lineage=2)
+    for number in (2, 3):
+        await scene.step(number, [f"toy/{2 * number - 2}/0", f"toy/{2 * number - 1}/0"], lineage=2)
+        await scene.beat(number=number, lineage=2)
+        await scene.settle()
+        assert len(scene.orders()) == 2 * BOUND
+    await scene.step(4, ["toy/6/0", "toy/7/0"], lineage=2)
+    await scene.beat(number=4, lineage=2)
+    await scene.until(lambda: len(scene.orders()) == 3 * BOUND)
+
+
+async def test_a_pause_holds_orders_back_until_the_run_goes_on(scene: Scene) -> None:
+    await scene.flow("pause")
+    await scene.start()
+    await scene.step(0)
+    await scene.beat()
+    await scene.settle()
+    assert not scene.orders()
+    await scene.flow("run")
+    await scene.until(lambda: len(scene.orders()) == BOUND)
+
+
+async def test_a_drained_run_ends_the_loop_when_the_workers_owe_nothing(scene: Scene) -> None:
+    await _started(scene)
+    await scene.flow("drain")
+    await scene.skip("toy/0/0", 0, SkipReason.ZERO_ADVANTAGE)
+    await scene.settle()
+    assert scene.task is not None
+    assert not scene.task.done()
+    for order in scene.orders():
+        await scene.finish(order)
+    await asyncio.wait_for(scene.task, 3)
+    assert len(scene.orders()) == BOUND
+
+
+async def test_the_end_of_the_run_ends_the_loop(scene: Scene) -> None:
+    await _started(scene)
+    await scene.finish_run()
+    assert scene.task is not None
+    await asyncio.wait_for(scene.task, 3)
+
+
+async def test_bytes_that_are_not_ours_are_left_to_the_trainer(scene: Scene) -> None:
+    publisher = await scene.bus.publisher("test")
+    for topic in ("r.trajectories", "r.heartbeats", "r.steps", "r.skips", "r.control"):
+        await publisher.publish(Outgoing(topic, b"\xff", "key", 0))
+    await _started(scene)
+
+
+class _Doubtful(MemoryPublisher):
+    """Delivers every record, and says of every other one that it does not know."""
+
+    async def publish(self, record: Outgoing) -> Position:
+        position = await super().publish(record)
+        if position.offset % 2 == 0:
+            raise DeliveryUnknown("no answer")
+        return position
+
+
+async def test_an_order_of_unknown_fate_is_sent_again_before_the_next() -> None:
+    class Bus(MemoryBus):
+        async def publisher(self, client_id: str) -> MemoryPublisher:
+            return (_Doubtful if client_id == "dispatcher" else MemoryPublisher)(self, client_id)
+
+    scene = Scene(bus=Bus())
+    await scene.start()
+    await scene.step(0)
+    await scene.beat()
+    await scene.until(lambda: len(scene.orders()) == 2 * BOUND)
+    records = scene.bus.log(WORK_ORDERS.full_name("r")).partitions[lane_of("w0")]
+    assert [record.key for record in records] == [f"toy/{n // 2}/0" for n in range(2 * BOUND)]
+    await scene.end()
+
+
+class _Wild:
+    """Always wrong, in a different way each time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def predict(self, prompt: Prompt) -> LengthEstimate:
+        self.calls += 1
+        length = 1 if self.calls % 2 else 10**9
+        return LengthEstimate(median=length, upper=length, bucket=self.calls % 4, predictor="wild")
+
+    def observe(self, dataset: str, prompt_length: int, output_length: int) -> None:
+        """Nothing to learn."""
+
+
+@pytest.mark.parametrize(
+    "predictor",
+    [ConstantLength(LengthSettings(), LOOP), ObservedQuantiles(LengthSettings(min_observations=1), LOOP), _Wild()],
+)
+@pytest.mark.parametrize("strategy", ["least_loaded", "round_robin"])
+async def test_estimates_are_advice_only(predictor: LengthPredictor, strategy: str) -> None:
+    """Whatever is predicted, the same prompts go out in the same order, each sample once."""
+    scene = Scene(predictor=predictor, settings=DispatchSettings(poll_s=0.01, strategy=strategy))  # type: ignore[arg-type]
+    await scene.beat("w1")
+    await _started(scene)
+    for number in range(2, 8, 2):
+        for order in scene.orders()[-BOUND:]:
+            await scene.finish(order)
+        for worker in ("w0", "w1"):
+            await scene.beat(worker, number=number)
+        for step in (number - 1, number):
+            await scene.step(step, [f"toy/{2 * step - 2}/0", f"toy/{2 * step - 1}/0"])
+        await scene.until(lambda number=number: len(scene.orders()) == BOUND + 2 * number)  # type: ignore[misc]
+    assert [order.position for order in scene.orders()] == list(range(4 * BOUND))
+    assert {order.attempt for order in scene.orders()} == {0}
+    await scene.end()
+
+
+async def test_a_source_that_fails_ends_the_loop_with_its_error(scene: Scene) -> None:
+    def fails(position: int) -> tuple[Prompt, int]:
+        raise DataError("expected a prompt, got none")
+
+    scene.source.prompt_at = fails  # type: ignore[method-assign]
+    await scene.start()
+    await scene.step(0)
+    await scene.beat()
+    assert scene.task is not None
+    with pytest.raises(DataError):
+        await asyncio.wait_for(scene.task, 3)
+    scene.task = None
+
+
+async def test_the_status_shows_what_is_under_way(scene: Scene) -> None:
+    dispatcher = await scene.start()
+    await scene.step(0)
+    await scene.beat()
+    await scene.until(lambda: len(scene.orders()) == BOUND)
+    await scene.finish(scene.orders()[0])
+    await scene.until(lambda: dispatcher.status().lengths.observations == 2)
+    status = dispatcher.status()
+    assert (status.cursor, status.admitted, status.in_flight, status.missing) == (BOUND, BOUND, BOUND, 2 * BOUND - 2)
+    assert (status.workers_ready, status.version, status.mode) == (1, version(0), "run")
+    assert (status.lengths.coverage, sum(status.lengths.predicted), sum(status.lengths.actual)) == (1.0, 2, 2)
+    assert len(scene.bus.log(HEARTBEATS.full_name("r")).partitions[0]) == 1

@@ -1,0 +1,136 @@
+import time
+
+from producers.dispatch.recovery import rebuild
+from producers.dispatch.state import DispatchState
+from producers.lengths.constant import ConstantLength
+from producers.lengths.settings import LengthSettings
+from schemas.messages.reports import RecordRef, SkipReason
+from schemas.ports.bus import Outgoing, TopicPartition
+from schemas.wire.topics import HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
+from tests.producers.dispatch.scene import FAST, LOOP, Scene, order, skip_record, step_report, version
+
+
+async def _rebuilt(scene: Scene) -> tuple[DispatchState, dict[TopicPartition, int]]:
+    state = DispatchState(LOOP, FAST, ConstantLength(LengthSettings(), LOOP))
+    return state, await rebuild(scene.bus, "r", state, time.time)
+
+
+async def _order(scene: Scene, position: int, *, attempt: int = 0, number: int = 0) -> str:
+    sent = order(f"toy/{position}/0").replace(attempt=attempt, admitted_version=version(number))
+    await scene.send(WORK_ORDERS, sent, sent.group_id, position % 64)
+    return sent.group_id
+
+
+async def test_an_empty_run_starts_at_the_first_prompt() -> None:
+    state, positions = await _rebuilt(Scene())
+    assert (state.cursor, state.ledger.in_flight, state.ledger.current) == (0, 0, None)
+    assert {tp.topic for tp in positions} == {f"r.{t.name}" for t in (HEARTBEATS, STEPS, SKIPS, TRAJECTORIES)} | {
+        "r.control"
+    }
+
+
+async def test_groups_that_did_not_end_are_under_way_again_with_what_is_missing() -> None:
+    scene = Scene()
+    await scene.step(0)
+    await scene.beat()
+    trained, skipped, half, whole = [await _order(scene, position) for position in range(4)]
+    await scene.finish(order(half), [1])
+    await scene.finish(order(whole))
+    await scene.step(1, [trained])
+    await scene.skip(skipped, 0, SkipReason.ZERO_ADVANTAGE, step=1)
+    state, _ = await _rebuilt(scene)
+    assert [name for name in (trained, skipped, half, whole) if state.ledger.is_in_flight(name)] == [half, whole]
+    assert [(flight.order.group_id, flight.missing) for flight in state.flights.unfinished()] == [(half, {0})]
+    assert (state.cursor, state.ledger.current, state.ledger.oldest) == (4, version(1), 0)
+    assert not state.lost(time.time())
+
+
+async def test_the_order_in_which_the_clocks_tick_does_not_matter() -> None:
+    """A step report that claims to be older than the order it consumed still ends the group."""
+    scene = Scene()
+    await scene.step(0)
+    await scene.step(1, ["toy/0/0"])
+    await _order(scene, 0)
+    state, _ = await _rebuilt(scene)
+    assert state.ledger.in_flight == 0
+
+
+async def test_orders_of_a_worker_that_restarted_meanwhile_are_lost() -> None:
+    scene = Scene()
+    await scene.step(0)
+    await scene.beat(incarnation="a")
+    await _order(scene, 0)
+    await scene.beat(incarnation="b")
+    await _order(scene, 1)
+    state, _ = await _rebuilt(scene)
+    assert [flight.order.position for flight in state.lost(time.time())] == [0]
+
+
+async def test_a_later_attempt_replaces_the_earlier_one() -> None:
+    scene = Scene()
+    await scene.step(0)
+    await _order(scene, 0)
+    await _order(scene, 0, attempt=1, number=2)
+    state, _ = await _rebuilt(scene)
+    flight = state.flights.get("toy/0/0")
+    assert flight is not None
+    assert (flight.order.attempt, state.ledger.oldest) == (1, 0)
+
+
+async def test_trajectories_that_were_consumed_are_not_read_again() -> None:
+    scene = Scene()
+    await scene.step(0)
+    consumed: tuple[RecordRef, ...] = ()
+    for position in range(3):
+        await _order(scene, position)
+        consumed += tuple(await scene.finish(order(f"toy/{position}/0")))
+    await scene.send(STEPS, step_report(1, [f"toy/{n}/0" for n in range(3)], refs=consumed), "grpo")
+    await _order(scene, 3, number=1)
+    await scene.finish(order("toy/3/0"), [0])
+    publisher = await scene.bus.publisher("test")
+    await publisher.publish(Outgoing("r.trajectories", b"not ours", "toy/3/0", 0))
+    opened: list[object] = []
+    subscribe = scene.bus.subscribe
+
+    async def noted(topics, **named):  # type: ignore[no-untyped-def]
+        opened.append(named["start"])
+        return await subscribe(topics, **named)
+
+    scene.bus.subscribe = noted  # type: ignore[method-assign]
+    state, positions = await _rebuilt(scene)
+    assert opened[-1] == {TopicPartition("r.trajectories", 0): 6}
+    assert positions[TopicPartition("r.trajectories", 0)] == 8
+    flight = state.flights.get("toy/3/0")
+    assert flight is not None
+    assert flight.missing == {1}
+
+
+async def test_a_trainer_that_resumed_gets_its_groups_back_after_our_restart_too() -> None:
+    scene = Scene()
+    await scene.step(0)
+    for position in range(3):
+        await _order(scene, position)
+    await scene.step(1, ["toy/0/0"])
+    await scene.step(2, ["toy/1/0"])
+    await scene.send(SKIPS, skip_record("toy/2/0", 0, SkipReason.ZERO_ADVANTAGE, step=2))
+    await scene.step(1, lineage=2)
+    state, _ = await _rebuilt(scene)
+    assert [n for n in range(3) if state.ledger.is_in_flight(f"toy/{n}/0")] == [1, 2]
+    assert state.ledger.current == version(1, lineage=2)
+
+
+async def test_the_cursor_goes_behind_used_prompts_when_their_orders_have_expired() -> None:
+    scene = Scene()
+    await scene.step(0)
+    await scene.step(7, ["toy/0/0"])
+    await scene.skip("toy/1/0", 0, SkipReason.STALE, step=3)
+    state, _ = await _rebuilt(scene)
+    assert state.cursor == 7 * LOOP.groups_per_step + 1 + LOOP.max_groups_in_flight
+
+
+async def test_an_old_end_of_the_run_does_not_end_its_continuation() -> None:
+    scene = Scene()
+    await scene.flow("pause")
+    await scene.finish_run()
+    state, _ = await _rebuilt(scene)
+    assert (state.finished, state.mode) == (False, "pause")

@@ -1,0 +1,125 @@
+import pytest
+
+from producers.dispatch.state import DispatchState
+from producers.dispatch.strategies import Candidate
+from producers.lengths.observed import ObservedQuantiles
+from producers.lengths.settings import LengthSettings
+from schemas.messages.prompts import WorkOrder
+from schemas.messages.reports import SkipReason
+from schemas.messages.trajectories import FinishReason
+from tests.producers.dispatch.scene import (
+    FAST,
+    LOOP,
+    heartbeat,
+    order,
+    skip_record,
+    step_report,
+    trajectory,
+    version,
+)
+
+WORKER = Candidate("w0", "a", version(0), 100, 0, 0)
+
+
+@pytest.fixture
+def state() -> DispatchState:
+    state = DispatchState(LOOP, FAST, ObservedQuantiles(LengthSettings(min_observations=1), LOOP))
+    state.observe(step_report(0), 0.0)
+    state.observe(heartbeat(), 0.0)
+    return state
+
+
+def _admit(state: DispatchState, number: int = 0) -> WorkOrder:
+    admitted = order(f"toy/{number}/0")
+    state.admit(admitted, WORKER, 0.0)
+    return admitted
+
+
+def test_a_trained_group_ends(state: DispatchState) -> None:
+    admitted = _admit(state)
+    state.observe(step_report(1, [admitted.group_id]), 1.0)
+    assert (state.ledger.in_flight, len(state.flights), state.cursor) == (0, 0, 1)
+
+
+def test_a_group_without_signal_ends_at_once(state: DispatchState) -> None:
+    admitted = _admit(state)
+    state.observe(skip_record(admitted.group_id, 0, SkipReason.ZERO_ADVANTAGE), 1.0)
+    assert state.ledger.in_flight == 0
+
+
+def test_an_incomplete_group_ends_although_a_sample_never_came(state: DispatchState) -> None:
+    admitted = _admit(state)
+    state.observe(trajectory(admitted, 0), 1.0)
+    state.observe(skip_record(admitted.group_id, 0, SkipReason.GROUP_INCOMPLETE), 1.0)
+    assert (state.ledger.in_flight, state.status(1.0).missing) == (0, 0)
+
+
+def test_records_that_do_not_decode_end_their_group_when_all_are_poison(state: DispatchState) -> None:
+    admitted = _admit(state)
+    for offset in range(2):
+        assert state.ledger.in_flight == 1
+        state.observe(skip_record(admitted.group_id, None, SkipReason.POISON, offset=offset), 1.0)
+    assert state.ledger.in_flight == 0
+
+
+@pytest.mark.parametrize("reason", [SkipReason.STALE, SkipReason.FILTERED, SkipReason.POISON])
+def test_a_reason_that_concerns_a_sample_ends_the_group_with_its_last_sample(
+    state: DispatchState, reason: SkipReason
+) -> None:
+    admitted = _admit(state)
+    state.observe(skip_record(admitted.group_id, 0, reason), 1.0)
+    assert state.ledger.in_flight == 1
+    state.observe(skip_record(admitted.group_id, 1, reason), 1.0)
+    assert state.ledger.in_flight == 0
+
+
+def test_duplicates_and_nameless_skips_end_nothing(state: DispatchState) -> None:
+    admitted = _admit(state)
+    for sample in range(2):
+        state.observe(skip_record(admitted.group_id, sample, SkipReason.DUPLICATE), 1.0)
+        state.observe(skip_record(None, None, SkipReason.POISON, offset=sample), 1.0)
+    assert state.ledger.in_flight == 1
+
+
+def test_a_resumed_trainer_ends_its_groups_a_second_time(state: DispatchState) -> None:
+    trained, skipped = _admit(state, 0), _admit(state, 1)
+    state.observe(step_report(1, [trained.group_id]), 1.0)
+    state.observe(skip_record(skipped.group_id, 0, SkipReason.ZERO_ADVANTAGE, step=1), 1.0)
+    state.observe(step_report(0, lineage=2), 2.0)
+    assert state.ledger.in_flight == 2
+    state.observe(step_report(1, [trained.group_id], lineage=2), 3.0)
+    state.observe(skip_record(skipped.group_id, 0, SkipReason.STALE, step=1), 3.0)
+    assert state.ledger.in_flight == 0
+
+
+def test_lengths_are_learnt_from_whole_completions_only(state: DispatchState) -> None:
+    admitted = _admit(state)
+    state.observe(trajectory(admitted, 0, length=7), 1.0)
+    state.observe(trajectory(admitted, 0, length=90), 1.0)
+    state.observe(trajectory(admitted, 1, length=1, reason=FinishReason.ABORT), 1.0)
+    assert state.predictor.predict(admitted.prompt).median == 7
+    assert state.status(1.0).lengths.observations == 1
+    assert state.status(1.0).missing == 0
+
+
+def test_a_trajectory_of_an_unknown_group_is_harmless(state: DispatchState) -> None:
+    state.observe(trajectory(order("toy/9/0"), 0), 1.0)
+    assert state.status(1.0).lengths.observations == 0
+
+
+def test_a_group_of_which_nothing_exists_ends_when_it_is_given_up(state: DispatchState) -> None:
+    _admit(state, 0)
+    kept = _admit(state, 1)
+    state.observe(trajectory(kept, 0), 1.0)
+    for flight in list(state.flights.unfinished()):
+        state.give_up(flight)
+    assert state.ledger.is_in_flight(kept.group_id)
+    assert (state.ledger.in_flight, state.given_up, state.status(1.0).missing) == (1, 2, 0)
+
+
+def test_no_worker_is_chosen_without_room_or_fitting_weights(state: DispatchState) -> None:
+    assert state.choose(2, lambda held: True, 1.0) is not None
+    assert state.choose(2, lambda held: held.number > 0, 1.0) is None
+    state.observe(heartbeat(capacity=2), 1.0)
+    _admit(state)
+    assert state.choose(2, lambda held: True, 1.0) is None

@@ -1,0 +1,92 @@
+"""Tiny random Qwen2 models with a tokenizer, and the same models after imagined optimizer steps."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+VOCAB = 128
+EOS = 1
+UNKNOWN = {"unk_token": "<pad>"}
+SPECIAL = {"eos_token": "<eos>", "pad_token": "<pad>"}
+
+MakeVersion = Callable[[int], Path]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of vLLM are skipped where it is not installed."""
+    if importlib.util.find_spec("vllm") is not None:
+        return
+    skip = pytest.mark.skip(reason="the vllm package is not installed in this interpreter; use .venv-vllm")
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            item.add_marker(skip)
+
+
+def build_model(directory: Path, eos_token_id: int | None, *, tied: bool = False) -> Path:
+    """Write a two-layer Qwen2 with sharp random weights."""
+    torch.manual_seed(7)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+        pad_token_id=0,
+        dtype=torch.float32,
+    )
+    model = Qwen2ForCausalLM(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 0.2)
+    model.generation_config.eos_token_id = eos_token_id
+    model.save_pretrained(directory)
+    letters = {"<pad>": 0, "<eos>": EOS} | {chr(index + 30): index for index in range(2, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(letters, **UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that ends by itself now and then."""
+    return build_model(tmp_path_factory.mktemp("model"), EOS)
+
+
+@pytest.fixture(scope="session")
+def endless_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without an end-of-sequence token."""
+    return build_model(tmp_path_factory.mktemp("endless"), None)
+
+
+@pytest.fixture(scope="session")
+def endless_version(endless_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeVersion:
+    """Writes version n of the endless model: clearly different weights, the same for the same n."""
+
+    def make(number: int) -> Path:
+        directory = tmp_path_factory.mktemp(f"version-{number}-")
+        model = AutoModelForCausalLM.from_pretrained(endless_dir)
+        generator = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+        model.save_pretrained(directory)
+        return directory
+
+    return make

@@ -1,0 +1,124 @@
+"""The vLLM engine against transformers' forward pass; one engine for all tests, for its start takes long."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from producers.generation.engines.choice import build_engine
+from producers.generation.settings import GenerationSettings
+from schemas.errors import WeightsError
+from schemas.identifiers import PolicyVersion
+from schemas.messages.trajectories import FinishReason
+from schemas.ports.engine import Engine
+from tests.producers.generation.engines.conftest import EOS, MakeVersion
+from tests.producers.generation.engines.replay import (
+    full_forward,
+    load,
+    mixed_forward,
+    request,
+    sample,
+    sample_and_adopt,
+    worst,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+
+SLOTS = 8
+PROMPTS = [[5 + i + j for j in range(1 + 3 * i)] for i in range(6)]
+FIRST = PolicyVersion(1, 0)
+
+
+def make_engine(model: Path) -> Engine:
+    return build_engine(GenerationSettings(engine="vllm", max_num_seqs=SLOTS, chunk_tokens=4), model)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(endless_dir: Path) -> AsyncIterator[Engine]:
+    engine = make_engine(endless_dir)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(started: Engine, endless_dir: Path) -> Engine:
+    """The engine with the first weights in place."""
+    await started.adopt(endless_dir, FIRST)
+    return started
+
+
+async def test_logprobs_equal_a_fresh_forward_pass(engine: Engine, endless_dir: Path) -> None:
+    results = await asyncio.gather(*(sample(engine, p, max_completion_length=40) for p in PROMPTS * 5))
+    model = load(endless_dir)
+    for result in results:
+        assert worst(result, full_forward(model, result)) < 1e-3
+        assert (len(result.tokens), result.finish_reason) == (40, FinishReason.LENGTH)
+
+
+async def test_logprobs_are_of_the_distribution_sampled_from(engine: Engine, endless_dir: Path) -> None:
+    hot = await asyncio.gather(*(sample(engine, p, max_completion_length=30, temperature=1.7) for p in PROMPTS))
+    model = load(endless_dir)
+    assert all(worst(result, full_forward(model, result, temperature=1.7)) < 1e-3 for result in hot)
+    certain = await sample(engine, PROMPTS[2], max_completion_length=10, top_k=1)
+    assert certain.logprobs == pytest.approx([0.0] * len(certain.tokens), abs=1e-6)
+
+
+async def test_samples_of_one_prompt_differ_unless_seeded_alike(engine: Engine) -> None:
+    free = await asyncio.gather(*(sample(engine, PROMPTS[3], max_completion_length=20) for _ in range(4)))
+    alike = await asyncio.gather(*(sample(engine, PROMPTS[3], max_completion_length=20, seed=5) for _ in range(2)))
+    assert len({tuple(result.tokens) for result in free}) == 4
+    assert alike[0].tokens == alike[1].tokens
+
+
+async def test_spans_agree_with_their_versions_when_weights_arrive_in_flight(
+    engine: Engine, endless_dir: Path, endless_version: MakeVersion
+) -> None:
+    directories = {FIRST: endless_dir} | {PolicyVersion(1, n): endless_version(n) for n in (1, 2, 3)}
+    models = {version: load(directory) for version, directory in directories.items()}
+    others = [sample(engine, PROMPTS[n % 6], max_completion_length=400) for n in range(30)]
+    arriving = {version: directories[version] for version in list(directories)[1:]}
+    first = sample_and_adopt(engine, PROMPTS[3], arriving, max_completion_length=500)
+    results = await asyncio.gather(first, *others)
+    assert len(results[0].spans()) == 4
+    for result in results:
+        assert worst(result, mixed_forward(models, result)) < 1e-3
+        if min((end - start for _, start, end in result.spans()[1:]), default=0) > 10:
+            assert worst(result, mixed_forward(dict.fromkeys(models, models[FIRST]), result)) > 0.05
+
+
+async def test_refused_weights_change_nothing(engine: Engine, tmp_path: Path, endless_dir: Path) -> None:
+    with pytest.raises(WeightsError):
+        await engine.adopt(tmp_path, PolicyVersion(2, 0))
+    result = await sample(engine, PROMPTS[2], max_completion_length=10)
+    assert set(result.versions) == {FIRST}
+    assert worst(result, full_forward(load(endless_dir), result)) < 1e-3
+
+
+async def test_closing_the_iterator_frees_the_slot(engine: Engine) -> None:
+    for n in range(SLOTS):
+        stream = engine.generate(request(PROMPTS[n % 6], max_completion_length=900))
+        async with aclosing(stream):  # type: ignore[type-var]
+            await anext(stream)
+    assert (await asyncio.wait_for(sample(engine, PROMPTS[0], max_completion_length=5), 5)).tokens
+
+
+async def test_nothing_can_outlive_a_killed_worker(engine: Engine) -> None:
+    children = [path.read_text().split() for path in Path(f"/proc/{os.getpid()}/task").glob("*/children")]
+    assert not any(children)
+
+
+async def test_the_end_token_of_the_model_ends_a_completion(engine: Engine, model_dir: Path) -> None:
+    await engine.close()
+    ending = make_engine(model_dir)
+    await ending.start()
+    results = await asyncio.gather(*(sample(ending, p, max_completion_length=60) for p in PROMPTS * 5))
+    await ending.close()
+    assert {result.finish_reason for result in results} == {FinishReason.STOP, FinishReason.LENGTH}
+    for result in results:
+        assert (result.finish_reason is FinishReason.STOP) == (result.tokens[-1] == EOS)
+        assert EOS not in result.tokens[:-1]

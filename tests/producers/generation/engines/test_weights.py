@@ -1,0 +1,72 @@
+"""Weights that do not fit are refused whole."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from producers.generation.engines.facts import ModelFacts, read_facts
+from producers.generation.engines.weights import check_weights, read_weights
+from schemas.errors import WeightsError
+from tests.producers.generation.engines.conftest import EOS, build_model
+
+
+@pytest.fixture(scope="module")
+def facts(model_dir: Path) -> ModelFacts:
+    return read_facts(str(model_dir), None)
+
+
+@pytest.fixture
+def tensors(model_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(model_dir / "model.safetensors")
+
+
+def test_a_saved_model_fits_itself(model_dir: Path, facts: ModelFacts, tensors: dict[str, torch.Tensor]) -> None:
+    read = read_weights(model_dir, facts.tensors)
+    assert set(read) == set(tensors) == set(facts.tensors)
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+
+
+def test_shards_make_one_model(facts: ModelFacts, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[:5]}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({name: tensors[name] for name in names[5:]}, tmp_path / "model-00002-of-00002.safetensors")
+    assert set(read_weights(tmp_path, facts.tensors)) == set(names)
+
+
+def test_one_of_two_tied_tensors_is_enough(tmp_path: Path) -> None:
+    tied = build_model(tmp_path, EOS, tied=True)
+    facts = read_facts(str(tied), None)
+    found = check_weights(tied, facts.tensors)
+    assert set(facts.tensors) - set(found) == {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("damage", ["missing", "unknown", "shape", "kind", "twice", "truncated", "none"])
+def test_weights_that_do_not_fit_are_refused_whole(
+    facts: ModelFacts, tensors: dict[str, torch.Tensor], tmp_path: Path, damage: str
+) -> None:
+    file = tmp_path / "model.safetensors"
+    name = "model.norm.weight"
+    match damage:
+        case "missing":
+            del tensors[name]
+        case "unknown":
+            tensors["model.extra"] = torch.zeros(1)
+        case "shape":
+            tensors[name] = torch.zeros(3)
+        case "kind":
+            tensors[name] = tensors[name].long()
+        case "twice":
+            save_file({name: tensors[name]}, tmp_path / "other.safetensors")
+    if damage != "none":
+        save_file(tensors, file)
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(WeightsError, match=r"expected .* got "):
+        check_weights(tmp_path, facts.tensors)
+
+
+def test_half_precision_fits_a_float_model(facts: ModelFacts, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    assert len(read_weights(tmp_path, facts.tensors)) == len(facts.tensors)

@@ -1,0 +1,86 @@
+"""Orders, announcements and a small relay, with only what differs spelled out."""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from schemas.identifiers import PolicyVersion, make_group_id, make_prompt_id
+from schemas.messages.control import WeightsReady
+from schemas.messages.prompts import LengthEstimate, Prompt, SamplingParams, WorkOrder
+from schemas.messages.weights import WeightFile, WeightManifest
+
+WORKER = "w0"
+
+
+def work_order(index: int = 0, *, samples: int = 2, **changes: Any) -> WorkOrder:
+    prompt_id = make_prompt_id("d", index)
+    order = WorkOrder(
+        group_id=make_group_id(prompt_id, 0),
+        worker_id=WORKER,
+        position=index,
+        prompt=Prompt(prompt_id=prompt_id, dataset="d", content=f"prompt {index}", columns={"answer": "42"}),
+        estimate=LengthEstimate(median=8, upper=16, bucket=1, predictor="constant"),
+        sampling=SamplingParams(max_completion_length=16),
+        num_generations=samples,
+        sample_indices=tuple(range(samples)),
+        partition=3,
+        admitted_version=PolicyVersion(1, 0),
+        created_at=1.0,
+    )
+    return order.replace(**changes)
+
+
+@dataclass
+class FakeRelay:
+    """Serves ``content[version][name]``; ``requests`` lists the paths asked for. ``status`` overrides the answer."""
+
+    content: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    status: int | None = None
+    address: str = ""
+
+    def add(self, version: PolicyVersion, /, **manifest_changes: Any) -> WeightsReady:
+        """Put random weights there and return their announcement."""
+        files = {"model.safetensors": os.urandom(3 << 20), "config.json": b"{}"}
+        listed = tuple(
+            WeightFile(name=name, size=len(data), sha256=sha256(data).hexdigest()) for name, data in files.items()
+        )
+        manifest = WeightManifest(version=version, step=version.number, files=listed, created_at=0.0)
+        raw = manifest.model_copy(update=manifest_changes).model_dump_json().encode()
+        self.content[str(version)] = files | {"manifest.json": raw}
+        return self.announce(version, raw)
+
+    def announce(self, version: PolicyVersion, raw_manifest: bytes) -> WeightsReady:
+        return WeightsReady(
+            sequence=version.number,
+            sent_at=0.0,
+            version=version,
+            step=version.number,
+            manifest_sha256=sha256(raw_manifest).hexdigest(),
+            relays=(self.address,),
+        )
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        version, name = request.match_info["version"], request.match_info["name"]
+        self.requests.append(f"{version}/{name}")
+        if self.status is not None:
+            return web.Response(status=self.status)
+        if name not in self.content.get(version, {}):
+            return web.Response(status=404)
+        return web.Response(body=self.content[version][name])
+
+
+@asynccontextmanager
+async def running_relay() -> AsyncIterator[FakeRelay]:
+    relay = FakeRelay()
+    app = web.Application()
+    app.router.add_get("/weights/{version}/{name}", relay._answer)
+    async with TestServer(app) as server:
+        relay.address = str(server.make_url("")).rstrip("/")
+        yield relay

@@ -1,0 +1,69 @@
+import asyncio
+from contextlib import suppress
+
+from producers.generation.heartbeat import Heartbeats
+from producers.generation.rollout.load import Load
+from schemas.errors import DeliveryUnknown
+from schemas.identifiers import PolicyVersion
+from schemas.messages.reports import Heartbeat, WorkerState
+from tests.fakes.clock import FakeClock
+from tests.fakes.engine import FakeEngine
+from tests.fakes.publisher import FailingBus
+from tests.fakes.waiting import until
+
+
+def sent(bus: FailingBus) -> list[Heartbeat]:
+    messages = [record.message() for record in bus.log("hb").partitions[0]]
+    return [message for message in messages if isinstance(message, Heartbeat)]
+
+
+async def beating(bus: FailingBus, load: Load, clock: FakeClock) -> Heartbeats:
+    bus.create_topic("hb", 1)
+    return Heartbeats(await bus.publisher("w"), "hb", "w0", FakeEngine(max_num_seqs=4), load, clock)
+
+
+async def test_a_heartbeat_says_what_the_worker_holds() -> None:
+    bus, load, clock = FailingBus(), Load(), FakeClock()
+    heartbeats = await beating(bus, load, clock)
+    await heartbeats.beat()
+    load.generating, load.generated_tokens, load.finished_trajectories = 6, 500, 3
+    clock.advance(2.0)
+    await heartbeats.beat()
+    first, second = sent(bus)
+    assert (first.state, first.sequence, first.tokens_per_s) == (WorkerState.STARTING, 0, 0.0)
+    assert (second.capacity, second.running, second.waiting) == (4, 4, 2)
+    assert (second.generated_tokens, second.finished_trajectories, second.tokens_per_s) == (500, 3, 250.0)
+    assert (second.sequence, second.sent_at) == (1, clock.now)
+    assert first.incarnation == second.incarnation
+
+
+async def test_the_rate_is_that_of_the_last_seconds_and_survives_a_clock_set_back() -> None:
+    bus, load, clock = FailingBus(), Load(), FakeClock()
+    heartbeats = await beating(bus, load, clock)
+    for tokens in [0] * 20 + [100] * 20:
+        clock.advance(1.0)
+        load.generated_tokens += tokens
+        await heartbeats.beat()
+    assert 90 <= sent(bus)[-1].tokens_per_s <= 100
+    clock.advance(-60)
+    await heartbeats.beat()
+    assert sent(bus)[-1].tokens_per_s >= 0
+
+
+async def test_a_change_is_told_at_once_and_failures_do_not_end_the_loop() -> None:
+    failing = True
+    bus = FailingBus(fail=lambda record: DeliveryUnknown("late") if failing else None)
+    heartbeats = await beating(bus, Load(), FakeClock())
+    loop = asyncio.create_task(heartbeats.heartbeat_loop(60.0))
+    heartbeats.update(state=WorkerState.READY)
+    await until(lambda: len(bus.attempts) == 1)
+    failing = False
+    heartbeats.update(version=PolicyVersion(1, 2))
+    await until(lambda: sent(bus))
+    heartbeats.update(version=PolicyVersion(1, 2))
+    await asyncio.sleep(0.02)
+    loop.cancel()
+    with suppress(asyncio.CancelledError):
+        await loop
+    (only,) = sent(bus)
+    assert (only.state, only.version) == (WorkerState.READY, (1, 2))

@@ -1,0 +1,66 @@
+"""The policy's tokenizer behind the port."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from producers.generation.tokenizer import ModelTokenizer
+from schemas.errors import ModelError
+from schemas.messages.prompts import ChatTurn, Prompt
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+UNKNOWN = {"unk_token": "<pad>"}
+SPECIAL = {"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"}
+LETTERS = {"<pad>": 0, "<eos>": 1, "<bos>": 2} | {chr(index + 30): index for index in range(3, 96)}
+
+
+def write(directory: Path, *, habit: str = "$A", template: str | None = None) -> ModelTokenizer:
+    tokenizer = Tokenizer(models.WordLevel(LETTERS, **UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(single=habit, special_tokens=[("<bos>", 2), ("<eos>", 1)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **SPECIAL)
+    fast.save_pretrained(directory)
+    return ModelTokenizer(str(directory))
+
+
+def prompt(content: str | tuple[ChatTurn, ...]) -> Prompt:
+    return Prompt(prompt_id="p/0", dataset="p", content=content)
+
+
+def ids(text: str) -> list[int]:
+    return [LETTERS[letter] for letter in text]
+
+
+@pytest.mark.parametrize(
+    ("habit", "opening"), [("$A", []), ("<bos> $A", [2]), ("$A <eos>", []), ("<bos> $A <eos>", [2])]
+)
+def test_plain_text_gets_the_tokenizers_opening_and_never_an_end(
+    tmp_path: Path, habit: str, opening: list[int]
+) -> None:
+    assert write(tmp_path, habit=habit).encode_prompt(prompt("1+1=")) == [*opening, *ids("1+1=")]
+
+
+def test_chat_turns_go_through_the_template_exactly(tmp_path: Path) -> None:
+    tokenizer = write(tmp_path, habit="<bos> $A", template=TEMPLATE)
+    turns = (ChatTurn(role="system", content="ab"), ChatTurn(role="user", content="cd"))
+    assert tokenizer.encode_prompt(prompt(turns)) == ids("<s>ab<u>cd>")
+
+
+def test_chat_without_a_template_is_the_users_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="chat template"):
+        write(tmp_path).encode_prompt(prompt((ChatTurn(role="user", content="a"),)))
+
+
+def test_special_tokens_are_not_text(tmp_path: Path) -> None:
+    assert write(tmp_path).decode([*ids("ab"), 1]).replace(" ", "") == "ab"
+
+
+def test_a_missing_tokenizer_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="expected a tokenizer at") as caught:
+        ModelTokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,411 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producers.generation.settings import GenerationSettings
+from producers.generation.worker import GenerationWorker
+from producers.rewards.runner import RewardRunner
+from producers.rewards.settings import RewardSettings
+from schemas.errors import BusUnavailable, DeliveryUnknown, EngineError, ModelError, RewardLoadError
+from schemas.identifiers import PolicyVersion, lane_of
+from schemas.messages.base import Message
+from schemas.messages.control import Control, DrainWorker, FlowControl, RunFinished, control_key
+from schemas.messages.prompts import ChatTurn, Prompt, WorkOrder
+from schemas.messages.reports import Heartbeat, WorkerState
+from schemas.messages.trajectories import FinishReason, Trajectory
+from schemas.ports.bus import Outgoing
+from schemas.settings import LoopSettings
+from schemas.wire.topics import CATALOGUE, CONTROL, HEARTBEATS, TOKENS, TRAJECTORIES, WORK_ORDERS, Topic
+from tests.fakes.engine import FakeEngine, FakeTokenizer
+from tests.fakes.publisher import FailingBus
+from tests.fakes.scorer import FakeScorer
+from tests.fakes.waiting import until
+from tests.producers.generation.factories import WORKER, FakeRelay, running_relay, work_order
+
+V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)
+RUN = "r"
+
+
+@dataclass
+class Stage:
+    """A worker among a memory bus, a relay and a fake engine."""
+
+    bus: FailingBus
+    relay: FakeRelay
+    engine: FakeEngine
+    cache: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    rewards: Any = field(default_factory=FakeScorer)
+    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    running: "asyncio.Task[None] | None" = None
+
+    def start(self) -> "asyncio.Task[None]":
+        worker = GenerationWorker(
+            self.bus,
+            RUN,
+            LoopSettings(max_prompt_length=16),
+            GenerationSettings(**{"heartbeat_interval_s": 0.05} | self.settings),
+            WORKER,
+            self.engine,
+            self.tokenizer,
+            self.rewards,
+            self.cache,
+        )
+        self.running = asyncio.create_task(worker.run(self.stop))
+        return self.running
+
+    async def send(self, topic: Topic, message: Message, key: str, partition: int | None = None) -> None:
+        publisher = await super(FailingBus, self.bus).publisher("test")
+        await publisher.publish(Outgoing.of(topic.full_name(RUN), message, key=key, partition=partition))
+
+    async def order(self, order: WorkOrder) -> None:
+        await self.send(WORK_ORDERS, order, order.group_id, lane_of(WORKER))
+
+    async def control(self, message: Control) -> None:
+        await self.send(CONTROL, message, control_key(message))
+
+    def read(self, topic: Topic) -> list[Message]:
+        partitions = self.bus.log(topic.full_name(RUN)).partitions
+        return [record.message() for partition in partitions for record in partition]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [message for message in self.read(TRAJECTORIES) if isinstance(message, Trajectory)]
+
+    @property
+    def heartbeats(self) -> list[Heartbeat]:
+        return [message for message in self.read(HEARTBEATS) if isinstance(message, Heartbeat)]
+
+    @property
+    def state(self) -> WorkerState | None:
+        return self.heartbeats[-1].state if self.heartbeats else None
+
+    async def ready(self) -> "asyncio.Task[None]":
+        """Start the worker, give it its first weights, and wait until it says it is ready."""
+        await self.control(self.relay.add(V0))
+        running = self.start()
+        await until(lambda: self.state is WorkerState.READY or running.done())
+        return running
+
+
+MakeStage = Callable[..., Stage]
+
+
+@asynccontextmanager
+async def stages(cache: Path) -> AsyncIterator[MakeStage]:
+    made: list[Stage] = []
+    async with running_relay() as relay:
+
+        def make(**changes: Any) -> Stage:
+            bus = changes.pop("bus", None) or FailingBus()
+            for topic in CATALOGUE:
+                bus.create_topic(topic.full_name(RUN), topic.partition_count(8))
+            made.append(Stage(bus, relay, changes.pop("engine", None) or FakeEngine(), cache, **changes))
+            return made[-1]
+
+        yield make
+        for stage in made:
+            stage.stop.set()
+            if stage.running is not None:
+                await asyncio.wait({stage.running}, timeout=5)
+                assert stage.running.done()
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[MakeStage]:
+    async with stages(tmp_path / "weights") as make:
+        yield make
+
+
+def is_about(topic: Topic) -> Callable[[Outgoing], bool]:
+    return lambda record: record.topic == topic.full_name(RUN)
+
+
+async def test_an_order_becomes_one_trajectory_per_sample_on_its_partition(stage: MakeStage) -> None:
+    it = stage()
+    await it.ready()
+    await it.order(work_order(0, samples=3))
+    await it.order(work_order(1, samples=3, sample_indices=(2,), attempt=1))
+    await until(lambda: len(it.trajectories) == 4)
+    records = it.bus.log(TRAJECTORIES.full_name(RUN)).partitions[3]
+    assert sorted(trajectory.trajectory_id for trajectory in it.trajectories) == [
+        "d/0/0/0",
+        "d/0/0/1",
+        "d/0/0/2",
+        "d/1/0/2",
+    ]
+    assert sorted({record.key for record in records}) == ["d/0/0", "d/1/0"]
+    assert all(trajectory.rewards == {"length": 8.0} for trajectory in it.trajectories)
+    await until(lambda: it.heartbeats[-1].finished_trajectories == 4)
+    assert it.heartbeats[-1].generated_tokens == 32
+
+
+async def test_nothing_is_missed(stage: MakeStage) -> None:
+    """Orders that stand there before the worker are for an earlier incarnation; those after its first heartbeat count."""
+    it = stage(engine=FakeEngine(start_delay_s=0.1))
+    await it.order(work_order(0, samples=1))
+    it.start()
+    await until(lambda: it.heartbeats)
+    assert it.state is WorkerState.STARTING
+    await it.order(work_order(1, samples=1))
+    await it.control(it.relay.add(V0))
+    await until(lambda: it.trajectories)
+    await asyncio.sleep(0.05)
+    assert [trajectory.group_id for trajectory in it.trajectories] == ["d/1/0"]
+
+
+async def test_orders_for_others_and_records_that_are_no_orders_are_passed_over(stage: MakeStage) -> None:
+    it = stage()
+    await it.ready()
+    await it.order(work_order(0, worker_id="another"))
+    publisher = await it.bus.publisher("test")
+    lane = WORK_ORDERS.full_name(RUN)
+    for value in (b"garbage", None):
+        await publisher.publish(Outgoing(lane, value, "k", lane_of(WORKER), (("schema", b"work-order"),)))
+    await it.order(work_order(1, samples=1))
+    await until(lambda: it.trajectories)
+    assert [trajectory.group_id for trajectory in it.trajectories] == ["d/1/0"]
+
+
+async def test_a_sample_in_hand_is_not_started_twice(stage: MakeStage) -> None:
+    it = stage(engine=FakeEngine(hold_at=0))
+    await it.ready()
+    await it.order(work_order(0, samples=2))
+    await it.order(work_order(0, samples=3, attempt=1))
+    await until(lambda: len(it.engine.requests) == 3)
+    it.engine.release.set()
+    await until(lambda: len(it.trajectories) == 3)
+    assert len({trajectory.trajectory_id for trajectory in it.trajectories}) == 3
+
+
+async def test_weights_that_arrive_in_mid_sequence_begin_a_new_span_and_are_told_at_once(stage: MakeStage) -> None:
+    it = stage(engine=FakeEngine(hold_at=4), settings={"heartbeat_interval_s": 30})
+    await it.ready()
+    await it.order(work_order(0, samples=1))
+    await until(lambda: it.engine.running == 1)
+    await it.control(it.relay.add(V1))
+    await until(lambda: it.heartbeats[-1].version == V1)
+    it.engine.release.set()
+    await until(lambda: it.trajectories)
+    spans = it.trajectories[0].version_spans
+    assert [(span.version, span.start, span.end) for span in spans] == [(V0, 0, 4), (V1, 4, 8)]
+
+
+async def test_a_late_joiner_takes_only_the_newest_weights(stage: MakeStage) -> None:
+    it = stage()
+    for number in range(5):
+        await it.control(it.relay.add(PolicyVersion(1, number)))
+    it.start()
+    await until(lambda: it.state is WorkerState.READY)
+    assert [version for version, _ in it.engine.adopted] == [(1, 4)]
+
+
+@pytest.mark.parametrize("content", ["much too long for sixteen tokens", "", (ChatTurn(role="user", content="hi"),)])
+async def test_a_prompt_that_cannot_be_sampled_is_accounted_for(stage: MakeStage, content: Any) -> None:
+    it = stage()
+    await it.ready()
+    await it.order(work_order(0, samples=2, prompt=Prompt(prompt_id="d/0", dataset="d", content=content)))
+    await until(lambda: len(it.trajectories) == 2)
+    for trajectory in it.trajectories:
+        assert trajectory.finish_reason is FinishReason.ABORT
+        assert trajectory.rewards == {"length": None}
+        assert trajectory.reward_errors["length"].startswith("expected a prompt")
+    assert it.engine.requests == []
+
+
+async def test_a_trajectory_too_large_to_send_is_accounted_for(stage: MakeStage) -> None:
+    class Verbose(FakeTokenizer):
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return "x" * 600_000
+
+    it = stage(tokenizer=Verbose())
+    await it.ready()
+    await it.order(work_order(0, samples=1))
+    await until(lambda: it.trajectories)
+    assert it.trajectories[0].finish_reason is FinishReason.ABORT
+    assert "at most 524288" in it.trajectories[0].reward_errors["length"]
+
+
+async def test_nothing_new_starts_while_paused_and_what_runs_goes_on(stage: MakeStage) -> None:
+    it = stage(engine=FakeEngine(hold_at=4))
+    await it.ready()
+    await it.order(work_order(0, samples=1))
+    await until(lambda: it.engine.running == 1)
+    await it.control(FlowControl(sequence=1, sent_at=0.0, mode="pause"))
+    await until(lambda: it.state is WorkerState.PAUSED)
+    await it.order(work_order(1, samples=1))
+    it.engine.release.set()
+    await until(lambda: len(it.trajectories) == 1)
+    await asyncio.sleep(0.1)
+    assert len(it.engine.requests) == 1
+    await it.control(FlowControl(sequence=2, sent_at=0.0, mode="run"))
+    await until(lambda: len(it.trajectories) == 2)
+    assert it.state is WorkerState.READY
+
+
+@pytest.mark.parametrize(
+    "message",
+    [FlowControl(sequence=1, sent_at=0.0, mode="drain"), DrainWorker(sequence=1, sent_at=0.0, worker_id=WORKER)],
+)
+async def test_a_drained_worker_finishes_what_it_holds_and_leaves(stage: MakeStage, message: Control) -> None:
+    it = stage(engine=FakeEngine(hold_at=4))
+    running = await it.ready()
+    await it.order(work_order(0))
+    await until(lambda: it.engine.running == 2)
+    await it.control(message)
+    await until(lambda: it.state is WorkerState.DRAINING)
+    await it.order(work_order(1))
+    it.engine.release.set()
+    await asyncio.wait_for(running, 5)
+    assert [trajectory.group_id for trajectory in it.trajectories] == ["d/0/0"] * 2
+    assert it.state is WorkerState.STOPPED
+    assert it.engine.closed
+    assert it.rewards.closed
+
+
+async def test_an_order_to_drain_that_was_meant_for_an_earlier_incarnation_or_another_worker_is_ignored(
+    stage: MakeStage,
+) -> None:
+    it = stage()
+    await it.control(DrainWorker(sequence=1, sent_at=9e9, worker_id=WORKER))
+    running = await it.ready()
+    await it.control(DrainWorker(sequence=2, sent_at=9e9, worker_id="another"))
+    await it.order(work_order(0, samples=1))
+    await until(lambda: it.trajectories)
+    assert not running.done()
+
+
+async def test_the_end_of_the_run_ends_the_worker_without_waiting_for_completions(stage: MakeStage) -> None:
+    it = stage(engine=FakeEngine(hold_at=4))
+    running = await it.ready()
+    await it.order(work_order(0))
+    await until(lambda: it.engine.running == 2)
+    await it.control(RunFinished(sequence=1, step=9, sent_at=0.0))
+    await asyncio.wait_for(running, 5)
+    assert (it.trajectories, it.engine.left_early, it.state) == ([], 2, WorkerState.STOPPED)
+
+
+async def test_a_worker_that_comes_after_the_end_leaves_at_once(stage: MakeStage) -> None:
+    it = stage()
+    await it.control(RunFinished(sequence=1, step=9, sent_at=0.0))
+    await asyncio.wait_for(it.start(), 5)
+    assert it.state is WorkerState.STOPPED
+
+
+async def test_what_ends_within_the_grace_period_is_published_and_the_rest_is_not(stage: MakeStage) -> None:
+    it = stage(engine=FakeEngine(hold_at=4, max_num_seqs=1), settings={"drain_grace_s": 0.3})
+    running = await it.ready()
+    await it.order(work_order(0, samples=2))
+    await until(lambda: it.engine.running == 1)
+    it.stop.set()
+    await until(lambda: it.state is WorkerState.DRAINING)
+    it.engine.release.set()
+    it.engine.hold_at, it.engine.release = 0, asyncio.Event()
+    await asyncio.wait_for(running, 5)
+    assert [trajectory.sample_index for trajectory in it.trajectories] == [0]
+    assert it.state is WorkerState.STOPPED
+    assert it.engine.closed
+
+
+async def test_a_stop_while_the_engine_loads_is_obeyed(stage: MakeStage) -> None:
+    it = stage(engine=FakeEngine(start_delay_s=60))
+    running = it.start()
+    await until(lambda: it.heartbeats)
+    it.stop.set()
+    await asyncio.wait_for(running, 5)
+    assert it.state is WorkerState.STOPPED
+
+
+async def test_a_trajectory_of_unknown_fate_is_sent_again_under_the_same_id(stage: MakeStage) -> None:
+    failures = [DeliveryUnknown("late"), DeliveryUnknown("late")]
+    about = is_about(TRAJECTORIES)
+    bus = FailingBus(fail=lambda record: failures.pop() if about(record) and failures else None, arrives=about)
+    it = stage(bus=bus)
+    await it.ready()
+    await it.order(work_order(0, samples=1))
+    await until(lambda: len(it.trajectories) == 3)
+    assert {trajectory.trajectory_id for trajectory in it.trajectories} == {"d/0/0/0"}
+    assert len(it.engine.requests) == 1
+    await until(lambda: it.heartbeats[-1].finished_trajectories == 1)
+
+
+async def test_nothing_new_starts_while_the_broker_is_behind(stage: MakeStage) -> None:
+    down, about = [True], is_about(TRAJECTORIES)
+    bus = FailingBus(fail=lambda record: BusUnavailable("gone") if about(record) and down else None)
+    it = stage(bus=bus, settings={"max_undelivered": 2})
+    await it.ready()
+    await it.order(work_order(0, samples=2))
+    await until(lambda: it.state is WorkerState.PAUSED)
+    await it.order(work_order(1, samples=1))
+    await asyncio.sleep(0.2)
+    assert len(it.engine.requests) == 2
+    down.clear()
+    await until(lambda: len(it.trajectories) == 3)
+
+
+async def test_an_engine_that_fails_twice_ends_the_worker_with_the_error(stage: MakeStage) -> None:
+    it = stage(engine=FakeEngine(failures={"d/0/0/0": 2}))
+    running = await it.ready()
+    await it.order(work_order(0))
+    with pytest.raises(EngineError, match="fake failure"):
+        await asyncio.wait_for(running, 5)
+    assert it.state is WorkerState.STOPPED
+    assert it.engine.closed
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"engine": FakeEngine(start_error=ModelError("no model"))}, ModelError),
+        ({"rewards": FakeScorer(start_error=RewardLoadError("no function"))}, RewardLoadError),
+    ],
+)
+async def test_what_cannot_be_loaded_is_raised_as_it_is(
+    stage: MakeStage, changes: dict[str, Any], error: type[Exception]
+) -> None:
+    it = stage(**changes)
+    with pytest.raises(error):
+        await asyncio.wait_for(it.start(), 5)
+    assert it.engine.closed
+    assert it.rewards.closed
+
+
+async def test_tokens_are_streamed_if_wanted(stage: MakeStage) -> None:
+    it = stage(settings={"stream_tokens": True})
+    await it.ready()
+    await it.order(work_order(0, samples=2))
+    await until(lambda: len(it.trajectories) == 2)
+    chunks = it.read(TOKENS)
+    for trajectory in it.trajectories:
+        mine = [chunk for chunk in chunks if chunk.trajectory_id == trajectory.trajectory_id]
+        assert [chunk.start for chunk in mine] == [0, 4]
+        assert [chunk.finish_reason for chunk in mine] == [None, FinishReason.STOP]
+        assert [token for chunk in mine for token in chunk.token_ids] == trajectory.token_ids.tolist()
+
+
+async def test_a_failing_reward_function_is_named_in_its_trajectory_and_others_are_scored(stage: MakeStage) -> None:
+    here = "tests.producers.rewards.functions"
+    settings = RewardSettings(functions=(f"{here}:length", f"{here}:by_sample"), timeout_s=0.5)
+    it = stage(rewards=RewardRunner(settings))
+    await it.ready()
+    await it.order(work_order(0, samples=4))
+    await until(lambda: len(it.trajectories) == 4)
+    by_index = {trajectory.sample_index: trajectory for trajectory in it.trajectories}
+    assert [by_index[index].rewards for index in range(4)] == [
+        {"length": 8.0, "by_sample": 1.0},
+        {"length": 8.0, "by_sample": None},
+        {"length": 8.0, "by_sample": None},
+        {"length": 8.0, "by_sample": 1.0},
+    ]
+    assert [by_index[index].reward_errors for index in range(4)] == [
+        {},
+        {"by_sample": "timed out after 0.5 s"},
+        {"by_sample": "ValueError: third"},
+        {},
+    ]

@@ -1,0 +1,89 @@
+import random
+
+import pytest
+from pydantic import ValidationError
+
+from producers.lengths.observed import ObservedQuantiles, RecentLengths
+from producers.lengths.predictor import build_predictor
+from producers.lengths.settings import LengthSettings
+from schemas.messages.prompts import Prompt
+from schemas.settings import LoopSettings
+
+LOOP = LoopSettings(max_completion_length=1000, bucket_boundaries=(64, 256))
+SETTINGS = LengthSettings(min_observations=4, window=100, prior_fraction=0.2)
+
+
+def _prompt(dataset: str = "a", length: int = 10) -> Prompt:
+    return Prompt(prompt_id="p", dataset=dataset, content="x" * length)
+
+
+def test_the_prior_holds_before_anything_is_seen() -> None:
+    estimate = ObservedQuantiles(SETTINGS, LOOP).predict(_prompt())
+    assert (estimate.median, estimate.upper, estimate.bucket) == (200, 200, 1)
+    assert estimate.predictor.endswith("/prior")
+
+
+def test_the_narrowest_class_seen_often_enough_is_used() -> None:
+    predictor = ObservedQuantiles(SETTINGS, LOOP)
+    for _ in range(4):
+        predictor.observe("a", 10, 20)
+    for _ in range(4):
+        predictor.observe("a", 500, 400)
+    used = {
+        name: predictor.predict(prompt)
+        for name, prompt in {
+            "prompt_length": _prompt("a", 12),
+            "dataset": _prompt("a", 100),
+            "all": _prompt("b", 12),
+        }.items()
+    }
+    assert all(estimate.predictor.endswith(f"/{name}") for name, estimate in used.items())
+    assert (used["prompt_length"].upper, used["dataset"].upper, used["all"].upper) == (20, 400, 400)
+
+
+def test_the_upper_estimate_covers_the_share_it_promises() -> None:
+    predictor = ObservedQuantiles(SETTINGS, LOOP)
+    rng = random.Random(1)
+    lengths = [rng.randint(1, 900) for _ in range(100)]
+    for length in lengths:
+        predictor.observe("a", 10, length)
+    estimate = predictor.predict(_prompt())
+    assert sum(length <= estimate.upper for length in lengths) == 90
+    assert sum(length <= estimate.median for length in lengths) == 50
+
+
+def test_the_bucket_is_that_of_the_upper_estimate() -> None:
+    predictor = ObservedQuantiles(SETTINGS, LOOP)
+    for length in (10, 10, 10, 300):
+        predictor.observe("a", 10, length)
+    estimate = predictor.predict(_prompt())
+    assert (estimate.median, estimate.bucket) == (10, 2)
+
+
+def test_old_lengths_are_forgotten() -> None:
+    recent = RecentLengths(3)
+    for length in (900, 900, 1, 2, 3):
+        recent.add(length)
+    assert (len(recent), recent.quantile(0.99), recent.quantile(0.01)) == (3, 3, 1)
+
+
+def test_estimates_stay_between_one_token_and_the_limit() -> None:
+    predictor = ObservedQuantiles(SETTINGS, LOOP)
+    for length in (0, 0, 5000, 5000):
+        predictor.observe("a", 10, length)
+    estimate = predictor.predict(_prompt())
+    assert (estimate.median, estimate.upper) == (1, 1000)
+
+
+def test_the_constant_predictor_never_learns() -> None:
+    predictor = build_predictor(SETTINGS.model_copy(update={"predictor": "constant"}), LOOP)
+    before = predictor.predict(_prompt())
+    for _ in range(50):
+        predictor.observe("a", 10, 7)
+    assert predictor.predict(_prompt()) == before
+    assert isinstance(build_predictor(SETTINGS, LOOP), ObservedQuantiles)
+
+
+def test_a_window_smaller_than_what_is_needed_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"lengths\.window"):
+        LengthSettings(window=10, min_observations=11)

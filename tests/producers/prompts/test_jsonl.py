@@ -1,0 +1,98 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producers.prompts.jsonl import JsonlSource
+from producers.prompts.settings import DataSettings
+from schemas.errors import DataError
+
+
+def is_kept(entry: dict[str, Any]) -> bool:
+    return bool(entry["n"] % 3 == 0)
+
+
+def _write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def _source(path: Path, seed: int = 0, **settings: Any) -> JsonlSource:
+    values = {"source": "jsonl", "path": path, **settings}
+    return JsonlSource(DataSettings.model_validate(values), path, seed)
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Path:
+    return _write(tmp_path / "numbers.jsonl", [{"prompt": f"n={n} – ü", "n": n} for n in range(30)])
+
+
+def test_every_pass_is_another_order_of_the_whole_file(numbers: Path) -> None:
+    source = _source(numbers)
+    drawn = [source.prompt_at(position) for position in range(60)]
+    first, second = ([prompt.columns["n"] for prompt, of in drawn if of == data_pass] for data_pass in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(30))  # type: ignore[type-var]
+    assert first != second != list(range(30))
+
+
+def test_any_position_can_be_read_first(numbers: Path) -> None:
+    source = _source(numbers, seed=3)
+    forwards = [source.prompt_at(position) for position in range(45)]
+    again = _source(numbers, seed=3)
+    assert [again.prompt_at(position) for position in reversed(range(45))] == forwards[::-1]
+    assert [_source(numbers, seed=4).prompt_at(position) for position in range(45)] != forwards
+
+
+def test_prompts_are_named_by_their_line_and_keep_their_columns(numbers: Path) -> None:
+    prompt = next(p for p, _ in map(_source(numbers).prompt_at, range(30)) if p.columns["n"] == 4)
+    assert (prompt.prompt_id, prompt.dataset, prompt.content) == ("numbers/5", "numbers", "n=4 – ü")
+    assert prompt.columns == {"n": 4}
+
+
+def test_the_filter_leaves_lines_out_without_renaming_the_others(numbers: Path) -> None:
+    source = _source(numbers, filter=f"{__name__}:is_kept")
+    kept = [source.prompt_at(position)[0] for position in range(10)]
+    assert sorted(prompt.columns["n"] for prompt in kept) == list(range(0, 30, 3))  # type: ignore[type-var]
+    assert all(prompt.prompt_id == f"numbers/{prompt.columns['n'] + 1}" for prompt in kept)  # type: ignore[operator]
+    assert source.prompt_at(10)[1] == 1
+
+
+def test_columns_are_renamed(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.jsonl", [{"question": [{"role": "user", "content": "hi"}], "solution": "x"}])
+    prompt = _source(path, columns={"question": "prompt", "solution": "answer"}, dataset="mine").prompt_at(0)[0]
+    assert (prompt.text, prompt.columns, prompt.dataset) == ("hi", {"answer": "x"}, "mine")
+
+
+def test_blank_lines_are_no_prompts(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.jsonl", [{"prompt": "one"}, "", {"prompt": "two"}])
+    source = _source(path)
+    assert {source.prompt_at(position)[0].prompt_id for position in range(2)} == {"a/1", "a/3"}
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"text": "x"}', '{"prompt": 3}', '{"prompt": "x", "y": NaN}'])
+def test_a_malformed_line_is_named_with_its_file(tmp_path: Path, line: str) -> None:
+    path = _write(tmp_path / "bad.jsonl", [{"prompt": "fine"}, line])
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2"):
+        _source(path)
+
+
+def test_a_file_that_is_missing_or_empty_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.path"):
+        _source(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="at least one prompt"):
+        _source(_write(tmp_path / "empty.jsonl", []))
+
+
+def test_a_file_that_changes_under_the_run_is_noticed(numbers: Path) -> None:
+    source = _source(numbers)
+    numbers.write_text("x" * 5000)
+    with pytest.raises(DataError, match=r"numbers\.jsonl, line"):
+        source.prompt_at(0)
+
+
+def test_a_file_name_that_cannot_name_prompts_asks_for_a_name(tmp_path: Path) -> None:
+    path = _write(tmp_path / "my data.jsonl", [{"prompt": "x"}])
+    with pytest.raises(DataError, match=r"set data\.dataset"):
+        _source(path)
+    assert _source(path, dataset="mine").prompt_at(0)[0].prompt_id == "mine/1"

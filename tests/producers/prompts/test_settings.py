@@ -1,0 +1,37 @@
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from producers.prompts.settings import DataSettings
+
+
+def test_a_bare_number_in_a_mixture_is_a_weight() -> None:
+    settings = DataSettings.model_validate({"mixture": {"chain_sum": 2, "gcd": {"weight": 1, "options": {"x": 1}}}})
+    assert settings.parts["chain_sum"].weight == 2.0
+    assert settings.parts["gcd"].options == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "either data.dataset or data.mixture"),
+        ({"dataset": "gcd", "mixture": {"lcm": 1}}, "either data.dataset or data.mixture"),
+        ({"source": "jsonl"}, "expected data.path"),
+        ({"source": "jsonl", "path": "a.jsonl", "options": {"a": 1}}, "only with data.source"),
+        ({"dataset": "gcd", "options": {"seed": 1}}, "directly in \\[data\\]"),
+        ({"mixture": {"gcd": {"options": {"size": 1}}}}, "directly in \\[data\\]"),
+        ({"dataset": "gcd", "prompt_template": "Q:"}, "prompt_template"),
+        ({"dataset": "gcd", "filter": "no_colon"}, "filter"),
+        ({"dataset": "../up"}, "dataset"),
+        ({"mixture": {"gcd": 0}}, "greater than 0"),
+    ],
+)
+def test_contradictory_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        DataSettings.model_validate(values)
+
+
+def test_settings_survive_a_round_trip_through_plain_values() -> None:
+    settings = DataSettings.model_validate({"mixture": {"gcd": 3}, "system_prompt": "Be brief."})
+    assert DataSettings.model_validate(settings.model_dump(mode="json")) == settings

@@ -1,0 +1,121 @@
+"""Reward functions of every kind, good and bad; the completion's text says what to do."""
+
+import asyncio
+import ctypes
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+calls = 0
+
+
+def obedient(completions: list[str], **_columns: Any) -> Any:
+    """Does what the completion says; anything else scores its length."""
+    text = completions[0]
+    match text.split()[0] if text else "":
+        case "hang":
+            time.sleep(60)
+        case "regex":
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        case "raise":
+            raise ValueError("a\nreason over\ntwo lines")
+        case "exit":
+            os._exit(3)
+        case "sys.exit":
+            sys.exit(4)
+        case "segfault":
+            ctypes.string_at(0)
+        case "print":
+            print("x" * 100_000)
+            os.write(1, b"\x93garbage")
+        case "input":
+            return [float(len(sys.stdin.read()))]
+    results = {
+        "nan": [math.nan],
+        "inf": [math.inf],
+        "huge": [10**400],
+        "none": [None],
+        "two": [1.0, 2.0],
+        "empty": [],
+        "text": ["1.0"],
+        "bare": 1.0,
+        "nothing": None,
+        "true": [True],
+    }
+    return results.get(text, [float(len(text))])
+
+
+def length(completion_ids: list[list[int]]) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def count_calls(**_arguments: Any) -> list[float]:
+    global calls
+    calls += 1
+    return [float(calls)]
+
+
+def report_arguments(**arguments: Any) -> list[float]:
+    """Scores 1 if exactly what TRL documents was passed; the text carries the expected prompt as a literal."""
+    arguments["log_metric"]("name", 1.0)
+    arguments["log_extra"]("column", ["value"])
+    expected = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "answer"}
+    assert set(arguments) == expected, set(arguments)
+    assert arguments["trainer_state"] is None
+    assert arguments["answer"] == ["42"]
+    assert arguments["completion_ids"] == [[5, 6, 7]]
+    if isinstance(arguments["prompts"][0], list):
+        assert arguments["prompts"] == [[{"role": "user", "content": "question"}]]
+        return [float(arguments["completions"] == [[{"role": "assistant", "content": "text"}]])]
+    return [float(arguments["prompts"] == ["question"] and arguments["completions"] == ["text"])]
+
+
+def starts_a_program(completions: list[str]) -> list[float]:
+    """Leaves its program's pid in the file that the completion names, and waits for it."""
+    program = subprocess.Popen(["sleep", "60"])
+    Path(completions[0]).write_text(str(program.pid))
+    program.wait()
+    return [0.0]
+
+
+async def waits(completions: list[str]) -> list[float | None]:
+    """Waits as many seconds as the completion says, politely or not."""
+    kind, _, seconds = completions[0].partition(" ")
+    if kind == "block":
+        time.sleep(float(seconds))
+    if kind == "exit":
+        os._exit(5)
+    if kind == "raise":
+        raise RuntimeError("no")
+    await asyncio.sleep(float(seconds or 0))
+    return [1.0]
+
+
+def positional(completions: Any, /) -> list[float]:
+    return [0.0]
+
+
+not_callable = 3
+
+
+def by_sample(completion_ids: list[list[int]], prompts: list[str]) -> list[float]:
+    """Hangs at the fake engine's sample 1 of a prompt and raises at its sample 2."""
+    from schemas.messages.prompts import SamplingParams
+    from schemas.ports.engine import GenerationRequest
+    from tests.fakes.engine import fake_tokens
+
+    def sample(index: int) -> list[int]:
+        prompt_token_ids = [ord(character) for character in prompts[0]]
+        request = GenerationRequest(f"d/0/0/{index}", prompt_token_ids, SamplingParams(max_completion_length=8))
+        return fake_tokens(request, len(completion_ids[0]))
+
+    if completion_ids[0] == sample(1):
+        time.sleep(60)
+    if completion_ids[0] == sample(2):
+        raise ValueError("third")
+    return [1.0]

@@ -1,0 +1,30 @@
+import pytest
+from pydantic import ValidationError
+
+from producers.rewards.settings import RewardSettings
+
+
+def test_names_are_function_names_and_repeats_are_numbered() -> None:
+    settings = RewardSettings(functions=("dataset", "a.b:score", "c:score", "d:score"))
+    assert settings.names == ("dataset", "score", "score_2", "score_3")
+
+
+def test_weights_are_one_unless_given() -> None:
+    assert RewardSettings(functions=("dataset", "a:f")).weight_by_name == {"dataset": 1.0, "f": 1.0}
+    assert RewardSettings(functions=("dataset", "a:f"), weights=(1, -0.5)).weight_by_name == {"dataset": 1, "f": -0.5}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"functions": ()},
+        {"functions": ("just_a_name",)},
+        {"functions": ("a:b:c",)},
+        {"functions": ("dataset",), "weights": (1.0, 2.0)},
+        {"functions": ("dataset",), "weights": (float("nan"),)},
+        {"timeout_s": 0},
+    ],
+)
+def test_contradictions_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        RewardSettings.model_validate(wrong)

@@ -1,0 +1,38 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producers.rewards.verdict import MAX_REASON, of_raised, of_returned
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner),
+)
+
+
+@given(ANYTHING)
+def test_whatever_is_returned_gives_a_finite_reward_or_none(returned: object) -> None:
+    reward, reason = of_returned(returned)
+    assert reward is None or (isinstance(reward, float) and np.isfinite(reward) and reason is None)
+    assert reason is None or "\n" not in reason
+
+
+def test_arrays_and_numpy_scalars_are_numbers() -> None:
+    assert of_returned(np.array([0.5])) == (0.5, None)
+    assert of_returned([np.float32(0.5)]) == (0.5, None)
+    assert of_returned((np.int64(2),)) == (2.0, None)
+
+
+def test_an_error_that_cannot_be_shown_still_has_a_name() -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert of_raised(Unprintable()) == (None, "Unprintable")
+
+
+def test_a_reason_is_one_bounded_line() -> None:
+    _, reason = of_raised(ValueError("line\n" * 10_000))
+    assert reason is not None
+    assert len(reason) <= MAX_REASON
+    assert "\n" not in reason
