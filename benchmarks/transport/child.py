@@ -25,10 +25,12 @@ def main(role: str) -> None:
 
 def _run(role: str, asked: Round) -> dict[str, Any]:
     if asked.path == "kafka":
-        do = kafka_path.produce if role == "produce" else kafka_path.consume
-        return _times(uvloop.run(do(asked, _wait_on_the_loop)))
-    module = redis_path if asked.path == "redis" else files_path
-    return _times(module.produce(asked, _wait) if role == "produce" else module.consume(asked, _wait))
+        if role == "produce":
+            return _times(uvloop.run(kafka_path.produce(asked, _wait_on_the_loop)))
+        return _times(uvloop.run(kafka_path.consume(asked, _wait_on_the_loop)))
+    if asked.path == "redis":
+        return _times(redis_path.produce(asked, _wait) if role == "produce" else redis_path.consume(asked, _wait))
+    return _times(files_path.produce(asked, _wait) if role == "produce" else files_path.consume(asked, _wait))
 
 
 def _wait() -> None:

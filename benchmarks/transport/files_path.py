@@ -1,4 +1,4 @@
-"""The peer's path through JSON lines, as the file backend of PipelineRL's ``streams.py`` (ServiceNow/PipelineRL, 58d3934).
+"""The peer's path through JSON lines, as the file backend of PipelineRL does it (its ``streams.py``, at 58d3934).
 
 One record per line, flushed at once; the reader remembers its place after every line and, at the end of the file,
 goes back to it and sleeps for a tenth of a second.

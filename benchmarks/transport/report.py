@@ -25,7 +25,8 @@ def environment(options: argparse.Namespace, seconds: float) -> list[str]:
     return [
         f"Hardware: {_cpu()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB; load average over the last minute at the "
         f"end {os.getloadavg()[0]:.1f}. All processes, brokers included, share these cores.",
-        f"Versions: Python {platform.python_version()}, Apache Kafka {KAFKA_VERSION} (one node), {_redis()}, {packages}.",
+        f"Versions: Python {platform.python_version()}, Apache Kafka {KAFKA_VERSION} (one node), {_redis()}, "
+        f"{packages}.",
         f"Seed {options.seed}; {options.count} trajectories at full speed and {options.paced_count} at "
         f"{options.rate:g}/s per round, {options.repetitions} interleaved repetitions, {seconds:.0f} s in all, "
         f"{datetime.now(UTC):%Y-%m-%d}.",

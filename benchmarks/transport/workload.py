@@ -1,19 +1,21 @@
-"""What each side holds when a trajectory ends: typed arrays for us, lists for the peers. Same values, one seed."""
+"""What each side holds when a trajectory ends: typed arrays for us, lists for the peers. Same values, one seed.
+
+Texts are left empty on both sides: what is carried is token ids, log-probabilities and which of the tokens to train.
+"""
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.identifiers import PolicyVersion, make_trajectory_id
+from schemas.identifiers import PolicyVersion, make_group_id, make_prompt_id, make_trajectory_id
 from schemas.messages.trajectories import FinishReason, Trajectory, VersionSpan
 
 PROMPT_TOKENS = 32
 VOCABULARY = 151_936
-CHARACTERS_PER_TOKEN = 4
 GROUP_SIZE = 8
 DISTINCT = 64
 """Different trajectories per size; the stream repeats them, so that the lists of 5,000 need not fit in memory."""
@@ -29,38 +31,40 @@ class Ended:
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     loss_mask: NDArray[np.uint8]
-    prompt_text: str
-    completion_text: str
 
 
 def ended_trajectories(tokens: int, seed: int) -> list[Ended]:
     """``DISTINCT`` completions of ``tokens`` tokens, as typed arrays."""
     random = np.random.default_rng([seed, tokens])
-    letters = "abcdefghijklmnopqrstuvwxyz  "
-    text = "".join(random.choice(list(letters), CHARACTERS_PER_TOKEN * tokens))
     return [
         Ended(
             prompt_token_ids=random.integers(0, VOCABULARY, PROMPT_TOKENS, dtype=np.int32),
             token_ids=random.integers(0, VOCABULARY, tokens, dtype=np.int32),
             logprobs=-random.exponential(0.5, tokens).astype(np.float32),
             loss_mask=np.ones(tokens, np.uint8),
-            prompt_text=text[: CHARACTERS_PER_TOKEN * PROMPT_TOKENS],
-            completion_text=text,
         )
         for _ in range(DISTINCT)
     ]
 
 
+@lru_cache(maxsize=8)
+def _order_of(prompt: int) -> tuple[str, str]:
+    """The names that came with the work order of a group."""
+    prompt_id = make_prompt_id("bench", prompt)
+    return prompt_id, make_group_id(prompt_id, 0)
+
+
 def as_message(ended: Ended, index: int) -> Trajectory:
     """Our record of a completion."""
-    prompt = index // GROUP_SIZE
+    prompt_id, group_id = _order_of(index // GROUP_SIZE)
+    sample_index = index % GROUP_SIZE
     now = time.time()
     return Trajectory(
-        trajectory_id=make_trajectory_id(f"bench/{prompt}/0", index % GROUP_SIZE),
-        group_id=f"bench/{prompt}/0",
-        prompt_id=f"bench/{prompt}",
+        trajectory_id=make_trajectory_id(group_id, sample_index),
+        group_id=group_id,
+        prompt_id=prompt_id,
         dataset="bench",
-        sample_index=index % GROUP_SIZE,
+        sample_index=sample_index,
         num_generations=GROUP_SIZE,
         prompt_token_ids=ended.prompt_token_ids,
         token_ids=ended.token_ids,
@@ -68,8 +72,8 @@ def as_message(ended: Ended, index: int) -> Trajectory:
         loss_mask=ended.loss_mask,
         version_spans=(VersionSpan(version=VERSION, start=0, end=len(ended.token_ids)),),
         finish_reason=FinishReason.STOP,
-        prompt_text=ended.prompt_text,
-        completion_text=ended.completion_text,
+        prompt_text="",
+        completion_text="",
         rewards={"accuracy": 1.0},
         temperature=1.0,
         bucket=0,
@@ -95,23 +99,17 @@ class Lists:
     prompt_token_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
-    text: str
 
 
 def as_lists(ended: Ended) -> Lists:
     """The values of a completion as Python numbers."""
-    return Lists(
-        ended.prompt_token_ids.tolist(),
-        ended.token_ids.tolist(),
-        ended.logprobs.tolist(),
-        ended.prompt_text + ended.completion_text,
-    )
+    return Lists(ended.prompt_token_ids.tolist(), ended.token_ids.tolist(), ended.logprobs.tolist())
 
 
 def as_record(lists: Lists, index: int) -> dict[str, Any]:
     """The peer's record: PipelineRL's training text as the dictionary that its actor dumps."""
     return {
-        "text": lists.text,
+        "text": "",
         "n_predicted": len(lists.token_ids),
         "reward": 1.0,
         "logprobs": lists.logprobs,
@@ -134,8 +132,3 @@ def to_arrays(record: dict[str, Any]) -> tuple[NDArray[np.int32], NDArray[np.int
         np.asarray(record["labels"], dtype=np.int32),
         np.asarray(record["logprobs"], dtype=np.float32),
     )
-
-
-def records(lists: list[Lists], count: int) -> Iterator[dict[str, Any]]:
-    """``count`` records, made one by one when they are asked for."""
-    return (as_record(lists[index % len(lists)], index) for index in range(count))

@@ -1,10 +1,13 @@
 """Which records are finished (trained in a completed step, or skipped), per partition. Pure.
 
-A partition is a low-water mark, below which everything is finished, and the sparse finished offsets above it: groups
-span many offsets and complete out of order. Offsets that the log never delivers (transaction markers) are closed by
-``skip_gap``. Invariant nothing_finished_is_read_again: ``is_done`` stays true once it was.
+A partition is a low-water mark, below which everything is finished, and the sparse finished offsets above it, because
+groups span many offsets and end out of order. Invariants, each with a test of its name:
+- nothing_finished_is_read_again: ``is_done`` stays true once it was, also through JSON;
+- nothing_unfinished_is_passed: ``low`` is never above an offset that was read and is not finished;
+- gaps_do_not_hold_the_low_mark: offsets that the log never delivers count as finished.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,23 +17,41 @@ from schemas.messages.reports import RecordRef
 
 @dataclass
 class PartitionFrontier:
-    """Finished offsets of one partition."""
+    """Finished offsets of one partition. ``read``: offsets from ``low`` on, in the order in which they were read."""
 
     low: int = 0
     done: set[int] = field(default_factory=set)
+    position: int = 0
+    read: deque[int] = field(default_factory=deque)
+
+    def mark_read(self, offset: int) -> None:
+        """The next record read; whatever lies between it and the one before does not exist."""
+        self.read.append(offset)
+        self.position = offset + 1
+        self._advance()
 
     def mark(self, offset: int) -> None:
         """Note one finished offset."""
         if offset >= self.low:
             self.done.add(offset)
-            while self.low in self.done:
-                self.done.remove(self.low)
-                self.low += 1
+            self._advance()
 
-    def skip_gap(self, start: int, end: int) -> None:
-        """Offsets from ``start`` to ``end`` (exclusive) hold no record."""
-        for offset in range(max(start, self.low), end):
-            self.mark(offset)
+    def _advance(self) -> None:
+        while self.read and self.read[0] in self.done:
+            self.done.remove(self.read.popleft())
+        self.low = max(self.low, self.read[0] if self.read else self.position)
+
+    def is_done(self, offset: int) -> bool:
+        """Whether this offset is finished."""
+        return offset < self.low or offset in self.done
+
+    def unfinished(self) -> int:
+        """Records that were read and are not finished."""
+        return sum(offset not in self.done for offset in self.read)
+
+    def copy(self) -> "PartitionFrontier":
+        """An independent copy."""
+        return PartitionFrontier(self.low, set(self.done), self.position, deque(self.read))
 
 
 @dataclass
@@ -39,40 +60,53 @@ class Frontier:
 
     partitions: dict[int, PartitionFrontier] = field(default_factory=dict)
 
-    def mark(self, partition: int, offset: int) -> None:
-        """Note one finished record."""
-        self.partition(partition).mark(offset)
+    def mark_read(self, partition: int, offset: int) -> bool:
+        """Note that a record was read; false if there is nothing to do for it: it is finished, or was read before."""
+        found = self.partition(partition)
+        if offset < found.position:
+            return False
+        finished = found.is_done(offset)
+        found.mark_read(offset)
+        return not finished
 
     def mark_done(self, refs: Iterable[RecordRef]) -> None:
         """Note finished records."""
         for ref in refs:
-            self.mark(ref.partition, ref.offset)
+            self.partition(ref.partition).mark(ref.offset)
 
     def is_done(self, partition: int, offset: int) -> bool:
         """Whether a record is finished."""
         found = self.partitions.get(partition)
-        return found is not None and (offset < found.low or offset in found.done)
+        return found is not None and found.is_done(offset)
 
     def partition(self, number: int) -> PartitionFrontier:
         """The frontier of one partition, at the beginning if nothing is known of it."""
-        return self.partitions.setdefault(number, PartitionFrontier())
+        found = self.partitions.get(number)
+        if found is None:
+            found = self.partitions[number] = PartitionFrontier()
+        return found
 
     def lows(self) -> dict[int, int]:
-        """Where to read on, by partition."""
+        """Where to read on after a restart, by partition."""
         return {number: found.low for number, found in sorted(self.partitions.items())}
 
     def copy(self) -> "Frontier":
-        """An independent copy."""
-        return Frontier({n: PartitionFrontier(p.low, set(p.done)) for n, p in self.partitions.items()})
+        """An independent copy: what a checkpoint keeps while this one goes on."""
+        return Frontier({number: found.copy() for number, found in self.partitions.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-safe form for the checkpoint's manifest."""
+        """A JSON-safe form for the checkpoint's manifest: ``{"0": {"low": 7, "done": [9]}}``."""
         return {
-            str(number): {"low": found.low, "done": sorted(found.done)}
+            str(number): {"low": found.low, "done": sorted(offset for offset in found.done if offset >= found.low)}
             for number, found in sorted(self.partitions.items())
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Frontier":
-        """Read what ``to_json`` wrote."""
-        return cls({int(n): PartitionFrontier(int(p["low"]), set(p["done"])) for n, p in data.items()})
+        """Read what ``to_json`` wrote; reading is to start at the low marks."""
+        return cls(
+            {
+                int(number): PartitionFrontier(int(found["low"]), {int(o) for o in found["done"]}, int(found["low"]))
+                for number, found in data.items()
+            }
+        )

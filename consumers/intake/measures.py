@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from schemas.messages.reports import SkipReason
 from schemas.messages.trajectories import Trajectory
 from schemas.ports.bus import TopicPartition
 from schemas.settings import LoopSettings
@@ -19,11 +20,13 @@ class IntakeMeasures:
     bytes_read: int = 0
     latency_s: float = 0.0
     trajectories: int = 0
-    since: float | None = field(default=None)
+    since: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.since = self.clock()
 
     def observe_record(self, size: int) -> None:
         """A record was read."""
-        self.since = self.clock() if self.since is None else self.since
         self.records += 1
         self.bytes_read += size
 
@@ -35,16 +38,16 @@ class IntakeMeasures:
     def summary(
         self, *, lag: Mapping[TopicPartition, int], pending_bytes: int, skipped: Mapping[str, int], dead_letters: int
     ) -> dict[str, float]:
-        """Metrics since the last call; the counters start again."""
+        """Metrics since the last call; the counters start again. Skips and dead letters count from the start."""
         now = self.clock()
-        elapsed = max(1e-9, now - (self.since if self.since is not None else now))
+        elapsed = max(1e-3, now - self.since)
         found = {
-            "kafka/records_per_s": self.records / elapsed if self.records else 0.0,
-            "kafka/bytes_per_s": self.bytes_read / elapsed if self.records else 0.0,
+            "kafka/records_per_s": self.records / elapsed,
+            "kafka/bytes_per_s": self.bytes_read / elapsed,
             "kafka/intake_latency_s": self.latency_s / self.trajectories if self.trajectories else 0.0,
             "kafka/pending_bytes": float(pending_bytes),
             "kafka/dead_letters": float(dead_letters),
-            "off_policy/dropped": float(skipped.get("stale", 0)),
+            "off_policy/dropped": float(skipped.get(SkipReason.STALE, 0) + skipped.get(SkipReason.ORPHAN_LINEAGE, 0)),
             **{f"kafka/lag/bucket_{bucket}": float(count) for bucket, count in self._by_bucket(lag).items()},
             **{f"ledger/skipped/{reason}": float(count) for reason, count in sorted(skipped.items())},
         }

@@ -1,9 +1,10 @@
 """The intake's driver: reads the trajectories topic and hands whole groups to the trainer, oldest first.
 
 Invariants, each with a test of its name:
-- every_record_meets_one_fate: a record is trained, skipped with a reason, or pending;
 - undecodable_bytes_are_dead_lettered_and_nothing_else_is_lost;
-- reading_pauses_above_the_high_water_mark, unless nothing is ready: then the missing siblings are still on the topic.
+- a_resumed_intake_neither_repeats_nor_loses;
+- reading_pauses_above_the_high_water_mark, but never while no group is ready: then the missing siblings are still on
+  the topic, and only reading on can complete a group. Correctness goes before the bound.
 """
 
 import asyncio
@@ -14,27 +15,29 @@ from dataclasses import dataclass
 
 import structlog
 
-from consumers.batching.samples import Group, Sample
-from consumers.intake.breaker import CircuitBreaker
-from consumers.intake.dedupe import DedupeWindow
+from consumers.batching.samples import Group
 from consumers.intake.frontier import Frontier
-from consumers.intake.groups import Closed, GroupAssembler
+from consumers.intake.judging.dedupe import Place
+from consumers.intake.judging.groups import Closed
+from consumers.intake.ledger import Fates, Ledger
 from consumers.intake.measures import IntakeMeasures
 from consumers.intake.rejects import Rejects
-from consumers.intake.reward import weighted_reward
 from consumers.intake.settings import IntakeSettings
-from consumers.intake.staleness import StalenessRule
-from schemas.errors import BusError, MalformedFrame, StreamRLError, WireError
+from consumers.intake.sorting import Sorter
+from schemas.errors import BusError, LifecycleError, StreamRLError
 from schemas.identifiers import PolicyVersion
 from schemas.messages.reports import RecordRef, SkipReason
-from schemas.messages.trajectories import Trajectory
-from schemas.ports.bus import Bus, Record, Subscription, TopicPartition
+from schemas.ports.bus import Bus, Subscription, TopicPartition
 from schemas.settings import LoopSettings
 from schemas.wire.topics import TRAJECTORIES
 
 log = structlog.get_logger()
 
 POLL_S = 0.2
+STALL_S = 5.0
+"""Most of one round that counts against a group's time-out: when this process stood still, nobody else was late."""
+ROUND = 32
+"""Records judged before other tasks of the event loop get their turn."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,15 @@ class IntakeStart:
     """What a checkpoint says about the topic: finished records and the dedupe window."""
 
     frontier: Frontier
-    dedupe: Mapping[str, tuple[int, int]]
+    dedupe: Mapping[str, Place]
 
 
 class Intake:
-    """One consumer of the trajectories topic, with its own frontier, skips and lag."""
+    """One consumer of the trajectories topic, with its own frontier, skips and lag.
+
+    ``current_version`` is asked for each trajectory; its first answer is where this lineage starts. Groups are to be
+    finished by ``mark_trained`` and ``mark_skipped``, every sample once.
+    """
 
     def __init__(
         self,
@@ -61,24 +68,30 @@ class Intake:
         start: IntakeStart | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._bus, self._run_name, self._loop, self._settings = bus, run_name, loop, settings
-        self._weights, self._algorithm = reward_weights, algorithm
+        self._bus, self._settings, self._algorithm = bus, settings, algorithm
+        self._run_name, self._topic = run_name, TRAJECTORIES.full_name(run_name)
         self._current_version, self._clock = current_version, clock
-        self._frontier = start.frontier.copy() if start else Frontier()
-        self._dedupe = DedupeWindow(max(10_000, 8 * loop.max_groups_in_flight * loop.num_generations))
-        self._dedupe.restore(start.dedupe if start else {})
-        self._rule = StalenessRule(loop.max_staleness, settings.orphan_lineage)
-        self._assembler = GroupAssembler(settings.group_timeout_s)
-        self._breaker = CircuitBreaker(settings.max_consecutive_poison, settings.max_poison_share)
+        self._rejects = Rejects(run_name, algorithm, clock)
+        self._ledger = Ledger(
+            start.frontier.copy() if start else Frontier(), self._rejects, lambda: current_version().number
+        )
         self._measures = IntakeMeasures(loop, clock)
+        self._sorter = Sorter(
+            loop,
+            settings,
+            reward_weights=reward_weights,
+            current_version=current_version,
+            ledger=self._ledger,
+            measures=self._measures,
+            finished=start.dedupe if start else {},
+        )
         self._ready: list[tuple[float, str, Group]] = []
         self._arrived = asyncio.Event()
-        self._failure: BaseException | None = None
-        self._positions: dict[int, int] = {}
-        self._bytes: dict[tuple[int, int], int] = {}
-        self._pending_bytes = 0
+        self._end: StreamRLError | None = None
+        self._lag: dict[TopicPartition, int] = {}
+        self._listened_s = 0.0
+        self._looked_at = clock()
         self._paused = False
-        self._rejects: Rejects | None = None
         self._subscription: Subscription | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -90,85 +103,115 @@ class Intake:
         On failure: ``next_group`` raises what happened here, so that the trainer never waits for a dead reader.
         On stop: closes its clients; what was not finished is read again after a restart.
         """
+        self._end = None
         try:
             await self._open()
             while not stop.is_set():
                 await self._read_once()
+            self._end = LifecycleError("expected a running intake, got one that was stopped")
+        except StreamRLError as error:
+            self._end = error
+            raise
         except BaseException as error:
-            self._failure = error
+            self._end = StreamRLError(f"reading trajectories ended with {error!r}")
+            self._end.__cause__ = error
             raise
         finally:
             self._arrived.set()
             await self.close()
 
     async def next_group(self) -> Group:
-        """The oldest whole group, by creation; groups that have become too old meanwhile are skipped.
+        """The oldest ready group, by creation; groups that have become too old meanwhile are skipped.
 
         Raises:
-            StreamRLError: the reader failed; the cause is attached.
+            StreamRLError: the reader ended; this is what ended it.
         """
         while True:
+            if self._end is not None:
+                raise self._end
             while self._ready:
                 _, _, group = heapq.heappop(self._ready)
-                if (fresh := await self._still_fresh(group)) is not None:
-                    return fresh
-            if self._failure is not None:
-                raise StreamRLError(f"reading trajectories failed: {self._failure}") from self._failure
+                if (detail := self._outdated(group)) is None:
+                    return group
+                await self.mark_skipped(group, SkipReason.STALE, detail)
             self._arrived.clear()
             await self._arrived.wait()
 
     async def mark_skipped(self, group: Group, reason: SkipReason, detail: str) -> None:
-        """The trainer does not train these samples; rows are written and the records are finished."""
-        for sample in group.samples:
-            await self._skip(sample.ref, group.group_id, reason, detail)
+        """The trainer does not train these samples of a group: rows are written and the records are finished.
+
+        Raises:
+            LifecycleError: they are finished already.
+        """
+        await self._ledger.skip_samples(group, reason, detail)
 
     def mark_trained(self, refs: Iterable[RecordRef]) -> None:
-        """These records are in the weights now."""
-        for ref in refs:
-            self._finish(ref)
+        """These records are in the weights now.
+
+        Raises:
+            LifecycleError: one of them is finished already.
+        """
+        self._ledger.mark_trained(refs)
 
     def frontier(self) -> Frontier:
-        """The live frontier: what the weights in memory contain, and what was skipped."""
-        return self._frontier
+        """The live frontier: what the weights in memory contain, and what was skipped. Copy it to keep it."""
+        return self._ledger.frontier
 
-    def dedupe_ids(self) -> dict[str, tuple[int, int]]:
+    def dedupe_ids(self) -> dict[str, Place]:
         """Finished ids of the dedupe window with partition and offset, for the checkpoint."""
-        return {name: place for name, place in self._dedupe.ids.items() if self._frontier.is_done(*place)}
+        return {name: place for name, place in self._sorter.dedupe.ids.items() if self.frontier().is_done(*place)}
+
+    def fates(self) -> Fates:
+        """Records read by this process, and what became of them."""
+        return self._ledger.fates()
 
     @property
     def counts_by_reason(self) -> dict[str, int]:
         """Skipped trajectories since this process started."""
-        return dict(self._rejects.counts) if self._rejects else {}
+        return dict(self._rejects.counts)
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes read and not finished."""
-        return self._pending_bytes
+        """Bytes of trajectories held: in groups that are incomplete, ready, or handed out and not finished."""
+        return self._ledger.pending_bytes
 
     async def settled(self) -> None:
-        """Wait until every skip row written so far is on the bus; call it before a checkpoint claims them."""
-        if self._rejects is not None:
-            await self._rejects.settled()
+        """Wait until every skip row written so far is on the bus; call it before a checkpoint claims them.
+
+        Raises:
+            BusError: the broker does not take them.
+        """
+        await self._ledger.write_due_rows()
+        await self._rejects.settled()
 
     async def lag(self) -> dict[TopicPartition, int]:
-        """Records on the topic that were not read yet, by partition."""
+        """Records on the topic that are not finished, read or not, by partition; the last known if nobody answers."""
         assert self._subscription is not None, "lag is known once the intake runs"
-        ends, positions = await self._subscription.end_offsets(), await self._subscription.positions()
-        return {tp: max(0, end - positions.get(tp, 0)) for tp, end in ends.items()}
+        try:
+            ends, positions = await self._subscription.end_offsets(), await self._subscription.positions()
+        except BusError as error:
+            log.warning("lag not known", error=str(error))
+            return dict(self._lag)
+        frontier = self.frontier()
+        self._lag = {
+            tp: max(0, end - positions.get(tp, 0)) + frontier.partition(tp.partition).unfinished()
+            for tp, end in ends.items()
+        }
+        return dict(self._lag)
 
     async def metrics(self) -> dict[str, float]:
         """``kafka/*``, ``off_policy/dropped`` and ``ledger/*``."""
         return self._measures.summary(
             lag=await self.lag(),
-            pending_bytes=self._pending_bytes,
+            pending_bytes=self.pending_bytes,
             skipped=self.counts_by_reason,
-            dead_letters=self._rejects.dead_letters if self._rejects else 0,
+            dead_letters=self._rejects.dead_letters,
         )
 
     async def commit(self) -> None:
         """Tell the broker where we are, for lag displays only."""
         assert self._subscription is not None, "offsets are committed once the intake runs"
-        lows = {TopicPartition(self._topic, number): low for number, low in self._frontier.lows().items() if low}
+        lows = {TopicPartition(self._topic, number): low for number, low in self.frontier().lows().items() if low}
         try:
             await self._subscription.commit(lows)
         except BusError as error:
@@ -178,122 +221,71 @@ class Intake:
         """Release the clients."""
         if self._subscription is not None:
             await self._subscription.close()
-        if self._rejects is not None:
+        if self._rejects.publisher is not None:
             await self._rejects.publisher.close()
 
-    @property
-    def _topic(self) -> str:
-        return TRAJECTORIES.full_name(self._run_name)
-
     async def _open(self) -> None:
-        publisher = await self._bus.publisher(f"{self._algorithm}-intake")
-        self._rejects = Rejects(publisher, self._run_name, self._algorithm, self._clock)
-        self._positions = self._frontier.lows()
+        name = f"{self._algorithm}-intake"
+        self._rejects.publisher = await self._bus.publisher(name)
         self._subscription = await self._bus.subscribe(
             [self._topic],
-            client_id=f"{self._algorithm}-intake",
-            start={TopicPartition(self._topic, number): low for number, low in self._positions.items()},
+            client_id=name,
+            start={TopicPartition(self._topic, number): low for number, low in self.frontier().lows().items()},
             group_id=f"{self._run_name}.{self._algorithm}",
         )
 
     async def _read_once(self) -> None:
         assert self._subscription is not None, "opened before the first read"
         self._apply_back_pressure(self._subscription)
-        records = await self._subscription.poll(max_records=self._settings.max_poll_records, timeout_s=POLL_S)
-        for record in records:
-            await self._take(record)
-        for closed in self._assembler.expire(self._clock()):
+        limit = self._settings.max_poll_records
+        records = await self._subscription.poll(max_records=limit, timeout_s=POLL_S)
+        for index, record in enumerate(records):
+            if self._ledger.read(record):
+                self._measures.observe_record(len(record.value or b""))
+                if (closed := await self._sorter.take(record, self._listened_s)) is not None:
+                    await self._close_group(closed)
+            if index % ROUND == ROUND - 1:
+                await asyncio.sleep(0)
+        self._listen(caught_up=len(records) < limit)
+        for closed in self._sorter.assembler.expire(self._listened_s):
             await self._close_group(closed)
-        if self._ready:
-            self._arrived.set()
+        await self._ledger.write_due_rows()
+        await self._rejects.resend()
+
+    def _listen(self, *, caught_up: bool) -> None:
+        """Let the groups' clock go on for this round, unless their samples may be waiting on the topic."""
+        now = self._clock()
+        if caught_up and not self._paused:
+            self._listened_s += min(max(0.0, now - self._looked_at), STALL_S)
+        self._looked_at = now
 
     def _apply_back_pressure(self, subscription: Subscription) -> None:
-        too_much = self._pending_bytes > self._settings.high_water_bytes and bool(self._ready)
-        if too_much and not self._paused:
+        wanted = should_pause(self._settings, self._paused, self.pending_bytes, bool(self._ready))
+        if wanted and not self._paused:
             subscription.pause(subscription.partitions())
-            self._paused = True
-        elif self._paused and (self._pending_bytes < self._settings.low_water_bytes or not self._ready):
+        elif self._paused and not wanted:
             subscription.resume(subscription.partitions())
-            self._paused = False
-
-    async def _take(self, record: Record) -> None:
-        expected = self._positions.get(record.partition, 0)
-        if record.offset > expected:
-            self._frontier.partition(record.partition).skip_gap(expected, record.offset)
-        self._positions[record.partition] = record.offset + 1
-        if self._frontier.is_done(record.partition, record.offset):
-            return
-        size = len(record.value or b"")
-        self._bytes[record.partition, record.offset] = size
-        self._pending_bytes += size
-        self._measures.observe_record(size)
-        trajectory = await self._decoded(record)
-        if trajectory is not None:
-            await self._admit(trajectory, RecordRef(trajectory.trajectory_id, record.partition, record.offset), size)
-
-    async def _decoded(self, record: Record) -> Trajectory | None:
-        where = f"{record.topic}[{record.partition}]@{record.offset}"
-        try:
-            message = record.message()
-            if not isinstance(message, Trajectory):
-                raise MalformedFrame(f"expected a trajectory, got a {message.SCHEMA}")
-        except WireError as error:
-            assert self._rejects is not None, "opened before the first read"
-            await self._rejects.dead_letter(record, error)
-            ref = RecordRef(record.key or "", record.partition, record.offset)
-            await self._skip(ref, record.key, SkipReason.POISON, str(error), known=False)
-            self._breaker.observe(usable=False, where=where)
-            log.warning("undecodable record dead-lettered", where=where, error=str(error))
-            return None
-        return message
-
-    async def _admit(self, trajectory: Trajectory, ref: RecordRef, size: int) -> None:
-        group_id = trajectory.group_id
-        if not self._dedupe.accept(trajectory.trajectory_id, (ref.partition, ref.offset)):
-            await self._skip(ref, group_id, SkipReason.DUPLICATE, "this trajectory was accepted before")
-            return
-        if self._assembler.is_closed(group_id):
-            await self._skip(ref, group_id, SkipReason.GROUP_INCOMPLETE, "its group was closed before it came")
-            return
-        self._measures.observe_trajectory(trajectory)
-        reward, fault = weighted_reward(trajectory, self._weights)
-        self._breaker.observe(usable=fault is None, where=f"{self._topic}[{ref.partition}]@{ref.offset}")
-        refusal = (SkipReason.POISON, fault) if fault else self._rule.verdict(trajectory, self._current_version())
-        if refusal is None:
-            closed = self._assembler.add(Sample(trajectory, ref, reward, size), self._clock())
-        else:
-            await self._skip(ref, group_id, *refusal)
-            closed = self._assembler.add_unusable(trajectory, self._clock())
-        if closed is not None:
-            await self._close_group(closed)
+        self._paused = wanted
 
     async def _close_group(self, closed: Closed) -> None:
-        if closed.usable:
-            heapq.heappush(self._ready, (closed.group.created_at, closed.group.group_id, closed.group))
+        group = closed.group
+        self._ledger.hold(closed)
+        if closed.is_usable:
+            heapq.heappush(self._ready, (group.created_at, group.group_id, group))
             self._arrived.set()
         else:
-            await self.mark_skipped(closed.group, SkipReason.GROUP_INCOMPLETE, closed.detail)
+            detail = f"{len(group.samples)} usable samples of {closed.wanted}, {closed.missing} never came"
+            await self.mark_skipped(group, SkipReason.GROUP_INCOMPLETE, detail)
 
-    async def _still_fresh(self, group: Group) -> Group | None:
+    def _outdated(self, group: Group) -> str | None:
+        """Why none of the group may be trained any more; its samples are only worth something together."""
         current = self._current_version()
-        verdicts = [(sample, self._rule.verdict(sample.trajectory, current)) for sample in group.samples]
-        kept = tuple(sample for sample, verdict in verdicts if verdict is None)
-        for sample, verdict in verdicts:
-            if verdict is not None:
-                await self._skip(sample.ref, group.group_id, *verdict)
-        rest = Group(group.group_id, group.created_at, kept)
-        if len(kept) >= 2:
-            return rest
-        await self.mark_skipped(rest, SkipReason.GROUP_INCOMPLETE, f"{len(kept)} samples left, the others are stale")
-        return None
+        verdicts = (self._sorter.rule.verdict(sample.trajectory, current) for sample in group.samples)
+        return next((detail for verdict in verdicts if verdict is not None for detail in [verdict[1]]), None)
 
-    async def _skip(
-        self, ref: RecordRef, group_id: str | None, reason: SkipReason, detail: str, *, known: bool = True
-    ) -> None:
-        assert self._rejects is not None, "opened before anything can be skipped"
-        await self._rejects.skip(ref, group_id, reason, detail, self._current_version().number, known=known)
-        self._finish(ref)
 
-    def _finish(self, ref: RecordRef) -> None:
-        self._frontier.mark(ref.partition, ref.offset)
-        self._pending_bytes -= self._bytes.pop((ref.partition, ref.offset), 0)
+def should_pause(settings: IntakeSettings, paused: bool, held_bytes: int, has_ready: bool) -> bool:
+    """Whether reading is to pause: above the high mark, until below the low one, and only with a group ready."""
+    if not has_ready:
+        return False
+    return held_bytes >= settings.low_water_bytes if paused else held_bytes > settings.high_water_bytes

@@ -11,22 +11,26 @@ class IntakeSettings(Section):
     """``[intake]``."""
 
     max_poll_records: Annotated[int, Field(ge=1, description="Most records taken from the bus at once.")] = 500
-    high_water_bytes: Annotated[int, Field(ge=1, description="Bytes held in memory above which reading pauses.")] = (
-        512 << 20
-    )
+    high_water_bytes: Annotated[
+        int, Field(ge=1, description="Bytes of trajectories held in memory above which reading pauses.")
+    ] = 512 << 20
     low_water_bytes: Annotated[int, Field(ge=0, description="Bytes below which reading goes on.")] = 256 << 20
     group_timeout_s: Annotated[
-        float, Field(gt=0, description="Seconds after its first sample at which a group is closed with what is there.")
+        float,
+        Field(gt=0, description="Seconds of reading without a new sample after which a group is closed as it is."),
     ] = 120.0
     orphan_lineage: Annotated[
         Literal["train", "skip"],
-        Field(description="What to do with samples of weights that a trainer crash orphaned; always counted."),
+        Field(description="What to do with samples of weights that a trainer crash orphaned."),
     ] = "train"
     max_consecutive_poison: Annotated[
-        int, Field(ge=1, description="Unusable records in a row that stop the trainer.")
+        int, Field(ge=1, description="Most records in a row that may be undecodable or have no reward.")
     ] = 50
-    max_poison_share: Annotated[
-        float, Field(gt=0, le=1, description="Share of unusable records among the last 1,000 that stops the trainer.")
+    max_undecodable_share: Annotated[
+        float, Field(gt=0, le=1, description="Largest share of undecodable records among the last 1000.")
+    ] = 0.01
+    max_unrewarded_share: Annotated[
+        float, Field(gt=0, le=1, description="Largest share of failed rewards among the last 1000 trajectories.")
     ] = 0.2
 
     @model_validator(mode="after")

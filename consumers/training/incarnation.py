@@ -15,12 +15,12 @@ from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batcher import MicroBatcher
 from consumers.intake.frontier import Frontier
 from consumers.intake.reader import Intake, IntakeStart
+from consumers.training.accounting.gathering import GatheredStep
+from consumers.training.accounting.reporting import StepReporter
 from consumers.training.compute import ComputeThread
-from consumers.training.gathering import GatheredStep
 from consumers.training.persistence.checkpoint import CheckpointManifest, Restored
 from consumers.training.persistence.lineage import Lineage
 from consumers.training.policy import TrainedPolicy
-from consumers.training.reporting import StepReporter
 from consumers.training.settings import TrainingSettings
 from schemas.errors import CheckpointError
 from schemas.identifiers import PolicyVersion

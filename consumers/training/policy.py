@@ -47,6 +47,7 @@ class TrainedPolicy:
         training: TrainingSettings,
         max_completion_length: int,
         restored: Restored | None,
+        seed: int = 0,
     ) -> None:
         """Load the model, from the checkpoint if there is one, and put the learner back where it was.
 
@@ -54,7 +55,7 @@ class TrainedPolicy:
             ModelError: there is no model, or no such device.
         """
         device = resolve_device(training)
-        torch.manual_seed(training.seed)
+        torch.manual_seed(seed)
         model = load_model(
             restored.directory if restored else places.model,
             device,

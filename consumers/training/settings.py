@@ -36,4 +36,3 @@ class TrainingSettings(Section):
     ] = "auto"
     threads: Annotated[int, Field(ge=0, description="CPU threads of one operation; 0: torch decides.")] = 0
     gradient_checkpointing: Annotated[bool, Field(description="Recompute activations instead of keeping them.")] = False
-    seed: Annotated[int, Field(ge=0, description="Seed of torch's generators.")] = 0

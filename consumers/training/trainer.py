@@ -29,15 +29,15 @@ from consumers.batching.samples import Group, MicroBatch
 from consumers.batching.settings import BatchingSettings
 from consumers.intake.reader import Intake
 from consumers.intake.settings import IntakeSettings
+from consumers.training.accounting.gathering import GatheredStep
+from consumers.training.accounting.metrics import append_metrics, finite
+from consumers.training.accounting.reporting import StepReporter
 from consumers.training.compute import ComputeThread
-from consumers.training.gathering import GatheredStep
 from consumers.training.incarnation import Incarnation, check_continues, intake_start
-from consumers.training.metrics import append_metrics, finite
 from consumers.training.persistence.checkpoint import CheckpointStore, Restored, config_hash
 from consumers.training.persistence.files import remove_leftovers
 from consumers.training.persistence.lineage import claim_lineage
 from consumers.training.policy import PolicyPlaces, TrainedPolicy
-from consumers.training.reporting import StepReporter
 from consumers.training.settings import TrainingSettings
 from schemas.errors import SettingsError
 from schemas.identifiers import PolicyVersion
@@ -63,6 +63,7 @@ class Trainer:
     model_path: str
     run_dir: Path
     weights_store: Path
+    seed: int = 0
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
@@ -119,7 +120,7 @@ class Trainer:
             remove_leftovers(directory)
         places = PolicyPlaces(self.model_path, checkpoints, self.weights_store)
         policy = await compute(
-            TrainedPolicy, places, self.algorithm, self.training, self.loop.max_completion_length, restored
+            TrainedPolicy, places, self.algorithm, self.training, self.loop.max_completion_length, restored, self.seed
         )
         life = Incarnation(
             run_name=self.run_name,

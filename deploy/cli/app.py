@@ -33,10 +33,10 @@ def main() -> None:
     except StreamRLError as error:
         _end(error, error.exit_code)
     except ExceptionGroup as group:
-        error = _first_of_ours(group)
-        if error is None:
+        ours = _first_of_ours(group)
+        if ours is None:
             raise
-        _end(error, error.exit_code)
+        _end(ours, ours.exit_code)
 
 
 def _first_of_ours(group: BaseExceptionGroup[BaseException]) -> StreamRLError | None:

@@ -47,9 +47,10 @@ class RunState:
             return
         self.version = report.version
         self.finished = self.finished or report.finished
-        while self.steps and self.steps[-1].step >= report.step:
+        taken = bool(report.micro_batches)
+        while self.steps and self.steps[-1].step >= report.step + (not taken):
             self.steps.pop()
-        if report.micro_batches:
+        if taken:
             trained = sum(len(batch) for batch in report.micro_batches)
             self.steps.append(StepPoint(report.step, report.version, report.sent_at, trained, report.metrics))
 

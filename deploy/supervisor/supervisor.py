@@ -13,9 +13,6 @@ from schemas.errors import StreamRLError, UserError
 
 log = structlog.get_logger()
 
-LET_FINISH_S = 5.0
-"""Time for the others to end by themselves after the essential process ended well."""
-
 
 @dataclass
 class Supervisor:
@@ -45,8 +42,6 @@ class Supervisor:
                 await asyncio.wait([*waiters, *_unfinished(watchers)], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.ending.set()
-            if self.finished.is_set() and not stop.is_set():
-                await asyncio.wait(watchers, timeout=LET_FINISH_S)
             await self._end_all()
             for task in [*watchers, *waiters]:
                 task.cancel()

@@ -97,3 +97,5 @@ def configure_logging() -> None:
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, format="timestamp=%(asctime)s level=%(levelname)s event=%(message)r")
+    # A group's coordinator is looked up before the broker has one; the client tries again by itself.
+    logging.getLogger("aiokafka.consumer.group_coordinator").setLevel(logging.CRITICAL)

@@ -19,4 +19,5 @@ def build_trainer(settings: Settings, _worker_id: str) -> Trainer:
         model_path=settings.model.path,
         run_dir=settings.run.path,
         weights_store=settings.run.weights_store,
+        seed=settings.run.seed,
     )

@@ -58,7 +58,8 @@ class Heartbeats:
         """
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), interval_s)
+                async with asyncio.timeout(interval_s):
+                    await self._changed.wait()
             self._changed.clear()
             await self.beat()
 

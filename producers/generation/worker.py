@@ -146,7 +146,8 @@ class Shift:
         """Say that this worker is gone, so that nobody waits for its lease to end; bounded in time."""
         self.heartbeats.update(state=WorkerState.STOPPED)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.heartbeats.beat(), LAST_BEAT_S)
+            async with asyncio.timeout(LAST_BEAT_S):
+                await self.heartbeats.beat()
 
     async def _start_parts(self) -> None:
         async with asyncio.TaskGroup() as starting:
@@ -167,7 +168,8 @@ class Shift:
             self.heartbeats.update(state=state)
             if state is not WorkerState.READY:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), GATE_S)
+                    async with asyncio.timeout(GATE_S):
+                        await stop.wait()
                 continue
             for record in await self.lane.poll(max_records=ORDERS_PER_POLL, timeout_s=POLL_S):
                 self.orders.accept(record, tasks)

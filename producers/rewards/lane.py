@@ -157,10 +157,16 @@ class FunctionLane:
         return jobs
 
     def _settle(self, replies: list[Any]) -> None:
-        for number, reward, reason in replies:
-            job = self._unanswered.pop(number, None)
-            if job is not None and not job.verdict.done():
-                job.verdict.set_result((reward, reason))
+        for reply in replies:
+            match reply:
+                case [int(number), float() | None as reward, str() | None as reason]:
+                    job = self._unanswered.pop(number, None)
+                    if job is not None and not job.verdict.done():
+                        job.verdict.set_result((reward, reason))
+                case _:
+                    log.error("reward process wrote what is no reply", function=self.name, reply=repr(reply)[:200])
+                    if self._process is not None:
+                        self._process.kill()
         self._progress()
 
     def _blame(self, reason: str) -> None:

@@ -38,7 +38,10 @@ class RewardProcess:
         Raises:
             RewardLoadError: it cannot be imported, is no function, ends the process or takes too long.
         """
-        process = await _spawn(function, timeout_s)
+        try:
+            process = await _spawn(function, timeout_s)
+        except OSError as error:
+            raise RewardLoadError(f"expected to start a process for reward {function}, got: {error}") from error
         output = asyncio.create_task(_log_output(process, name))
         started = cls(process, output, msgpack.Unpacker(max_buffer_size=MAX_REPLY_BYTES))
         try:
@@ -83,7 +86,7 @@ class RewardProcess:
                 self.unpacker.feed(data)
                 messages += self.unpacker
             except Exception as error:
-                log.error("reward process wrote something else than replies", error=repr(error))
+                log.error("reward process wrote what is no reply", error=repr(error))
                 self.kill()
                 return []
         return messages

@@ -32,7 +32,7 @@ class Prompt(Part):
     prompt_id: ShortText
     dataset: ShortText
     content: Annotated[str, Field(max_length=1 << 20)] | tuple[ChatTurn, ...]
-    columns: Annotated[dict[str, JsonValue], Field(default_factory=dict)]
+    columns: dict[str, JsonValue] = Field(default_factory=dict)
 
     @property
     def text(self) -> str:

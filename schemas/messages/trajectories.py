@@ -69,7 +69,7 @@ class Trajectory(Message):
     prompt_text: str
     completion_text: str
     rewards: dict[str, float | None]
-    reward_errors: Annotated[dict[str, str], Field(default_factory=dict)]
+    reward_errors: dict[str, str] = Field(default_factory=dict)
     temperature: float
     bucket: Annotated[int, Field(ge=0)]
     predicted_length: Annotated[int, Field(ge=1)]

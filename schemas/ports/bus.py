@@ -2,7 +2,6 @@
 
 from asyncio import Future
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, Self
 
 from schemas.messages.base import Message
@@ -24,8 +23,7 @@ class Position(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One record as read. ``timestamp`` is in seconds since the epoch."""
 
     topic: str
@@ -45,8 +43,7 @@ class Record:
         return decode(self.value, self.headers)
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """One record to write. ``partition`` None: chosen from the key, as Kafka's default partitioner does."""
 
     topic: str
@@ -93,7 +90,12 @@ class Subscription(Protocol):
     """Reads assigned partitions in offset order per partition; the caller keeps the offsets."""
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
-        """The next records, or none after the time-out. Paused partitions deliver nothing."""
+        """The next records, or none after the time-out. Paused partitions deliver nothing.
+
+        Raises:
+            DataLossRefused: retention deleted the next record before it was read.
+            BusError: the subscription is closed, or the broker refuses.
+        """
         ...
 
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
@@ -151,5 +153,6 @@ class Bus(Protocol):
 
         Raises:
             BusUnavailable: no broker answered, or a topic does not exist.
+            DataLossRefused: a named offset is not on the broker, or not any more.
         """
         ...

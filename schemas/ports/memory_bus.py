@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from schemas.errors import BusError, BusUnavailable
+from schemas.errors import BusError, BusUnavailable, DataLossRefused
 from schemas.ports.bus import Outgoing, Position, Record, Start, TopicPartition
 
 
@@ -68,7 +68,10 @@ class MemoryBus:
             return 0
         if start == "latest":
             return len(self.log(tp.topic).partitions[tp.partition])
-        return start.get(tp, 0)
+        offset, end = start.get(tp, 0), len(self.log(tp.topic).partitions[tp.partition])
+        if offset > end:
+            raise DataLossRefused(f"expected offset {offset} of {tp.topic}/{tp.partition}, the log ends at {end}")
+        return offset
 
 
 @dataclass
@@ -118,17 +121,22 @@ class MemorySubscription:
     offsets: dict[TopicPartition, int]
     group_id: str | None
     paused: set[TopicPartition] = field(default_factory=set)
+    closed: bool = False
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
         """The next records; waits for the first one at most ``timeout_s``."""
+        if self.closed:
+            raise BusError("the subscription is closed; open a new one")
         deadline = asyncio.get_running_loop().time() + timeout_s
+        await asyncio.sleep(0)  # so that a caller that asks without waiting lets others write
         async with self.bus.arrived:
             while not (batch := self._take(max_records)):
                 remaining = deadline - asyncio.get_running_loop().time()
                 if remaining <= 0:
                     return []
                 try:
-                    await asyncio.wait_for(self.bus.arrived.wait(), remaining)
+                    async with asyncio.timeout(remaining):
+                        await self.bus.arrived.wait()
                 except TimeoutError:
                     return []
         return batch
@@ -168,7 +176,8 @@ class MemorySubscription:
         self.bus.committed.update({(self.group_id, tp): offset for tp, offset in offsets.items()})
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Refuse further reading."""
+        self.closed = True
 
 
 def _partition_of(key: str | None, count: int) -> int:

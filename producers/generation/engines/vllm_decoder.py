@@ -66,20 +66,25 @@ class VllmDecoder:
         """See ``Decoder``."""
         torch.set_num_threads(self._settings.threads)
         self._facts = read_facts(self._model_path, self._settings.max_model_len)
-        on_cpu = self._settings.device == "cpu" or not torch.cuda.is_available()
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings recur with every adoption
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
-        os.environ.update(_ENVIRONMENT | (_ENVIRONMENT_OF_A_CPU if on_cpu else {}))
+        os.environ.update(_ENVIRONMENT | ({} if torch.cuda.is_available() else _ENVIRONMENT_OF_A_CPU))
         try:
             import vllm
             from vllm.inputs.engine import tokens_input
+            from vllm.platforms import current_platform
             from vllm.sampling_params import RequestOutputKind
             from vllm.v1.engine.llm_engine import LLMEngine
 
             self._vllm, self._tokens_input, self._delta = vllm, tokens_input, RequestOutputKind.DELTA
-            self._engine = LLMEngine.from_engine_args(vllm.EngineArgs(**self._arguments(on_cpu=on_cpu)))
+            self._engine = LLMEngine.from_engine_args(
+                vllm.EngineArgs(**self._arguments(on_cpu=current_platform.is_cpu()))
+            )
         except Exception as error:
-            raise ModelError(f"expected vLLM to load {self._model_path}, got: {one_line(error)}") from error
+            raise ModelError(
+                f"expected vLLM to load {self._model_path}, got: {one_line(error)}; "
+                f"set VLLM_LOGGING_LEVEL=INFO to see why, or generation.engine to transformers"
+            ) from error
         return self._facts
 
     def add(self, completion: Completion) -> None:

@@ -63,7 +63,8 @@ class Adopter:
                 failures += 1
                 log.warning("weights not fetched", error=str(error), failures=failures, held=str(self.held))
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._offered.wait(), pause)
+                    async with asyncio.timeout(pause):
+                        await self._offered.wait()
                 self._offered.set()
                 continue
             failures = 0

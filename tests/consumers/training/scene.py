@@ -27,7 +27,9 @@ RUN = "r"
 LOOP = LoopSettings(
     groups_per_step=2, num_generations=2, max_staleness=4, max_completion_length=8, bucket_boundaries=(4,), shards=1
 )
-TRAINING = TrainingSettings(learning_rate=1e-2, max_steps=100, checkpoint_every=2, threads=1, weight_decay=0.01)
+TRAINING = TrainingSettings(
+    learning_rate=1e-2, max_steps=100, checkpoint_every=2, threads=1, weight_decay=0.01, keep_weight_versions=20
+)
 
 
 @dataclass

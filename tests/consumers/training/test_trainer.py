@@ -104,9 +104,7 @@ async def test_a_stopped_trainer_leaves_a_checkpoint_that_transformers_load(scen
     assert manifest.frontier == {"0": {"low": 2, "done": []}, "1": {"low": 2, "done": []}}
 
 
-async def test_a_resumed_trainer_goes_on_bit_equal_to_one_that_never_stopped(
-    tmp_path: Path, model_path: Path
-) -> None:
+async def test_a_resumed_trainer_goes_on_bit_equal_to_one_that_never_stopped(tmp_path: Path, model_path: Path) -> None:
     straight, halves = (Scene.make(tmp_path / name, model_path) for name in ("straight", "halves"))
     for scene in (straight, halves):
         for number in range(12):
@@ -209,14 +207,18 @@ async def test_a_group_the_model_cannot_take_is_skipped_whole(scene: Scene) -> N
 
 
 async def test_a_step_without_a_finite_gradient_is_not_taken(scene: Scene) -> None:
-    wild = np.full(2, 3e38, dtype="<f4")
-    async with scene.running(scene.trainer()):
-        await scene.publish(*(item.replace(logprobs=-wild) for item in group(0, tokens=[4, 5])))
-        await scene.publish_group(1)
-        for number in (2, 3):
+    impossible = np.full(2, -500.0, dtype="<f4")
+    async with scene.running(scene.trainer(algorithm=AlgorithmSettings(importance_sampling_cap=None))):
+        await scene.publish(*(item.replace(logprobs=impossible) for item in group(0, tokens=[4, 5])))
+        for number in (1, 2, 3):
             await scene.publish_group(number)
         await scene.until_version(1, 1)
-    assert scene.reports()[1].step == 1
+    assert scene.reports()[1].group_ids == ("p/2/0", "p/3/0")
+    assert {(skip.group_id, skip.reason) for skip in scene.skips()} == {
+        ("p/0/0", SkipReason.FILTERED),
+        ("p/1/0", SkipReason.FILTERED),
+    }
+    assert "finite" in scene.skips()[0].detail
     assert all(np.isfinite(tensor).all() for tensor in weights(scene.root, "1-1").values())
 
 

@@ -28,6 +28,14 @@ def test_a_resumed_trainer_replaces_the_steps_that_were_lost() -> None:
     assert state.latest("reward") == 0.9
 
 
+def test_the_first_report_of_a_resumed_trainer_keeps_the_step_it_resumed_from() -> None:
+    state = RunState()
+    for step in (1, 2, 3):
+        state.observe(report(1, step))
+    state.observe(report(2, 2).replace(micro_batches=(), group_ids=()))
+    assert [point.step for point in state.steps] == [1, 2]
+
+
 def test_throughput_is_trained_trajectories_over_the_time_between_reports() -> None:
     state = RunState()
     for step in (1, 2, 3):

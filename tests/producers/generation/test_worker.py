@@ -147,7 +147,7 @@ async def test_an_order_becomes_one_trajectory_per_sample_on_its_partition(stage
 
 
 async def test_nothing_is_missed(stage: MakeStage) -> None:
-    """Orders that stand there before the worker are for an earlier incarnation; those after its first heartbeat count."""
+    """Orders before the worker are for an earlier incarnation; every one after its first heartbeat counts."""
     it = stage(engine=FakeEngine(start_delay_s=0.1))
     await it.order(work_order(0, samples=1))
     it.start()
@@ -390,7 +390,7 @@ async def test_tokens_are_streamed_if_wanted(stage: MakeStage) -> None:
 
 
 async def test_a_failing_reward_function_is_named_in_its_trajectory_and_others_are_scored(stage: MakeStage) -> None:
-    here = "tests.producers.rewards.functions"
+    here = "tests.producers.generation.reward_functions"
     settings = RewardSettings(functions=(f"{here}:length", f"{here}:by_sample"), timeout_s=0.5)
     it = stage(rewards=RewardRunner(settings))
     await it.ready()

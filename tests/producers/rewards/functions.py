@@ -101,21 +101,3 @@ def positional(completions: Any, /) -> list[float]:
 
 
 not_callable = 3
-
-
-def by_sample(completion_ids: list[list[int]], prompts: list[str]) -> list[float]:
-    """Hangs at the fake engine's sample 1 of a prompt and raises at its sample 2."""
-    from schemas.messages.prompts import SamplingParams
-    from schemas.ports.engine import GenerationRequest
-    from tests.fakes.engine import fake_tokens
-
-    def sample(index: int) -> list[int]:
-        prompt_token_ids = [ord(character) for character in prompts[0]]
-        request = GenerationRequest(f"d/0/0/{index}", prompt_token_ids, SamplingParams(max_completion_length=8))
-        return fake_tokens(request, len(completion_ids[0]))
-
-    if completion_ids[0] == sample(1):
-        time.sleep(60)
-    if completion_ids[0] == sample(2):
-        raise ValueError("third")
-    return [1.0]

@@ -103,7 +103,7 @@ async def test_tokens_come_in_chunks_and_in_order(engine: ThreadedEngine, decode
 
 
 async def test_every_delta_is_of_one_version(engine: ThreadedEngine) -> None:
-    runs = [asyncio.create_task(sample(engine, [1], max_completion_length=120 + n)) for n in range(4)]
+    runs = [asyncio.create_task(sample(engine, [1], max_completion_length=600 + n)) for n in range(4)]
     for number in range(1, 6):
         await asyncio.sleep(10 * PAUSE_S)
         await engine.adopt(Path(str(number)), PolicyVersion(1, number))

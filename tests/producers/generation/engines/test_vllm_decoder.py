@@ -82,7 +82,7 @@ async def test_spans_agree_with_their_versions_when_weights_arrive_in_flight(
     models = {version: load(directory) for version, directory in directories.items()}
     others = [sample(engine, PROMPTS[n % 6], max_completion_length=400) for n in range(30)]
     arriving = {version: directories[version] for version in list(directories)[1:]}
-    first = sample_and_adopt(engine, PROMPTS[3], arriving, max_completion_length=500)
+    first = sample_and_adopt(engine, PROMPTS[3], arriving, max_completion_length=900)
     results = await asyncio.gather(first, *others)
     assert len(results[0].spans()) == 4
     for result in results:

@@ -1,7 +1,7 @@
 """Remembers the trajectory ids that were accepted, and where, within a bounded window. Pure.
 
-The window is exact as long as it holds more ids than can be in flight within the staleness bound: an older repeat is
-refused as stale before it gets here.
+The window is exact as long as it holds more ids than can be in flight within the staleness bound: a later repeat of
+the same tokens is refused as stale.
 """
 
 from collections.abc import Mapping

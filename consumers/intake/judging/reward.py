@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from schemas.messages.trajectories import FinishReason, Trajectory
+from schemas.messages.trajectories import Trajectory
 
 
 def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tuple[float, str | None]:
@@ -13,8 +13,6 @@ def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tup
     """
     if trajectory.reward_errors:
         return 0.0, "; ".join(f"reward {name}: {text}" for name, text in sorted(trajectory.reward_errors.items()))
-    if trajectory.finish_reason is FinishReason.ABORT:
-        return 0.0, "generation was aborted"
     given = {name: value for name, value in trajectory.rewards.items() if value is not None}
     if not given:
         return 0.0, f"no reward applies, of {sorted(trajectory.rewards)}"

@@ -10,7 +10,7 @@ import numpy as np
 from consumers.algorithms.advantages import deviation
 from consumers.algorithms.credit import Credit
 from consumers.batching.samples import Group, MicroBatch, Sample
-from consumers.training.metrics import StepMetrics
+from consumers.training.accounting.metrics import StepMetrics
 from schemas.identifiers import PolicyVersion
 from schemas.messages.reports import RecordRef
 

@@ -7,7 +7,7 @@ import pytest
 from consumers.algorithms.credit import ModelLimits, credit_group
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.samples import Group, Sample
-from consumers.training.metrics import StepMetrics, append_metrics, finite
+from consumers.training.accounting.metrics import StepMetrics, append_metrics, finite
 from schemas.identifiers import PolicyVersion
 from schemas.messages.reports import RecordRef
 from schemas.messages.trajectories import FinishReason

@@ -1,0 +1,115 @@
+"""Assembles groups: whole when every sample is accounted for, closed with what is there after a time-out. Pure.
+
+Invariant a_sample_is_in_one_group_once: what was added leaves in exactly one ``Closed``.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from consumers.batching.samples import Group, Sample
+from schemas.identifiers import make_trajectory_id
+from schemas.messages.reports import RecordRef, SkipReason
+from schemas.messages.trajectories import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A record that is not trained, and why."""
+
+    ref: RecordRef
+    reason: SkipReason
+    detail: str
+
+
+@dataclass(slots=True)
+class _Open:
+    """A group under assembly: usable and refused samples by their index."""
+
+    wanted: int
+    touched_at: float
+    samples: dict[int, Sample] = field(default_factory=dict)
+    refusals: dict[int, Refusal] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A group that is over: its usable samples, the refused ones, and how many of ``wanted`` never came."""
+
+    group: Group
+    refusals: tuple[Refusal, ...]
+    wanted: int
+
+    @property
+    def missing(self) -> int:
+        """Samples that never came."""
+        return self.wanted - len(self.group.samples) - len(self.refusals)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether there are samples to compare; a group that was ordered with one sample needs no second."""
+        return len(self.group.samples) >= min(2, self.wanted)
+
+
+@dataclass
+class GroupAssembler:
+    """Groups under assembly, least recently touched first; ``capacity`` closed ones are remembered by name."""
+
+    timeout_s: float
+    capacity: int
+    open: dict[str, _Open] = field(default_factory=dict)
+    closed: dict[str, None] = field(default_factory=dict)
+
+    def is_closed(self, group_id: str) -> bool:
+        """Whether the group is over, so that a sample of it comes late."""
+        return group_id in self.closed
+
+    def restore(self, trajectory_ids: Iterable[str]) -> None:
+        """The groups of finished trajectories are over: all records of a group are finished together."""
+        self.closed = dict.fromkeys(name.rpartition("/")[0] for name in trajectory_ids)
+
+    def objection(self, trajectory: Trajectory) -> tuple[SkipReason, str] | None:
+        """Why this sample cannot belong to its group, or none."""
+        group_id, index, wanted = trajectory.group_id, trajectory.sample_index, trajectory.num_generations
+        if trajectory.trajectory_id != (name := make_trajectory_id(group_id, index)):
+            return SkipReason.POISON, f"expected sample {index} of {group_id} to be named {name}"
+        entry = self.open.get(group_id)
+        if index >= wanted or (entry is not None and entry.wanted != wanted):
+            known = wanted if entry is None else entry.wanted
+            return SkipReason.POISON, f"expected a sample of {known} in {group_id}, got sample {index} of {wanted}"
+        if entry is not None and (index in entry.samples or index in entry.refusals):
+            return SkipReason.DUPLICATE, "this sample of the group was accepted before"
+        return None
+
+    def add(self, trajectory: Trajectory, outcome: Sample | Refusal, now: float) -> Closed | None:
+        """Take in a sample without objections, usable or refused; the group if that made it whole.
+
+        ``now``: seconds on a clock that stands still while nothing can be read.
+        """
+        entry = self.open.pop(trajectory.group_id, None) or _Open(trajectory.num_generations, now)
+        entry.touched_at = now
+        self.open[trajectory.group_id] = entry
+        if isinstance(outcome, Refusal):
+            entry.refusals[trajectory.sample_index] = outcome
+        else:
+            entry.samples[trajectory.sample_index] = outcome
+        whole = len(entry.samples) + len(entry.refusals) == entry.wanted
+        return self._close(trajectory.group_id) if whole else None
+
+    def expire(self, now: float) -> list[Closed]:
+        """Close the groups whose time is over."""
+        late = []
+        for group_id, entry in self.open.items():
+            if now - entry.touched_at < self.timeout_s:
+                break
+            late.append(group_id)
+        return [self._close(group_id) for group_id in late]
+
+    def _close(self, group_id: str) -> Closed:
+        entry = self.open.pop(group_id)
+        self.closed[group_id] = None
+        if len(self.closed) > self.capacity:
+            del self.closed[next(iter(self.closed))]
+        samples = tuple(entry.samples[index] for index in sorted(entry.samples))
+        created = min((sample.trajectory.created_at for sample in samples), default=0.0)
+        refusals = tuple(entry.refusals[index] for index in sorted(entry.refusals))
+        return Closed(Group(group_id, created, samples), refusals, entry.wanted)

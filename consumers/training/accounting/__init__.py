@@ -1,0 +1,1 @@
+"""What one optimizer step is answerable for: the groups it gathered, its metrics, its report."""

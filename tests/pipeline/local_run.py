@@ -1,0 +1,120 @@
+"""A run as a user starts it: `streamrl run` as a process, its output, its children and what it leaves behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CLI = [sys.executable, "-m", "deploy.cli.app"]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+PATIENCE_S = 240.0
+
+
+def write_config(directory: Path, model: Path, name: str, /, **sections: dict[str, Any]) -> Path:
+    """A small run on a tiny model; ``sections`` override keys."""
+    settings: dict[str, dict[str, Any]] = {
+        "run": {"name": name, "directory": str(directory), "workers": 2},
+        "model": {"path": str(model)},
+        "data": {"source": "jsonl", "path": str(directory / "prompts.jsonl")},
+        "rewards": {"functions": ["tests.pipeline.letter_reward:share_of_a"]},
+        "loop": {
+            "groups_per_step": 4,
+            "num_generations": 4,
+            "max_staleness": 3,
+            "max_completion_length": 12,
+            "bucket_boundaries": [6],
+            "shards": 2,
+        },
+        "generation": {"max_num_seqs": 32},
+        "dispatch": {"lease_s": 5.0},
+        "training": {"max_steps": 12, "learning_rate": 1e-3, "checkpoint_every": 4, "threads": 1},
+    }
+    for section, keys in sections.items():
+        settings.setdefault(section, {}).update(keys)
+    (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(200)))
+    lines = []
+    for section, keys in settings.items():
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+    path = directory / f"{name}.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@dataclass
+class LocalRun:
+    """A started run; its output goes to a file."""
+
+    process: "subprocess.Popen[bytes]"
+    output: Path
+    directory: Path
+
+    @classmethod
+    def start(cls, config: Path, name: str, *arguments: str) -> "LocalRun":
+        output = config.parent / f"{name}.out"
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [*CLI, "run", str(config), *arguments],
+                stdout=file,
+                stderr=file,
+                env={**os.environ, **ENVIRONMENT},
+            )
+        return cls(process, output, config.parent / name)
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def pid_of(self, name: str) -> int:
+        """Newest pid of a child."""
+        return int(re.findall(rf"process={name} pid=(\d+)|pid=(\d+) process={name}\b", self.text())[-1][0])
+
+    def kill_child(self, name: str) -> int:
+        pid = self.pid_of(name)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.directory / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def steps(self) -> int:
+        return max((int(line["step"]) for line in self.metrics()), default=0)
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.text()[-4000:]}"
+            assert time.monotonic() < deadline, f"no {what} in {PATIENCE_S} s:\n{self.text()[-4000:]}"
+            time.sleep(0.05)
+
+    def wait(self) -> int:
+        return self.process.wait(PATIENCE_S)
+
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
+        return found
+
+    def end(self) -> None:
+        """Make sure that nothing is left running, whatever the test did."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(40)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

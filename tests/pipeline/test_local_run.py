@@ -1,0 +1,145 @@
+"""`streamrl run` on a real broker with real processes and a tiny model."""
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from deploy.bus.kafka_bus import KafkaBus
+from deploy.bus.settings import KafkaSettings
+from schemas.ports.bus import Outgoing
+from schemas.wire.topics import TRAJECTORIES
+from tests.pipeline.accounts import Accounts, read_accounts
+from tests.pipeline.conftest import Start
+from tests.pipeline.local_run import CLI, LocalRun, is_alive
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
+
+SUMMARY_KEYS = {
+    "engine",
+    "seed",
+    "train_seconds",
+    "steps",
+    "trajectories",
+    "trajectories_per_s",
+    "tokens_per_s",
+    "staleness_mean",
+    "staleness_max",
+    "trainer_wait_share",
+}
+
+
+def assert_every_record_met_one_fate(accounts: Accounts, *, groups: int) -> None:
+    assert max(accounts.trained.values()) == 1, "a record entered the gradient twice"
+    assert len(accounts.trained_ids) == len(set(accounts.trained_ids)), "a trajectory entered the gradient twice"
+    assert not accounts.trained.keys() - accounts.produced.keys()
+    assert sum(len(report.group_ids) for report in accounts.steps) == groups
+
+
+async def test_a_run_with_its_own_broker_ends_well_and_leaves_a_report(start: Start) -> None:
+    run = start(own_broker=True)
+    assert run.wait() == 0, run.text()[-4000:]
+    summary = run.summary()
+    assert summary.keys() >= SUMMARY_KEYS
+    assert summary["steps"] == 12
+    assert summary["trajectories"] == 12 * 4 * 4
+    assert summary["staleness_max"] <= 3
+    assert len(run.metrics()) == 12
+    report = (run.directory / "report.html").read_text()
+    assert "Staleness" in report
+    assert "http://" not in report.split("</style>")[0]
+    assert (run.directory / "checkpoints" / "step_12" / "config.json").exists()
+    text = run.text()
+    for part in ("reward", "staleness", "lag b0:", "worker-0@1-", "report:"):
+        assert part in text
+    assert not is_alive(run.pid_of("worker-0"))
+
+
+async def test_a_killed_worker_and_a_killed_trainer_change_nothing_but_speed(
+    start: Start, bootstrap_servers: str
+) -> None:
+    run = start("--training.max_steps=16")
+    run.wait_until(lambda: run.steps() >= 3, "third step")
+    run.kill_child("worker-0")
+    run.wait_until(lambda: run.steps() >= 6, "sixth step")
+    run.kill_child("trainer")
+    run.wait_until(lambda: run.steps() >= 8, "eighth step")
+    assert run.wait() == 0, run.text()[-4000:]
+    assert run.summary()["restarts"] == 2
+    accounts = await read_accounts(bootstrap_servers, run.directory.name)
+    assert_every_record_met_one_fate(accounts, groups=16 * 4)
+    assert {report.version.lineage for report in accounts.steps} == {1, 2}
+    assert accounts.steps[-1].step == 16
+
+
+async def test_a_worker_started_by_hand_joins_takes_work_and_leaves(start: Start, bootstrap_servers: str) -> None:
+    run = start("--training.max_steps=40", run={"workers": 1})
+    run.wait_until(lambda: run.steps() >= 1, "first step")
+    by_hand = subprocess.Popen(
+        [
+            *CLI,
+            "worker",
+            str(run.directory / "config.resolved.toml"),
+            "--id",
+            "by-hand",
+            f"--kafka.bootstrap_servers={bootstrap_servers}",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        run.wait_until(lambda: "by-hand@1-" in run.text(), "worker by hand in the display")
+        seen = run.steps()
+        run.wait_until(lambda: run.steps() >= min(40, seen + 4), "further steps")
+        by_hand.send_signal(signal.SIGTERM)
+        assert by_hand.wait(40) == 0
+    finally:
+        by_hand.kill()
+    assert run.wait() == 0, run.text()[-4000:]
+    accounts = await read_accounts(bootstrap_servers, run.directory.name)
+    assert accounts.workers["by-hand"] > 0
+    assert_every_record_met_one_fate(accounts, groups=40 * 4)
+
+
+async def test_undecodable_bytes_are_dead_lettered_and_the_run_goes_on(start: Start, bootstrap_servers: str) -> None:
+    run = start()
+    run.wait_until(lambda: run.steps() >= 2, "second step")
+    publisher = await KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers)).publisher("vandal")
+    topic = TRAJECTORIES.full_name(run.directory.name)
+    for value in (b"\xff\xfe garbage", None, b""):
+        await publisher.publish(Outgoing(topic, value, key="vandal/0/0", partition=0))
+    await publisher.close()
+    assert run.wait() == 0, run.text()[-4000:]
+    accounts = await read_accounts(bootstrap_servers, run.directory.name)
+    assert [record.value for record in accounts.dead_letters] == [b"\xff\xfe garbage", None, b""]
+    assert dict(accounts.dead_letters[0].headers)["dlq-error-class"] == b"UnknownSchema"
+    undecodable = [place for place, name in accounts.produced.items() if name is None]
+    assert [accounts.skipped[place] for place in undecodable] == ["poison"] * 3
+    assert_every_record_met_one_fate(accounts, groups=12 * 4)
+
+
+async def test_ctrl_c_ends_a_run_cleanly_and_the_same_command_goes_on(start: Start, bootstrap_servers: str) -> None:
+    run = start("--training.max_steps=30")
+    run.wait_until(lambda: run.steps() >= 3, "third step")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.text()[-4000:]
+    pids = [run.pid_of(name) for name in ("coordinator", "relay", "trainer", "worker-0", "worker-1", "dispatcher")]
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert "Traceback" not in run.text()
+    reached = run.steps()
+    name = run.directory.name
+    again = LocalRun.start(
+        Path(run.directory.parent / f"{name}.toml"),
+        name,
+        f"--kafka.bootstrap_servers={bootstrap_servers}",
+        f"--training.max_steps={reached + 4}",
+    )
+    try:
+        assert again.wait() == 0, again.text()[-4000:]
+    finally:
+        again.end()
+    accounts = await read_accounts(bootstrap_servers, name)
+    assert_every_record_met_one_fate(accounts, groups=(reached + 4) * 4)
+    assert json.loads((run.directory / "summary.json").read_text())["steps"] == reached + 4

@@ -1,0 +1,91 @@
+"""What a user can do wrong ends in one clear line, exit code 2 and no traceback."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pipeline.accounts import read_accounts
+from tests.pipeline.conftest import Start
+from tests.pipeline.local_run import CLI, write_config
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def run_cli(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=200, env=environment)
+
+
+def assert_one_clear_line(done: "subprocess.CompletedProcess[str]", *parts: str) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    for part in parts:
+        assert part in line
+
+
+def config_with(tmp_path: Path, tiny_model: Path, /, **sections: dict[str, Any]) -> str:
+    return str(write_config(tmp_path, tiny_model, "bad", **sections))
+
+
+def test_a_wrong_key_is_named_with_the_nearest_right_one(tmp_path: Path, tiny_model: Path) -> None:
+    done = run_cli("run", config_with(tmp_path, tiny_model, loop={"max_stalenes": 3}))
+    assert_one_clear_line(done, "loop.max_stalenes", "did you mean loop.max_staleness")
+
+
+def test_a_wrong_value_is_named_with_what_was_got(tmp_path: Path, tiny_model: Path) -> None:
+    done = run_cli("run", config_with(tmp_path, tiny_model), "--loop.groups_per_step=none")
+    assert_one_clear_line(done, "loop.groups_per_step", "'none'")
+
+
+def test_a_missing_configuration_file_is_named() -> None:
+    assert_one_clear_line(run_cli("run", "nowhere.toml"), "nowhere.toml", "does not exist")
+
+
+def test_an_unreachable_broker_is_named_within_seconds(tmp_path: Path, tiny_model: Path) -> None:
+    began = time.monotonic()
+    done = run_cli("run", config_with(tmp_path, tiny_model), "--kafka.bootstrap_servers=127.0.0.1:1")
+    assert_one_clear_line(done, "127.0.0.1:1")
+    assert time.monotonic() - began < 30
+
+
+def test_a_missing_model_is_named(tmp_path: Path, tiny_model: Path, bootstrap_servers: str) -> None:
+    config = config_with(tmp_path, tiny_model, model={"path": str(tmp_path / "no-model")})
+    done = run_cli("run", config, f"--kafka.bootstrap_servers={bootstrap_servers}")
+    assert_one_clear_line(done, "no-model")
+
+
+def test_a_reward_function_that_cannot_be_imported_is_named(
+    tmp_path: Path, tiny_model: Path, bootstrap_servers: str
+) -> None:
+    config = config_with(tmp_path, tiny_model, rewards={"functions": ["tests.pipeline.letter_reward:no_such"]})
+    done = run_cli("run", config, f"--kafka.bootstrap_servers={bootstrap_servers}")
+    assert_one_clear_line(done, "no_such")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [("raises", "cannot judge"), ("hangs", "timed out"), ("returns_nan", "nan")],
+)
+async def test_a_reward_function_that_fails_ends_the_run_with_the_reason_on_every_skip(
+    start: Start, bootstrap_servers: str, function: str, reason: str
+) -> None:
+    run = start(
+        "--intake.max_consecutive_poison=12",
+        "--rewards.timeout_s=0.2",
+        "--run.max_restarts=0",
+        rewards={"functions": [f"tests.pipeline.letter_reward:{function}"]},
+    )
+    assert run.wait() == 1, run.text()[-4000:]
+    last = run.text().strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "in a row" in last
+    accounts = await read_accounts(bootstrap_servers, run.directory.name)
+    assert set(accounts.skipped.values()) == {"poison"}
+    assert not accounts.trained
+    log = (run.directory / "logs" / "trainer.log").read_text()
+    assert "Traceback" not in log
