@@ -63,13 +63,13 @@ clean:  ## remove the environments and caches of this checkout
 
 .venv/ready: .venv/bin/uv requirements-dev.txt pyproject.toml
 	@echo "installing packages into .venv"
-	@.venv/bin/uv pip install --python .venv -r requirements-dev.txt
+	@.venv/bin/uv pip install --compile-bytecode --python .venv -r requirements-dev.txt
 	@.venv/bin/uv pip install -q --python .venv --no-deps -e .
 	@touch $@
 
 .venv-vllm/ready: .venv/bin/uv requirements-vllm.txt pyproject.toml
 	@echo "installing packages and vLLM into .venv-vllm"
 	@[ -x .venv-vllm/bin/python ] || .venv/bin/uv venv -q --python $(PYTHON) .venv-vllm
-	@.venv/bin/uv pip install --python .venv-vllm --no-deps -r requirements-vllm.txt
+	@.venv/bin/uv pip install --compile-bytecode --python .venv-vllm --no-deps -r requirements-vllm.txt
 	@.venv/bin/uv pip install -q --python .venv-vllm --no-deps -e .
 	@touch $@

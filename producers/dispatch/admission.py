@@ -1,14 +1,20 @@
 """Admission by staleness: how many groups may be under way. Pure; knows no topics and no workers.
 
+Let n be the groups admitted and not ended untrained, B groups_per_step and S max_staleness. Every step trains exactly
+B of them, and the trainer takes whole groups oldest first, in the order of admission.
+
 Invariants, each with a test of its name:
-- no_consumed_token_is_older_than_max_staleness: while a group with base version b is in flight, at most
-  (b + max_staleness + 1) × groups_per_step groups were admitted and not ended untrained. Every step trains exactly
-  groups_per_step of them, so the step after version b + max_staleness cannot be completed without this group.
+- no_consumed_token_is_older_than_max_staleness: a group with base version b is admitted only with n <= (b + S + 1) × B,
+  itself included, and n stays within that as long as samples of it are missing. So the step after version b + S cannot
+  be completed without it while it is missing. From when it is whole, later groups come behind it, and those before it
+  were among the n; it is trained by that step. Hence a whole group holds no others back.
 - admission_never_deadlocks: when nothing may be admitted, either a whole step's groups are in flight, or newer
   weights are on their way to a worker. (It rests on every admitted group being trained or skipped in the end.)
 
-A resumed trainer may get past a group's bound, by training groups that it had skipped before. Holding others back
-cannot save such a group any more, so it no longer limits them; the trainer's own check decides about it.
+Two cases are left to the trainer's own check, which skips what has become too old. Between the moment at which the last
+sample is on the topic and the moment at which the trainer has read it, it may have read later groups of other
+partitions. And a resumed trainer may get past a group's bound, by training groups that it had skipped before: holding
+others back cannot save such a group any more, so it no longer limits them.
 
 The base version of a group is the lowest version number that can have sampled a token of it: what the worker held,
 or the trainer's number as known here if that is lower. Trained groups are counted as version number ×
@@ -40,6 +46,7 @@ class AdmissionLedger:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._base: dict[str, PolicyVersion] = {}
+        self._missing: set[str] = set()
         self._ended: deque[_Ended] = deque()
         self.current: PolicyVersion | None = None
 
@@ -53,6 +60,11 @@ class AdmissionLedger:
         """Lowest base version number in flight."""
         return min((base.number for base in self._base.values()), default=None)
 
+    @property
+    def oldest_missing(self) -> int | None:
+        """Lowest base version number of the groups with samples missing; only these hold others back."""
+        return min((self._base[group_id].number for group_id in self._missing), default=None)
+
     def is_in_flight(self, group_id: str) -> bool:
         """Whether the group was admitted and has not ended."""
         return group_id in self._base
@@ -62,7 +74,7 @@ class AdmissionLedger:
         if self.current is None:
             return 0
         base = self._base_of(held).number
-        oldest = self.oldest
+        oldest = self.oldest_missing
         if oldest is not None:
             base = min(base, max(oldest, self.current.number - self._max_staleness))
         return max(0, self._limit(base) - self._under_way())
@@ -82,6 +94,11 @@ class AdmissionLedger:
         if not self.may_admit(held):
             raise LifecycleError(f"expected room for {group_id} at version {held}, got {self._under_way()} under way")
         self._base[group_id] = self._base_of(held)
+        self._missing.add(group_id)
+
+    def produced(self, group_id: str) -> None:
+        """Every sample of a group is on the trajectories topic."""
+        self._missing.discard(group_id)
 
     def may_move(self, group_id: str, held: PolicyVersion) -> bool:
         """Whether a worker that holds this version may sample what is missing of a group."""
@@ -103,11 +120,13 @@ class AdmissionLedger:
     def restore(self, group_id: str, held: PolicyVersion) -> None:
         """Take a group into account that was admitted in an earlier life of the dispatcher."""
         self._base.setdefault(group_id, held)
+        self._missing.add(group_id)
         self._lower(group_id, held)
 
     def end(self, group_id: str, number: int) -> bool:
         """A group ended at this version number, trained or not; false if it was not in flight."""
         base = self._base.pop(group_id, None)
+        self._missing.discard(group_id)
         if base is not None:
             self._ended.append(_Ended(group_id, base, number))
         return base is not None
@@ -115,12 +134,13 @@ class AdmissionLedger:
     def forget(self, group_id: str) -> None:
         """A group of which no sample exists is given up; it cannot come back."""
         self._base.pop(group_id, None)
+        self._missing.discard(group_id)
 
     def advance(self, version: PolicyVersion, trained: Iterable[str]) -> bool:
         """The trainer reached a version with these groups; false for a repeat or an orphaned lineage.
 
         A newer lineage with a lower number means that the trainer resumed: the groups that ended since then are in
-        flight again, because it will read them again.
+        flight again, because it will read them again. They count as produced: what it had of them is on the topic.
         """
         if self.current is not None and version <= self.current:
             return False

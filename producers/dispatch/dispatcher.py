@@ -73,16 +73,18 @@ class Dispatcher:
 
     async def _serve(self, subscription: Subscription, publisher: Publisher, stop: asyncio.Event) -> None:
         listened = logged = self.clock()
+        has_more = False
         while not stop.is_set() and not self.state.is_over(self.clock()):
             self._forgive_our_own_silence(self.clock() - listened)
-            records = await subscription.poll(timeout_s=self.settings.poll_s)
+            records = await subscription.poll(timeout_s=0.0 if has_more else self.settings.poll_s)
             listened = self.clock()
             for record in records:
                 if (message := message_of(record)) is not None:
                     self.state.observe(message, listened)
+            has_more = False
             if self.state.mode == "run" and not self.state.finished:
                 await self._send_again(publisher, stop)
-                await self._send_new(publisher, stop)
+                has_more = await self._send_new(publisher, stop)
             if listened - logged >= self.settings.log_interval_s:
                 logged = listened
                 self._log_progress()
@@ -108,15 +110,17 @@ class Dispatcher:
                 self.state.reassign(order, worker, now)
                 await self._publish(publisher, order, stop)
 
-    async def _send_new(self, publisher: Publisher, stop: asyncio.Event) -> None:
+    async def _send_new(self, publisher: Publisher, stop: asyncio.Event) -> bool:
+        """Orders for new prompts, one turn's at most; true if there may be room for more."""
         for _ in range(self.settings.orders_per_turn):
             now = self.clock()
             worker = self.state.choose(self.loop.num_generations, self.state.ledger.may_admit, now)
             if worker is None or stop.is_set():
-                return
+                return False
             order = await self._next_order(worker, now)
             self.state.admit(order, worker, now)
             await self._publish(publisher, order, stop)
+        return True
 
     async def _next_order(self, worker: Candidate, now: float) -> WorkOrder:
         position = self.state.cursor
@@ -138,7 +142,7 @@ class Dispatcher:
             sample_indices=tuple(range(self.loop.num_generations)),
             partition=self.loop.partition_of(estimate.bucket, position),
             admitted_version=worker.version,
-            created_at=now,
+            created_at=self.state.created_at(now),
         )
 
     @staticmethod

@@ -3,6 +3,7 @@
 ``advice_only``: estimates choose a bucket and weigh the load; which prompts are sent, and when, holds without them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -54,6 +55,7 @@ class DispatchState:
         self.mode: Literal["run", "pause", "drain"] = "run"
         self.finished = False
         self.cursor = 0
+        self._newest = 0.0
         self.admitted = self.reordered = self.given_up = 0
 
     def observe(self, message: Message, at: float) -> None:
@@ -74,7 +76,11 @@ class DispatchState:
 
     def _produced(self, trajectory: Trajectory) -> None:
         flight = self.flights.produced(trajectory.group_id, trajectory.sample_index)
-        if flight is None or trajectory.finish_reason is FinishReason.ABORT:
+        if flight is None:
+            return
+        if not flight.missing:
+            self.ledger.produced(trajectory.group_id)
+        if trajectory.finish_reason is FinishReason.ABORT:
             return
         length = len(trajectory.token_ids)
         self.predictor.observe(trajectory.dataset, len(flight.order.prompt.text), length)
@@ -110,8 +116,13 @@ class DispatchState:
     def restore(self, order: WorkOrder, sent_at: float) -> None:
         """Apply an order of an earlier life of the dispatcher. Heartbeats must have been applied before."""
         self.cursor = max(self.cursor, order.position + 1)
+        self._newest = max(self._newest, order.created_at)
         self.ledger.restore(order.group_id, order.admitted_version)
         self.flights.send(order, self.fleet.incarnation_at(order.worker_id, sent_at), sent_at)
+
+    def created_at(self, now: float) -> float:
+        """The next group's time stamp: later than all before, even if the clock went back; the bound rests on that."""
+        return max(now, math.nextafter(self._newest, math.inf))
 
     def admit(self, order: WorkOrder, worker: Candidate, now: float) -> None:
         """A new group is about to be sent to a worker.
@@ -121,6 +132,7 @@ class DispatchState:
         """
         self.ledger.admit(order.group_id, worker.version)
         self.flights.send(order, worker.incarnation, now)
+        self._newest = order.created_at
         self.cursor = order.position + 1
         self.admitted += 1
 

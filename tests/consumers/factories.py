@@ -1,0 +1,70 @@
+"""Trajectories and samples with only what a test cares about spelled out."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from consumers.batching.samples import Sample, TrainingSample
+from schemas.identifiers import PolicyVersion, make_trajectory_id
+from schemas.messages.reports import RecordRef
+from schemas.messages.trajectories import FinishReason, Trajectory, VersionSpan
+
+V0 = PolicyVersion(1, 0)
+
+
+def trajectory(
+    group_id: str = "d/0/0",
+    index: int = 0,
+    *,
+    of: int = 2,
+    tokens: int = 3,
+    prompt: int = 2,
+    versions: Sequence[PolicyVersion] = (V0,),
+    rewards: Mapping[str, float | None] | None = None,
+    created_at: float = 0.0,
+    **changes: Any,
+) -> Trajectory:
+    """Completion of ``tokens`` tokens, shared evenly by ``versions``."""
+    edges = np.linspace(0, tokens, len(versions) + 1).astype(int).tolist()
+    spans = [
+        VersionSpan(version=version, start=start, end=end)
+        for version, start, end in zip(versions, edges, edges[1:], strict=False)
+        if end > start
+    ]
+    fields: dict[str, Any] = {
+        "trajectory_id": make_trajectory_id(group_id, index),
+        "group_id": group_id,
+        "prompt_id": group_id.rpartition("/")[0],
+        "dataset": "d",
+        "sample_index": index,
+        "num_generations": of,
+        "prompt_token_ids": np.arange(1, prompt + 1, dtype="<i4"),
+        "token_ids": np.arange(10, 10 + tokens, dtype="<i4"),
+        "logprobs": -np.arange(1, tokens + 1, dtype="<f4"),
+        "loss_mask": np.ones(tokens, dtype="<u1"),
+        "version_spans": tuple(spans),
+        "finish_reason": FinishReason.STOP,
+        "prompt_text": "",
+        "completion_text": "",
+        "rewards": {"exact": float(index)} if rewards is None else dict(rewards),
+        "temperature": 1.0,
+        "bucket": 0,
+        "predicted_length": 4,
+        "worker_id": "w0",
+        "attempt": 0,
+        "admitted_version": versions[0],
+        "created_at": created_at,
+        "started_at": created_at,
+        "finished_at": created_at,
+    }
+    return Trajectory(**(fields | changes))
+
+
+def sample(group_id: str = "d/0/0", index: int = 0, *, offset: int = 0, partition: int = 0, **changes: Any) -> Sample:
+    found = trajectory(group_id, index, **changes)
+    return Sample(found, RecordRef(found.trajectory_id, partition, offset), reward=float(index), size_bytes=100)
+
+
+def training_sample(index: int, *, prompt: int = 2, tokens: int = 3, advantage: float = 1.0) -> TrainingSample:
+    return TrainingSample(sample("d/0/0", index, of=10_000, offset=index, prompt=prompt, tokens=tokens), advantage)
