@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -115,9 +116,15 @@ async def started(client: Client, settings: KafkaSettings) -> Client:
 
 
 def _cause(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    return (getattr(error, "strerror", None) or str(error)).strip().lower()
+    match error:
+        case TimeoutError():
+            return "no answer in time"
+        case errors.KafkaError():
+            return f"a listener that ends the conversation ({type(error).__name__})"
+        case OSError(errno=int() as number) if number > 0:
+            return os.strerror(number).lower()
+        case _:
+            return str(error)
 
 
 async def _listening(address: str) -> None:
@@ -138,12 +145,15 @@ async def _listening(address: str) -> None:
     raise refusal or OSError(f"no address in {address!r}")
 
 
-async def discard(client: Any) -> None:
-    """Stop a client of any kind; errors and a stop that never ends are of no interest any more."""
-    stop = getattr(client, "stop", None) or client.close
-    with contextlib.suppress(TimeoutError, OSError, errors.KafkaError):
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await stop()
+async def discard(client: Any, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    """Stop a client of any kind; errors and a stop that never ends are of no interest any more.
+
+    In a task of its own, because aiokafka lets a cancellation of its inner tasks escape from ``stop``.
+    """
+    stopping = asyncio.create_task((getattr(client, "stop", None) or client.close)())
+    await asyncio.wait([stopping], timeout=timeout_s)
+    stopping.cancel()
+    await asyncio.gather(stopping, return_exceptions=True)
 
 
 class _Prober(AIOKafkaClient):  # type: ignore[misc]

@@ -5,7 +5,6 @@ batches that expire before they were handed to it are dropped, those handed over
 """
 
 import asyncio
-import contextlib
 import functools
 import random
 from collections.abc import Awaitable, Callable
@@ -23,13 +22,14 @@ from aiokafka.partitioner import murmur2
 
 from deploy.bus.batches import Batch, Lane, new_builder
 from deploy.bus.buffer_space import BufferSpace
-from deploy.bus.connection import our_errors, partitions_seen_by
+from deploy.bus.connection import discard, our_errors, partitions_seen_by
 from deploy.bus.settings import KafkaSettings
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown
 from schemas.ports.bus import Outgoing, Position, TopicPartition
 
 CLOSE_FLUSH_S = 10.0
 STOP_TIMEOUT_S = 2.0
+FORCE_TIMEOUT_S = 3.0
 _RECORD_OVERHEAD = 100
 
 log = structlog.get_logger()
@@ -53,7 +53,7 @@ class KafkaPublisher:
         self._space = BufferSpace(settings.max_in_flight_bytes)
         self._counts: dict[str, int] = {}
         self._lanes: dict[tuple[str, int | None], Lane] = {}
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._retiring: dict[asyncio.Task[None], AIOKafkaProducer] = {}
         self._closed = False
 
     async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
@@ -144,12 +144,12 @@ class KafkaPublisher:
         self._space.release(batch.size)
 
     def _retire(self, producer: AIOKafkaProducer | None) -> None:
-        if producer is not None and producer is self._producer:
+        if producer is not None and producer is self._producer and not self._closed:
             self._producer = None
             log.warning("publisher reconnects after a failed batch", client_id=self._client_id)
             task = asyncio.create_task(_stop(producer, self._settings.delivery_timeout_ms / 1000))
-            self._retiring.add(task)
-            task.add_done_callback(self._retiring.discard)
+            self._retiring[task] = producer
+            task.add_done_callback(self._retiring.pop)
 
     async def publish(self, record: Outgoing) -> Position:
         """``submit`` and wait until the broker has it.
@@ -175,14 +175,10 @@ class KafkaPublisher:
         self._closed = True
         if waited_for := self._unsettled():
             await asyncio.wait(waited_for, timeout=CLOSE_FLUSH_S)
+        producers = [*self._retiring.values(), *([self._producer] if self._producer else [])]
+        await asyncio.gather(*(_stop(producer, STOP_TIMEOUT_S) for producer in producers))
         error = DeliveryUnknown(f"publisher {self._client_id} was closed before the broker answered")
-        for lane in self._lanes.values():
-            await lane.stop(error)
-        for task in self._retiring:
-            task.cancel()
-        await asyncio.gather(*self._retiring, return_exceptions=True)
-        if self._producer is not None:
-            await _stop(self._producer, STOP_TIMEOUT_S)
+        await asyncio.gather(*self._retiring, *(lane.stop(error) for lane in self._lanes.values()))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -204,15 +200,19 @@ def _failure(error: KafkaError, batch: Batch) -> BusError:
 
 
 async def _stop(producer: AIOKafkaProducer, patience_s: float) -> None:
-    """Stop gracefully within the patience; then end what aiokafka leaves running while its broker is away."""
-    try:
-        async with asyncio.timeout(patience_s):
-            await producer.stop()
-    except (TimeoutError, OSError, KafkaError):
-        await producer.client.close()
-        producer._message_accumulator.fail_all(ProducerClosed())  # noqa: SLF001 — there is no public way
-        task = producer._sender.sender_task  # noqa: SLF001
-        while task is not None and not task.done():
-            task.cancel()  # once ends the sender, once more the request it waits for
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([task], timeout=0.5)
+    """Stop gracefully within the patience, else by force; errors are of no interest any more."""
+    stopping = asyncio.create_task(discard(producer, FORCE_TIMEOUT_S + patience_s))
+    await asyncio.wait([stopping], timeout=patience_s)
+    if not stopping.done():
+        await _end_sender(producer)
+    await stopping
+
+
+async def _end_sender(producer: AIOKafkaProducer) -> None:
+    """End what retries for ever while the broker is away; aiokafka has no public way to do so."""
+    await producer.client.close()
+    producer._message_accumulator.fail_all(ProducerClosed())  # noqa: SLF001
+    sender = producer._sender.sender_task  # noqa: SLF001
+    while sender is not None and not sender.done():
+        sender.cancel()  # once ends the sender, once more the request that it waits for
+        await asyncio.wait([sender], timeout=0.2)

@@ -170,6 +170,8 @@ class KafkaSubscription:
             BusError: the broker refuses or does not answer.
         """
         assert self._reader.group_id is not None, "commit needs a subscription with a group_id"
+        if not offsets:
+            return
         settings = self._reader.settings
         with our_errors(f"committing offsets of {self._reader.group_id}"):
             async with asyncio.timeout(settings.request_timeout_ms / 1000):

@@ -6,18 +6,22 @@ Invariants: applying twice changes nothing the second time; nothing is ever dele
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import for_code
 
 from deploy.bus.connection import client_options, discard, our_errors, started
 from deploy.bus.settings import KafkaSettings
-from schemas.errors import BrokerError, BusUnavailable
+from deploy.bus.subscription import Reader
+from schemas.errors import BrokerError
+from schemas.ports.bus import TopicPartition
 from schemas.wire.topics import CATALOGUE, Topic
 
 READY_TIMEOUT_S = 30.0
+_CLIENT_ID = "streamrl-topics"
 _TOPIC_EXISTS = 36
 _SET_ON_TOPIC = 1
 """``config_source`` of a value that somebody set on the topic itself."""
@@ -73,7 +77,8 @@ async def diff_topics(
         BrokerError: no broker answers.
         BusError: the broker refuses.
     """
-    admin = await _admin(bootstrap_servers, settings)
+    named = (settings or KafkaSettings()).model_copy(update={"bootstrap_servers": bootstrap_servers})
+    admin = await _admin(named)
     try:
         return (await _plan(admin, run, trajectory_partitions, replication_factor)).changes
     finally:
@@ -103,21 +108,21 @@ async def apply_topics(
         BrokerError: no broker answers, or it has too few nodes.
         BusError: the broker refuses.
     """
-    admin = await _admin(bootstrap_servers, settings)
+    named = (settings or KafkaSettings()).model_copy(update={"bootstrap_servers": bootstrap_servers})
+    admin = await _admin(named)
     try:
         plan = await _plan(admin, run, trajectory_partitions, replication_factor)
         with our_errors(f"changing the topics of run {run}"):
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await _carry_out(admin, plan)
-        await _wait_for_leaders(admin, _wanted(run, trajectory_partitions, 1))
-        return plan.changes
     finally:
         await discard(admin)
+    await _wait_for_leaders(named, _wanted(run, trajectory_partitions, 1))
+    return plan.changes
 
 
-async def _admin(bootstrap_servers: str, settings: KafkaSettings | None) -> AIOKafkaAdminClient:
-    named = (settings or KafkaSettings()).model_copy(update={"bootstrap_servers": bootstrap_servers})
-    return await started(AIOKafkaAdminClient(**client_options(named, "streamrl-topics")), named)
+async def _admin(settings: KafkaSettings) -> AIOKafkaAdminClient:
+    return await started(AIOKafkaAdminClient(**client_options(settings, _CLIENT_ID)), settings)
 
 
 def _wanted(run: str, trajectory_partitions: int, replicas: int) -> list[_Wanted]:
@@ -212,25 +217,13 @@ def _refuse_error(code: int, doing: str) -> None:
         raise for_code(code)(doing)
 
 
-async def _wait_for_leaders(admin: AIOKafkaAdminClient, wanted: Sequence[_Wanted]) -> None:
-    """Until as many answers in a row as there are brokers show a leader everywhere: any of them may have answered."""
-    agreed, brokers = 0, 1
+async def _wait_for_leaders(settings: KafkaSettings, wanted: Sequence[_Wanted]) -> None:
+    """Ask every leader for an offset: metadata names a leader a little before that broker has the partition."""
+    partitions = [TopicPartition(each.name, number) for each in wanted for number in range(each.partitions)]
+    consumer = await Reader(settings, _CLIENT_ID, None).assigned(partitions)
     try:
-        async with asyncio.timeout(READY_TIMEOUT_S):
-            while agreed < brokers:
-                with our_errors("waiting for the leaders of the topics"):
-                    brokers = len((await admin.describe_cluster())["brokers"])
-                    described = {each["topic"]: each["partitions"] for each in await admin.describe_topics()}
-                agreed = agreed + 1 if all(_is_ready(described.get(each.name, []), each) for each in wanted) else 0
-                if not agreed:
-                    await asyncio.sleep(0.05)
-    except TimeoutError as error:
-        raise BusUnavailable(
-            f"expected every partition to have a leader within {READY_TIMEOUT_S:g} s; see the brokers' logs"
-        ) from error
-
-
-def _is_ready(partitions: Sequence[dict[str, Any]], wanted: _Wanted) -> bool:
-    return len(partitions) >= wanted.partitions and all(
-        each["error_code"] == 0 and each["leader"] >= 0 for each in partitions
-    )
+        with our_errors(f"waiting for the leaders of {len(partitions)} partitions"):
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await consumer.end_offsets([KafkaPartition(*each) for each in partitions])
+    finally:
+        await discard(consumer)

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from deploy.demo.task import HELD_OUT_ONE_IN, OPTIONS
-from deploy.demo.tokenizer import VOCABULARY
+from deploy.demo.task import HELD_OUT_ONE_IN, INSTRUCTION, OPTIONS, PROMPT_TEMPLATE
 from deploy.demo.warm_start import WarmStartRecipe
 from schemas.errors import ModelError
 
@@ -48,7 +47,7 @@ def ensure_warm_started_model(cache_dir: Path, seed: int, progress: Callable[[st
 
 
 def _fingerprint(recipe: WarmStartRecipe) -> str:
-    parts = [asdict(recipe), OPTIONS, HELD_OUT_ONE_IN, VOCABULARY]
+    parts = [asdict(recipe), OPTIONS, HELD_OUT_ONE_IN, INSTRUCTION, PROMPT_TEMPLATE]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.demo.task import MAX_COMPLETION_TOKENS, Entry, exact_match, held_out_entries
+from deploy.demo.task import MAX_COMPLETION_TOKENS, Entry, exact_match, held_out_entries, prompt_text
 
 NUM_HELD_OUT = 512
 NUM_SAMPLES = 24
@@ -27,8 +27,8 @@ def answer_greedily(model: Any, tokenizer: Any, entries: Sequence[Entry]) -> lis
     answered: list[Answered] = []
     for start in range(0, len(entries), BATCH_SIZE):
         batch = entries[start : start + BATCH_SIZE]
-        questions, answers = [e["question"] for e in batch], [e["answer"] for e in batch]
-        inputs = tokenizer(questions, padding=True, padding_side="left", return_tensors="pt")
+        prompts, answers = [prompt_text(e) for e in batch], [e["answer"] for e in batch]
+        inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
         output = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
@@ -37,7 +37,7 @@ def answer_greedily(model: Any, tokenizer: Any, entries: Sequence[Entry]) -> lis
         )
         texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         rewards = exact_match(texts, answers)
-        answered += map(Answered, questions, texts, answers, map(bool, rewards))
+        answered += map(Answered, prompts, texts, answers, map(bool, rewards))
     return answered
 
 

@@ -18,6 +18,8 @@ DATASET = "spell_backward"
 OPTIONS: dict[str, JsonValue] = {"min_word_len": 3, "max_word_len": 10}
 INSTRUCTION = "Spell this word backward (example: sun -> nus): "
 """What reasoning-gym writes before the word."""
+PROMPT_TEMPLATE = "{prompt}\n"
+"""The line break tells the model where the word ends; it learns several times faster with it."""
 MAX_COMPLETION_TOKENS = 16
 """The longest answer is ten letters and the end token; the rest is room for mistakes."""
 
@@ -36,6 +38,11 @@ def is_held_out(word: str) -> bool:
 def is_training_entry(entry: Entry) -> bool:
     """The filter for ``data.filter``: true if the entry's word may be trained on."""
     return not is_held_out(entry["metadata"]["word"])
+
+
+def prompt_text(entry: Entry) -> str:
+    """What the policy reads: the question, worded as ``data.prompt_template`` words it in a run."""
+    return PROMPT_TEMPLATE.replace("{prompt}", entry["question"])
 
 
 def exact_match(completions: Sequence[str], answer: Sequence[str], **_columns: object) -> list[float]:

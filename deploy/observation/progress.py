@@ -13,7 +13,7 @@ from rich.text import Text
 
 from deploy.observation.state import RunState
 
-LINE_EVERY_S = 5.0
+LINE_EVERY_S = 3.0
 REFRESH_S = 0.5
 LAG_PREFIX = "kafka/lag/bucket_"
 
@@ -75,9 +75,11 @@ async def show_progress(state: RunState, max_steps: int, supervisor: HasRestarts
         with Live(auto_refresh=False) as live:
             while not await _stopped_within(stop, REFRESH_S):
                 live.update(live_view(state, max_steps, supervisor.restarts, time.time()), refresh=True)
+            live.update(live_view(state, max_steps, supervisor.restarts, time.time()), refresh=True)
         return
     while not await _stopped_within(stop, LINE_EVERY_S):
         print(plain_line(state, max_steps, time.time()), flush=True)
+    print(plain_line(state, max_steps, time.time()), flush=True)
 
 
 async def _stopped_within(stop: asyncio.Event, seconds: float) -> bool:

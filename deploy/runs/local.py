@@ -88,14 +88,16 @@ async def _train(settings: Settings, directory: RunDirectory, address: str) -> T
 
 
 async def _supervise(supervisor: Supervisor, observer: Observer, max_steps: int, stop: asyncio.Event) -> None:
-    over = asyncio.Event()
+    over, shown = asyncio.Event(), asyncio.Event()
     watching = asyncio.create_task(observer.run(over))
-    showing = asyncio.create_task(show_progress(observer.state, max_steps, supervisor, over))
+    showing = asyncio.create_task(show_progress(observer.state, max_steps, supervisor, shown))
     try:
         await supervisor.run(stop)
     finally:
         over.set()
-        results = await asyncio.gather(watching, showing, return_exceptions=True)
+        results = [*await asyncio.gather(watching, return_exceptions=True)]
+        shown.set()
+        results += await asyncio.gather(showing, return_exceptions=True)
         for error in (result for result in results if isinstance(result, Exception)):
             log.warning("the display failed; the run itself did not", error=str(error))
 

@@ -140,7 +140,7 @@ class AdmissionLedger:
         """The trainer reached a version with these groups; false for a repeat or an orphaned lineage.
 
         A newer lineage with a lower number means that the trainer resumed: the groups that ended since then are in
-        flight again, because it will read them again. They count as produced: what it had of them is on the topic.
+        flight again, because it will read them again. They count as produced: what it had is on the topic.
         """
         if self.current is not None and version <= self.current:
             return False

@@ -73,7 +73,7 @@ class Dispatcher:
 
     async def _serve(self, subscription: Subscription, publisher: Publisher, stop: asyncio.Event) -> None:
         listened = logged = self.clock()
-        has_more = False
+        has_more = True
         while not stop.is_set() and not self.state.is_over(self.clock()):
             self._forgive_our_own_silence(self.clock() - listened)
             records = await subscription.poll(timeout_s=0.0 if has_more else self.settings.poll_s)

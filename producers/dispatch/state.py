@@ -3,6 +3,7 @@
 ``advice_only``: estimates choose a bucket and weigh the load; which prompts are sent, and when, holds without them.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -166,10 +167,11 @@ class DispatchState:
 
     def choose(self, samples: int, may_take: Callable[[PolicyVersion], bool], now: float) -> Candidate | None:
         """A worker with room for so many samples whose weights will do; none if there is none now."""
+        fits = functools.cache(may_take)
         candidates = [
             candidate
             for candidate in map(self._candidate, self.fleet.ready(now))
-            if candidate.has_room(samples, self._settings.overcommit) and may_take(candidate.version)
+            if candidate.has_room(samples, self._settings.overcommit) and fits(candidate.version)
         ]
         if not candidates:
             return None

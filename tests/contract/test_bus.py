@@ -172,6 +172,7 @@ async def test_a_commit_does_not_move_a_new_reader(adapter: Adapter) -> None:
         await publisher.publish(adapter.record(b"%d" % n, partition=0))
     first = await adapter.subscribe(partitions=[0], group_id="lag-display")
     await read(first, 3)
+    await first.commit({})
     await first.commit({adapter.at(0): 2})
     second = await adapter.subscribe(partitions=[0], group_id="lag-display")
     assert [record.offset for record in await read(second, 3)] == [0, 1, 2]

@@ -1,6 +1,5 @@
 import random
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -8,160 +7,13 @@ from hypothesis import strategies as st
 
 from producers.dispatch.admission import AdmissionLedger
 from schemas.errors import LifecycleError
-from schemas.identifiers import PolicyVersion
-
-
-def v(number: int, lineage: int = 1) -> PolicyVersion:
-    return PolicyVersion(lineage, number)
+from tests.producers.dispatch.world import MOVES, World, v
 
 
 def _ledger(groups_per_step: int = 2, max_staleness: int = 1, number: int = 0) -> AdmissionLedger:
     ledger = AdmissionLedger(groups_per_step, max_staleness)
     ledger.advance(v(number), [])
     return ledger
-
-
-@dataclass
-class _Group:
-    worker: int
-    oldest: int | None = None
-    done: bool = False
-
-
-class _World:
-    """A trainer that takes groups in any order, workers that lag, and a dispatcher that hears of it all later."""
-
-    def __init__(self, groups_per_step: int, max_staleness: int, workers: int) -> None:
-        self.size, self.bound = groups_per_step, max_staleness
-        self.ledger = AdmissionLedger(groups_per_step, max_staleness)
-        self.version = v(0)
-        self.actual = [v(0)] * workers
-        self.reported = [v(0)] * workers
-        self.groups: dict[str, _Group] = {}
-        self.taken: list[tuple[int, str, _Group]] = []
-        self.news: deque[tuple[PolicyVersion, tuple[str, ...]] | tuple[str, int]] = deque([(v(0), ())])
-        self.admitted = 0
-        self.worst = 0
-
-    def admit(self, worker: int) -> bool:
-        if not self.ledger.may_admit(self.reported[worker]):
-            return False
-        self.admitted += 1
-        self.ledger.admit(f"g{self.admitted}", self.reported[worker])
-        self.groups[f"g{self.admitted}"] = _Group(worker)
-        return True
-
-    def adopt(self, worker: int) -> None:
-        self.actual[worker] = max(self.actual[worker], self.version)
-
-    def heartbeat(self, worker: int) -> None:
-        self.reported[worker] = self.actual[worker]
-
-    def sample(self, choice: int, *, finish: bool) -> None:
-        """One group in four is slow: it gets its turn only with choice 0."""
-        if running := [self.groups[name] for name in self.groups if self._has_turn(name, choice)]:
-            group = running[choice % len(running)]
-            number = self.actual[group.worker].number
-            group.oldest = number if group.oldest is None else min(group.oldest, number)
-            group.done = finish
-
-    def move(self, choice: int, worker: int) -> None:
-        if running := [name for name, group in self.groups.items() if not group.done]:
-            name = running[choice % len(running)]
-            if self.ledger.may_move(name, self.reported[worker]):
-                self.ledger.move(name, self.reported[worker])
-                self.groups[name].worker = worker
-
-    def skip(self, choice: int) -> None:
-        if done := self._done():
-            self._take(done[choice % len(done)])
-            self.news.append((self.taken[-1][1], self.version.number))
-
-    def step(self, choice: int) -> bool:
-        done = self._done()
-        if len(done) < self.size:
-            return False
-        start = choice % len(done)
-        names = tuple((done + done)[start : start + self.size])
-        number = self.version.number
-        ages = [number - (self.groups[name].oldest or 0) for name in names]
-        self.worst = max(self.worst, *ages)
-        self.version = v(number + 1, self.version.lineage)
-        for name in names:
-            self._take(name)
-        self.news.append((self.version, names))
-        return True
-
-    def resume(self, back: int) -> None:
-        """The trainer comes back with an older checkpoint and reads everything since then again."""
-        number = max(0, self.version.number - back)
-        self.version = v(number, self.version.lineage + 1)
-        self.groups |= {name: group for at, name, group in self.taken if at > number}
-        self.taken = [entry for entry in self.taken if entry[0] <= number]
-        self.news.append((self.version, ()))
-
-    def hear(self) -> None:
-        if self.news:
-            first, second = self.news.popleft()
-            if isinstance(first, str):
-                self.ledger.end(first, second)  # type: ignore[arg-type]
-            else:
-                self.ledger.advance(first, second)  # type: ignore[arg-type]
-
-    def settle(self) -> None:
-        """Everything that is due happens: news arrive, weights are adopted, samples end, stale groups are skipped."""
-        while self.news:
-            self.hear()
-        for worker in range(len(self.actual)):
-            self.adopt(worker)
-            self.heartbeat(worker)
-            while self.admit(worker):
-                pass
-        for _ in range(len(self.groups)):
-            self.sample(0, finish=True)
-        for name in self._done():
-            age = self.version.number - (self.groups[name].oldest or 0)
-            self.worst = max(self.worst, age)
-            if age > self.bound:
-                self._take(name)
-                self.news.append((name, self.version.number))
-        self.step(0)
-
-    def _has_turn(self, name: str, choice: int) -> bool:
-        return not self.groups[name].done and (choice == 0 or int(name[1:]) % 4 != 1)
-
-    def _done(self) -> list[str]:
-        return [name for name, group in self.groups.items() if group.done]
-
-    def _take(self, name: str) -> None:
-        self.taken.append((self.version.number, name, self.groups.pop(name)))
-
-
-MOVES = ("admit", "admit", "adopt", "heartbeat", "sample", "finish", "finish", "step", "step", "hear", "move", "skip")
-
-
-def _play(world: _World, moves: list[tuple[str, int]]) -> None:
-    workers = len(world.actual)
-    for move, choice in moves:
-        match move:
-            case "admit":
-                world.admit(choice % workers)
-            case "adopt":
-                world.adopt(choice % workers)
-            case "heartbeat":
-                world.heartbeat(choice % workers)
-            case "sample" | "finish":
-                world.sample(choice, finish=move == "finish")
-            case "step":
-                world.step(choice)
-            case "hear":
-                world.hear()
-            case "move":
-                world.move(choice, choice % workers)
-            case "skip":
-                world.skip(choice)
-            case "resume":
-                world.resume(choice % 4)
 
 
 def _moves(names: tuple[str, ...], seed: int) -> list[tuple[str, int]]:
@@ -176,27 +28,54 @@ SEEDS = st.integers(0, 1 << 32)
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(SHAPES, SEEDS)
 def test_no_consumed_token_is_older_than_max_staleness(shape: tuple[int, int, int], seed: int) -> None:
-    world = _World(*shape)
-    _play(world, _moves(MOVES, seed))
+    """It holds by admission alone: the trainer's own check never finds anything."""
+    world = World(*shape)
+    world.play(_moves(MOVES, seed))
     for _ in range(6):
         world.settle()
-    assert world.worst <= world.bound
+    assert world.oldest_trained <= world.bound
+    assert world.stale == 0
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(SHAPES, SEEDS)
+def test_after_a_resume_the_trainers_own_check_keeps_the_bound(shape: tuple[int, int, int], seed: int) -> None:
+    world = World(*shape)
+    world.play(_moves((*MOVES, "resume"), seed))
+    for _ in range(6):
+        world.settle()
+    assert world.oldest_trained <= world.bound
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(SHAPES, SEEDS)
 def test_admission_never_deadlocks(shape: tuple[int, int, int], seed: int) -> None:
-    world = _World(*shape)
-    _play(world, _moves((*MOVES, "resume"), seed))
+    world = World(*shape)
+    world.play(_moves((*MOVES, "resume"), seed))
     before = world.version.number
     for _ in range(20):
         world.settle()
     assert world.version.number >= before + 5
 
 
+@pytest.mark.parametrize("groups_per_step", [1, 3])
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_every_step_makes_room_for_as_many_new_groups_at_once(groups_per_step: int, max_staleness: int) -> None:
+    """No sawtooth: with a trainer that is always busy, what is in flight never stays below its full bound."""
+    world = World(groups_per_step, max_staleness, workers=2)
+    for number in range(12):
+        world.supply()
+        assert world.ledger.in_flight == (max_staleness + 1) * groups_per_step
+        assert world.admitted == (number + max_staleness + 1) * groups_per_step
+        assert world.train()
+        world.hear_all()
+        assert world.ledger.in_flight == max_staleness * groups_per_step
+    assert world.oldest_trained == max_staleness
+
+
 def test_the_bound_is_used_in_full() -> None:
     """A slow worker holds version 0 while the others train on: its group ends exactly at the bound."""
-    world = _World(groups_per_step=1, max_staleness=2, workers=2)
+    world = World(groups_per_step=1, max_staleness=2, workers=2)
     world.hear()
     assert world.admit(0)
     world.sample(0, finish=False)
@@ -205,13 +84,51 @@ def test_the_bound_is_used_in_full() -> None:
         world.heartbeat(1)
         if world.admit(1):
             world.sample(1, finish=True)
-            world.step(0)
-        while world.news:
-            world.hear()
+            world.train()
+        world.hear_all()
     assert world.version.number == 2
     world.sample(0, finish=True)
-    world.step(0)
-    assert world.worst == 2
+    world.train()
+    assert world.oldest_trained == 2
+
+
+def test_only_groups_with_samples_missing_hold_others_back() -> None:
+    ledger = _ledger(groups_per_step=1, max_staleness=2)
+    for name in ("a", "b", "c"):
+        ledger.admit(name, v(0))
+    ledger.advance(v(1), ["a"])
+    assert (ledger.oldest_missing, ledger.room(v(1))) == (0, 0)
+    ledger.produced("b")
+    assert ledger.room(v(1)) == 0
+    ledger.produced("c")
+    assert (ledger.oldest, ledger.oldest_missing, ledger.room(v(1)), ledger.room(v(0))) == (0, None, 1, 0)
+    ledger.produced("never admitted")
+    assert ledger.in_flight == 2
+
+
+def _moved(ledger: AdmissionLedger) -> None:
+    ledger.admit("a", v(1))
+    ledger.produced("b")
+    ledger.move("a", v(1))
+
+
+@pytest.mark.parametrize("arrive", [_moved, lambda ledger: ledger.restore("a", v(1))])
+def test_moved_and_restored_groups_hold_others_back_until_they_are_produced(
+    arrive: Callable[[AdmissionLedger], None],
+) -> None:
+    ledger = _ledger(groups_per_step=1, max_staleness=1, number=1)
+    arrive(ledger)
+    assert ledger.oldest_missing == 1
+    ledger.produced("a")
+    assert ledger.oldest_missing is None
+
+
+@pytest.mark.parametrize("leave", [lambda ledger: ledger.end("a", 0), lambda ledger: ledger.forget("a")])
+def test_groups_that_ended_hold_nobody_back(leave: Callable[[AdmissionLedger], None]) -> None:
+    ledger = _ledger()
+    ledger.admit("a", v(0))
+    leave(ledger)
+    assert ledger.oldest_missing is None
 
 
 def test_nothing_is_admitted_before_the_trainer_is_known() -> None:
@@ -274,7 +191,7 @@ def test_a_resumed_trainer_gets_back_the_groups_it_will_read_again() -> None:
     ledger.admit("d", v(3))
     assert ledger.advance(v(1, lineage=2), [])
     assert {name for name in "abcd" if ledger.is_in_flight(name)} == {"b", "c", "d"}
-    assert ledger.oldest == 0
+    assert (ledger.oldest, ledger.oldest_missing) == (0, 1)
     ledger.advance(v(2, lineage=2), ["b"])
     ledger.advance(v(3, lineage=2), ["c"])
     assert ledger.oldest == 1

@@ -71,6 +71,52 @@ async def test_a_step_opens_the_door_for_workers_that_hold_its_weights(scene: Sc
     assert scene.orders()[BOUND].admitted_version == version(1)
 
 
+async def test_every_step_is_followed_by_as_many_new_groups(scene: Scene) -> None:
+    await _started(scene)
+    for number in range(1, 4):
+        for order in scene.orders()[-BOUND:]:
+            await scene.finish(order)
+        await scene.step(number, [f"toy/{2 * number - 2}/0", f"toy/{2 * number - 1}/0"])
+        await scene.beat(number=number)
+        await scene.until(lambda number=number: len(scene.orders()) == BOUND + 2 * number)  # type: ignore[misc]
+
+
+async def test_a_group_with_a_sample_missing_holds_new_ones_back(scene: Scene) -> None:
+    await _started(scene)
+    *whole, half = scene.orders()
+    for order in whole:
+        await scene.finish(order)
+    await scene.finish(half, [0])
+    await scene.step(1, ["toy/0/0", "toy/1/0"])
+    await scene.beat(number=1)
+    await scene.settle()
+    assert len(scene.orders()) == BOUND
+    await scene.finish(half, [1])
+    await scene.until(lambda: len(scene.orders()) == BOUND + 2)
+
+
+async def test_a_turn_that_is_over_does_not_wait_while_there_is_room() -> None:
+    scene = Scene(settings=FAST.model_copy(update={"orders_per_turn": 1, "poll_s": 5.0}))
+    await _started(scene)
+    await scene.finish_run()
+    await scene.end()
+
+
+async def test_later_groups_have_later_time_stamps_though_the_clock_goes_back() -> None:
+    time = 1_000.0
+    scene = Scene(clock=lambda: time)
+    await _started(scene)
+    await scene.end()
+    time = 900.0
+    await scene.start()
+    await scene.skip("toy/0/0", 0, SkipReason.ZERO_ADVANTAGE)
+    await scene.beat()
+    await scene.until(lambda: len(scene.orders()) == BOUND + 1)
+    stamps = [order.created_at for order in scene.orders()]
+    assert stamps == sorted(set(stamps))
+    await scene.end()
+
+
 async def test_a_skipped_group_is_replaced_by_the_next_prompt(scene: Scene) -> None:
     await _started(scene)
     await scene.skip("toy/1/0", 0, SkipReason.ZERO_ADVANTAGE)

@@ -7,7 +7,7 @@ from producers.lengths.settings import LengthSettings
 from schemas.messages.reports import RecordRef, SkipReason
 from schemas.ports.bus import Outgoing, TopicPartition
 from schemas.wire.topics import HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
-from tests.producers.dispatch.scene import FAST, LOOP, Scene, order, skip_record, step_report, version
+from tests.producers.dispatch.scene import FAST, LOOP, Scene, order, skip_record, step_report, trajectory, version
 
 
 async def _rebuilt(scene: Scene) -> tuple[DispatchState, dict[TopicPartition, int]]:
@@ -41,7 +41,10 @@ async def test_groups_that_did_not_end_are_under_way_again_with_what_is_missing(
     state, _ = await _rebuilt(scene)
     assert [name for name in (trained, skipped, half, whole) if state.ledger.is_in_flight(name)] == [half, whole]
     assert [(flight.order.group_id, flight.missing) for flight in state.flights.unfinished()] == [(half, {0})]
-    assert (state.cursor, state.ledger.current, state.ledger.oldest) == (4, version(1), 0)
+    assert (state.cursor, state.ledger.current) == (4, version(1))
+    assert (state.ledger.oldest, state.ledger.oldest_missing) == (0, 0)
+    state.observe(trajectory(order(half), 0), time.time())
+    assert state.ledger.oldest_missing is None
     assert not state.lost(time.time())
 
 

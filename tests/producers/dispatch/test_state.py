@@ -73,6 +73,30 @@ def test_a_reason_that_concerns_a_sample_ends_the_group_with_its_last_sample(
     assert state.ledger.in_flight == 0
 
 
+def _holds_others_back(state: DispatchState) -> bool:
+    return state.ledger.oldest_missing is not None
+
+
+def test_a_group_is_produced_with_its_last_sample_whatever_that_is(state: DispatchState) -> None:
+    admitted = _admit(state)
+    state.observe(trajectory(admitted, 1), 1.0)
+    state.observe(trajectory(admitted, 1), 1.0)
+    assert _holds_others_back(state)
+    state.observe(trajectory(admitted, 0, reason=FinishReason.ABORT), 1.0)
+    assert not _holds_others_back(state)
+    assert state.ledger.in_flight == 1
+
+
+def test_a_group_that_was_given_up_holds_others_back_until_the_trainer_ends_it(state: DispatchState) -> None:
+    admitted = _admit(state)
+    state.observe(trajectory(admitted, 0), 1.0)
+    for flight in list(state.flights.unfinished()):
+        state.give_up(flight)
+    assert _holds_others_back(state)
+    state.observe(step_report(1, [admitted.group_id]), 2.0)
+    assert not _holds_others_back(state)
+
+
 def test_duplicates_and_nameless_skips_end_nothing(state: DispatchState) -> None:
     admitted = _admit(state)
     for sample in range(2):

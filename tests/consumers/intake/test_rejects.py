@@ -1,0 +1,95 @@
+import asyncio
+
+import pytest
+
+from consumers.intake.rejects import ATTEMPTS, Rejects
+from schemas.errors import BusError, DeliveryUnknown
+from schemas.messages.reports import RecordRef, SkipReason
+from schemas.ports.bus import Outgoing, Position
+
+
+class UnreliablePublisher:
+    """Takes every record and answers as it is told, in order; later ones arrive."""
+
+    def __init__(self, *answers: BusError | None) -> None:
+        self.answers = list(answers)
+        self.taken: list[Outgoing] = []
+        self.arrived: list[Outgoing] = []
+
+    async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
+        self.taken.append(record)
+        answer = self.answers.pop(0) if self.answers else None
+        future: asyncio.Future[Position] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(self._answer, future, record, answer)
+        return future
+
+    def _answer(self, future: "asyncio.Future[Position]", record: Outgoing, answer: BusError | None) -> None:
+        if answer is None:
+            self.arrived.append(record)
+            future.set_result(Position(record.topic, 0, len(self.arrived) - 1))
+        else:
+            future.set_exception(answer)
+
+    async def publish(self, record: Outgoing) -> Position:
+        return await (await self.submit(record))
+
+    async def flush(self) -> None:
+        await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+
+
+async def skip_one(rejects: Rejects, detail: str = "d") -> None:
+    await rejects.skip(RecordRef("d/0/0/0", 0, 5), "d/0/0", SkipReason.STALE, detail, 3)
+
+
+def rejects_on(publisher: UnreliablePublisher) -> Rejects:
+    return Rejects("r", "grpo", lambda: 0.0, publisher)
+
+
+async def test_no_row_is_lost() -> None:
+    publisher = UnreliablePublisher(DeliveryUnknown("late"), None, DeliveryUnknown("late"))
+    rejects = rejects_on(publisher)
+    await skip_one(rejects, "first")
+    await skip_one(rejects, "second")
+    await rejects.settled()
+    assert len(publisher.arrived) == 2
+    assert len(publisher.taken) == 4
+    assert rejects.counts == {"stale": 2}
+
+
+async def test_a_row_that_failed_long_before_is_not_taken_for_settled() -> None:
+    publisher = UnreliablePublisher(DeliveryUnknown("late"))
+    rejects = rejects_on(publisher)
+    await skip_one(rejects)
+    await asyncio.sleep(0.01)
+    assert rejects.under_way == {}
+    await rejects.settled()
+    assert len(publisher.arrived) == 1
+
+
+async def test_a_broker_that_never_answers_is_not_asked_for_ever() -> None:
+    publisher = UnreliablePublisher(*(DeliveryUnknown("late") for _ in range(100)))
+    rejects = rejects_on(publisher)
+    await skip_one(rejects)
+    with pytest.raises(DeliveryUnknown, match="checkpoint must not go without"):
+        await rejects.settled()
+    assert len(publisher.taken) == ATTEMPTS
+
+
+async def test_a_refused_row_is_an_error() -> None:
+    rejects = rejects_on(UnreliablePublisher(BusError("too large")))
+    await skip_one(rejects)
+    with pytest.raises(BusError, match="too large"):
+        await rejects.settled()
+    with pytest.raises(BusError, match="too large"):
+        await rejects.resend()
+
+
+async def test_long_or_broken_text_is_cut_and_mended() -> None:
+    publisher = UnreliablePublisher()
+    rejects = rejects_on(publisher)
+    await rejects.skip(RecordRef("", 0, 5), "k" * 999, SkipReason.POISON, "\ud800" * 5000, 3)
+    await rejects.settled()
+    assert len(publisher.arrived) == 1

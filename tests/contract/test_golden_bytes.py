@@ -1,0 +1,51 @@
+"""Bytes that an earlier version wrote can still be read. ``python -m tests.contract.test_golden_bytes`` adds files.
+
+A file is written once, for a new kind or a new version of one, and never again: it stands for data in somebody's topics.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from schemas.wire.codec import CONTROL_SCHEMA, MESSAGES, Headers, decode, encode
+from tests.schemas.examples import examples
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def headers_of(path: Path) -> Headers:
+    """As the writer of that version sent them: spelled out here, because they are part of the contract."""
+    name, version, _ = path.name.split(".")
+    schema = examples()[name].SCHEMA.encode()
+    return (
+        ("schema", schema),
+        ("schema-version", version.removeprefix("v").encode()),
+        ("content-type", b"application/vnd.streamrl+msgpack"),
+    )
+
+
+@pytest.mark.parametrize("name", examples())
+def test_bytes_written_by_earlier_versions_decode_to_the_same_values(name: str) -> None:
+    files = sorted(GOLDEN.glob(f"{name}.v*.bin"))
+    assert files, f"no golden bytes of {name}: run python -m tests.contract.test_golden_bytes"
+    for path in files:
+        assert decode(path.read_bytes(), headers_of(path)) == examples()[name]
+
+
+def test_every_schema_and_its_newest_version_has_golden_bytes() -> None:
+    newest = {schema: model.VERSION for schema, model in MESSAGES.items()}
+    written = {dict(headers_of(path))["schema"].decode(): path for path in GOLDEN.glob("*.bin")}
+    assert set(written) == {*newest, CONTROL_SCHEMA}
+    for schema, version in newest.items():
+        assert any(path.name.endswith(f".v{version}.bin") for path in GOLDEN.glob(f"{schema}*.bin"))
+
+
+def write_missing() -> None:
+    for name, message in examples().items():
+        path = GOLDEN / f"{name}.v{message.VERSION}.bin"
+        if not path.exists():
+            path.write_bytes(encode(message))
+
+
+if __name__ == "__main__":
+    write_missing()

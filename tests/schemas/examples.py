@@ -1,0 +1,143 @@
+"""One message of every kind, each field set to something that is not its default."""
+
+import numpy as np
+
+from schemas.identifiers import PolicyVersion
+from schemas.messages.base import Message
+from schemas.messages.control import DrainWorker, FlowControl, OperatorCommand, RunFinished, WeightsReady
+from schemas.messages.prompts import ChatTurn, LengthEstimate, Prompt, SamplingParams, WorkOrder
+from schemas.messages.reports import Heartbeat, RecordRef, SkipReason, SkipRecord, StepReport, WorkerState
+from schemas.messages.trajectories import FinishReason, TokenChunk, Trajectory, VersionSpan
+
+SHA256 = "0123456789abcdef" * 4
+
+
+def trajectory(tokens: int = 5, **changes: object) -> Trajectory:
+    """A trajectory of so many tokens, sampled by two versions if there are two."""
+    half = tokens // 2
+    cuts = [(PolicyVersion(1, 20), 0, half), (PolicyVersion(1, 21), half, tokens)]
+    fields: dict[str, object] = {
+        "trajectory_id": "gsm8k/7/0/3",
+        "group_id": "gsm8k/7/0",
+        "prompt_id": "gsm8k/7",
+        "dataset": "gsm8k",
+        "sample_index": 3,
+        "num_generations": 8,
+        "prompt_token_ids": np.array([151_643, 9, 0], np.int32),
+        "token_ids": np.arange(tokens, dtype=np.int32) * 1000,
+        "logprobs": -np.arange(tokens, dtype=np.float32) / 3,
+        "loss_mask": (np.arange(tokens) % 2).astype(np.uint8),
+        "version_spans": tuple(
+            VersionSpan(version=version, start=start, end=end) for version, start, end in cuts if start < end
+        ),
+        "finish_reason": FinishReason.LENGTH,
+        "prompt_text": "Was ist 2 + 2? 🙂",
+        "completion_text": "vier",
+        "rewards": {"accuracy": 1.0, "format": None},
+        "reward_errors": {"format": "ValueError: no answer"},
+        "temperature": 0.7,
+        "bucket": 2,
+        "predicted_length": 128,
+        "worker_id": "worker-1",
+        "attempt": 1,
+        "admitted_version": PolicyVersion(1, 19),
+        "created_at": 1_795_000_000.125,
+        "started_at": 1_795_000_001.25,
+        "finished_at": 1_795_000_002.5,
+    }
+    return Trajectory.model_validate(fields | changes)
+
+
+def work_order(content: str | tuple[ChatTurn, ...]) -> WorkOrder:
+    """An order for this prompt."""
+    return WorkOrder(
+        group_id="gsm8k/7/0",
+        worker_id="worker-1",
+        position=107,
+        prompt=Prompt(
+            prompt_id="gsm8k/7",
+            dataset="gsm8k",
+            content=content,
+            columns={"answer": "4", "meta": {"level": 2, "tags": ["a", None, True], "weight": 0.5}},
+        ),
+        estimate=LengthEstimate(median=100, upper=300, bucket=2, predictor="history"),
+        sampling=SamplingParams(max_completion_length=512, temperature=0.7, top_p=0.9, top_k=50, seed=11),
+        num_generations=8,
+        sample_indices=(0, 3, 7),
+        partition=5,
+        attempt=1,
+        admitted_version=PolicyVersion(1, 19),
+        created_at=1_795_000_000.5,
+    )
+
+
+def examples() -> dict[str, Message]:
+    """By name of kind."""
+    return {
+        "work-order": work_order("What is 2 + 2?"),
+        "work-order-chat": work_order(
+            (ChatTurn(role="system", content="Be brief."), ChatTurn(role="user", content="2 + 2?"))
+        ),
+        "token-chunk": TokenChunk(
+            trajectory_id="gsm8k/7/0/3",
+            worker_id="worker-1",
+            start=16,
+            version=PolicyVersion(2, 3),
+            token_ids=np.array([5, 6], np.int32),
+            logprobs=np.array([-0.5, -1.5], np.float32),
+            finish_reason=FinishReason.STOP,
+        ),
+        "trajectory": trajectory(),
+        "trajectory-empty": trajectory(0, finish_reason=FinishReason.ABORT, prompt_token_ids=np.zeros(0, np.int32)),
+        "step-report": StepReport(
+            algorithm="grpo",
+            step=4,
+            version=PolicyVersion(2, 4),
+            manifest_sha256=SHA256,
+            group_ids=("gsm8k/7/0", "gsm8k/8/0"),
+            micro_batches=((RecordRef("gsm8k/7/0/0", 1, 10), RecordRef("gsm8k/7/0/1", 1, 11)), ()),
+            metrics={"loss": -0.25, "reward": 0.5},
+            finished=True,
+            sent_at=1_795_000_003.0,
+        ),
+        "skip": SkipRecord(
+            algorithm="grpo",
+            reason=SkipReason.STALE,
+            detail="5 steps old, at most 4",
+            trajectory_id=None,
+            group_id="gsm8k/7/0",
+            partition=3,
+            offset=12,
+            step=4,
+            sent_at=1_795_000_004.0,
+        ),
+        "heartbeat": Heartbeat(
+            worker_id="worker-1",
+            incarnation="a1b2",
+            state=WorkerState.DRAINING,
+            engine="transformers",
+            version=PolicyVersion(2, 4),
+            capacity=16,
+            running=3,
+            waiting=1,
+            generated_tokens=1234,
+            finished_trajectories=5,
+            tokens_per_s=99.5,
+            sequence=7,
+            sent_at=1_795_000_005.0,
+        ),
+        "operator-command": OperatorCommand(
+            action="drain_worker", worker_id="worker-1", reason="maintenance", sent_at=1_795_000_006.0
+        ),
+        "control-weights-ready": WeightsReady(
+            sequence=1,
+            sent_at=1_795_000_007.0,
+            version=PolicyVersion(2, 4),
+            step=4,
+            manifest_sha256=SHA256,
+            relays=("http://relay-0:8471",),
+        ),
+        "control-flow": FlowControl(sequence=2, sent_at=1_795_000_008.0, mode="pause", reason="operator"),
+        "control-drain-worker": DrainWorker(sequence=3, sent_at=1_795_000_009.0, worker_id="worker-1", reason="old"),
+        "control-run-finished": RunFinished(sequence=4, sent_at=1_795_000_010.0, step=9, reason="max_steps"),
+    }

@@ -1,0 +1,360 @@
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema, WireError
+from schemas.messages.base import Message
+from schemas.messages.trajectories import TokenChunk, Trajectory
+from schemas.wire.codec import CONTROL_SCHEMA, MAX_HEADER_BYTES, MESSAGES, Headers, decode, encode, headers_of
+from tests.schemas.examples import examples, trajectory, work_order
+
+ARRAYS = ("prompt_token_ids", "token_ids", "logprobs", "loss_mask")
+
+
+def headers(schema: str = "trajectory", version: str = "1") -> Headers:
+    return (("schema", schema.encode()), ("schema-version", version.encode()))
+
+
+def parts(frame: bytes) -> tuple[dict[str, Any], bytes]:
+    """The header map of a frame and its arrays."""
+    (size,) = struct.unpack_from("<I", frame)
+    return msgpack.unpackb(frame[4 : 4 + size]), frame[4 + size :]
+
+
+def frame_of(fields: object, arrays: bytes = b"", pack: Callable[[object], bytes] = msgpack.packb) -> bytes:
+    header = pack(fields)
+    return struct.pack("<I", len(header)) + header + arrays
+
+
+def altered(**changes: object) -> bytes:
+    fields, arrays = parts(encode(trajectory()))
+    return frame_of(fields | changes, arrays)
+
+
+@pytest.mark.parametrize("name", examples())
+def test_what_is_written_is_read_back(name: str) -> None:
+    message = examples()[name]
+    assert decode(encode(message), headers_of(message)) == message
+
+
+def test_every_kind_of_message_has_an_example() -> None:
+    assert {message.SCHEMA for message in examples().values()} == {*MESSAGES, CONTROL_SCHEMA}
+
+
+def test_arrays_are_carried_as_their_bytes_and_read_without_a_copy() -> None:
+    message = trajectory(1000)
+    value = encode(message)
+    assert message.logprobs.tobytes() in value
+    read = decode(value, headers_of(message))
+    assert isinstance(read, Trajectory)
+    assert not read.logprobs.flags.owndata
+    assert not read.logprobs.flags.writeable
+
+
+def test_an_array_that_is_a_view_with_gaps_is_carried_as_what_it_shows() -> None:
+    gaps = np.arange(10, dtype=np.int32)[::2]
+    message = trajectory(5, token_ids=gaps)
+    read = decode(encode(message), headers_of(message))
+    assert isinstance(read, Trajectory)
+    assert read.token_ids.tolist() == [0, 2, 4, 6, 8]
+
+
+def test_fields_of_a_newer_writer_are_ignored() -> None:
+    assert decode(altered(colour="green"), headers()) == trajectory()
+
+
+def test_an_optional_field_that_an_older_writer_left_out_takes_its_default() -> None:
+    fields, arrays = parts(encode(trajectory(reward_errors={})))
+    del fields["reward_errors"]
+    assert decode(frame_of(fields, arrays), headers()) == trajectory(reward_errors={})
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        (),
+        (("schema", b"trajectory"),),
+        (("schema-version", b"1"),),
+        headers("no-such-schema"),
+        headers(version="2"),
+        headers(version="0"),
+        headers(version="-1"),
+        headers(version="one"),
+        headers(CONTROL_SCHEMA, "2"),
+        (("schema", b"\xff"), ("schema-version", b"1")),
+        (("schema", None), ("schema-version", b"1")),
+        (("schema", b"trajectory"), ("schema-version", None)),
+    ],
+)
+def test_a_schema_that_is_unknown_or_newer_is_refused(named: Headers) -> None:
+    with pytest.raises(UnknownSchema):
+        decode(encode(trajectory()), named)
+
+
+@pytest.mark.parametrize("value", [None, b"", b"\x00", b"\x00\x00\x00", struct.pack("<I", 10) + b"short"])
+def test_a_frame_without_its_header_is_refused(value: bytes | None) -> None:
+    with pytest.raises(MalformedFrame):
+        decode(value, headers())
+
+
+@pytest.mark.parametrize("name", ["trajectory", "token-chunk", "heartbeat", "step-report", "control-flow"])
+def test_a_frame_cut_anywhere_is_refused(name: str) -> None:
+    message = examples()[name]
+    whole = encode(message)
+    for length in range(len(whole)):
+        with pytest.raises(WireError):
+            decode(whole[:length], headers_of(message))
+
+
+@pytest.mark.parametrize("name", ["trajectory", "heartbeat"])
+def test_bytes_behind_the_last_array_are_refused(name: str) -> None:
+    message = examples()[name]
+    with pytest.raises(MalformedFrame, match="arrays after"):
+        decode(encode(message) + b"\x00", headers_of(message))
+
+
+@pytest.mark.parametrize("field", ARRAYS)
+@pytest.mark.parametrize("length", [-1, 4, 6, 2**31, 2**62, None, True, 5.0, "5", [5]])
+def test_a_wrong_length_of_an_array_is_refused(field: str, length: object) -> None:
+    with pytest.raises(MalformedFrame):
+        decode(altered(**{field: length}), headers())
+
+
+@pytest.mark.parametrize("field", ARRAYS)
+def test_a_missing_array_is_refused(field: str) -> None:
+    fields, arrays = parts(encode(trajectory()))
+    del fields[field]
+    with pytest.raises(MalformedFrame, match=field):
+        decode(frame_of(fields, arrays), headers())
+
+
+def test_arrays_of_different_lengths_are_refused() -> None:
+    shorter = np.zeros(4, np.uint8)
+    with pytest.raises(ValueError, match="one length"):
+        trajectory(5, loss_mask=shorter)
+    fields, arrays = parts(encode(trajectory(5)))
+    with pytest.raises(MalformedFrame, match="one length"):
+        decode(frame_of(fields | {"loss_mask": 4}, arrays[:-1]), headers())
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_log_probabilities_that_are_not_numbers_are_refused(number: float) -> None:
+    fields, arrays = parts(encode(trajectory(5)))
+    place = arrays.index(trajectory(5).logprobs.tobytes())
+    poisoned = arrays[:place] + struct.pack("<f", number) + arrays[place + 4 :]
+    with pytest.raises(MalformedFrame, match="finite logprobs"):
+        decode(frame_of(fields, poisoned), headers())
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("field", ["temperature", "created_at"])
+def test_plain_numbers_that_are_not_finite_are_refused(field: str, number: float) -> None:
+    with pytest.raises(MalformedFrame, match=field):
+        decode(altered(**{field: number}), headers())
+
+
+def test_a_reward_that_is_not_a_number_is_refused() -> None:
+    with pytest.raises(MalformedFrame, match=r"rewards\.accuracy"):
+        decode(altered(rewards={"accuracy": math.nan}), headers())
+
+
+def test_negative_token_ids_are_refused() -> None:
+    with pytest.raises(ValueError, match="token ids >= 0"):
+        trajectory(5, token_ids=np.array([1, 2, -3, 4, 5], np.int32))
+    with pytest.raises(ValueError, match="prompt token ids >= 0"):
+        trajectory(5, prompt_token_ids=np.array([-1], np.int32))
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [],
+        [(0, 4)],
+        [(0, 6)],
+        [(1, 5)],
+        [(0, 2), (3, 5)],
+        [(0, 3), (2, 5)],
+        [(2, 5), (0, 2)],
+        [(0, 5), (5, 5)],
+        [(0, 0), (0, 5)],
+        [(3, 1), (0, 5)],
+    ],
+)
+def test_version_spans_that_do_not_tile_the_completion_are_refused(spans: list[tuple[int, int]]) -> None:
+    written = [{"version": [1, 2], "start": start, "end": end} for start, end in spans]
+    with pytest.raises(MalformedFrame):
+        decode(altered(version_spans=written), headers())
+
+
+@pytest.mark.parametrize("size", [MAX_HEADER_BYTES + 1, 2**32 - 1])
+def test_a_header_larger_than_allowed_is_refused_before_it_is_read(size: int) -> None:
+    with pytest.raises(FrameTooLarge):
+        decode(struct.pack("<I", size) + b"\x80" * 100, headers())
+
+
+def test_a_header_with_too_much_text_is_refused_by_reader_and_writer() -> None:
+    with pytest.raises(FrameTooLarge):
+        decode(altered(completion_text="x" * MAX_HEADER_BYTES), headers())
+    with pytest.raises(FrameTooLarge):
+        encode(trajectory(completion_text="x" * MAX_HEADER_BYTES))
+
+
+def test_a_work_order_may_be_all_header_up_to_its_own_limit() -> None:
+    order = work_order("x" * 900_000)
+    assert decode(encode(order), headers_of(order)) == order
+
+
+@pytest.mark.parametrize("name", ["trajectory", "heartbeat", "skip"])
+def test_a_frame_larger_than_its_schema_allows_is_refused(name: str) -> None:
+    message = examples()[name]
+    with pytest.raises(FrameTooLarge):
+        decode(encode(message) + bytes(type(message).MAX_BYTES), headers_of(message))
+
+
+def test_a_message_that_would_be_too_large_cannot_be_written() -> None:
+    tokens = Trajectory.MAX_BYTES // 8
+    with pytest.raises(FrameTooLarge):
+        encode(trajectory(tokens))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [[], "text", 7, None, [["trajectory_id", "x"]]],
+)
+def test_a_header_that_is_no_map_is_refused(fields: object) -> None:
+    with pytest.raises(MalformedFrame):
+        decode(frame_of(fields), headers("heartbeat"))
+
+
+@pytest.mark.parametrize(
+    "value", [msgpack.ExtType(5, b"x"), msgpack.Timestamp(1), msgpack.ExtType(5, b"x" * 100)], ids=str
+)
+@pytest.mark.parametrize("field", ["created_at", "rewards", "unknown_field"])
+def test_msgpack_extension_types_are_refused_wherever_they_stand(field: str, value: object) -> None:
+    with pytest.raises(WireError):
+        decode(altered(**{field: value}), headers())
+    with pytest.raises(WireError):
+        decode(altered(**{field: [{"deep": value}]}), headers())
+
+
+def test_map_keys_that_are_not_text_are_refused() -> None:
+    with pytest.raises(MalformedFrame):
+        decode(frame_of({1: 2}), headers("heartbeat"))
+
+
+def test_nesting_without_end_is_refused() -> None:
+    deep = b"\x91" * 200_000 + b"\xc0"
+    with pytest.raises(WireError):
+        decode(struct.pack("<I", len(deep)) + deep, headers("heartbeat"))
+
+
+def test_text_that_is_not_utf8_is_refused() -> None:
+    value = encode(trajectory()).replace(b"vier", b"\xff\xfe\xfd\xfc")
+    with pytest.raises(MalformedFrame):
+        decode(value, headers())
+
+
+def test_an_error_names_schema_and_field() -> None:
+    with pytest.raises(MalformedFrame, match=r"^trajectory\.sample_index: "):
+        decode(altered(sample_index=-1), headers())
+
+
+def test_a_control_message_of_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(MalformedFrame):
+        decode(frame_of({"kind": "self_destruct", "sequence": 1, "sent_at": 1.0}), headers(CONTROL_SCHEMA))
+
+
+numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
+ids = st.integers(0, 2**31 - 1)
+
+
+@given(
+    tokens=st.lists(st.tuples(ids, numbers, st.integers(0, 255)), max_size=50),
+    prompt=st.lists(ids, max_size=20),
+    rewards=st.dictionaries(st.text(max_size=20), st.none() | st.floats(allow_nan=False, allow_infinity=False)),
+    text=st.text(max_size=100),
+)
+@settings(max_examples=100, deadline=None)
+def test_any_valid_trajectory_survives_the_round_trip(
+    tokens: list[tuple[int, float, int]], prompt: list[int], rewards: dict[str, float | None], text: str
+) -> None:
+    message = trajectory(
+        len(tokens),
+        token_ids=np.array([token for token, _, _ in tokens], np.int32),
+        logprobs=np.array([logprob for _, logprob, _ in tokens], np.float32),
+        loss_mask=np.array([mask for _, _, mask in tokens], np.uint8),
+        prompt_token_ids=np.array(prompt, np.int32),
+        rewards=rewards,
+        prompt_text=text,
+    )
+    assert decode(encode(message), headers_of(message)) == message
+
+
+def _only_wire_errors(value: bytes | None, named: Headers) -> None:
+    try:
+        message = decode(value, named)
+    except WireError:
+        return
+    assert isinstance(message, Message)
+
+
+schemas = st.sampled_from([*MESSAGES, CONTROL_SCHEMA])
+
+
+@given(schema=schemas, value=st.none() | st.binary(max_size=300))
+@settings(max_examples=300, deadline=None)
+def test_random_bytes_raise_nothing_but_wire_errors(schema: str, value: bytes | None) -> None:
+    _only_wire_errors(value, headers(schema))
+
+
+@given(named=st.lists(st.tuples(st.sampled_from(["schema", "schema-version", "x"]), st.binary(max_size=12))))
+@settings(max_examples=200, deadline=None)
+def test_random_headers_raise_nothing_but_wire_errors(named: list[tuple[str, bytes]]) -> None:
+    _only_wire_errors(encode(trajectory()), tuple(named))
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(data=st.data(), name=st.sampled_from(sorted(examples())))
+@settings(max_examples=300, deadline=None)
+def test_a_valid_frame_with_any_one_field_replaced_raises_nothing_but_wire_errors(
+    data: st.DataObject, name: str
+) -> None:
+    message = examples()[name]
+    fields, arrays = parts(encode(message))
+    field = data.draw(st.sampled_from(sorted(fields)))
+    _only_wire_errors(frame_of(fields | {field: data.draw(plain)}, arrays), headers_of(message))
+
+
+@given(place=st.integers(0, 10_000), bits=st.integers(1, 255), name=st.sampled_from(sorted(examples())))
+@settings(max_examples=300, deadline=None)
+def test_a_valid_frame_with_any_one_byte_changed_raises_nothing_but_wire_errors(
+    place: int, bits: int, name: str
+) -> None:
+    message = examples()[name]
+    value = bytearray(encode(message))
+    value[place % len(value)] ^= bits
+    _only_wire_errors(bytes(value), headers_of(message))
+
+
+def test_a_token_chunk_carries_its_arrays_too() -> None:
+    chunk = examples()["token-chunk"]
+    assert isinstance(chunk, TokenChunk)
+    assert list(TokenChunk.array_fields()) == ["token_ids", "logprobs"]
