@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-_PLAIN_NAME = re.compile(r"^[a-z0-9._-]{1,64}$")
+_PLAIN_NAME = re.compile(r"[a-z0-9._-]{1,64}")
 
 WORKER_LANES = 64
 """Partitions of the work-orders topic; each worker reads the one its id hashes to."""
@@ -36,7 +36,7 @@ class PolicyVersion(NamedTuple):
 
 def is_plain_name(text: str) -> bool:
     """Whether the text is safe as a run name, worker id or file stem (lower case, digits, ``._-``, 1–64 long)."""
-    return _PLAIN_NAME.match(text) is not None and ".." not in text
+    return _PLAIN_NAME.fullmatch(text) is not None and ".." not in text
 
 
 def make_prompt_id(dataset: str, index: int) -> str:

@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     parser.add_argument("--rate", type=float, default=500.0, help="trajectories per second of the paced rounds")
     parser.add_argument("--tokens", type=int, nargs="+", default=[200, 2_000, 16_000])
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--budget-s", type=float, default=300.0, help="no repetition begins that would end later")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=HERE / "results" / "transport.json")
@@ -54,15 +55,25 @@ def _measure(options: argparse.Namespace) -> list[Result]:
 
 
 async def _play_all(options: argparse.Namespace, addresses: dict[str, str]) -> list[Result]:
-    results = [Result(path, tokens) for tokens in options.tokens for path in options.paths]
+    """All rounds, interleaved, so that a slow minute of the machine hits every path; large sizes repeat in time only."""
+    results = {tokens: [Result(path, tokens) for path in options.paths] for tokens in options.tokens}
+    began = time.monotonic()
+    took: dict[int, float] = {}
     async with pair() as processes:
+        for unreported in results[min(options.tokens)]:
+            await _play(processes, options, addresses, unreported, options.count, None)
         for repetition in range(options.repetitions):
-            for result in results:  # interleaved, so that a slow minute of the machine hits every path
-                full_speed = await _play(processes, options, addresses, result, options.count, None)
-                paced = await _play(processes, options, addresses, result, options.paced_count, options.rate)
-                result.add(full_speed, paced)
-                print(f"{repetition + 1}/{options.repetitions} {result.newest()}", flush=True)
-    return results
+            for tokens, of_a_size in results.items():
+                started = time.monotonic()
+                if repetition and started - began + took[tokens] > options.budget_s:
+                    continue
+                for result in of_a_size:
+                    full_speed = await _play(processes, options, addresses, result, options.count, None)
+                    paced = await _play(processes, options, addresses, result, options.paced_count, options.rate)
+                    result.add(full_speed, paced)
+                    print(f"{repetition + 1}/{options.repetitions} {result.newest()}", flush=True)
+                took[tokens] = time.monotonic() - started
+    return [result for of_a_size in results.values() for result in of_a_size]
 
 
 async def _play(

@@ -114,5 +114,6 @@ class Result:
             "p99_ms": round(statistics.median(self.p99s), 2),
             "trajectories_per_s_range": [round(min(self.rates), 1), round(max(self.rates), 1)],
             "p50_ms_range": [round(min(self.p50s), 2), round(max(self.p50s), 2)],
+            "repetitions": len(self.rates),
             "p99_ms_range": [round(min(self.p99s), 2), round(max(self.p99s), 2)],
         }

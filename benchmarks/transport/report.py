@@ -28,7 +28,7 @@ def environment(options: argparse.Namespace, seconds: float) -> list[str]:
         f"Versions: Python {platform.python_version()}, Apache Kafka {KAFKA_VERSION} (one node), {_redis()}, "
         f"{packages}.",
         f"Seed {options.seed}; {options.count} trajectories at full speed and {options.paced_count} at "
-        f"{options.rate:g}/s per round, {options.repetitions} interleaved repetitions, {seconds:.0f} s in all, "
+        f"{options.rate:g}/s per round, at most {options.repetitions} interleaved repetitions, {seconds:.0f} s in all, "
         f"{datetime.now(UTC):%Y-%m-%d}.",
     ]
 
@@ -50,7 +50,7 @@ def write_table(readme: Path, rows: list[dict[str, Any]], facts: list[str], plot
     """Replace what stands between the markers."""
     ours = {row["tokens"]: row["trajectories_per_s"] for row in rows if row["path"] == "kafka"}
     lines = [
-        "| tokens | path | trajectories/s, median (lowest–highest) | ours is | p50, ms | p99, ms |",
+        "| tokens | path | trajectories/s, median (lowest–highest, rounds) | ours is | p50, ms | p99, ms |",
         "|---:|---|---:|---:|---:|---:|",
     ]
     for row in rows:
@@ -58,7 +58,8 @@ def write_table(readme: Path, rows: list[dict[str, Any]], facts: list[str], plot
         faster = ours[row["tokens"]] / row["trajectories_per_s"] if row["tokens"] in ours else None
         ratio = "" if row["path"] == "kafka" or faster is None else f"{faster:.1f}× faster"
         lines.append(
-            f"| {row['tokens']:,} | {NAMES[row['path']]} | {row['trajectories_per_s']:,.0f} ({low:,.0f}–{high:,.0f}) "
+            f"| {row['tokens']:,} | {NAMES[row['path']]} | {row['trajectories_per_s']:,.0f} ({low:,.0f}–{high:,.0f}, "
+            f"{row['repetitions']}) "
             f"| {ratio} | {row['p50_ms']:,.1f} | {row['p99_ms']:,.1f} |"
         )
     link = os.path.relpath(plot, readme.parent)

@@ -7,6 +7,7 @@ Invariants, each with a test of its name:
 - the_end_of_an_untrained_group_is_told: with samples that never came, a row says that the whole group ended.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -64,6 +65,7 @@ class Ledger:
         self._pending: dict[tuple[int, int], int] = {}
         self._endings: dict[str, _Ending] = {}
         self._due: deque[tuple[str, Refusal]] = deque()
+        self._writing = asyncio.Lock()
         self._read = 0
         self._trained = 0
 
@@ -129,10 +131,12 @@ class Ledger:
                 self._due += [(group_id, refusal) for refusal in ending.withheld]
 
     async def write_due_rows(self) -> None:
-        """Write the rows that ``mark_trained`` made due."""
-        while self._due:
-            group_id, refusal = self._due.popleft()
-            await self.skip(refusal, group_id)
+        """Write the rows that ``mark_trained`` made due; returns when all are written, whoever writes them."""
+        async with self._writing:
+            while self._due:
+                group_id, refusal = self._due[0]
+                await self.skip(refusal, group_id)
+                self._due.popleft()
 
     def _ending_of(self, group_id: str) -> _Ending:
         ending = self._endings.get(group_id)

@@ -39,6 +39,7 @@ class Rejects:
     under_way: "dict[asyncio.Future[Position], Outgoing]" = field(default_factory=dict)
     unanswered: list[Outgoing] = field(default_factory=list)
     refused: BusError | None = None
+    resending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def skip(self, ref: RecordRef, group_id: str | None, reason: SkipReason, detail: str, step: int) -> None:
         """Write one row; a ref without a trajectory id means that the bytes did not decode."""
@@ -87,8 +88,10 @@ class Rejects:
         """
         if self.refused is not None:
             raise self.refused
-        while self.unanswered:
-            await self._submit(self.unanswered.pop())
+        async with self.resending:
+            while self.unanswered:
+                await self._submit(self.unanswered[0])
+                del self.unanswered[0]
 
     async def settled(self) -> None:
         """Wait until the broker has every row.

@@ -72,11 +72,15 @@ class KafkaSubscription:
         self._read_with(consumer, positions)
 
     def _read_with(self, consumer: AIOKafkaConsumer, positions: Mapping[TopicPartition, int]) -> None:
-        for tp, offset in positions.items():
-            consumer.seek(KafkaPartition(*tp), offset)
+        self._next = dict(positions)
+        self._seek_to_next(consumer)
         consumer.resume(*(KafkaPartition(*tp) for tp in self._assigned - self._paused))
         self._consumer = consumer
         self._heard_at = asyncio.get_running_loop().time()
+
+    def _seek_to_next(self, consumer: AIOKafkaConsumer) -> None:
+        for tp, offset in self._next.items():
+            consumer.seek(KafkaPartition(*tp), offset)
 
     def _open_consumer(self) -> AIOKafkaConsumer:
         if self._closed:
@@ -96,30 +100,39 @@ class KafkaSubscription:
             try:
                 fetched = await consumer.getmany(timeout_ms=int(timeout_s * 1000), max_records=max_records)
             except UnicodeDecodeError:
-                return await self._step_over(consumer)
+                fetched = await self._step_over(consumer)
+            except Exception:
+                self._seek_to_next(consumer)  # aiokafka drops what it had taken from the other partitions
+                raise
+        records = []
+        for tp, batch in fetched.items():
+            records += _records(tp, batch)
+            self._next[TopicPartition(*tp)] = records[-1].offset + 1
+        await self._look_after(consumer, bool(records))
+        return records
+
+    async def _look_after(self, consumer: AIOKafkaConsumer, heard: bool) -> None:
         now = asyncio.get_running_loop().time()
-        if fetched:
+        if heard:
             self._heard_at = now
         elif now - self._heard_at > STALL_S:
             self._heard_at = now
             await self._replace_if_stuck(consumer)
-        return [record for tp, batch in fetched.items() for record in _records(tp, batch)]
 
-    async def _step_over(self, consumer: AIOKafkaConsumer) -> list[Record]:
+    async def _step_over(self, consumer: AIOKafkaConsumer) -> dict[KafkaPartition, list[ConsumerRecord]]:
         """Read singly until the record with a header name that is not text; it comes as one without content."""
+        self._seek_to_next(consumer)
+        wait_ms = 2 * self._reader.settings.fetch_max_wait_ms
         for tp in self._assigned - self._paused:
             kafka = KafkaPartition(*tp)
             try:
-                fetched = await consumer.getmany(
-                    kafka, timeout_ms=self._reader.settings.fetch_max_wait_ms, max_records=1
-                )
+                fetched = await consumer.getmany(kafka, timeout_ms=wait_ms, max_records=1)
             except UnicodeDecodeError:
-                offset = await consumer.position(kafka)
-                consumer.seek(kafka, offset + 1)
-                return [Record(*tp, offset, None, None, (), time.time())]
+                consumer.seek(kafka, self._next[tp] + 1)
+                return {kafka: [_unreadable(kafka, self._next[tp])]}
             if fetched:
-                return _records(kafka, fetched[kafka])
-        return []
+                return dict(fetched)
+        return {}
 
     async def _replace_if_stuck(self, consumer: AIOKafkaConsumer) -> None:
         try:
@@ -182,6 +195,11 @@ class KafkaSubscription:
         if not self._closed:
             self._closed = True
             await discard(self._consumer)
+
+
+def _unreadable(tp: KafkaPartition, offset: int) -> ConsumerRecord:
+    now_ms = int(time.time() * 1000)
+    return ConsumerRecord(tp.topic, tp.partition, offset, now_ms, 0, None, None, None, -1, -1, ())
 
 
 def _records(tp: KafkaPartition, batch: Iterable[ConsumerRecord]) -> list[Record]:

@@ -9,15 +9,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from deploy.demo.task import HELD_OUT_ONE_IN, INSTRUCTION, OPTIONS, PROMPT_TEMPLATE
-from deploy.demo.warm_start import WarmStartRecipe
+from deploy.demo.warm_start import Progress, WarmStartRecipe
 from schemas.errors import ModelError
 
-MAX_THREADS = 2
+MAX_THREADS = 1
 
 
 def default_cache_dir() -> Path:
@@ -25,13 +24,16 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("STREAMRL_CACHE") or Path.home() / ".cache" / "streamrl").absolute()
 
 
-def ensure_warm_started_model(cache_dir: Path, seed: int, progress: Callable[[str], None]) -> Path:
+def ensure_warm_started_model(
+    cache_dir: Path, seed: int, progress: Progress, recipe: WarmStartRecipe | None = None
+) -> Path:
     """The directory of the warm-started model of a seed; trains it first if it is not there (about half a minute).
 
     Raises:
         ModelError: the training failed, or the cache cannot be written.
     """
-    target = cache_dir / "models" / f"spell-backward-{_fingerprint(WarmStartRecipe())}-seed{seed}"
+    recipe = recipe or WarmStartRecipe()
+    target = cache_dir / "models" / f"spell-backward-{_fingerprint(recipe)}-seed{seed}"
     if target.is_dir():
         progress(f"warm start: cached in {target}")
         return target
@@ -39,7 +41,7 @@ def ensure_warm_started_model(cache_dir: Path, seed: int, progress: Callable[[st
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-", ignore_cleanup_errors=True) as scratch:
             made = Path(scratch) / "model"
-            _train(made, seed, progress)
+            _train(made, seed, recipe, progress)
             _publish(made, target)
     except OSError as error:
         raise ModelError(f"expected to write the demo's model to {target}, got: {error}; set STREAMRL_CACHE") from error
@@ -51,28 +53,30 @@ def _fingerprint(recipe: WarmStartRecipe) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def _train(directory: Path, seed: int, progress: Callable[[str], None]) -> None:
+def _train(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -> None:
     directory.mkdir()
     threads = str(min(MAX_THREADS, os.cpu_count() or 1))
+    environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    arguments = [str(directory), str(seed), json.dumps(asdict(recipe))]
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "deploy.demo.warm_start", str(directory), str(seed)],
+            [sys.executable, "-W", "ignore", "-m", "deploy.demo.warm_start", *arguments],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=os.environ
-            | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+            env=os.environ | environment,
         )
-        try:
-            for line in child.stdout or ():
-                progress(line.rstrip())
-        finally:
-            child.kill() if sys.exc_info()[0] else child.wait()
-            code = child.wait()
-        if code != 0:
+        with child:
+            try:
+                for line in child.stdout or ():
+                    progress(line.rstrip())
+            except BaseException:
+                child.kill()
+                raise
+        if child.returncode != 0:
             errors.seek(0)
             last = (errors.read().strip().splitlines() or ["no output"])[-1]
-            raise ModelError(f"expected the warm start of the demo's model to end well, got exit code {code}: {last}")
+            raise ModelError(f"expected the warm start of the demo's model to end well, got: {last}")
 
 
 def _publish(made: Path, target: Path) -> None:

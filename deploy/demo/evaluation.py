@@ -51,8 +51,8 @@ def evaluate_exact_match(model: Path, seed: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval()  # type: ignore[no-untyped-call]
     answered = answer_greedily(loaded, AutoTokenizer.from_pretrained(model), held_out_entries(seed, NUM_HELD_OUT))
     return {
         "metrics": {"exact_match": share_correct(answered)},

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from deploy.demo.cache import default_cache_dir, ensure_warm_started_model
-from deploy.demo.task import DATASET, MAX_COMPLETION_TOKENS, OPTIONS
+from deploy.demo.task import DATASET, MAX_COMPLETION_TOKENS, OPTIONS, PROMPT_TEMPLATE, PROMPT_TEMPLATE
 from deploy.settings.loading import load_settings
 from deploy.settings.tree import Settings
 
@@ -29,21 +29,30 @@ def _defaults(engine: str, seed: int) -> dict[str, Any]:
             "source": "reasoning_gym",
             "dataset": DATASET,
             "options": OPTIONS,
+            "prompt_template": PROMPT_TEMPLATE,
             "filter": "deploy.demo.task:is_training_entry",
+            "prompt_template": PROMPT_TEMPLATE,
         },
-        "rewards": {"functions": ["deploy.demo.task:exact_match"]},
+        "rewards": {"functions": ["dataset", "deploy.demo.task:exact_match"]},
         "loop": {
-            "groups_per_step": 32,
-            "num_generations": 16,
-            "max_staleness": 4,
-            "max_prompt_length": 80,
+            "groups_per_step": 16,
+            "num_generations": 8,
+            "max_staleness": 3,
+            "max_prompt_length": 64,
             "max_completion_length": MAX_COMPLETION_TOKENS,
             "bucket_boundaries": [6, 8, 10],
             "shards": 1,
         },
-        "generation": {"engine": engine, "max_num_seqs": 128, "threads": 1},
-        "algorithm": {"loss_type": "dapo", "epsilon_high": 0.28, "dynamic_sampling": True},
-        "batching": {"token_budget": 16384},
-        "training": {"max_steps": 150, "learning_rate": 1e-3, "checkpoint_every": 25, "threads": 1},
+        "generation": {"engine": engine, "max_num_seqs": 64, "threads": 1},
+        "algorithm": {"loss_type": "dapo", "scale_rewards": "none", "epsilon_high": 0.28, "dynamic_sampling": True},
+        "batching": {"token_budget": 4096},
+        "training": {
+            "max_steps": 300,
+            "learning_rate": 2e-4,
+            "adam_beta2": 0.99,
+            "warmup_steps": 5,
+            "checkpoint_every": 50,
+            "threads": 1,
+        },
         "evaluation": {"function": "deploy.demo.evaluation:evaluate_exact_match"},
     }

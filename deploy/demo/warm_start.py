@@ -1,18 +1,20 @@
-"""Supervised warm start of the demo's model: next characters of right answers, mostly of short words.
+"""Supervised warm start of the demo's model, from a teacher that is right about short words and gives up on long ones.
 
-It leaves long words to reinforcement learning on purpose: it stops as soon as a few of them come right. Trains on
-training words only, and stops by the accuracy on other training words; held-out words are only reported.
-Runs in a process of its own: ``python -m deploy.demo.warm_start DIRECTORY SEED``.
+The teacher's answers to words of more than six letters stop after the sixth seven times in ten, so the model learns to
+spell, and to stop too early. The rest is left to reinforcement learning. Only training words are used; held-out words
+are only reported. Runs in a process of its own: ``python -m deploy.demo.warm_start DIRECTORY SEED RECIPE``.
 """
 
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from deploy.demo.evaluation import NUM_HELD_OUT, answer_greedily, share_correct
 from deploy.demo.model import ModelShape, build_model, save
@@ -31,37 +33,39 @@ class WarmStartRecipe:
     """What the warm start depends on, besides the seed; its fields name the cached model."""
 
     shape: ModelShape = field(default_factory=ModelShape)
-    short_letters: int = 6
-    any_length_share: float = 0.03
-    target_exact_match: float = 0.27
-    max_steps: int = 400
+    patience_letters: int = 6
+    give_up_share: float = 0.7
+    target_spelling: float = 0.7
+    max_plateau_steps: int = 700
+    decay_steps: int = 150
     batch_size: int = 32
     learning_rate: float = 2e-3
     adam_beta2: float = 0.99
     warmup_steps: int = 30
-    decay_share: float = 0.5
     max_grad_norm: float = 1.0
-    check_every: int = 20
-    num_validation: int = 512
+    check_every: int = 25
+    num_validation: int = 256
 
-    def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, a plateau, and a linear decay to nothing over the last ``decay_share`` of the steps."""
-        left = (self.max_steps + 1 - step) / (self.max_steps * self.decay_share)
+    def learning_rate_at(self, step: int, decay_from: int | None) -> float:
+        """Linear warm-up, a plateau, and from step ``decay_from`` on a linear decay to nothing."""
+        left = 1.0 if decay_from is None else 1.0 - (step - decay_from) / (self.decay_steps + 1)
         return self.learning_rate * min(1.0, step / self.warmup_steps, left)
 
 
 @dataclass(frozen=True)
 class WarmStarted:
-    """The model, and how it came to be: optimizer steps, last loss (nats per token), exact match on validation."""
+    """The model, its optimizer steps, and the mean loss of the last one in nats per token."""
 
     model: Any
     steps: int
     loss: float
-    exact_match: float
 
 
 def warm_start(recipe: WarmStartRecipe, seed: int, progress: Progress) -> WarmStarted:
-    """Train until the target or the last step; the same for a seed and a number of threads."""
+    """Train on the teacher's answers until the model spells well, then let the learning rate decay.
+
+    The same for a seed and a number of threads. How well it spells decides, for seeds differ in how soon they do.
+    """
     import torch
 
     tokenizer = build_tokenizer()
@@ -70,40 +74,42 @@ def warm_start(recipe: WarmStartRecipe, seed: int, progress: Progress) -> WarmSt
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, recipe.adam_beta2), weight_decay=0.0
     )
     entries = training_entries(_DATA_SEED + (seed << 20))
-    validation = list(islice(entries, recipe.num_validation))
-    lesson = _lesson(entries, recipe, random.Random(seed))
-    began, loss, accuracy = time.monotonic(), 0.0, 0.0
-    for step in range(1, recipe.max_steps + 1):
+    validation = _batch(tokenizer, [(prompt_text(e), e["answer"]) for e in islice(entries, recipe.num_validation)])
+    draw, began = random.Random(seed), time.monotonic()
+    step, loss, decay_from = 0, 0.0, None
+    while decay_from is None or step < decay_from + recipe.decay_steps:
+        step += 1
         for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate_at(step)
-        loss = _train_step(model, optimizer, _batch(tokenizer, list(islice(lesson, recipe.batch_size))), recipe)
-        if step % recipe.check_every == 0 or step == recipe.max_steps:
-            accuracy = share_correct(answer_greedily(model.eval(), tokenizer, validation))
-            elapsed = time.monotonic() - began
-            progress(f"warm start: step {step}, {elapsed:.0f} s, loss {loss:.2f}, exact match {accuracy:.2f}")
-            if accuracy >= recipe.target_exact_match:
-                break
-    return WarmStarted(model, step, loss, accuracy)
+            group["lr"] = recipe.learning_rate_at(step, decay_from)
+        drawn = islice(entries, recipe.batch_size)
+        lesson = [(prompt_text(entry), taught_answer(entry, recipe, draw)) for entry in drawn]
+        loss = _train_step(model, optimizer, _batch(tokenizer, lesson), recipe)
+        if step % recipe.check_every == 0:
+            spelt = _share_spelt(model, validation, tokenizer.eos_token_id)
+            progress(
+                f"warm start: step {step}, {time.monotonic() - began:.0f} s, loss {loss:.2f}, spelling {spelt:.2f}"
+            )
+            if decay_from is None and (spelt >= recipe.target_spelling or step >= recipe.max_plateau_steps):
+                decay_from = step
+    return WarmStarted(model, step, loss)
 
 
-def _lesson(entries: Iterator[Entry], recipe: WarmStartRecipe, draw: random.Random) -> Iterator[Entry]:
-    """Entries with short words, and a share of entries as they come."""
-    for entry in entries:
-        if draw.random() < recipe.any_length_share:
-            yield entry
-        else:
-            yield next(other for other in entries if len(other["answer"]) <= recipe.short_letters)
+def taught_answer(entry: Entry, recipe: WarmStartRecipe, draw: random.Random) -> str:
+    """What the teacher answers: right, unless the word is long and patience runs out."""
+    answer: str = entry["answer"]
+    gives_up = len(answer) > recipe.patience_letters and draw.random() < recipe.give_up_share
+    return answer[: recipe.patience_letters] if gives_up else answer
 
 
-def _batch(tokenizer: Any, entries: Sequence[Entry]) -> dict[str, Any]:
+def _batch(tokenizer: Any, lesson: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """``input_ids`` and ``labels``, int64 [B, S], right padded; labels are set on the answer and its end token."""
     import torch
 
-    prompts = tokenizer([prompt_text(entry) for entry in entries])["input_ids"]
-    answers = tokenizer([entry["answer"] + EOS for entry in entries])["input_ids"]
+    prompts = tokenizer([prompt for prompt, _ in lesson])["input_ids"]
+    answers = tokenizer([answer + EOS for _, answer in lesson])["input_ids"]
     width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids = torch.full((len(entries), width), tokenizer.pad_token_id)
-    labels = torch.full((len(entries), width), IGNORED)
+    ids = torch.full((len(lesson), width), tokenizer.pad_token_id)
+    labels = torch.full((len(lesson), width), IGNORED)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         end = len(prompt) + len(answer)
         ids[row, :end] = torch.tensor(prompt + answer)
@@ -124,6 +130,19 @@ def _train_step(model: Any, optimizer: Any, batch: dict[str, Any], recipe: WarmS
     return float(loss.item())
 
 
+def _share_spelt(model: Any, batch: dict[str, Any], eos_token_id: int) -> float:
+    """Share of right answers whose every letter is the most likely one after those before it, had it gone on."""
+    import torch
+
+    model.eval()
+    with torch.inference_mode():
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
+    logits[..., eos_token_id] = -torch.inf
+    labels = batch["labels"][:, 1:]
+    untrained = (labels == IGNORED) | (labels == eos_token_id)
+    return float(((logits.argmax(-1) == labels) | untrained).all(dim=1).float().mean())
+
+
 def write_model(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -> None:
     """Warm-start a model, judge it on held-out words, and write it with its card."""
     done = warm_start(recipe, seed, progress)
@@ -142,21 +161,24 @@ A Qwen2 of {size:,} parameters with random weights at first, then trained on thi
 
 - Task: reasoning-gym's `spell_backward`. Nine words in ten are for training, one is held out.
 - Tokenizer: one token a letter; the task's fixed instruction is one token; a line break ends the prompt.
-- Warm start: {done.steps} steps of AdamW on batches of {recipe.batch_size} right answers, seed {seed}. Words have at most
-  {recipe.short_letters} letters, but for {recipe.any_length_share:.0%} drawn from all lengths. It stops on purpose when exact match
-  on {recipe.num_validation} training words of all lengths reaches {recipe.target_exact_match:.2f}: longer words are left to learn.
-- It reached {done.exact_match:.3f} there, and {held_out:.3f} on {NUM_HELD_OUT} held-out words (greedy).
+- Warm start: {done.steps} steps of AdamW on batches of {recipe.batch_size} answers of a teacher, seed {seed}.
+- The teacher is imperfect on purpose: {recipe.give_up_share:.0%} of its answers to words of more than
+  {recipe.patience_letters} letters stop after letter {recipe.patience_letters}.
+  So the model learns to spell, and to stop too early.
+- What reinforcement learning adds is therefore mostly to go on to the end of long words, and partly to spell better.
+- Exact match on {NUM_HELD_OUT} held-out words of all lengths, greedy: {held_out:.3f}.
 
 It is meant to be improved by reinforcement learning, and for nothing else.
 """
 
 
-def main(directory: str, seed: str) -> None:
-    """The child process's side: progress goes to standard output, one line at a time."""
+def main(directory: str, seed: str, recipe: str) -> None:
+    """The child process's side: ``recipe`` is JSON; progress goes to standard output, one line at a time."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    write_model(Path(directory), int(seed), WarmStartRecipe(), lambda line: print(line, flush=True))
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    parsed = TypeAdapter(WarmStartRecipe).validate_json(recipe)
+    write_model(Path(directory), int(seed), parsed, lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from schemas.messages.arrays import Float32Array, Int32Array, UInt8Array
 from schemas.messages.base import Message
 from schemas.messages.prompts import Part, ShortText
 
+_ZERO = np.zeros((), np.int32)
+"""An array, because comparing with a Python number converts it anew each time."""
+
 
 class FinishReason(StrEnum):
     """Why sampling ended: an end-of-sequence token, the length limit, or the engine gave up."""
@@ -90,9 +93,9 @@ class Trajectory(Message):
             )
         if np.count_nonzero(np.isfinite(self.logprobs)) != length:
             raise ValueError("expected finite logprobs, got NaN or infinity")
-        if length and self.token_ids.min() < 0:
+        if np.count_nonzero(self.token_ids < _ZERO):
             raise ValueError(f"expected token ids >= 0, got {self.token_ids.min()}")
-        if self.prompt_token_ids.size and self.prompt_token_ids.min() < 0:
+        if np.count_nonzero(self.prompt_token_ids < _ZERO):
             raise ValueError(f"expected prompt token ids >= 0, got {self.prompt_token_ids.min()}")
         self._spans_tile(length)
         return self

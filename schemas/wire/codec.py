@@ -7,7 +7,7 @@ headers. Every size is checked before it is used; the header is small by contrac
 
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -30,8 +30,7 @@ MESSAGES: dict[str, type[Message]] = {
     message.SCHEMA: message
     for message in (WorkOrder, TokenChunk, Trajectory, StepReport, SkipRecord, Heartbeat, OperatorCommand)
 }
-CONTROL_SCHEMA = "control"
-CONTROL_VERSION = WeightsReady.VERSION
+CONTROL_SCHEMA = WeightsReady.SCHEMA
 _HEADER_FREE = {"step-report", "work-order"}
 """Schemas whose header may be as large as the whole message: they are written by our own trainer and dispatcher."""
 
@@ -45,8 +44,32 @@ def headers_of(message: Message | type[Message]) -> Headers:
     )
 
 
-_SCHEMA_BY_HEADERS = {headers_of(model): model.SCHEMA for model in MESSAGES.values()}
-"""What our own writers send, so that the usual record needs one look-up."""
+class _Kind(NamedTuple):
+    """What the codec needs to know of a schema, looked up once per record."""
+
+    schema: str
+    version: int
+    max_bytes: int
+    max_header: int
+    arrays: tuple[tuple[str, np.dtype[Any]], ...]
+    validate: Callable[[Any], Message]
+
+
+def _kind_of(model: type[Message], validate: Callable[[Any], Message]) -> _Kind:
+    max_header = model.MAX_BYTES if model.SCHEMA in _HEADER_FREE else min(model.MAX_BYTES, MAX_HEADER_BYTES)
+    arrays = tuple(model.array_fields().items())
+    return _Kind(model.SCHEMA, model.VERSION, model.MAX_BYTES, max_header, arrays, validate)
+
+
+_KINDS = {
+    CONTROL_SCHEMA: _kind_of(WeightsReady, control_adapter.validator.validate_python),
+    **{schema: _kind_of(model, model.__pydantic_validator__.validate_python) for schema, model in MESSAGES.items()},
+}
+_KIND_BY_HEADERS = {
+    headers_of(WeightsReady): _KINDS[CONTROL_SCHEMA],
+    **{headers_of(model): _KINDS[schema] for schema, model in MESSAGES.items()},
+}
+"""By what our own writers send, so that the usual record needs one look-up."""
 
 
 def encode(message: Message) -> bytes:
@@ -57,13 +80,14 @@ def encode(message: Message) -> bytes:
     """
     fields = dict(message.__dict__)
     blobs = []
-    for name in message.array_fields():
+    kind = _KINDS[message.SCHEMA]
+    for name, _ in kind.arrays:
         array = fields.pop(name)
         fields[name] = array.size  # behind the plain fields, as the bytes are
         blobs.append(array if array.flags.c_contiguous else array.tobytes())
     header = msgpack.packb(fields, default=_fields_of)
     frame = b"".join((_PREFIX.pack(len(header)), header, *blobs))
-    _check_sizes(message.SCHEMA, type(message).MAX_BYTES, len(frame), len(header))
+    _check_sizes(kind, len(frame), len(header))
     return frame
 
 
@@ -75,77 +99,64 @@ def decode(value: bytes | None, headers: Headers) -> Message:
         FrameTooLarge: a size exceeds what the schema allows.
         MalformedFrame: anything else; the text says which field.
     """
-    schema = _schema_of(headers)
-    model = MESSAGES.get(schema)
-    limit = model.MAX_BYTES if model else Message.MAX_BYTES
-    fields, body = _split(value, schema, limit)
-    if model is None:
-        return _validated(schema, control_adapter.validate_python, fields)
-    _attach_arrays(schema, model, fields, body)
-    return _validated(schema, model.model_validate, fields)
+    kind = _KIND_BY_HEADERS.get(headers) or _named_kind(headers)
+    fields, body = _split(value, kind)
+    _attach_arrays(kind, fields, body)
+    try:
+        return kind.validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "record"
+        raise MalformedFrame(f"{kind.schema}.{where}: {first['msg']}") from error
 
 
-def _schema_of(headers: Headers) -> str:
-    return _SCHEMA_BY_HEADERS.get(headers) or _named_schema(headers)
-
-
-def _named_schema(headers: Headers) -> str:
+def _named_kind(headers: Headers) -> _Kind:
     named = dict(headers)
     try:
         schema, version = named["schema"].decode(), int(named["schema-version"])
     except (KeyError, ValueError, AttributeError, TypeError) as error:
         raise UnknownSchema(f"expected headers 'schema' and 'schema-version', got {sorted(named)}") from error
-    known = CONTROL_VERSION if schema == CONTROL_SCHEMA else getattr(MESSAGES.get(schema), "VERSION", None)
-    if known is None or not 1 <= version <= known:
-        raise UnknownSchema(f"expected one of {sorted([*MESSAGES, CONTROL_SCHEMA])}, got {schema!r} version {version}")
-    return schema
+    kind = _KINDS.get(schema)
+    if kind is None or not 1 <= version <= kind.version:
+        raise UnknownSchema(f"expected one of {sorted(_KINDS)}, got {schema!r} version {version}")
+    return kind
 
 
-def _split(value: bytes | None, schema: str, limit: int) -> tuple[dict[str, Any], memoryview]:
+def _split(value: bytes | None, kind: _Kind) -> tuple[dict[str, Any], memoryview]:
     if value is None or len(value) < _PREFIX.size:
-        raise MalformedFrame(f"expected a {schema} frame, got {0 if value is None else len(value)} bytes")
+        raise MalformedFrame(f"expected a {kind.schema} frame, got {0 if value is None else len(value)} bytes")
     (header_size,) = _PREFIX.unpack_from(value)
-    _check_sizes(schema, limit, len(value), header_size)
-    header, body = value[_PREFIX.size : _PREFIX.size + header_size], memoryview(value)[_PREFIX.size + header_size :]
-    if len(header) != header_size:
-        raise MalformedFrame(f"expected a {schema} header of {header_size} bytes, got {len(header)}")
+    _check_sizes(kind, len(value), header_size)
+    end = _PREFIX.size + header_size
+    if len(value) < end:
+        raise MalformedFrame(f"expected a {kind.schema} header of {header_size} bytes, got {len(value) - _PREFIX.size}")
     try:
-        fields = msgpack.unpackb(header, strict_map_key=True, ext_hook=_refuse_ext, timestamp=3)
+        fields = msgpack.unpackb(value[_PREFIX.size : end], strict_map_key=True, ext_hook=_refuse_ext, timestamp=3)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
-        raise MalformedFrame(f"expected a msgpack map as {schema} header, got: {error!r}") from error
+        raise MalformedFrame(f"expected a msgpack map as {kind.schema} header, got: {error!r}") from error
     if not isinstance(fields, dict):
-        raise MalformedFrame(f"expected a map as {schema} header, got {type(fields).__name__}")
-    return fields, body
+        raise MalformedFrame(f"expected a map as {kind.schema} header, got {type(fields).__name__}")
+    return fields, memoryview(value)[end:]
 
 
-def _attach_arrays(schema: str, model: type[Message], fields: dict[str, Any], body: memoryview) -> None:
-    position = 0
-    for name, dtype in model.array_fields().items():
+def _attach_arrays(kind: _Kind, fields: dict[str, Any], body: memoryview) -> None:
+    position, end = 0, len(body)
+    for name, dtype in kind.arrays:
         count = fields.get(name)
         size = count * dtype.itemsize if type(count) is int else -1
-        if size < 0 or position + size > len(body):
-            raise MalformedFrame(f"expected the length of {schema}.{name} within the frame, got {count!r}")
+        if size < 0 or position + size > end:
+            raise MalformedFrame(f"expected the length of {kind.schema}.{name} within the frame, got {count!r}")
         fields[name] = np.frombuffer(body, dtype, size // dtype.itemsize, position)
         position += size
-    if position != len(body):
-        raise MalformedFrame(f"expected {position} bytes of arrays after the {schema} header, got {len(body)}")
+    if position != end:
+        raise MalformedFrame(f"expected {position} bytes of arrays after the {kind.schema} header, got {end}")
 
 
-def _validated(schema: str, validate: Callable[[Any], Message], fields: dict[str, Any]) -> Message:
-    try:
-        return validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "record"
-        raise MalformedFrame(f"{schema}.{where}: {first['msg']}") from error
-
-
-def _check_sizes(schema: str, limit: int, frame_size: int, header_size: int) -> None:
-    header_limit = limit if schema in _HEADER_FREE else min(limit, MAX_HEADER_BYTES)
-    if frame_size > limit or header_size > header_limit:
+def _check_sizes(kind: _Kind, frame_size: int, header_size: int) -> None:
+    if frame_size > kind.max_bytes or header_size > kind.max_header:
         raise FrameTooLarge(
-            f"expected a {schema} frame of at most {limit} bytes with a header of at most {header_limit}, "
-            f"got {frame_size} with {header_size}"
+            f"expected a {kind.schema} frame of at most {kind.max_bytes} bytes with a header of at most "
+            f"{kind.max_header}, got {frame_size} with {header_size}"
         )
 
 

@@ -1,6 +1,6 @@
 """Bytes that an earlier version wrote can still be read. ``python -m tests.contract.test_golden_bytes`` adds files.
 
-A file is written once, for a new kind or a new version of one, and never again: it stands for data in somebody's topics.
+A file is written once, for a new kind or a new version of one, and never again: it stands for data that somebody has.
 """
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +51,16 @@ def test_samples_of_similar_length_share_a_micro_batch() -> None:
     early, rest = run([[(1, 39), (1, 1)] * 4], budget=160, lookahead=4.0)
     assert early == []
     assert [batch.padding_share for batch in rest] == [0.0, 0.0]
+
+
+def test_padding_stays_low_on_lengths_as_they_come() -> None:
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(4.5, 0.7, (64, 8)), 1, 1024).astype(int).tolist()
+    for lookahead, limit in ((1.5, 0.30), (4.0, 0.15)):
+        early, rest = run([[(20, tokens) for tokens in group] for group in lengths], 4096, lookahead)
+        held = sum(batch.input_ids.size for batch in early + rest)
+        padding = 1 - sum(batch.num_tokens for batch in early + rest) / held
+        assert padding < limit, (lookahead, padding)
 
 
 def test_the_cut_does_not_depend_on_anything_but_the_samples() -> None:

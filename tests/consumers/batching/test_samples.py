@@ -1,7 +1,7 @@
 import numpy as np
 
-from consumers.batching.samples import collate
-from tests.consumers.factories import training_sample
+from consumers.batching.samples import TrainingSample, collate
+from tests.consumers.factories import sample, training_sample
 
 
 def test_rows_are_right_padded_and_aligned_with_their_tokens() -> None:
@@ -39,3 +39,18 @@ def test_tokens_that_are_not_to_be_trained_stay_masked() -> None:
     masked = item.sample.trajectory.replace(loss_mask=np.array([1, 0, 1], dtype="<u1"))
     sample = type(item.sample)(masked, item.sample.ref, 0.0, 0)
     assert collate([type(item)(sample, 1.0)]).loss_mask.tolist() == [[0, 1, 0, 1]]
+
+
+def test_each_row_keeps_its_own_temperature_and_place() -> None:
+    items = []
+    for index, temperature in enumerate((0.5, 1.0, 2.0)):
+        found = sample("d/0/0", index, of=3, offset=10 + index, tokens=3 - index, temperature=temperature)
+        items.append(TrainingSample(found, float(index)))
+    batch = collate(items[::-1])
+    assert batch.temperatures.tolist() == [2.0, 1.0, 0.5]
+    assert batch.advantages.tolist() == [2.0, 1.0, 0.0]
+    assert [(ref.trajectory_id, ref.offset) for ref in batch.refs] == [
+        ("d/0/0/2", 12),
+        ("d/0/0/1", 11),
+        ("d/0/0/0", 10),
+    ]

@@ -40,7 +40,7 @@ def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
 
 @given(histories())
 def test_the_frontier_agrees_with_a_set(history: list[tuple[str, int]]) -> None:
-    """nothing_finished_is_read_again, nothing_unfinished_is_passed and gaps_do_not_hold_the_low_mark."""
+    """All three invariants together, in any history of reads, gaps, finishes and restarts."""
     frontier, log, done = Frontier(), list[int](), set[int]()
     for kind, offset in history:
         if kind == "read":
@@ -59,6 +59,25 @@ def test_the_frontier_agrees_with_a_set(history: list[tuple[str, int]]) -> None:
             assert frontier.lows()[0] == (unfinished[0] if unfinished else log[-1] + 1)
             assert frontier.partition(0).unfinished() == len(unfinished)
         assert all(frontier.is_done(0, number) == (number in done) for number in log)
+
+
+def test_nothing_finished_is_read_again() -> None:
+    before = frontier_after([0, 1, 2, 3], [1, 3])
+    after = Frontier.from_json(json.loads(json.dumps(before.to_json())))
+    assert [offset for offset in range(before.lows()[0], 4) if after.mark_read(0, offset)] == [0, 2]
+
+
+def test_nothing_unfinished_is_passed() -> None:
+    frontier = frontier_after([0, 1, 2, 3], [0, 2, 3])
+    assert frontier.lows() == {0: 1}
+    frontier.mark_done(refs(1))
+    assert frontier.lows() == {0: 4}
+
+
+def test_gaps_do_not_hold_the_low_mark() -> None:
+    frontier = frontier_after([0, 4, 9], [0, 4])
+    assert frontier.lows() == {0: 9}
+    assert frontier.is_done(0, 7)
 
 
 def test_a_partition_that_starts_late_is_finished_below_its_first_record() -> None:

@@ -1,3 +1,5 @@
+import asyncio
+
 import pytest
 
 from consumers.batching.samples import Group, Sample
@@ -7,7 +9,8 @@ from consumers.intake.ledger import Ledger
 from consumers.intake.rejects import Rejects
 from schemas.errors import LifecycleError
 from schemas.messages.reports import RecordRef, SkipReason
-from schemas.ports.bus import Record
+from schemas.ports.bus import Outgoing, Position, Record
+from schemas.ports.memory_bus import MemoryPublisher
 from tests.consumers.factories import sample
 from tests.consumers.intake.scene import RUN, Scene
 
@@ -116,3 +119,32 @@ async def test_what_is_finished_is_not_read_into_the_books() -> None:
     ledger.frontier.mark_done([RecordRef("t", 0, 0)])
     assert not ledger.read(Record("t", 0, 0, None, b"", (), 0.0))
     assert ledger.fates().read == 0
+
+
+class HeldPublisher(MemoryPublisher):
+    """Takes records only once it is let go."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene.bus, "held")
+        self.let_go = asyncio.Event()
+
+    async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
+        await self.let_go.wait()
+        return await super().submit(record)
+
+
+async def test_due_rows_are_written_when_writing_returns_whoever_writes_them() -> None:
+    """A checkpoint taken meanwhile would hold a part of the group."""
+    scene = Scene()
+    ledger = await books(scene)
+    publisher = ledger.rejects.publisher = HeldPublisher(scene)
+    good, also, bad = found = members(3)
+    read(ledger, *found)
+    ledger.hold(closed([good, also], [poison(bad)], 3))
+    ledger.mark_trained([good.ref, also.ref])
+    reader, trainer = (asyncio.create_task(ledger.write_due_rows()) for _ in range(2))
+    await asyncio.sleep(0.01)
+    assert not trainer.done()
+    publisher.let_go.set()
+    await asyncio.gather(reader, trainer)
+    assert (scene.reasons(), ledger.frontier.lows()) == ({"d/0/0/2": SkipReason.POISON}, {0: 3})

@@ -1,5 +1,6 @@
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -142,12 +143,12 @@ async def test_a_late_sibling_of_a_finished_group_founds_no_second_group() -> No
     assert set(scene.reasons().values()) == {SkipReason.GROUP_INCOMPLETE}
 
 
-async def test_reading_pauses_above_the_high_water_mark_and_goes_on_below_the_low_one() -> None:
+async def test_reading_pauses_above_the_high_water_mark() -> None:
     scene = Scene()
     for number in range(20):
         await scene.publish_group(number)
     one = len(scene.bus.log(scene.topic).partitions[0][0].value or b"")
-    settings = {"high_water_bytes": 7 * one, "low_water_bytes": 3 * one, "max_poll_records": 2}
+    settings: dict[str, Any] = {"high_water_bytes": 7 * one, "low_water_bytes": 3 * one, "max_poll_records": 2}
     async with scene.running(scene.intake(**settings)) as intake:
         await scene.until_read(intake, 8)
         await asyncio.sleep(0.3)
@@ -174,7 +175,12 @@ async def test_no_group_times_out_while_its_siblings_cannot_be_read() -> None:
     scene = Scene()
     await scene.publish(trajectory("d/0/0", 0))
     await scene.publish_group(1)
-    settings = {"high_water_bytes": 2, "low_water_bytes": 1, "max_poll_records": 3, "group_timeout_s": 3.0}
+    settings: dict[str, Any] = {
+        "high_water_bytes": 2,
+        "low_water_bytes": 1,
+        "max_poll_records": 3,
+        "group_timeout_s": 3.0,
+    }
     async with scene.running(scene.intake(**settings)) as intake:
         await scene.until_read(intake, 3)
         await scene.publish(trajectory("d/0/0", 1))

@@ -93,3 +93,29 @@ async def test_long_or_broken_text_is_cut_and_mended() -> None:
     await rejects.skip(RecordRef("", 0, 5), "k" * 999, SkipReason.POISON, "\ud800" * 5000, 3)
     await rejects.settled()
     assert len(publisher.arrived) == 1
+
+
+class SlowPublisher(UnreliablePublisher):
+    """Has no buffer space from the second record on, until it is given some."""
+
+    def __init__(self, *answers: BusError | None) -> None:
+        super().__init__(*answers)
+        self.space = asyncio.Event()
+
+    async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
+        if self.taken:
+            await self.space.wait()
+        return await super().submit(record)
+
+
+async def test_settled_waits_for_a_row_that_another_task_is_sending_again() -> None:
+    publisher = SlowPublisher(DeliveryUnknown("late"))
+    rejects = rejects_on(publisher)
+    await skip_one(rejects)
+    await asyncio.sleep(0.01)
+    reader, trainer = asyncio.create_task(rejects.resend()), asyncio.create_task(rejects.settled())
+    await asyncio.sleep(0.01)
+    assert not trainer.done()
+    publisher.space.set()
+    await asyncio.gather(reader, trainer)
+    assert len(publisher.arrived) == 1

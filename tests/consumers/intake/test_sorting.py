@@ -1,5 +1,7 @@
 """What becomes of single records, seen from the topics."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -41,6 +43,9 @@ async def test_undecodable_bytes_are_dead_lettered_and_nothing_else_is_lost() ->
     }
     letters = scene.dead_letters()
     assert [letter.value for letter in letters] == [record.value for record in bad]
+    assert [letter.headers[: len(record.headers)] for letter, record in zip(letters, bad, strict=True)] == [
+        record.headers for record in bad
+    ]
     first = dict(letters[0].headers)
     assert (first["dlq-topic"], first["dlq-partition"], first["dlq-offset"]) == (scene.topic.encode(), b"0", b"1")
     assert (first["dlq-error-class"], first["dlq-ts"], first["schema"]) == (
@@ -74,10 +79,10 @@ async def test_bytes_larger_than_any_frame_are_dead_lettered_cut() -> None:
     ],
 )
 async def test_an_unusable_sample_is_skipped_with_its_reason_and_its_group_goes_on(
-    changes: dict[str, object], reason: SkipReason, detail: str
+    changes: dict[str, Any], reason: SkipReason, detail: str
 ) -> None:
     scene = Scene(version=PolicyVersion(1, 5))
-    fresh = {"versions": (PolicyVersion(1, 5),)}
+    fresh: dict[str, Any] = {"versions": (PolicyVersion(1, 5),)}
     async with scene.running(scene.intake()) as intake:
         await scene.publish(*(trajectory("d/0/0", index, of=3, **fresh) for index in (0, 2)))
         await scene.publish(trajectory("d/0/0", 1, of=3, **(fresh | changes)))
@@ -117,16 +122,16 @@ async def test_repeats_are_skipped_as_duplicates_wherever_they_come() -> None:
     ]
 
 
-async def test_orphans_are_trained_or_skipped_as_the_settings_say() -> None:
-    for policy in ("train", "skip"):
-        scene = Scene(version=PolicyVersion(2, 3))
-        async with scene.running(scene.intake(orphan_lineage=policy)) as intake:
-            await scene.publish_group(0, versions=(PolicyVersion(1, 4),))
-            if policy == "train":
-                assert len((await next_group(intake)).samples) == 2
-            else:
-                await scene.until(lambda intake=intake: intake.fates().skipped == 2)
-                assert set(scene.reasons().values()) == {SkipReason.ORPHAN_LINEAGE}
+@pytest.mark.parametrize("policy", ["train", "skip"])
+async def test_orphans_are_trained_or_skipped_as_the_settings_say(policy: str) -> None:
+    scene = Scene(version=PolicyVersion(2, 3))
+    async with scene.running(scene.intake(orphan_lineage=policy)) as intake:
+        await scene.publish_group(0, versions=(PolicyVersion(1, 4),))
+        if policy == "train":
+            assert len((await next_group(intake)).samples) == 2
+        else:
+            await scene.until(lambda: intake.fates().skipped == 2)
+            assert set(scene.reasons().values()) == {SkipReason.ORPHAN_LINEAGE}
 
 
 async def test_a_sample_that_cannot_belong_to_its_group_is_poison_and_does_not_count() -> None:

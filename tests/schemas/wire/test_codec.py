@@ -113,7 +113,7 @@ def test_a_frame_cut_anywhere_is_refused(name: str) -> None:
             decode(whole[:length], headers_of(message))
 
 
-@pytest.mark.parametrize("name", ["trajectory", "heartbeat"])
+@pytest.mark.parametrize("name", ["trajectory", "heartbeat", "control-flow"])
 def test_bytes_behind_the_last_array_are_refused(name: str) -> None:
     message = examples()[name]
     with pytest.raises(MalformedFrame, match="arrays after"):
@@ -233,15 +233,39 @@ def test_a_header_that_is_no_map_is_refused(fields: object) -> None:
         decode(frame_of(fields), headers("heartbeat"))
 
 
-@pytest.mark.parametrize(
-    "value", [msgpack.ExtType(5, b"x"), msgpack.Timestamp(1), msgpack.ExtType(5, b"x" * 100)], ids=str
-)
-@pytest.mark.parametrize("field", ["created_at", "rewards", "unknown_field"])
+EXTENSIONS = [
+    msgpack.ExtType(5, b"x"),
+    msgpack.ExtType(5, b"x" * 100),
+    msgpack.Timestamp(1),
+]
+
+
+@pytest.mark.parametrize("value", EXTENSIONS, ids=str)
+@pytest.mark.parametrize("field", ["created_at", "rewards", "prompt_text"])
 def test_msgpack_extension_types_are_refused_wherever_they_stand(field: str, value: object) -> None:
     with pytest.raises(WireError):
         decode(altered(**{field: value}), headers())
     with pytest.raises(WireError):
         decode(altered(**{field: [{"deep": value}]}), headers())
+
+
+def test_an_extension_type_in_a_prompt_column_is_refused() -> None:
+    order = work_order("x")
+    fields, _ = parts(encode(order))
+    for value in EXTENSIONS:
+        fields["prompt"]["columns"] = {"answer": value}
+        with pytest.raises(WireError):
+            decode(frame_of(fields), headers_of(order))
+
+
+@pytest.mark.parametrize(
+    "raw", [b"\xc7\x0c\xff" + b"\xff" * 12, b"\xd7\xff" + b"\xff" * 8, b"\xc7\x05\xffwrong", b"\xc1"]
+)
+def test_timestamps_beyond_the_calendar_and_reserved_bytes_are_refused(raw: bytes) -> None:
+    fields, arrays = parts(encode(trajectory(prompt_text="@@@@")))
+    header = msgpack.packb(fields).replace(b"\xa4@@@@", raw)
+    with pytest.raises(MalformedFrame):
+        decode(struct.pack("<I", len(header)) + header + arrays, headers())
 
 
 def test_map_keys_that_are_not_text_are_refused() -> None:

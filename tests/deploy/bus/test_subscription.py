@@ -1,0 +1,117 @@
+import asyncio
+import itertools
+import struct
+
+import pytest
+from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
+from aiokafka.record.util import calc_crc32c
+from aiokafka.structs import TopicPartition as KafkaPartition
+
+from deploy.bus import subscription as module
+from deploy.bus.kafka_bus import KafkaBus
+from deploy.bus.settings import KafkaSettings
+from schemas.errors import DataLossRefused, WireError
+from schemas.ports.bus import Outgoing, TopicPartition
+from tests.contract.topics import create_topic
+
+pytestmark = pytest.mark.kafka
+_numbers = itertools.count()
+_CRC_AT, _CRC_FROM = 17, 21
+"""Of a record batch of the second format: where its checksum stands, and from where on it counts."""
+
+
+@pytest.fixture
+async def topic(bootstrap_servers: str) -> str:
+    name = f"subscription-{next(_numbers)}"
+    await create_topic(bootstrap_servers, name, 2)
+    return name
+
+
+@pytest.fixture
+def bus(bootstrap_servers: str) -> KafkaBus:
+    return KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
+
+
+async def publish(bus: KafkaBus, topic: str, *values: bytes, partition: int = 0) -> None:
+    publisher = await bus.publisher("writer")
+    for value in values:
+        await publisher.submit(Outgoing(topic, value, None, partition))
+    await publisher.close()
+
+
+async def publish_unreadable_header(servers: str, topic: str) -> None:
+    """A record whose header name is not UTF-8, which aiokafka's consumer cannot get past by itself."""
+    producer = AIOKafkaProducer(bootstrap_servers=servers)
+    await producer.start()
+    batch = producer.create_batch()
+    batch.append(timestamp=None, key=b"k", value=b"v", headers=[("@@", b"x")])
+    raw = batch._build()
+    place = raw.index(b"@@")
+    raw[place : place + 2] = b"\xff\xfe"
+    struct.pack_into(">I", raw, _CRC_AT, calc_crc32c(bytes(raw[_CRC_FROM:])))
+    await (await producer.send_batch(batch, topic, partition=0))
+    await producer.stop()
+
+
+async def test_a_record_with_an_unreadable_header_is_delivered_empty_and_the_next_ones_follow(
+    bootstrap_servers: str, bus: KafkaBus, topic: str
+) -> None:
+    await publish(bus, topic, b"0", b"1")
+    await publish_unreadable_header(bootstrap_servers, topic)
+    await publish(bus, topic, b"3", b"4")
+    await publish(bus, topic, b"other", partition=1)
+    subscription = await bus.subscribe([topic], client_id="reader")
+    records = []
+    async with asyncio.timeout(15):
+        while len(records) < 6:
+            records += await subscription.poll(timeout_s=0.5)
+    await subscription.close()
+    mine = [record for record in records if record.partition == 0]
+    assert [(record.offset, record.value) for record in mine] == list(enumerate([b"0", b"1", None, b"3", b"4"]))
+    with pytest.raises(WireError):
+        mine[2].message()
+
+
+async def test_a_consumer_that_stopped_reading_is_replaced(
+    bus: KafkaBus, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STALL_S", 0.5)
+    await publish(bus, topic, b"0")
+    subscription = await bus.subscribe([topic], client_id="reader")
+    assert [record.value for record in await subscription.poll(timeout_s=5)] == [b"0"]
+    subscription._consumer._fetcher._fetch_task.cancel()
+    await publish(bus, topic, b"1", b"2")
+    values: list[bytes | None] = []
+    async with asyncio.timeout(15):
+        while len(values) < 2:
+            values += [record.value for record in await subscription.poll(timeout_s=0.2)]
+    assert values == [b"1", b"2"]
+    await subscription.close()
+
+
+async def test_a_reader_behind_what_retention_deleted_is_refused(
+    bootstrap_servers: str, bus: KafkaBus, topic: str
+) -> None:
+    await publish(bus, topic, b"0", b"1", b"2")
+    running = await bus.subscribe([topic], client_id="reader", partitions=[0])
+    running.pause(running.partitions())
+    await delete_before(bootstrap_servers, topic, 2)
+    with pytest.raises(DataLossRefused, match="offset 1"):
+        await bus.subscribe([topic], client_id="reader", start={TopicPartition(topic, 0): 1})
+    running.resume(running.partitions())
+    with pytest.raises(DataLossRefused):
+        async with asyncio.timeout(10):
+            while True:
+                assert await running.poll(timeout_s=0.2) == []
+    await running.close()
+    earliest = await bus.subscribe([topic], client_id="reader")
+    assert [record.value for record in await earliest.poll(timeout_s=5)] == [b"2"]
+    await earliest.close()
+
+
+async def delete_before(servers: str, topic: str, offset: int) -> None:
+    admin = AIOKafkaAdminClient(bootstrap_servers=servers)
+    await admin.start()
+    await admin.delete_records({KafkaPartition(topic, 0): RecordsToDelete(before_offset=offset)})
+    await admin.close()

@@ -1,0 +1,83 @@
+import ast
+from pathlib import Path
+
+import pytest
+
+from schemas.messages.control import Control
+from schemas.wire.codec import MESSAGES
+from schemas.wire.topics import CATALOGUE, CONTROL, DEAD_LETTERS, TRAJECTORIES, Topic
+
+ROOT = Path(__file__).parents[3]
+by_name = pytest.mark.parametrize("topic", CATALOGUE, ids=lambda topic: topic.name)
+
+
+def test_names_are_unique_and_full_names_carry_the_run() -> None:
+    names = [topic.name for topic in CATALOGUE]
+    assert len(set(names)) == len(names)
+    assert TRAJECTORIES.full_name("run-1") == "run-1.trajectories"
+
+
+@by_name
+def test_every_topic_has_one_role_that_writes_and_at_least_one_that_reads(topic: Topic) -> None:
+    assert len(topic.writers) == 1
+    assert topic.readers
+    assert not set(topic.writers) & set(topic.readers)
+
+
+@by_name
+def test_every_topic_takes_the_largest_message_of_its_kind(topic: Topic) -> None:
+    largest = (
+        max(message.MAX_BYTES for message in MESSAGES.values()) if topic.message is None else topic.message.MAX_BYTES
+    )
+    assert topic.max_message_bytes > largest
+    assert topic.configs(replication_factor=1)["max.message.bytes"] == str(topic.max_message_bytes)
+
+
+def test_every_kind_of_message_has_a_topic() -> None:
+    carried = {topic.message for topic in CATALOGUE if topic.message is not None}
+    kinds = set(MESSAGES.values()) | {CONTROL.message}
+    assert carried == kinds
+    assert CONTROL.message is not None
+    assert issubclass(CONTROL.message, Control)
+
+
+def test_dead_letters_take_whatever_any_topic_refused() -> None:
+    assert DEAD_LETTERS.message is None
+    assert DEAD_LETTERS.max_message_bytes >= TRAJECTORIES.max_message_bytes
+
+
+@pytest.mark.parametrize(("copies", "in_sync"), [(1, "1"), (2, "1"), (3, "2"), (5, "4")])
+@by_name
+def test_one_copy_may_be_missing_and_writing_goes_on(topic: Topic, copies: int, in_sync: str) -> None:
+    assert topic.configs(replication_factor=copies)["min.insync.replicas"] == in_sync
+
+
+@by_name
+def test_kept_for_ever_means_compacted_and_else_a_time_is_set(topic: Topic) -> None:
+    configs = topic.configs(replication_factor=1)
+    if topic.cleanup_policy == "compact":
+        assert "retention.ms" not in configs
+    else:
+        assert int(configs["retention.ms"]) > 0
+
+
+def test_partitions_of_trajectories_come_from_the_settings_and_others_are_fixed() -> None:
+    assert TRAJECTORIES.partition_count(12) == 12
+    assert CONTROL.partition_count(12) == 1
+
+
+@by_name
+def test_every_topic_is_used_by_a_room(topic: Topic) -> None:
+    constant = topic.name.upper().replace("-", "_")
+    packages = ("producers", "consumers", "coordinator", "deploy")
+    users = [path for package in packages for path in (ROOT / package).rglob("*.py") if _names(path, constant)]
+    assert users
+
+
+def _names(path: Path, constant: str) -> bool:
+    return any(
+        isinstance(node, ast.ImportFrom)
+        and node.module == "schemas.wire.topics"
+        and constant in {alias.name for alias in node.names}
+        for node in ast.walk(ast.parse(path.read_text()))
+    )
