@@ -15,6 +15,8 @@ from benchmarks.transport.round import PATHS, Round
 from schemas.wire.topics import TRAJECTORIES
 
 HERE = Path(__file__).parents[1]
+WARM_UP = 3
+"""So many times a round's trajectories go through each path first, unreported: the servers are warm in real life."""
 
 
 def main(arguments: list[str] | None = None) -> list[Result]:
@@ -55,13 +57,13 @@ def _measure(options: argparse.Namespace) -> list[Result]:
 
 
 async def _play_all(options: argparse.Namespace, addresses: dict[str, str]) -> list[Result]:
-    """All rounds, interleaved, so that a slow minute of the machine hits every path; large sizes repeat in time only."""
+    """All rounds, interleaved, so that a slow minute of the machine hits every path."""
     results = {tokens: [Result(path, tokens) for path in options.paths] for tokens in options.tokens}
     began = time.monotonic()
     took: dict[int, float] = {}
     async with pair() as processes:
         for unreported in results[min(options.tokens)]:
-            await _play(processes, options, addresses, unreported, options.count, None)
+            await _play(processes, options, addresses, unreported, WARM_UP * options.count, None)
         for repetition in range(options.repetitions):
             for tokens, of_a_size in results.items():
                 started = time.monotonic()

@@ -5,6 +5,7 @@ connections, says ready, and waits for one more line before it begins.
 """
 
 import asyncio
+import gc
 import json
 import sys
 from typing import Any
@@ -19,8 +20,11 @@ READY = "ready"
 
 def main(role: str) -> None:
     """Serve until the input ends."""
+    gc.collect()
+    gc.freeze()  # as our processes do: modules are never garbage, and small messages need no early search for cycles
+    gc.set_threshold(50_000, 50, 50)
     while line := sys.stdin.readline():
-        print(json.dumps(_run(role, Round(**json.loads(line)))), flush=True)
+        _say(_run(role, Round(**json.loads(line))))
 
 
 def _run(role: str, asked: Round) -> dict[str, Any]:
@@ -33,8 +37,14 @@ def _run(role: str, asked: Round) -> dict[str, Any]:
     return _times(files_path.produce(asked, _wait) if role == "produce" else files_path.consume(asked, _wait))
 
 
+def _say(what: Any) -> None:
+    # Not through sys.stdout: unbuffered, as some environments set it, it loses what one write does not take.
+    with open(sys.stdout.fileno(), "w", closefd=False) as out:
+        print(json.dumps(what), file=out)
+
+
 def _wait() -> None:
-    print(json.dumps(READY), flush=True)
+    _say(READY)
     sys.stdin.readline()
 
 

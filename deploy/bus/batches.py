@@ -94,18 +94,18 @@ class Lane:
         self._sending: Batch | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def append(self, record: Outgoing, size: int) -> "tuple[asyncio.Future[Position], bool]":
-        """The record's future, and whether a batch was begun for it."""
+    def append(self, record: Outgoing, size: int) -> "asyncio.Future[Position]":
+        """Put a record behind the others; its future."""
         future = self._queue[-1].append(record, size) if self._queue else None
         if future is not None:
-            return future, False
+            return future
         batch = self._new_batch(self._name)
         future = batch.append(record, size)
         assert future is not None, "an empty batch takes a record of any size"
         self._queue.append(batch)
         if self._task is None:
             self._task = asyncio.create_task(self._run())
-        return future, True
+        return future
 
     def unsettled(self) -> "list[asyncio.Future[None]]":
         """What is still to be settled, to be waited for."""

@@ -30,6 +30,7 @@ from schemas.ports.bus import Outgoing, Position, TopicPartition
 CLOSE_FLUSH_S = 10.0
 STOP_TIMEOUT_S = 2.0
 FORCE_TIMEOUT_S = 3.0
+YIELD_BYTES = 64 << 10
 _RECORD_OVERHEAD = 100
 
 log = structlog.get_logger()
@@ -54,6 +55,7 @@ class KafkaPublisher:
         self._counts: dict[str, int] = {}
         self._lanes: dict[tuple[str, int | None], Lane] = {}
         self._retiring: dict[asyncio.Task[None], AIOKafkaProducer] = {}
+        self._unbroken = 0
         self._closed = False
 
     async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
@@ -70,11 +72,13 @@ class KafkaPublisher:
         try:
             lane = self._lanes.get((record.topic, record.partition)) or await self._lane_for(record)
             self._refuse_when_closed()
-            future, began_batch = lane.append(record, size)
+            future = lane.append(record, size)
         except BaseException:
             self._space.release(size)
             raise
-        if began_batch:
+        self._unbroken += size
+        if self._unbroken > YIELD_BYTES:
+            self._unbroken = 0
             await asyncio.sleep(0)  # a caller that never waits would keep the loop from sending
         return future
 

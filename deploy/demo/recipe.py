@@ -47,7 +47,7 @@ def _defaults(engine: str, seed: int) -> dict[str, Any]:
         "algorithm": {"loss_type": "dapo", "scale_rewards": "none", "epsilon_high": 0.28, "dynamic_sampling": True},
         "batching": {"token_budget": 4096},
         "training": {
-            "max_steps": 300,
+            "max_steps": 200,
             "learning_rate": 2e-4,
             "adam_beta2": 0.99,
             "warmup_steps": 5,

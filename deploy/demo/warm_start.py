@@ -135,7 +135,7 @@ def _share_spelt(model: Any, batch: dict[str, Any], eos_token_id: int) -> float:
     import torch
 
     model.eval()
-    with torch.inference_mode():
+    with torch.no_grad():
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
     logits[..., eos_token_id] = -torch.inf
     labels = batch["labels"][:, 1:]

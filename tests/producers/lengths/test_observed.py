@@ -32,13 +32,30 @@ def test_the_narrowest_class_seen_often_enough_is_used() -> None:
     used = {
         name: predictor.predict(prompt)
         for name, prompt in {
-            "prompt_length": _prompt("a", 12),
+            "prompt_length": _prompt("a", 10),
             "dataset": _prompt("a", 100),
             "all": _prompt("b", 12),
         }.items()
     }
     assert all(estimate.predictor.endswith(f"/{name}") for name, estimate in used.items())
     assert (used["prompt_length"].upper, used["dataset"].upper, used["all"].upper) == (20, 400, 400)
+
+
+def test_a_long_instruction_does_not_hide_the_length_of_a_word() -> None:
+    predictor = ObservedQuantiles(SETTINGS, LOOP)
+    for length in range(52, 60):
+        for _ in range(4):
+            predictor.observe("a", length, length - 48)
+    estimates = [predictor.predict(_prompt("a", length)) for length in range(52, 60)]
+    assert [estimate.median for estimate in estimates] == list(range(4, 12))
+
+
+def test_lengths_of_long_prompts_fall_into_classes_of_about_two_percent() -> None:
+    predictor = ObservedQuantiles(SETTINGS, LOOP)
+    for _ in range(4):
+        predictor.observe("a", 4000, 7)
+    assert predictor.predict(_prompt("a", 4010)).predictor.endswith("/prompt_length")
+    assert not predictor.predict(_prompt("a", 4200)).predictor.endswith("/prompt_length")
 
 
 def test_the_upper_estimate_covers_the_share_it_promises() -> None:
