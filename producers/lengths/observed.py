@@ -1,6 +1,6 @@
 """Predicts output length from the quantiles of recent completions of similar prompts.
 
-Similar: the same data set and a prompt length (characters) within about 2 %; while too few of those are
+Similar: the same data set and a prompt length (characters) within about 1.5 %; while too few of those are
 known, the same data set; then all prompts; then the prior. The bucket is that of the upper quantile, because a group
 is complete only when its longest sample is. Short completions end first, so the very first quantiles are too low.
 """
@@ -18,7 +18,7 @@ _Class = tuple[str | None, int | None]
 
 FINEST_LENGTH = 48
 """Up to this many characters every prompt length is a class of its own."""
-CLASSES_PER_DOUBLING = 36
+CLASSES_PER_DOUBLING = 48
 
 
 class RecentLengths:
@@ -78,7 +78,7 @@ def _classes(dataset: str, prompt_length: int) -> tuple[_Class, _Class, _Class]:
 
 
 def _length_class(prompt_length: int) -> int:
-    """Prompts within about 2 % of each other: a long instruction must not hide what a short variable part says."""
+    """Prompts within about 1.5 % of each other: a long instruction must not hide what a short variable part says."""
     if prompt_length <= FINEST_LENGTH:
         return prompt_length
     return FINEST_LENGTH + int(CLASSES_PER_DOUBLING * math.log2(prompt_length / FINEST_LENGTH))
