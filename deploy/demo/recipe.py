@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from deploy.demo.cache import default_cache_dir, ensure_warm_started_model
-from deploy.demo.task import DATASET, MAX_COMPLETION_TOKENS, OPTIONS, PROMPT_TEMPLATE, PROMPT_TEMPLATE
+from deploy.demo.task import DATASET, MAX_COMPLETION_TOKENS, OPTIONS, PROMPT_TEMPLATE
 from deploy.settings.loading import load_settings
 from deploy.settings.tree import Settings
 
@@ -29,7 +29,6 @@ def _defaults(engine: str, seed: int) -> dict[str, Any]:
             "source": "reasoning_gym",
             "dataset": DATASET,
             "options": OPTIONS,
-            "prompt_template": PROMPT_TEMPLATE,
             "filter": "deploy.demo.task:is_training_entry",
             "prompt_template": PROMPT_TEMPLATE,
         },
