@@ -64,6 +64,7 @@ async def _play_all(options: argparse.Namespace, addresses: dict[str, str]) -> l
     async with pair() as processes:
         for unreported in results[min(options.tokens)]:
             await _play(processes, options, addresses, unreported, WARM_UP * options.count, None)
+            await _play(processes, options, addresses, unreported, options.paced_count, options.rate)
         for repetition in range(options.repetitions):
             for tokens, of_a_size in results.items():
                 started = time.monotonic()

@@ -34,7 +34,7 @@ class Ends:
 
     asked: Round
     began: float = 0.0
-    at: list[float] = field(default_factory=list)
+    at: list[float] = field(default_factory=list, repr=False)
 
     def _due(self) -> Iterator[float]:
         self.began = time.monotonic()
@@ -62,9 +62,9 @@ class Ends:
 class MicroBatches:
     """Decoded trajectories, gathered until the token budget is full; a full one is let go as if trained."""
 
-    entered: dict[int, float] = field(default_factory=dict)
+    entered: dict[int, float] = field(default_factory=dict, repr=False)
     _tokens: int = 0
-    _current: list[object] = field(default_factory=list)
+    _current: list[object] = field(default_factory=list, repr=False)
 
     def add(self, index: int, arrays: object, tokens: int) -> None:
         """One trajectory enters."""

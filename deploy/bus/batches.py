@@ -13,6 +13,7 @@ from aiokafka.producer.message_accumulator import BatchBuilder
 from schemas.errors import BusError, DeliveryUnknown
 from schemas.ports.bus import Outgoing, Position, TopicPartition
 
+MAX_AGE_S = 1.0
 _CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 
 
@@ -32,15 +33,19 @@ class Batch:
         self.settled: asyncio.Future[None] = loop.create_future()
         self._futures: list[asyncio.Future[Position]] = []
         self._deadline_s = deadline_s
+        self._closes_at = loop.time() + MAX_AGE_S
         self._timer = loop.call_later(deadline_s, self._expire)
 
     def append(self, record: Outgoing, size: int) -> "asyncio.Future[Position] | None":
-        """The record's future, or None: the batch is full."""
+        """The record's future, or None: the batch is full, or too old for the record to have its whole deadline."""
+        loop = asyncio.get_running_loop()
+        if loop.time() > self._closes_at or self.settled.done():
+            return None
         key = None if record.key is None else record.key.encode()
         headers = list(record.headers)
         if self.builder.append(timestamp=None, key=key, value=record.value, headers=headers) is None:
             return None
-        future: asyncio.Future[Position] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Position] = loop.create_future()
         self._futures.append(future)
         self.size += size
         return future

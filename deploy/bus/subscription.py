@@ -20,6 +20,8 @@ from schemas.errors import BusError, DataLossRefused
 from schemas.ports.bus import Record, Start, TopicPartition
 
 STALL_S = 20.0
+TURNS_TO_ASK = 6
+"""Turns of the event loop that aiokafka's fetcher needs from seeing an empty buffer to writing its next request."""
 AskOffsets = Callable[[list[KafkaPartition]], Awaitable[dict[KafkaPartition, int]]]
 
 log = structlog.get_logger()
@@ -104,12 +106,23 @@ class KafkaSubscription:
             except Exception:
                 self._seek_to_next(consumer)  # aiokafka drops what it had taken from the other partitions
                 raise
+        if fetched:
+            await self._let_it_fetch(consumer)
         records = []
         for tp, batch in fetched.items():
             records += _records(tp, batch)
             self._next[TopicPartition(*tp)] = records[-1].offset + 1
         await self._look_after(consumer, bool(records))
         return records
+
+    async def _let_it_fetch(self, consumer: AIOKafkaConsumer) -> None:
+        """Let aiokafka ask the broker for more before the caller decodes these; it would only ask at the next poll."""
+        try:
+            for _ in range(TURNS_TO_ASK):
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self._seek_to_next(consumer)  # what was just taken is not delivered
+            raise
 
     async def _look_after(self, consumer: AIOKafkaConsumer, heard: bool) -> None:
         now = asyncio.get_running_loop().time()
