@@ -30,7 +30,7 @@ from schemas.ports.bus import Outgoing, Position, TopicPartition
 CLOSE_FLUSH_S = 10.0
 STOP_TIMEOUT_S = 2.0
 FORCE_TIMEOUT_S = 3.0
-YIELD_BYTES = 256 << 10
+YIELD_BYTES = 128 << 10
 _RECORD_OVERHEAD = 100
 
 log = structlog.get_logger()

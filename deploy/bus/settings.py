@@ -39,7 +39,7 @@ class KafkaSettings(Section):
         int, Field(ge=1, description="How long the broker holds a read that finds nothing.")
     ] = 100
     fetch_max_bytes: Annotated[int, Field(ge=1 << 20, description="Most bytes of one read.")] = 32 << 20
-    max_partition_fetch_bytes: Annotated[int, Field(ge=1 << 16, description="The same, of one partition.")] = 524288
+    max_partition_fetch_bytes: Annotated[int, Field(ge=1 << 16, description="The same, of one partition.")] = 4194304
     replication_factor: Annotated[
         int | None, Field(ge=1, description="Copies of each new topic; none: one per broker, at most three.")
     ] = None

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from deploy.demo.model import ModelShape
-from deploy.demo.warm_start import WarmStartRecipe, is_taught, warm_start
+from deploy.demo.warm_start import WarmStartRecipe, taught_answer, warm_start
 
 TINY = ModelShape(
     hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
@@ -27,14 +27,14 @@ def test_a_short_warm_start_lowers_the_loss() -> None:
     assert last.loss < 3.5
 
 
-def test_every_short_word_is_taught_and_few_long_ones() -> None:
+def test_the_teacher_gives_up_on_long_words_only_and_not_always() -> None:
     draw = random.Random(0)
-    taught = {
-        word: [is_taught({"answer": word}, WarmStartRecipe(), draw) for _ in range(1000)]
-        for word in ("abcdef", "abcdefg")
-    }
-    assert all(taught["abcdef"])
-    assert 0.06 < sum(taught["abcdefg"]) / 1000 < 0.14
+    taught = [
+        taught_answer({"answer": word}, WarmStartRecipe(), draw) for word in ("abcdef", "abcdefg") for _ in range(400)
+    ]
+    assert set(taught[:400]) == {"abcdef"}
+    assert set(taught[400:]) == {"abcdef", "abcdefg"}
+    assert 0.63 < taught[400:].count("abcdef") / 400 < 0.77
 
 
 def test_a_seed_gives_the_same_weights_again() -> None:
@@ -44,14 +44,9 @@ def test_a_seed_gives_the_same_weights_again() -> None:
     assert not torch.equal(states[0]["lm_head.weight"], states[2]["lm_head.weight"])
 
 
-def test_the_decay_begins_when_some_answers_are_right() -> None:
-    done = warm_start(replace(RECIPE, decay_at_exact_match=0.0), seed=0, progress=lambda line: None)
+def test_it_stops_a_decay_after_it_spells_well_enough() -> None:
+    done = warm_start(replace(RECIPE, target_spelling=0.0), seed=0, progress=lambda line: None)
     assert done.steps == RECIPE.check_every + RECIPE.decay_steps
-
-
-def test_it_stops_when_enough_answers_are_right() -> None:
-    done = warm_start(replace(RECIPE, stop_at_exact_match=0.0), seed=0, progress=lambda line: None)
-    assert done.steps == RECIPE.check_every
 
 
 def test_the_learning_rate_warms_up_stays_and_decays() -> None:
