@@ -5,7 +5,6 @@ connections, says ready, and waits for one more line before it begins.
 """
 
 import asyncio
-import gc
 import json
 import sys
 from typing import Any
@@ -14,15 +13,14 @@ import uvloop
 
 from benchmarks.transport import files_path, kafka_path, redis_path
 from benchmarks.transport.round import Ends, MicroBatches, Round
+from deploy.wiring.collector import settle_collector
 
 READY = "ready"
 
 
 def main(role: str) -> None:
     """Serve until the input ends."""
-    gc.collect()
-    gc.freeze()  # as our processes do: modules are never garbage, and small messages need no early search for cycles
-    gc.set_threshold(50_000, 50, 50)
+    settle_collector()
     while line := sys.stdin.readline():
         _say(_run(role, Round(**json.loads(line))))
 

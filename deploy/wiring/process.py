@@ -14,6 +14,7 @@ import uvloop
 
 from deploy.settings.tree import Settings
 from deploy.wiring.broker import broker_for
+from deploy.wiring.collector import settle_collector
 from schemas.errors import UserError
 
 
@@ -37,7 +38,9 @@ def run_role(role: str, settings: Settings, worker_id: str) -> None:
     configure_logging()
     with broker_for(settings.kafka.bootstrap_servers, print) as address:
         named = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
-        uvloop.run(_until_stopped(_builder(role)(named, worker_id)))
+        loop = _builder(role)(named, worker_id)
+        settle_collector()
+        uvloop.run(_until_stopped(loop))
 
 
 async def _until_stopped(loop: Loop) -> None:
