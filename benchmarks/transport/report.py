@@ -92,7 +92,7 @@ def write_plot(target: Path, rows: list[dict[str, Any]]) -> None:
             sizes, [row["p50_ms"] for row in own], [row["p99_ms"] for row in own], color=COLOURS[path], alpha=0.15
         )
     rates.set(title="Full speed", ylabel="trajectories/s")
-    latencies.set(title="Paced: end of a trajectory → micro-batch (p50, shaded to p99)", ylabel="ms")
+    latencies.set(title="Paced: trajectory → micro-batch (p50 to p99)", ylabel="ms")
     for axes in (rates, latencies):
         axes.set(xscale="log", yscale="log", xlabel="tokens per trajectory")
         axes.grid(alpha=0.25)
