@@ -71,7 +71,8 @@ def _evaluated(settings: Settings, model: object, moment: str) -> Evaluation | N
 
 async def _train(settings: Settings, directory: RunDirectory, address: str) -> Trained:
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
-    await apply_topics(address, settings.run.name, settings.loop.trajectory_partitions)
+    partitions = settings.loop.trajectory_partitions
+    await apply_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
     port = settings.relay.port or _free_port(settings.relay.host)
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
     specs = child_specs(directory, settings.run.workers, overrides)

@@ -73,6 +73,31 @@ async def test_a_record_with_an_unreadable_header_is_delivered_empty_and_the_nex
         mine[2].message()
 
 
+async def test_a_poll_cancelled_at_any_turn_of_the_loop_loses_nothing(bus: KafkaBus, topic: str) -> None:
+    publisher = await bus.publisher("writer")
+    subscription = await bus.subscribe([topic], client_id="reader")
+    values: list[bytes | None] = []
+    cancelled = 0
+    for n in range(36):
+        await publisher.publish(Outgoing(topic, b"%d" % n, None, 0))
+        await asyncio.sleep(0.02)
+        poll = asyncio.create_task(subscription.poll(timeout_s=5))
+        for _ in range(n % 12):
+            await asyncio.sleep(0)
+        poll.cancel()
+        try:
+            values += [record.value for record in await poll]
+        except asyncio.CancelledError:
+            cancelled += 1
+    async with asyncio.timeout(10):
+        while len(values) < 36:
+            values += [record.value for record in await subscription.poll(timeout_s=0.2)]
+    assert values == [b"%d" % n for n in range(36)]
+    assert 0 < cancelled < 36
+    await subscription.close()
+    await publisher.close()
+
+
 async def test_a_consumer_that_stopped_reading_is_replaced(
     bus: KafkaBus, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
