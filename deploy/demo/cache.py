@@ -19,11 +19,6 @@ from schemas.errors import ModelError
 MAX_THREADS = 1
 
 
-def default_cache_dir() -> Path:
-    """``$STREAMRL_CACHE``, or ``~/.cache/streamrl``."""
-    return Path(os.environ.get("STREAMRL_CACHE") or Path.home() / ".cache" / "streamrl").absolute()
-
-
 def ensure_warm_started_model(
     cache_dir: Path, seed: int, progress: Progress, recipe: WarmStartRecipe | None = None
 ) -> Path:

@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deploy.demo.cache import default_cache_dir, ensure_warm_started_model
+from deploy.broker.runtime import cache_root
+from deploy.demo.cache import ensure_warm_started_model
 from deploy.demo.task import DATASET, MAX_COMPLETION_TOKENS, OPTIONS, PROMPT_TEMPLATE
 from deploy.settings.loading import load_settings
 from deploy.settings.tree import Settings
@@ -17,7 +18,7 @@ def demo_settings(engine: str, seed: int, overrides: Sequence[str], progress: Ca
         SettingsError: an override is wrong.
         ModelError: the model cannot be made.
     """
-    model = ensure_warm_started_model(default_cache_dir(), seed, progress)
+    model = ensure_warm_started_model(cache_root(), seed, progress)
     defaults = _defaults(engine, seed) | {"model": {"path": str(model)}}
     return load_settings(None, overrides, defaults)
 
