@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from schemas.identifiers import PolicyVersion
+from schemas.weights_store import MANIFEST, complete_versions
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\.(safetensors|json|jinja|txt|model)")
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,4 @@ class WeightsStore:
 
     def versions(self) -> list[PolicyVersion]:
         """Complete versions, oldest first."""
-        found = []
-        for manifest in self.root.glob(f"*/{MANIFEST}"):
-            try:
-                found.append(PolicyVersion.parse(manifest.parent.name))
-            except ValueError:
-                continue
-        return sorted(found)
+        return complete_versions(self.root)

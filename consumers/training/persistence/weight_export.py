@@ -15,9 +15,9 @@ from torch import Tensor
 from consumers.training.persistence.files import appearing_directory, sha256_of
 from schemas.identifiers import PolicyVersion
 from schemas.messages.weights import WeightFile, WeightManifest
+from schemas.weights_store import MANIFEST, complete_versions
 
 WEIGHTS = "model.safetensors"
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,7 @@ class WeightStore:
 
     def versions(self) -> list[PolicyVersion]:
         """Complete versions, oldest first."""
-        found = []
-        for manifest in self.root.glob(f"*/{MANIFEST}"):
-            try:
-                found.append(PolicyVersion.parse(manifest.parent.name))
-            except ValueError:
-                continue
-        return sorted(found)
+        return complete_versions(self.root)
 
 
 def _described(path: Path) -> WeightFile:
