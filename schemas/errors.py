@@ -23,6 +23,8 @@ StreamRLError
 └── DataLossRefused        going on would lose data, exit code 4
 """
 
+from collections.abc import Sequence
+
 
 class StreamRLError(Exception):
     """Root of every error this project raises on purpose."""
@@ -111,6 +113,14 @@ class Superseded(StreamRLError):
 
 
 class DataLossRefused(StreamRLError):
-    """Going on would lose data that nobody agreed to lose."""
+    """Going on would lose data that nobody agreed to lose.
+
+    ``holes``: where the data is known to be missing, as topic, partition, first missing offset and the offset after
+    the last missing one.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, holes: Sequence[tuple[str, int, int, int]] = ()) -> None:
+        super().__init__(message)
+        self.holes = tuple(holes)

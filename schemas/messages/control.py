@@ -44,6 +44,14 @@ class DrainWorker(Control):
     reason: ShortText = ""
 
 
+class WorkerClaimed(Control):
+    """This incarnation holds the worker id now; every other one of this id ends."""
+
+    kind: Literal["worker_claimed"] = "worker_claimed"
+    worker_id: ShortText
+    incarnation: ShortText
+
+
 class RunFinished(Control):
     """The trainer has taken its last step; every process may end."""
 
@@ -52,17 +60,21 @@ class RunFinished(Control):
     reason: ShortText = ""
 
 
-ControlMessage = Annotated[WeightsReady | FlowControl | DrainWorker | RunFinished, Field(discriminator="kind")]
+ControlMessage = Annotated[
+    WeightsReady | FlowControl | DrainWorker | WorkerClaimed | RunFinished, Field(discriminator="kind")
+]
 control_adapter: TypeAdapter[ControlMessage] = TypeAdapter(ControlMessage)
 
 
 def control_key(message: Control) -> str:
-    """Compaction key: the last weights, the last flow order, one order per drained worker, one end of run."""
+    """Compaction key: the last weights, the last flow order, one order and one claim per worker, one end of run."""
     match message:
         case WeightsReady():
             return "weights/policy"
         case DrainWorker():
             return f"drain/{message.worker_id}"
+        case WorkerClaimed():
+            return f"worker/{message.worker_id}"
         case RunFinished():
             return "finished"
         case _:

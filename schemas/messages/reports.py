@@ -53,8 +53,15 @@ class StepReport(Message):
     """Trainer → coordinator and dispatcher: one optimizer step, what it consumed and the weights that came of it.
 
     ``micro_batches`` lists the records of each micro-batch in the order in which they entered the gradient;
-    ``group_ids`` the groups they came from. ``metrics`` uses TRL's and prime-rl's key names. ``manifest_sha256`` None:
-    the weights of this step were not exported, and nobody can fetch them.
+    ``group_ids`` the groups they came from, in the order in which they were taken; ``left_out`` the samples of these
+    groups that count for its advantages and not for the gradient. ``metrics`` uses TRL's and prime-rl's key names.
+    ``manifest_sha256`` None: the weights of this step were not exported, and nobody can fetch them.
+
+    The first report of a lineage has no groups; its ``parent`` is the version of the checkpoint that it went on from
+    (None: it began with the initial model) and ``parent_skips`` the number of the parent's skip rows that the
+    checkpoint contains. So the steps that survive can be told from those that a crash undid, from the topic alone.
+    ``digests``: xxh3-128, in hex, of each float32 tensor after the step, by its name on disk. ``prompt_cursor``: all
+    prompts trained or skipped so far lie below this position of the prompt source.
     """
 
     SCHEMA: ClassVar[str] = "step-report"
@@ -66,8 +73,34 @@ class StepReport(Message):
     manifest_sha256: Sha256 | None
     group_ids: tuple[str, ...]
     micro_batches: tuple[tuple[RecordRef, ...], ...]
+    left_out: tuple[RecordRef, ...] = ()
     metrics: dict[str, float]
+    digests: dict[str, str] = Field(default_factory=dict)
+    parent: PolicyVersion | None = None
+    parent_skips: Annotated[int, Field(ge=0)] = 0
+    prompt_cursor: Annotated[int, Field(ge=0)] = 0
     finished: bool = False
+    sent_at: float
+
+
+class RefusedStep(Message):
+    """Trainer → steps topic: a gradient that was not applied, why, and the records it came from.
+
+    ``version``: the weights it was computed with, and which stay; the fields it shares with ``StepReport`` mean the
+    same. A skip row of each record says ``filtered``.
+    """
+
+    SCHEMA: ClassVar[str] = "refused-step"
+    MAX_BYTES: ClassVar[int] = 8 << 20
+
+    algorithm: ShortText
+    step: Annotated[int, Field(ge=1)]
+    version: PolicyVersion
+    problem: Annotated[str, Field(max_length=4096)]
+    group_ids: tuple[str, ...]
+    micro_batches: tuple[tuple[RecordRef, ...], ...]
+    left_out: tuple[RecordRef, ...] = ()
+    metrics: dict[str, float]
     sent_at: float
 
 
@@ -86,7 +119,11 @@ class SkipReason(StrEnum):
 
 
 class SkipRecord(Message):
-    """Trainer → skips topic: this record was not trained, and why. ``None`` ids: the bytes did not decode."""
+    """Trainer → skips topic: this record was not trained, and why. ``None`` ids: the bytes did not decode.
+
+    ``sequence`` numbers the rows of a ``lineage`` from 1; a row sent again keeps its number. A row with
+    ``retention_expired`` stands for all records from ``offset`` up to, not including, ``end_offset``.
+    """
 
     SCHEMA: ClassVar[str] = "skip"
 
@@ -97,5 +134,8 @@ class SkipRecord(Message):
     group_id: ShortText | None
     partition: Annotated[int, Field(ge=0)]
     offset: Annotated[int, Field(ge=0)]
+    end_offset: Annotated[int, Field(ge=1)] | None = None
     step: Annotated[int, Field(ge=0)]
+    lineage: Annotated[int, Field(ge=0)] = 0
+    sequence: Annotated[int, Field(ge=0)] = 0
     sent_at: float

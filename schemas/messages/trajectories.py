@@ -51,7 +51,7 @@ class Trajectory(Message):
     Rewards are raw, by name and unweighted (``None``: not applicable or failed, see ``reward_errors``); advantages
     are the consumer's business. With P prompt and T completion tokens: ``prompt_token_ids`` int32 (P),
     ``token_ids`` int32 (T), ``logprobs`` float32 (T), of the behaviour policy at the sampling temperature,
-    ``loss_mask`` uint8 (T). Times are seconds since the epoch.
+    ``loss_mask`` uint8 (T). Times are seconds since the epoch. ``position``: of the prompt in the prompt source.
     """
 
     SCHEMA: ClassVar[str] = "trajectory"
@@ -79,6 +79,7 @@ class Trajectory(Message):
     worker_id: ShortText
     attempt: Annotated[int, Field(ge=0)]
     admitted_version: PolicyVersion
+    position: Annotated[int, Field(ge=0)] = 0
     created_at: float
     started_at: float
     finished_at: float

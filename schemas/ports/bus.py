@@ -1,7 +1,7 @@
 """The bus as the rooms see it: records, a publisher, a subscription, and the factory that opens them."""
 
 from asyncio import Future
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, Self
 
 from schemas.messages.base import Message
@@ -118,8 +118,40 @@ class Subscription(Protocol):
         """The offset after the last record, by partition."""
         ...
 
+    async def beginning_offsets(self) -> dict[TopicPartition, int]:
+        """The oldest offset that the broker still holds, by partition."""
+        ...
+
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Tell the broker how far we are, for lag displays only; the checkpoint is the truth."""
+        ...
+
+    async def close(self) -> None:
+        """Release; bounded in time; idempotent."""
+        ...
+
+
+class TransactionalPublisher(Protocol):
+    """Writes records and offsets all together or not at all, as the one living holder of its transactional id."""
+
+    async def commit(
+        self,
+        records: Sequence[Outgoing],
+        *,
+        offsets: Mapping[TopicPartition, int] | None = None,
+        group_id: str | None = None,
+    ) -> None:
+        """One short transaction. ``offsets`` are committed for ``group_id``, for lag displays only.
+
+        After ``DeliveryUnknown`` or ``BusUnavailable`` the same records may be committed again: a new transaction
+        first ends the old one, whose records are then either all on the topics or none; readers tell repeats by what
+        the records say.
+
+        Raises:
+            Superseded: a newer holder opened this transactional id; nothing of this call will ever be read.
+            DeliveryUnknown: the deadline passed; it is not known whether the transaction was committed.
+            BusError: the broker refused it; nothing was written.
+        """
         ...
 
     async def close(self) -> None:
@@ -137,6 +169,15 @@ class Bus(Protocol):
         """A started publisher."""
         ...
 
+    async def transactional(self, transactional_id: str) -> TransactionalPublisher:
+        """A started transactional publisher. Opening it fences every older holder of the id, and ends its open
+        transaction.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+        ...
+
     async def subscribe(
         self,
         topics: Iterable[str],
@@ -150,6 +191,7 @@ class Bus(Protocol):
 
         ``start`` may name offsets; partitions it leaves out start at the earliest record. When this returns with
         ``latest``, every record published afterwards will be delivered. ``group_id`` only names the commits.
+        Records of aborted or open transactions are never delivered.
 
         Raises:
             BusUnavailable: no broker answered, or a topic does not exist.

@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
 
-from schemas.errors import BusError, BusUnavailable, DataLossRefused
+from schemas.errors import BusError, BusUnavailable, DataLossRefused, Superseded
 from schemas.ports.bus import Outgoing, Position, Record, Start, TopicPartition
 
 
@@ -25,6 +25,7 @@ class MemoryBus:
     logs: dict[str, _Log] = field(default_factory=dict)
     committed: dict[tuple[str, TopicPartition], int] = field(default_factory=dict)
     arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
+    epochs: dict[str, int] = field(default_factory=dict)
 
     def create_topic(self, name: str, partitions: int) -> None:
         """Add a topic; existing ones are left alone."""
@@ -43,6 +44,11 @@ class MemoryBus:
     async def publisher(self, client_id: str) -> "MemoryPublisher":
         """A publisher on this bus."""
         return MemoryPublisher(self, client_id)
+
+    async def transactional(self, transactional_id: str) -> "MemoryTransactionalPublisher":
+        """A transactional publisher on this bus; older holders of the id are fenced."""
+        epoch = self.epochs[transactional_id] = self.epochs.get(transactional_id, 0) + 1
+        return MemoryTransactionalPublisher(MemoryPublisher(self, transactional_id), transactional_id, epoch)
 
     async def subscribe(
         self,
@@ -70,7 +76,10 @@ class MemoryBus:
             return len(self.log(tp.topic).partitions[tp.partition])
         offset, end = start.get(tp, 0), len(self.log(tp.topic).partitions[tp.partition])
         if offset > end:
-            raise DataLossRefused(f"expected offset {offset} of {tp.topic}/{tp.partition}, the log ends at {end}")
+            raise DataLossRefused(
+                f"expected offset {offset} of {tp.topic}/{tp.partition}, the log ends at {end}",
+                [(tp.topic, tp.partition, end, offset)],
+            )
         return offset
 
 
@@ -111,6 +120,37 @@ class MemoryPublisher:
     async def close(self) -> None:
         """Refuse further records."""
         self.closed = True
+
+
+@dataclass
+class MemoryTransactionalPublisher:
+    """Appends all records of a transaction without letting anyone else in between."""
+
+    publisher: MemoryPublisher
+    transactional_id: str
+    epoch: int
+
+    async def commit(
+        self,
+        records: Sequence[Outgoing],
+        *,
+        offsets: Mapping[TopicPartition, int] | None = None,
+        group_id: str | None = None,
+    ) -> None:
+        """Append, unless there is a newer holder of the id."""
+        bus = self.publisher.bus
+        if bus.epochs[self.transactional_id] > self.epoch:
+            raise Superseded(
+                f"expected to be the newest holder of {self.transactional_id}, found a newer one: let it go on"
+            )
+        for record in records:
+            await self.publisher.publish(record)
+        if offsets and group_id is not None:
+            bus.committed.update({(group_id, tp): offset for tp, offset in offsets.items()})
+
+    async def close(self) -> None:
+        """Refuse further records."""
+        await self.publisher.close()
 
 
 @dataclass
@@ -169,6 +209,10 @@ class MemorySubscription:
     async def end_offsets(self) -> dict[TopicPartition, int]:
         """The offset after the last record, by partition."""
         return {tp: len(self.bus.log(tp.topic).partitions[tp.partition]) for tp in self.offsets}
+
+    async def beginning_offsets(self) -> dict[TopicPartition, int]:
+        """Nothing is ever deleted."""
+        return dict.fromkeys(self.offsets, 0)
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Remember the offsets under the group's name."""

@@ -17,7 +17,7 @@ from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.messages.base import Message
 from schemas.messages.control import OperatorCommand, WeightsReady, control_adapter
 from schemas.messages.prompts import WorkOrder
-from schemas.messages.reports import Heartbeat, SkipRecord, StepReport
+from schemas.messages.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
 from schemas.messages.trajectories import TokenChunk, Trajectory
 
 Headers = tuple[tuple[str, bytes], ...]
@@ -28,10 +28,10 @@ _PREFIX = struct.Struct("<I")
 
 MESSAGES: dict[str, type[Message]] = {
     message.SCHEMA: message
-    for message in (WorkOrder, TokenChunk, Trajectory, StepReport, SkipRecord, Heartbeat, OperatorCommand)
+    for message in (WorkOrder, TokenChunk, Trajectory, StepReport, RefusedStep, SkipRecord, Heartbeat, OperatorCommand)
 }
 CONTROL_SCHEMA = WeightsReady.SCHEMA
-_HEADER_FREE = {"step-report", "work-order"}
+_HEADER_FREE = {"step-report", "refused-step", "work-order"}
 """Schemas whose header may be as large as the whole message: they are written by our own trainer and dispatcher."""
 
 

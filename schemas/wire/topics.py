@@ -7,7 +7,7 @@ from schemas.identifiers import WORKER_LANES
 from schemas.messages.base import Message
 from schemas.messages.control import OperatorCommand, WeightsReady
 from schemas.messages.prompts import WorkOrder
-from schemas.messages.reports import Heartbeat, SkipRecord, StepReport
+from schemas.messages.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
 from schemas.messages.trajectories import TokenChunk, Trajectory
 
 DAY_MS = 86_400_000
@@ -18,7 +18,8 @@ HOUR_MS = 3_600_000
 class Topic:
     """One entry of the catalogue. ``partitions`` 0 means buckets × shards, from the settings.
 
-    ``message`` None: raw bytes of another topic, unchanged, with the reason in the headers.
+    ``message`` None: raw bytes of another topic, unchanged, with the reason in the headers. ``also``: further kinds
+    of message that the topic carries.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Topic:
     max_message_bytes: int
     writers: tuple[str, ...]
     readers: tuple[str, ...]
+    also: tuple[type[Message], ...] = ()
 
     def full_name(self, run: str) -> str:
         """Name on the broker: the run's name, a dot, the topic's name."""
@@ -120,6 +122,7 @@ SKIPS = Topic(
 STEPS = Topic(
     name="steps",
     message=StepReport,
+    also=(RefusedStep,),
     key="algorithm",
     partitions=1,
     cleanup_policy="delete",

@@ -4,9 +4,9 @@ import numpy as np
 
 from schemas.identifiers import PolicyVersion
 from schemas.messages.base import Message
-from schemas.messages.control import DrainWorker, FlowControl, OperatorCommand, RunFinished, WeightsReady
+from schemas.messages.control import DrainWorker, FlowControl, OperatorCommand, RunFinished, WeightsReady, WorkerClaimed
 from schemas.messages.prompts import ChatTurn, LengthEstimate, Prompt, SamplingParams, WorkOrder
-from schemas.messages.reports import Heartbeat, RecordRef, SkipReason, SkipRecord, StepReport, WorkerState
+from schemas.messages.reports import Heartbeat, RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport, WorkerState
 from schemas.messages.trajectories import FinishReason, TokenChunk, Trajectory, VersionSpan
 
 SHA256 = "0123456789abcdef" * 4
@@ -100,6 +100,17 @@ def examples() -> dict[str, Message]:
             finished=True,
             sent_at=1_795_000_003.0,
         ),
+        "refused-step": RefusedStep(
+            algorithm="grpo",
+            step=5,
+            version=PolicyVersion(2, 4),
+            problem="expected a finite loss and gradient, got nan and inf",
+            group_ids=("gsm8k/9/0",),
+            micro_batches=((RecordRef("gsm8k/9/0/0", 1, 12),),),
+            left_out=(RecordRef("gsm8k/9/0/1", 1, 13),),
+            metrics={"reward": 0.5},
+            sent_at=1_795_000_003.5,
+        ),
         "skip": SkipRecord(
             algorithm="grpo",
             reason=SkipReason.STALE,
@@ -139,5 +150,8 @@ def examples() -> dict[str, Message]:
         ),
         "control-flow": FlowControl(sequence=2, sent_at=1_795_000_008.0, mode="pause", reason="operator"),
         "control-drain-worker": DrainWorker(sequence=3, sent_at=1_795_000_009.0, worker_id="worker-1", reason="old"),
+        "control-worker-claimed": WorkerClaimed(
+            sequence=5, sent_at=1_795_000_011.0, worker_id="worker-1", incarnation="3f9a"
+        ),
         "control-run-finished": RunFinished(sequence=4, sent_at=1_795_000_010.0, step=9, reason="max_steps"),
     }

@@ -8,5 +8,6 @@ def test_compaction_keeps_the_last_order_of_each_subject() -> None:
         "control-weights-ready": "weights/policy",
         "control-flow": "flow",
         "control-drain-worker": "drain/worker-1",
+        "control-worker-claimed": "worker/worker-1",
         "control-run-finished": "finished",
     }

@@ -34,7 +34,7 @@ def test_every_topic_takes_the_largest_message_of_its_kind(topic: Topic) -> None
 
 
 def test_every_kind_of_message_has_a_topic() -> None:
-    carried = {topic.message for topic in CATALOGUE if topic.message is not None}
+    carried = {kind for topic in CATALOGUE for kind in (topic.message, *topic.also) if kind is not None}
     kinds = set(MESSAGES.values()) | {CONTROL.message}
     assert carried == kinds
     assert CONTROL.message is not None
