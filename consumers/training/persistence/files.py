@@ -17,10 +17,10 @@ def sha256_of(path: Path) -> str:
 
 
 @contextmanager
-def appearing_directory(target: Path, *, durable: bool) -> Iterator[Path]:
+def appearing_directory(target: Path) -> Iterator[Path]:
     """A temporary directory that becomes ``target`` when the block ends well, replacing what was there.
 
-    ``durable``: everything reaches the disk before the new name does.
+    Not synced to the disk.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f"{TEMPORARY}{target.name}"
@@ -28,24 +28,11 @@ def appearing_directory(target: Path, *, durable: bool) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        if durable:
-            for path in (*temporary.rglob("*"), temporary):
-                sync(path)
-        _take_place(temporary, target)
-        if durable:
-            sync(target.parent)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _take_place(temporary: Path, target: Path) -> None:
-    replaced = target.parent / f"{TEMPORARY}old-{target.name}"
-    shutil.rmtree(replaced, ignore_errors=True)
-    if target.exists():
-        target.rename(replaced)
-    temporary.rename(target)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -34,7 +34,7 @@ class WeightStore:
 
         Not synced to the disk: a restarted trainer publishes a new version in any case.
         """
-        with appearing_directory(self.root / str(version), durable=False) as directory:
+        with appearing_directory(self.root / str(version)) as directory:
             save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
             for name, text in texts.items():
                 (directory / name).write_text(text)

@@ -1,0 +1,1 @@
+"""Kinds of places that keep checkpoints: a local directory, and an object store."""
