@@ -14,6 +14,7 @@ StreamRLError
 ├── BusError               the bus failed under us
 │   ├── DeliveryUnknown    a send whose outcome is not known; it may still be delivered
 │   └── BusUnavailable
+│       └── TopicMissing
 ├── WeightsError           a weight version that cannot be had or must not be loaded
 │   └── ChecksumMismatch
 ├── CheckpointError        a checkpoint that is incomplete or does not verify
@@ -84,6 +85,10 @@ class DeliveryUnknown(BusError):
 
 class BusUnavailable(BusError):
     """No broker answered within the deadline."""
+
+
+class TopicMissing(BusUnavailable):
+    """The broker answers and has no such topic."""
 
 
 class WeightsError(StreamRLError):

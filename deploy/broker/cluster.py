@@ -1,7 +1,7 @@
 """A running cluster of one or more nodes: start, stop, kill and restart. Knows nothing of who uses it or of topics."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -116,11 +116,13 @@ def start_cluster(
     heap_mb: int = 384,
     progress: Progress | None = None,
     detached: bool = False,
+    advertised_ports: Sequence[int] | None = None,
 ) -> Cluster:
     """A serving cluster on loopback, with its data in ``data_dir`` (made, or taken up where an earlier one left it).
 
     Node i listens on ``port + i``, or on free ports when ``port`` is None. The nodes end with this process unless
-    ``detached``. Raises BrokerError: no Java, no jars, a port in use, another number of nodes in ``data_dir``,
+    ``detached``. ``advertised_ports``: where clients are told to come instead, to a proxy before each node.
+    Raises BrokerError: no Java, no jars, a port in use, another number of nodes in ``data_dir``,
     or a node that does not start.
     """
     tell = progress or (lambda line: None)
@@ -128,7 +130,7 @@ def start_cluster(
         raise BrokerError(f"a Kafka cluster needs at least one node, got nodes = {nodes}")
     runtime = prepare(tell)
     for attempts_left in reversed(range(PORT_ATTEMPTS)):
-        specs = plan(data_dir.absolute(), nodes, port)
+        specs = plan(data_dir.absolute(), nodes, port, advertised_ports)
         tell(f"starting Kafka {KAFKA_VERSION} on {', '.join(spec.address for spec in specs)}")
         try:
             with _explained(data_dir):
@@ -142,7 +144,9 @@ def start_cluster(
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def plan(data_dir: Path, nodes: int, port: int | None) -> tuple[NodeSpec, ...]:
+def plan(
+    data_dir: Path, nodes: int, port: int | None, advertised_ports: Sequence[int] | None = None
+) -> tuple[NodeSpec, ...]:
     """Folders and ports of the nodes. Raises BrokerError for a port in use or data of another number of nodes."""
     found = len(list(data_dir.glob("node-*")))
     if found not in (0, nodes):
@@ -156,9 +160,16 @@ def plan(data_dir: Path, nodes: int, port: int | None) -> tuple[NodeSpec, ...]:
             raise BrokerError(
                 f"Kafka cannot listen on {HOST}:{each}, the port is in use or none: stop what uses it, or name another"
             )
-    controller_ports = free_ports(nodes, but=frozenset(ports))
+    others = free_ports(2 * nodes, but=frozenset((*ports, *(advertised_ports or ()))))
     return tuple(
-        NodeSpec(index + 1, ports[index], controller_ports[index], data_dir / f"node-{index + 1}")
+        NodeSpec(
+            index + 1,
+            ports[index],
+            others[index],
+            data_dir / f"node-{index + 1}",
+            advertised_port=advertised_ports[index] if advertised_ports else None,
+            internal_port=others[nodes + index] if advertised_ports else None,
+        )
         for index in range(nodes)
     )
 

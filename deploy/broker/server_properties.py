@@ -10,12 +10,18 @@ REPLICATION_AT_MOST = 3
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """One combined broker and controller: its id from 1, its two ports, and the folder that is all its own."""
+    """One combined broker and controller: its id from 1, its ports, and the folder that is all its own.
+
+    ``advertised_port``: where clients are told to come, if a proxy stands before the node; the brokers' own traffic
+    then goes over ``internal_port``, so that it does not pass the proxy.
+    """
 
     node_id: int
     port: int
     controller_port: int
     folder: Path
+    advertised_port: int | None = None
+    internal_port: int | None = None
 
     @property
     def data(self) -> Path:
@@ -52,15 +58,23 @@ def server_properties(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> str:
 
 
 def _identity(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> dict[str, str | int]:
+    ours = [("PLAINTEXT", spec.port, spec.advertised_port or spec.port)]
+    if spec.internal_port is not None:
+        ours.append(("INTERNAL", spec.internal_port, spec.internal_port))
+    names = [name for name, *_ in ours]
     return {
         "process.roles": "broker,controller",
         "node.id": spec.node_id,
         "controller.quorum.voters": ",".join(f"{each.node_id}@{HOST}:{each.controller_port}" for each in cluster),
-        "listeners": f"PLAINTEXT://{spec.address},CONTROLLER://{HOST}:{spec.controller_port}",
-        "advertised.listeners": f"PLAINTEXT://{spec.address}",
+        "listeners": ",".join(
+            [*(f"{name}://{HOST}:{port}" for name, port, _ in ours), f"CONTROLLER://{HOST}:{spec.controller_port}"]
+        ),
+        "advertised.listeners": ",".join(f"{name}://{HOST}:{told}" for name, _, told in ours),
         "controller.listener.names": "CONTROLLER",
-        "inter.broker.listener.name": "PLAINTEXT",
-        "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
+        "inter.broker.listener.name": names[-1],
+        "listener.security.protocol.map": ",".join(
+            ["CONTROLLER:PLAINTEXT", *(f"{name}:PLAINTEXT" for name, *_ in ours)]
+        ),
         "log.dirs": str(spec.data),
     }
 

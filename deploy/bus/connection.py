@@ -11,10 +11,10 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import collect_hosts
 from aiokafka.helpers import create_ssl_context
 
+from deploy.bus.client.stopping import discard
 from deploy.bus.settings import KafkaSettings
 from schemas.errors import BrokerError, BusError, BusUnavailable, DataLossRefused
 
-CLOSE_TIMEOUT_S = 5.0
 _NO_ANSWER = (
     TimeoutError,
     OSError,
@@ -92,8 +92,8 @@ def our_errors(doing: str) -> Iterator[None]:
         raise BusError(f"{doing}: {error}") from error
 
 
-async def started(client: Client, settings: KafkaSettings) -> Client:
-    """Start a client within the connect time-out.
+async def started(client: Client, settings: KafkaSettings, timeout_s: float | None = None) -> Client:
+    """Start a client within the connect time-out, or another one once somebody listens.
 
     Raises:
         BrokerUnreachable: nothing answers, or not as a Kafka broker that lets us in.
@@ -102,6 +102,7 @@ async def started(client: Client, settings: KafkaSettings) -> Client:
     try:
         async with asyncio.timeout(settings.connect_timeout_ms / 1000):
             await _listening(address)
+        async with asyncio.timeout(timeout_s or settings.connect_timeout_ms / 1000):
             await client.start()
     except (TimeoutError, OSError, errors.KafkaError) as error:
         await discard(client)
@@ -145,17 +146,6 @@ async def _listening(address: str) -> None:
     raise refusal or OSError(f"no address in {address!r}")
 
 
-async def discard(client: Any, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-    """Stop a client of any kind; errors and a stop that never ends are of no interest any more.
-
-    In a task of its own, because aiokafka lets a cancellation of its inner tasks escape from ``stop``.
-    """
-    stopping = asyncio.create_task((getattr(client, "stop", None) or client.close)())
-    await asyncio.wait([stopping], timeout=timeout_s)
-    stopping.cancel()
-    await asyncio.gather(stopping, return_exceptions=True)
-
-
 class _Prober(AIOKafkaClient):  # type: ignore[misc]
     """A bare client that starts and stops as the others do."""
 
@@ -181,9 +171,16 @@ async def partitions_seen_by(client: AIOKafkaClient, settings: KafkaSettings) ->
     """Number of partitions of every topic, as a started client sees them now.
 
     Raises:
-        BusError: the broker refuses or does not answer.
+        BusUnavailable: no broker answers.
+        BusError: the broker refuses.
     """
-    with our_errors(f"reading the topics of {address_of(settings)}"):
+    doing = f"reading the topics of {address_of(settings)}"
+    with our_errors(doing):
         async with asyncio.timeout(settings.connect_timeout_ms / 1000):
-            cluster = await client.fetch_all_metadata()
+            try:
+                cluster = await client.fetch_all_metadata()
+            except errors.KafkaError as error:
+                if type(error) is errors.KafkaError:  # what aiokafka raises when it asked every broker in vain
+                    raise BusUnavailable(f"{doing}: no broker answers ({error})") from error
+                raise
     return {topic: len(cluster.partitions_for_topic(topic)) for topic in cluster.topics()}

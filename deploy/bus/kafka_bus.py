@@ -1,6 +1,7 @@
 """The bus on a Kafka broker: opens publishers and subscriptions. Knows neither messages nor our topics."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
@@ -8,7 +9,8 @@ from deploy.bus.connection import client_options, partition_counts, started
 from deploy.bus.publisher import KafkaPublisher
 from deploy.bus.settings import KafkaSettings
 from deploy.bus.subscription import KafkaSubscription, open_subscription
-from schemas.errors import BusError, BusUnavailable
+from deploy.bus.transactional import KafkaTransactionalPublisher, open_transactional
+from schemas.errors import BusError, TopicMissing
 from schemas.ports.bus import Start, TopicPartition
 
 
@@ -30,9 +32,26 @@ class KafkaBus:
 
         return KafkaPublisher(await connect(), connect, self._settings, client_id)
 
-    def _producer(self, client_id: str) -> AIOKafkaProducer:
+    async def transactional(self, transactional_id: str) -> KafkaTransactionalPublisher:
+        """A started transactional publisher; every older holder of the id is fenced.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+
+        def make() -> AIOKafkaProducer:
+            return self._producer(
+                transactional_id,
+                transactional_id=transactional_id,
+                transaction_timeout_ms=self._settings.transaction_timeout_ms,
+            )
+
+        return await open_transactional(make, self._settings, transactional_id)
+
+    def _producer(self, client_id: str, **also: Any) -> AIOKafkaProducer:
         settings = self._settings
         return AIOKafkaProducer(
+            **also,
             **client_options(settings, client_id),
             enable_idempotence=True,
             acks="all",
@@ -61,10 +80,10 @@ class KafkaBus:
         assigned = [tp for topic in topics for tp in _partitions_of(topic, counts, wanted)]
         if not assigned:
             raise BusError(f"expected partitions to read, got none of {sorted(wanted or ())}")
-        return await open_subscription(self._settings, client_id, assigned, start, group_id)
+        return await open_subscription(self._settings, client_id, assigned, start, group_id, whole=wanted is None)
 
 
 def _partitions_of(topic: str, counts: dict[str, int], wanted: frozenset[int] | None) -> list[TopicPartition]:
     if topic not in counts:
-        raise BusUnavailable(f"expected an existing topic, got {topic!r}; create it with `streamrl topics apply`")
+        raise TopicMissing(f"expected an existing topic, got {topic!r}; create it with `streamrl topics apply`")
     return [TopicPartition(topic, number) for number in range(counts[topic]) if wanted is None or number in wanted]

@@ -1,12 +1,11 @@
 """Writes records to Kafka in batches of our own, which is several times cheaper than aiokafka's record by record.
 
 Invariants: a producer of aiokafka that failed a batch is discarded, because its sequence numbers have a hole;
-batches that expire before they were handed to it are dropped, those handed over may still arrive.
+batches that expire before they were handed to it are dropped, those handed over may still arrive; a producer that gets
+nothing acknowledged while the broker answers is replaced, a bounded number of times.
 """
 
 import asyncio
-import functools
-import random
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -16,20 +15,19 @@ from aiokafka.errors import (
     KafkaError,
     LeaderNotAvailableError,
     NotLeaderForPartitionError,
-    ProducerClosed,
 )
-from aiokafka.partitioner import murmur2
+from aiokafka.structs import RecordMetadata
 
-from deploy.bus.batches import Batch, Lane, new_builder
-from deploy.bus.buffer_space import BufferSpace
-from deploy.bus.connection import discard, our_errors, partitions_seen_by
+from deploy.bus.client.batches import Batch, Lane, new_builder, partition_of
+from deploy.bus.client.buffer_space import BufferSpace
+from deploy.bus.client.stopping import stop
+from deploy.bus.connection import our_errors, partition_counts, partitions_seen_by
 from deploy.bus.settings import KafkaSettings
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown
 from schemas.ports.bus import Outgoing, Position, TopicPartition
 
 CLOSE_FLUSH_S = 10.0
 STOP_TIMEOUT_S = 2.0
-FORCE_TIMEOUT_S = 3.0
 YIELD_BYTES = 128 << 10
 _RECORD_OVERHEAD = 100
 
@@ -56,6 +54,8 @@ class KafkaPublisher:
         self._lanes: dict[tuple[str, int | None], Lane] = {}
         self._retiring: dict[asyncio.Task[None], AIOKafkaProducer] = {}
         self._unbroken = 0
+        self._stalls = 0
+        self._acknowledged_at = 0.0
         self._closed = False
 
     async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
@@ -85,6 +85,11 @@ class KafkaPublisher:
     def _refuse_when_closed(self) -> None:
         if self._closed:
             raise BusError(f"publisher {self._client_id} is closed; open a new one")
+        if self._stalls >= self._settings.stall_rebuilds:
+            raise BusError(
+                f"expected the broker to acknowledge what {self._client_id} writes, it answers and does not: "
+                f"{self._stalls} producers in a row got nothing written; start anew, and look at the broker's log"
+            )
 
     async def _wait_for_room(self, size: int) -> None:
         try:
@@ -100,7 +105,7 @@ class KafkaPublisher:
         count = self._counts.get(topic, 0)
         if not count or (number is not None and number >= count):
             count = await self._count_partitions(topic)
-        number = _partition_of(record.key, count) if number is None else number
+        number = partition_of(record.key, count) if number is None else number
         if not 0 <= number < count:
             raise BusError(f"expected a partition below {count} of {topic}, got {number}")
         name = TopicPartition(topic, number)
@@ -135,7 +140,7 @@ class KafkaPublisher:
         try:
             producer = await self._connected()
             sent = await producer.send_batch(batch.builder, batch.lane.topic, partition=batch.lane.partition)
-            batch.stored((await sent).offset)
+            batch.stored(await self._acknowledged(producer, sent))
         except BusError as error:
             batch.fail(error)
         except KafkaError as error:
@@ -144,6 +149,31 @@ class KafkaPublisher:
         finally:
             self._space.release(batch.size)
 
+    async def _acknowledged(self, producer: AIOKafkaProducer, sent: "asyncio.Future[RecordMetadata]") -> int:
+        """The offset of a batch's first record.
+
+        Raises:
+            DeliveryUnknown: this producer gets nothing acknowledged, though the broker answers; it is discarded.
+        """
+        loop, patience_s = asyncio.get_running_loop(), self._settings.writer_stall_s
+        waiting_since = loop.time()
+        while not (await asyncio.wait([sent], timeout=patience_s))[0]:
+            quiet_s = loop.time() - max(waiting_since, self._acknowledged_at)
+            if quiet_s >= patience_s and producer is self._producer and await self._broker_answers():
+                self._stalls += 1
+                self._retire(producer)
+                raise DeliveryUnknown(f"nothing acknowledged in {quiet_s:.0f} s; it may have arrived, send it again")
+        offset: int = (await sent).offset
+        self._acknowledged_at, self._stalls = loop.time(), 0
+        return offset
+
+    async def _broker_answers(self) -> bool:
+        try:
+            await partition_counts(self._settings, self._client_id)
+        except BusError:
+            return False
+        return True
+
     def _drop(self, batch: Batch) -> None:
         self._space.release(batch.size)
 
@@ -151,7 +181,7 @@ class KafkaPublisher:
         if producer is not None and producer is self._producer and not self._closed:
             self._producer = None
             log.warning("publisher reconnects after a failed batch", client_id=self._client_id)
-            task = asyncio.create_task(_stop(producer, self._settings.delivery_timeout_ms / 1000))
+            task = asyncio.create_task(stop(producer, self._settings.delivery_timeout_ms / 1000))
             self._retiring[task] = producer
             task.add_done_callback(self._retiring.pop)
 
@@ -180,18 +210,9 @@ class KafkaPublisher:
         if waited_for := self._unsettled():
             await asyncio.wait(waited_for, timeout=CLOSE_FLUSH_S)
         producers = [*self._retiring.values(), *([self._producer] if self._producer else [])]
-        await asyncio.gather(*(_stop(producer, STOP_TIMEOUT_S) for producer in producers))
+        await asyncio.gather(*(stop(producer, STOP_TIMEOUT_S) for producer in producers))
         error = DeliveryUnknown(f"publisher {self._client_id} was closed before the broker answered")
         await asyncio.gather(*self._retiring, *(lane.stop(error) for lane in self._lanes.values()))
-
-
-@functools.lru_cache(maxsize=4096)
-def _hashed(key: str, count: int) -> int:
-    return int(murmur2(key.encode()) & 0x7FFFFFFF) % count
-
-
-def _partition_of(key: str | None, count: int) -> int:
-    return random.randrange(count) if key is None else _hashed(key, count)
 
 
 def _failure(error: KafkaError, batch: Batch) -> BusError:
@@ -201,22 +222,3 @@ def _failure(error: KafkaError, batch: Batch) -> BusError:
     if isinstance(error, BrokerResponseError):
         return BusError(f"{wanted}, the broker refused: {error}")
     return DeliveryUnknown(f"{wanted}, got {error}; it may have arrived, send it again under the same ids")
-
-
-async def _stop(producer: AIOKafkaProducer, patience_s: float) -> None:
-    """Stop gracefully within the patience, else by force; errors are of no interest any more."""
-    stopping = asyncio.create_task(discard(producer, FORCE_TIMEOUT_S + patience_s))
-    await asyncio.wait([stopping], timeout=patience_s)
-    if not stopping.done():
-        await _end_sender(producer)
-    await stopping
-
-
-async def _end_sender(producer: AIOKafkaProducer) -> None:
-    """End what retries for ever while the broker is away; aiokafka has no public way to do so."""
-    await producer.client.close()
-    producer._message_accumulator.fail_all(ProducerClosed())  # noqa: SLF001
-    sender = producer._sender.sender_task  # noqa: SLF001
-    while sender is not None and not sender.done():
-        sender.cancel()  # once ends the sender, once more the request that it waits for
-        await asyncio.wait([sender], timeout=0.2)

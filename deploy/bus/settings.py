@@ -35,6 +35,17 @@ class KafkaSettings(Section):
     delivery_timeout_ms: Annotated[
         int, Field(ge=1000, description="After this the outcome of a send is unknown; it may still arrive.")
     ] = 30_000
+    transaction_timeout_ms: Annotated[
+        int,
+        Field(ge=1000, le=60_000, description="Longest transaction, and longest that a dead one holds readers up."),
+    ] = 10_000
+    stall_timeout_ms: Annotated[
+        int,
+        Field(ge=500, description="A reader or writer that stands still so long while the broker answers is replaced."),
+    ] = 20_000
+    stall_rebuilds: Annotated[
+        int, Field(ge=1, description="Replacements in a row that may fail to help; then the process ends.")
+    ] = 3
     fetch_max_wait_ms: Annotated[
         int, Field(ge=1, description="How long the broker holds a read that finds nothing.")
     ] = 100
@@ -52,3 +63,8 @@ class KafkaSettings(Section):
     ssl_cafile: Annotated[Path | None, Field(description="Certificates to trust; none: the system's.")] = None
     ssl_certfile: Annotated[Path | None, Field(description="Our own certificate.")] = None
     ssl_keyfile: Path | None = None
+
+    @property
+    def writer_stall_s(self) -> float:
+        """How long a writer may get nothing acknowledged while the broker answers: one request may time out in it."""
+        return (self.stall_timeout_ms + self.request_timeout_ms) / 1000

@@ -13,9 +13,10 @@ from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import for_code
 
-from deploy.bus.connection import client_options, discard, our_errors, started
+from deploy.bus.client.stopping import discard
+from deploy.bus.connection import client_options, our_errors, started
+from deploy.bus.consumers import Reader
 from deploy.bus.settings import KafkaSettings
-from deploy.bus.subscription import Reader
 from schemas.errors import BrokerError
 from schemas.ports.bus import TopicPartition
 from schemas.wire.topics import CATALOGUE, Topic

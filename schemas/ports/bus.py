@@ -143,6 +143,7 @@ class TransactionalPublisher(Protocol):
     ) -> None:
         """One short transaction. ``offsets`` are committed for ``group_id``, for lag displays only.
 
+        Readers see the records soon after this returns; whoever opens the id next sees them at once.
         After ``DeliveryUnknown`` or ``BusUnavailable`` the same records may be committed again: a new transaction
         first ends the old one, whose records are then either all on the topics or none; readers tell repeats by what
         the records say.

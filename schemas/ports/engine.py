@@ -12,11 +12,12 @@ from schemas.messages.trajectories import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Sample one completion of these prompt tokens."""
+    """Sample one completion of these prompt tokens; ``prompt``: what they were made of, if that is known."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
+    prompt: Prompt | None = None
 
 
 @dataclass(frozen=True, slots=True)

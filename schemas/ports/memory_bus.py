@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from schemas.errors import BusError, BusUnavailable, DataLossRefused, Superseded
+from schemas.errors import BusError, DataLossRefused, Superseded, TopicMissing
 from schemas.ports.bus import Outgoing, Position, Record, Start, TopicPartition
 
 
@@ -35,10 +35,10 @@ class MemoryBus:
         """The log of a topic.
 
         Raises:
-            BusUnavailable: there is no such topic.
+            TopicMissing: there is no such topic.
         """
         if topic not in self.logs:
-            raise BusUnavailable(f"expected an existing topic, got {topic!r}; create it first")
+            raise TopicMissing(f"expected an existing topic, got {topic!r}; create it first")
         return self.logs[topic]
 
     async def publisher(self, client_id: str) -> "MemoryPublisher":
@@ -93,22 +93,33 @@ class MemoryPublisher:
 
     async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
         """Append, and return a future that is already resolved."""
-        if self.closed:
-            raise BusError(f"publisher {self.client_id} is closed; open a new one")
-        partitions = self.bus.log(record.topic).partitions
-        number = record.partition if record.partition is not None else _partition_of(record.key, len(partitions))
-        if number >= len(partitions):
-            raise BusError(f"expected a partition below {len(partitions)} of {record.topic}, got {number}")
-        log = partitions[number]
-        position = Position(record.topic, number, len(log))
-        log.append(
-            Record(record.topic, number, len(log), record.key, record.value, record.headers, timestamp=time.time())
-        )
-        async with self.bus.arrived:
-            self.bus.arrived.notify_all()
+        (position,) = await self.write([record])
         future: asyncio.Future[Position] = asyncio.get_running_loop().create_future()
         future.set_result(position)
         return future
+
+    async def write(self, records: Sequence[Outgoing]) -> list[Position]:
+        """Append all of them or none, and nothing of others in between."""
+        if self.closed:
+            raise BusError(f"publisher {self.client_id} is closed; open a new one")
+        places = [self._place_of(record) for record in records]
+        positions = [self._append(record, number) for record, number in zip(records, places, strict=True)]
+        async with self.bus.arrived:
+            self.bus.arrived.notify_all()
+        return positions
+
+    def _place_of(self, record: Outgoing) -> int:
+        count = len(self.bus.log(record.topic).partitions)
+        number = _partition_of(record.key, count) if record.partition is None else record.partition
+        if not 0 <= number < count:
+            raise BusError(f"expected a partition below {count} of {record.topic}, got {number}")
+        return number
+
+    def _append(self, record: Outgoing, number: int) -> Position:
+        log = self.bus.log(record.topic).partitions[number]
+        position = Position(record.topic, number, len(log))
+        log.append(Record(*position, record.key, record.value, record.headers, timestamp=time.time()))
+        return position
 
     async def publish(self, record: Outgoing) -> Position:
         """Append."""
@@ -141,10 +152,9 @@ class MemoryTransactionalPublisher:
         bus = self.publisher.bus
         if bus.epochs[self.transactional_id] > self.epoch:
             raise Superseded(
-                f"expected to be the newest holder of {self.transactional_id}, found a newer one: let it go on"
+                f"expected to be the newest holder of {self.transactional_id}, superseded by a newer one: let it go on"
             )
-        for record in records:
-            await self.publisher.publish(record)
+        await self.publisher.write(records)
         if offsets and group_id is not None:
             bus.committed.update({(group_id, tp): offset for tp, offset in offsets.items()})
 

@@ -19,11 +19,20 @@ from schemas.messages.control import OperatorCommand, WeightsReady, control_adap
 from schemas.messages.prompts import WorkOrder
 from schemas.messages.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
 from schemas.messages.trajectories import TokenChunk, Trajectory
+from schemas.wire.items import refuse_many_items
 
 Headers = tuple[tuple[str, bytes], ...]
 
 CONTENT_TYPE = b"application/vnd.streamrl+msgpack"
+UNREADABLE_HEADER = "unreadable"
+"""Header of a record that the bus could not read: its value says why; the record has no value of its own."""
 MAX_HEADER_BYTES = 512 << 10
+MAX_ITEMS = 20_000
+MAX_REPORT_ITEMS = 120_000
+"""Values in a header, those in containers counted; each takes up to two hundred times its bytes once it is unpacked."""
+_SMALL_HEADER = 16 << 10
+"""Bytes in which there cannot be too many."""
+_MANY_PROBLEMS = 1000
 _PREFIX = struct.Struct("<I")
 
 MESSAGES: dict[str, type[Message]] = {
@@ -51,14 +60,16 @@ class _Kind(NamedTuple):
     version: int
     max_bytes: int
     max_header: int
+    max_items: int
     arrays: tuple[tuple[str, np.dtype[Any]], ...]
     validate: Callable[[Any], Message]
 
 
 def _kind_of(model: type[Message], validate: Callable[[Any], Message]) -> _Kind:
     max_header = model.MAX_BYTES if model.SCHEMA in _HEADER_FREE else min(model.MAX_BYTES, MAX_HEADER_BYTES)
+    max_items = MAX_REPORT_ITEMS if model.SCHEMA in _HEADER_FREE else MAX_ITEMS
     arrays = tuple(model.array_fields().items())
-    return _Kind(model.SCHEMA, model.VERSION, model.MAX_BYTES, max_header, arrays, validate)
+    return _Kind(model.SCHEMA, model.VERSION, model.MAX_BYTES, max_header, max_items, arrays, validate)
 
 
 _KINDS = {
@@ -105,13 +116,21 @@ def decode(value: bytes | None, headers: Headers) -> Message:
     try:
         return kind.validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "record"
-        raise MalformedFrame(f"{kind.schema}.{where}: {first['msg']}") from error
+        raise MalformedFrame(_told(kind.schema, error)) from error
+
+
+def _told(schema: str, error: ValidationError) -> str:
+    if error.error_count() > _MANY_PROBLEMS:  # to list them takes a kilobyte each
+        return f"{schema}: expected a valid record, got one with {error.error_count()} invalid fields"
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "record"
+    return f"{schema}.{where}: {first['msg']}"
 
 
 def _named_kind(headers: Headers) -> _Kind:
     named = dict(headers)
+    if (reason := named.get(UNREADABLE_HEADER)) is not None:
+        raise MalformedFrame(f"the bus could not read the record: {reason.decode(errors='replace')}")
     try:
         schema, version = named["schema"].decode(), int(named["schema-version"])
     except (KeyError, ValueError, AttributeError, TypeError) as error:
@@ -130,9 +149,12 @@ def _split(value: bytes | None, kind: _Kind) -> tuple[dict[str, Any], memoryview
     end = _PREFIX.size + header_size
     if len(value) < end:
         raise MalformedFrame(f"expected a {kind.schema} header of {header_size} bytes, got {len(value) - _PREFIX.size}")
+    header = value[_PREFIX.size : end]
     try:
-        fields = msgpack.unpackb(value[_PREFIX.size : end], strict_map_key=True, ext_hook=_refuse_ext, timestamp=3)
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
+        if header_size > _SMALL_HEADER:
+            refuse_many_items(header, kind.max_items)
+        fields = msgpack.unpackb(header, strict_map_key=True, ext_hook=_refuse_ext, timestamp=3)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError, IndexError) as error:
         raise MalformedFrame(f"expected a msgpack map as {kind.schema} header, got: {error!r}") from error
     if not isinstance(fields, dict):
         raise MalformedFrame(f"expected a map as {kind.schema} header, got {type(fields).__name__}")

@@ -264,7 +264,7 @@ async def test_a_poll_never_returns_more_than_asked_for(adapter: Adapter) -> Non
     for n in range(10):
         await publisher.publish(adapter.record(b"%d" % n, partition=n % PARTITIONS))
     subscription = await adapter.subscribe()
-    sizes = []
+    sizes: list[int] = []
     while sum(sizes) < 10:
         sizes.append(len(await subscription.poll(max_records=3, timeout_s=1.0)))
     assert max(sizes) <= 3

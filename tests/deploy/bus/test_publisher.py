@@ -4,12 +4,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiokafka import AIOKafkaProducer
 
 from deploy.broker.cluster import Cluster, start_cluster
 from deploy.bus.kafka_bus import KafkaBus
 from deploy.bus.settings import KafkaSettings
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown
-from schemas.ports.bus import Outgoing, Position
+from schemas.ports.bus import Outgoing, Position, Record
 from tests.contract.topics import create_topic
 
 pytestmark = pytest.mark.kafka
@@ -70,6 +71,44 @@ async def test_every_compression_can_be_read_back(bootstrap_servers: str, topic:
         await publisher.submit(Outgoing(topic, b"%d" % n * 1000, None, 0))
     await publisher.close()
     assert await values_of(bus, topic, 3) == [b"%d" % n * 1000 for n in range(3)]
+
+
+async def test_a_producer_that_gets_nothing_acknowledged_is_replaced(bootstrap_servers: str, topic: str) -> None:
+    bus = KafkaBus(settings(bootstrap_servers, stall_timeout_ms=500, request_timeout_ms=1000))
+    publisher = await bus.publisher("writer")
+    await publisher.publish(Outgoing(topic, b"0", None, 0))
+    stuck = publisher._producer
+    assert stuck is not None
+    stuck._sender.sender_task.cancel()
+    with pytest.raises(DeliveryUnknown, match="nothing acknowledged"):
+        await publisher.publish(Outgoing(topic, b"1", None, 0))
+    await publisher.publish(Outgoing(topic, b"1", None, 0))
+    assert publisher._producer is not stuck
+    await publisher.close()
+    assert await values_of(bus, topic, 2) == [b"0", b"1"]
+
+
+async def test_a_publisher_that_no_new_producer_helps_refuses_with_an_error(bootstrap_servers: str, topic: str) -> None:
+    bus = KafkaBus(settings(bootstrap_servers, stall_timeout_ms=500, request_timeout_ms=1000, stall_rebuilds=2))
+    publisher = await bus.publisher("writer")
+    usual = publisher._connect
+
+    async def without_a_sender() -> AIOKafkaProducer:
+        producer = await usual()
+        await producer.partitions_for(topic)
+        producer._sender.sender_task.cancel()
+        return producer
+
+    publisher._connect, first = without_a_sender, publisher._producer
+    await publisher.publish(Outgoing(topic, b"0", None, 0))
+    assert first is not None
+    first._sender.sender_task.cancel()
+    for _ in range(2):
+        with pytest.raises(DeliveryUnknown):
+            await publisher.publish(Outgoing(topic, b"1", None, 0))
+    with pytest.raises(BusError, match="2 producers in a row"):
+        await publisher.publish(Outgoing(topic, b"1", None, 0))
+    await publisher.close()
 
 
 class TestWithoutABroker:
@@ -137,7 +176,7 @@ class TestWithoutABroker:
         assert await subscription.poll(timeout_s=0.5) == []
         await asyncio.to_thread(cluster.restart_node, 0)
         await publisher.publish(Outgoing("t", b"1", None, 0))
-        records = []
+        records: list[Record] = []
         async with asyncio.timeout(20):
             while not records:
                 records = await subscription.poll(timeout_s=0.5)

@@ -1,18 +1,19 @@
 import asyncio
 import itertools
 import struct
+from collections.abc import Iterable
 
 import pytest
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from aiokafka.record.util import calc_crc32c
 from aiokafka.structs import TopicPartition as KafkaPartition
 
-from deploy.bus import subscription as module
+from deploy.bus.consumers import Reader
 from deploy.bus.kafka_bus import KafkaBus
 from deploy.bus.settings import KafkaSettings
-from schemas.errors import DataLossRefused, WireError
-from schemas.ports.bus import Outgoing, TopicPartition
+from schemas.errors import BusError, DataLossRefused, WireError
+from schemas.ports.bus import Outgoing, Record, TopicPartition
 from tests.contract.topics import create_topic
 
 pytestmark = pytest.mark.kafka
@@ -62,14 +63,14 @@ async def test_a_record_with_an_unreadable_header_is_delivered_empty_and_the_nex
     await publish(bus, topic, b"3", b"4")
     await publish(bus, topic, b"other", partition=1)
     subscription = await bus.subscribe([topic], client_id="reader")
-    records = []
+    records: list[Record] = []
     async with asyncio.timeout(15):
         while len(records) < 6:
             records += await subscription.poll(timeout_s=0.5)
     await subscription.close()
     mine = [record for record in records if record.partition == 0]
     assert [(record.offset, record.value) for record in mine] == list(enumerate([b"0", b"1", None, b"3", b"4"]))
-    with pytest.raises(WireError):
+    with pytest.raises(WireError, match="could not read"):
         mine[2].message()
 
 
@@ -98,10 +99,8 @@ async def test_a_poll_cancelled_at_any_turn_of_the_loop_loses_nothing(bus: Kafka
     await publisher.close()
 
 
-async def test_a_consumer_that_stopped_reading_is_replaced(
-    bus: KafkaBus, topic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "STALL_S", 0.5)
+async def test_a_consumer_that_stopped_reading_is_replaced(bootstrap_servers: str, topic: str) -> None:
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, stall_timeout_ms=800))
     await publish(bus, topic, b"0")
     subscription = await bus.subscribe([topic], client_id="reader")
     assert [record.value for record in await subscription.poll(timeout_s=5)] == [b"0"]
@@ -115,6 +114,44 @@ async def test_a_consumer_that_stopped_reading_is_replaced(
     await subscription.close()
 
 
+async def test_a_reader_that_no_new_consumer_gets_moving_ends_with_an_error(
+    bootstrap_servers: str, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    usual = Reader.assigned
+
+    async def without_a_fetcher(self: Reader, partitions: Iterable[TopicPartition]) -> AIOKafkaConsumer:
+        consumer = await usual(self, partitions)
+        consumer._fetcher._fetch_task.cancel()
+        made.append(consumer)
+        return consumer
+
+    monkeypatch.setattr(Reader, "assigned", without_a_fetcher)
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, stall_timeout_ms=500, stall_rebuilds=2))
+    subscription = await bus.subscribe([topic], client_id="reader")
+    await publish(bus, topic, b"0")
+    with pytest.raises(BusError, match=r"stuck in .*/0 at offset 0 after 2 attempts"):
+        async with asyncio.timeout(15):
+            while True:
+                assert await subscription.poll(timeout_s=0.1) == []
+    assert len(made) == 3
+    await subscription.close()
+
+
+async def test_a_paused_reader_is_never_taken_for_a_stuck_one(bootstrap_servers: str, topic: str) -> None:
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, stall_timeout_ms=500))
+    subscription = await bus.subscribe([topic], client_id="reader")
+    subscription.pause(subscription.partitions())
+    await publish(bus, topic, b"0")
+    consumer = subscription._consumer
+    for _ in range(20):
+        assert await subscription.poll(timeout_s=0.1) == []
+    assert subscription._consumer is consumer
+    subscription.resume(subscription.partitions())
+    assert [record.value for record in await subscription.poll(timeout_s=5)] == [b"0"]
+    await subscription.close()
+
+
 async def test_a_reader_behind_what_retention_deleted_is_refused(
     bootstrap_servers: str, bus: KafkaBus, topic: str
 ) -> None:
@@ -122,13 +159,15 @@ async def test_a_reader_behind_what_retention_deleted_is_refused(
     running = await bus.subscribe([topic], client_id="reader", partitions=[0])
     running.pause(running.partitions())
     await delete_before(bootstrap_servers, topic, 2)
-    with pytest.raises(DataLossRefused, match="offset 1"):
+    with pytest.raises(DataLossRefused, match="offset 1") as refused:
         await bus.subscribe([topic], client_id="reader", start={TopicPartition(topic, 0): 1})
+    assert refused.value.holes == ((topic, 0, 1, 2),)
     running.resume(running.partitions())
-    with pytest.raises(DataLossRefused):
+    with pytest.raises(DataLossRefused, match="offset 0") as refused:
         async with asyncio.timeout(10):
             while True:
                 assert await running.poll(timeout_s=0.2) == []
+    assert refused.value.holes == ((topic, 0, 0, 2),)
     await running.close()
     earliest = await bus.subscribe([topic], client_id="reader")
     assert [record.value for record in await earliest.poll(timeout_s=5)] == [b"2"]

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from deploy.bus.buffer_space import BufferSpace
+from deploy.bus.client.buffer_space import BufferSpace
 
 
 async def test_space_is_granted_in_the_order_in_which_it_was_asked_for() -> None:

@@ -3,8 +3,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from deploy.bus import batches as module
-from deploy.bus.batches import Batch, Lane, new_builder
+from deploy.bus.client import batches as module
+from deploy.bus.client.batches import Batch, Lane, new_builder
 from schemas.errors import BusError, DeliveryUnknown
 from schemas.ports.bus import Outgoing, Position, TopicPartition
 

@@ -5,9 +5,12 @@ at the latest when the delivery deadline passes; bytes count as held until the b
 """
 
 import asyncio
+import functools
+import random
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+from aiokafka.partitioner import murmur2
 from aiokafka.producer.message_accumulator import BatchBuilder
 
 from schemas.errors import BusError, DeliveryUnknown
@@ -20,6 +23,22 @@ _CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 def new_builder(max_bytes: int, compression_type: str) -> BatchBuilder:
     """An empty batch of aiokafka's; a first record larger than ``max_bytes`` travels alone."""
     return BatchBuilder(max_bytes, _CODECS[compression_type])
+
+
+def append(builder: BatchBuilder, record: Outgoing) -> bool:
+    """Put a record into a batch; False: it is full."""
+    key = None if record.key is None else record.key.encode()
+    return builder.append(timestamp=None, key=key, value=record.value, headers=list(record.headers)) is not None
+
+
+def partition_of(key: str | None, count: int) -> int:
+    """As Kafka's default partitioner has it; any partition for a record without a key."""
+    return random.randrange(count) if key is None else _hashed(key, count)
+
+
+@functools.lru_cache(maxsize=4096)
+def _hashed(key: str, count: int) -> int:
+    return int(murmur2(key.encode()) & 0x7FFFFFFF) % count
 
 
 class Batch:
@@ -41,9 +60,7 @@ class Batch:
         loop = asyncio.get_running_loop()
         if loop.time() > self._closes_at or self.settled.done():
             return None
-        key = None if record.key is None else record.key.encode()
-        headers = list(record.headers)
-        if self.builder.append(timestamp=None, key=key, value=record.value, headers=headers) is None:
+        if not append(self.builder, record):
             return None
         future: asyncio.Future[Position] = loop.create_future()
         self._futures.append(future)

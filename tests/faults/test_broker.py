@@ -1,0 +1,63 @@
+"""What the bus does about a real broker that dies, hangs, or comes back."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from deploy.bus.kafka_bus import KafkaBus
+from deploy.bus.settings import KafkaSettings
+from tests.faults.cluster import FaultyCluster
+from tests.faults.traffic import Traffic, check
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+FLOWING_AGAIN_S = 15.0
+
+
+async def test_after_a_killed_broker_came_back_records_flow_within_fifteen_seconds(
+    faulty: FaultyCluster, topic: str
+) -> None:
+    loop = asyncio.get_running_loop()
+    traffic = Traffic(KafkaBus(KafkaSettings(bootstrap_servers=faulty.bootstrap_servers)), topic)
+    await traffic.start()
+    await traffic.flowing_after(loop.time(), 10)
+    figures = []
+    for _ in range(2):
+        faulty.cluster.kill_node(0)
+        await asyncio.sleep(1.0)
+        restarted = loop.time()
+        await asyncio.to_thread(faulty.cluster.restart_node, 0)
+        serves_s = loop.time() - restarted
+        figures.append((serves_s, await traffic.flowing_after(restarted, 60)))
+    await traffic.finish()
+    check(traffic)
+    for serves_s, flowing_s in figures:
+        print(f"\nbroker SIGKILL: serves {serves_s:.1f} s after its restart, records flow after {flowing_s:.1f} s")
+    assert max(flowing_s for _, flowing_s in figures) <= FLOWING_AGAIN_S
+
+
+@pytest.mark.parametrize("seconds", [5, 20])
+async def test_a_broker_that_hangs_loses_nothing_and_confirms_nothing_falsely(
+    faulty: FaultyCluster, topic: str, seconds: int
+) -> None:
+    loop = asyncio.get_running_loop()
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=faulty.bootstrap_servers, delivery_timeout_ms=8_000))
+    traffic = Traffic(bus, topic)
+    await traffic.start()
+    await traffic.flowing_after(loop.time(), 10)
+    (pid,) = faulty.cluster.pids
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(0.5)
+        confirmed = len(traffic.written)
+        await asyncio.sleep(seconds)
+        assert len(traffic.written) == confirmed
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    flowing_s = await traffic.flowing_after(loop.time(), FLOWING_AGAIN_S)
+    await traffic.finish()
+    check(traffic)
+    print(
+        f"\nbroker SIGSTOP {seconds} s: records flow {flowing_s:.1f} s after SIGCONT, sent again {traffic.sent_again}"
+    )

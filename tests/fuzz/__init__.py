@@ -1,0 +1,1 @@
+"""Hostile bytes: bombs with measured memory, generated inputs, and coverage-guided fuzzing."""
