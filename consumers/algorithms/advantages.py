@@ -1,7 +1,7 @@
 """Advantages of the samples of one prompt, from their rewards. Pure numpy: knows no tokens and no policy.
 
 Sources: GRPO (arXiv 2402.03300) for the group baseline and deviation, Dr. GRPO (arXiv 2503.20783) for leaving the
-deviation out, DAPO (arXiv 2503.14476) for the overlong penalty.
+deviation out, RLOO (arXiv 2402.14740) for the leave-one-out baseline, DAPO (arXiv 2503.14476) for the overlong penalty.
 """
 
 import numpy as np
@@ -26,6 +26,14 @@ def group_advantages(rewards: Rewards, *, scale: bool) -> Rewards:
         return np.zeros_like(rewards)
     centred: Rewards = rewards - rewards.mean()
     return centred / (deviation(rewards) + SCALE_EPSILON) if scale else centred
+
+
+def leave_one_out_advantages(rewards: Rewards) -> Rewards:
+    """``R_i - mean of the other rewards``; (G) in, (G) out; zeros for fewer than two rewards or equal ones."""
+    if rewards.size < 2 or np.ptp(rewards) == 0.0:
+        return np.zeros_like(rewards)
+    others: Rewards = (rewards.sum() - rewards) / (rewards.size - 1)
+    return rewards - others
 
 
 def overlong_penalty(lengths: NDArray[np.int64], *, l_max: int, l_cache: int, factor: float) -> Rewards:

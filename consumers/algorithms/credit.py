@@ -4,7 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from consumers.algorithms.advantages import Rewards, deviation, group_advantages, overlong_penalty
+from consumers.algorithms.advantages import (
+    Rewards,
+    deviation,
+    group_advantages,
+    leave_one_out_advantages,
+    overlong_penalty,
+)
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.samples import Group, Sample, TrainingSample
 from schemas.messages.trajectories import FinishReason
@@ -39,7 +45,7 @@ def credit_group(group: Group, settings: AlgorithmSettings, limits: ModelLimits)
         rewards = rewards + overlong_penalty(
             lengths, l_max=settings.overlong_l_max, l_cache=settings.overlong_l_cache, factor=settings.overlong_factor
         )
-    advantages = group_advantages(rewards, scale=settings.scale_rewards == "group")
+    advantages = _advantages(rewards, settings)
     kept: list[TrainingSample] = []
     left_out: list[tuple[Sample, str]] = []
     for sample, advantage in zip(group.samples, advantages.tolist(), strict=True):
@@ -48,6 +54,12 @@ def credit_group(group: Group, settings: AlgorithmSettings, limits: ModelLimits)
         else:
             left_out.append((sample, detail))
     return Credit(tuple(kept), tuple(left_out), rewards, deviation(rewards))
+
+
+def _advantages(rewards: Rewards, settings: AlgorithmSettings) -> Rewards:
+    if settings.name == "rloo":
+        return leave_one_out_advantages(rewards)
+    return group_advantages(rewards, scale=settings.scale_rewards == "group")
 
 
 def _barred(sample: Sample, settings: AlgorithmSettings, limits: ModelLimits) -> str | None:

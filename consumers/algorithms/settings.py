@@ -1,4 +1,4 @@
-"""The settings of the GRPO family: which advantages, which loss, which correction for off-policy samples."""
+"""The settings of the GRPO family, RLOO included: which advantages, which loss, which correction for off-policy samples."""
 
 from typing import Annotated, Literal, Self
 
@@ -10,7 +10,13 @@ from schemas.settings import Section
 class AlgorithmSettings(Section):
     """``[algorithm]``: the names are TRL's where TRL has one."""
 
-    name: Annotated[Literal["grpo"], Field(description="The algorithm; also the key of its step reports.")] = "grpo"
+    name: Annotated[
+        Literal["grpo", "rloo"],
+        Field(
+            description="Where advantages come from: rewards less their group's mean (grpo), or less the mean of the "
+            "group's other rewards (rloo). Also the key of the step reports."
+        ),
+    ] = "grpo"
     loss_type: Annotated[
         Literal["grpo", "dapo", "dr_grpo"],
         Field(
@@ -38,7 +44,10 @@ class AlgorithmSettings(Section):
     ] = 0.0
     scale_rewards: Annotated[
         Literal["group", "batch", "none"],
-        Field(description="Standard deviation that centred rewards are divided by: of the group, of the batch, none."),
+        Field(
+            description="Standard deviation that centred rewards are divided by: of the group (grpo only; rloo then "
+            "divides by none), of the batch, none."
+        ),
     ] = "group"
     dynamic_sampling: Annotated[
         bool, Field(description="Skip groups whose rewards are all equal, and wait for another group instead.")

@@ -1,4 +1,4 @@
-"""The fate of every record: pending, trained, or skipped with a reason. Decides nothing.
+"""The fate of every record: pending, trained, or skipped with a reason. Decides nothing and waits for nothing.
 
 Invariants, each with a test of its name:
 - every_record_meets_one_fate: read = trained + skipped + pending, and a fate is final;
@@ -7,10 +7,9 @@ Invariants, each with a test of its name:
 - the_end_of_an_untrained_group_is_told: with samples that never came, a row says that the whole group ended.
 """
 
-import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from consumers.batching.samples import Group
 from consumers.intake.frontier import Frontier
@@ -22,6 +21,13 @@ from schemas.ports.bus import Record
 
 WHOLE_GROUP = frozenset({SkipReason.GROUP_INCOMPLETE, SkipReason.ZERO_ADVANTAGE})
 """Reasons from which readers conclude that a group is over, whatever they know of its other samples."""
+
+
+class Anchor(NamedTuple):
+    """A finished record by which a topic is known again: the highest of its partition."""
+
+    offset: int
+    trajectory_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +61,34 @@ class _Ending:
 
 
 class Ledger:
-    """Books of one intake. ``current_step``: of the trainer, for the rows."""
+    """Books of one intake. ``current_step``: of the trainer, for the rows.
 
-    def __init__(self, frontier: Frontier, rejects: Rejects, current_step: Callable[[], int]) -> None:
+    ``prompt_cursor``: all prompts whose groups ended lie below this position of the prompt source.
+    """
+
+    def __init__(
+        self,
+        frontier: Frontier,
+        rejects: Rejects,
+        current_step: Callable[[], int],
+        anchors: Mapping[int, Anchor] | None = None,
+        prompt_cursor: int = 0,
+    ) -> None:
         self.frontier = frontier
         self.rejects = rejects
+        self.anchors = dict(anchors or {})
+        self.prompt_cursor = prompt_cursor
         self.pending_bytes = 0
         self._current_step = current_step
         self._pending: dict[tuple[int, int], int] = {}
         self._endings: dict[str, _Ending] = {}
-        self._due: deque[tuple[str, Refusal]] = deque()
-        self._writing = asyncio.Lock()
         self._read = 0
         self._trained = 0
+        self._skipped = 0
 
     def fates(self) -> Fates:
         """The books so far."""
-        return Fates(self._read, self._trained, self.rejects.counts.total(), len(self._pending))
+        return Fates(self._read, self._trained, self._skipped, len(self._pending))
 
     def read(self, record: Record) -> bool:
         """Take a record into the books; false if it is finished or was read before."""
@@ -88,37 +105,54 @@ class Ledger:
         self.pending_bytes -= self._pending[ref.partition, ref.offset]
         self._pending[ref.partition, ref.offset] = 0
 
-    async def skip(self, refusal: Refusal, group_id: str | None) -> None:
+    def skip(self, refusal: Refusal, group_id: str | None) -> None:
         """Write a row and finish the record."""
-        await self.rejects.skip(refusal.ref, group_id, refusal.reason, refusal.detail, self._current_step())
         self._finish(refusal.ref)
+        self.rejects.skip(refusal.ref, group_id, refusal.reason, refusal.detail, self._current_step())
+        self._skipped += 1
+
+    def lose(self, partition: int, first: int, end: int) -> None:
+        """The broker deleted these records before they were read: rows for those that were not finished."""
+        detail = f"retention deleted offsets {first} to {end - 1} before they were trained; the loss was accepted"
+        for start, stop in self.frontier.partition(partition).unfinished_stretches(first, end):
+            ref = RecordRef("", partition, start)
+            self.rejects.skip(ref, None, SkipReason.RETENTION_EXPIRED, detail, self._current_step(), stop)
+        self.frontier.partition(partition).pass_over(first, end)
 
     def hold(self, closed: Closed) -> None:
         """A group was closed; its records are finished by ``mark_trained`` and ``skip_samples``."""
         self._endings[closed.group.group_id] = _Ending(closed, len(closed.group.samples), list(closed.refusals))
 
-    async def skip_late(self, refusal: Refusal, group_id: str) -> None:
+    def skip_late(self, refusal: Refusal, group_id: str) -> None:
         """A sample came after its group was closed: its row waits for the end of the group if that is to come."""
-        ending = self._endings.get(group_id)
-        if ending is None:
-            await self.skip(refusal, group_id)
-        else:
+        if group_id in self._endings:
             self.release(refusal.ref)
-            ending.withheld.append(refusal)
+            self._endings[group_id].withheld.append(refusal)
+        else:
+            self.skip(refusal, group_id)
 
-    async def skip_samples(self, group: Group, reason: SkipReason, detail: str) -> None:
+    def refuse(self, group: Group, refusals: Sequence[Refusal]) -> bool:
+        """Samples of a held group are not usable after all; whether enough of it is left. Their rows are withheld."""
+        ending = self._ending_of(group.group_id)
+        for refusal in refusals:
+            self.release(refusal.ref)
+        ending.withheld += refusals
+        ending.remaining -= len(refusals)
+        return ending.closed.would_be_usable(ending.remaining)
+
+    def skip_samples(self, group: Group, reason: SkipReason, detail: str) -> None:
         """Finish samples of a held group without training them."""
         ending = self._ending_of(group.group_id)
         ending.remaining -= len(group.samples)
         rows = [Refusal(sample.ref, reason, detail) for sample in group.samples]
         if ending.remaining == 0:
-            del self._endings[group.group_id]
             rows = ending.rows(rows)
+            self._end(ending)
         for row in rows:
-            await self.skip(row, group.group_id)
+            self.skip(row, group.group_id)
 
     def mark_trained(self, refs: Iterable[RecordRef]) -> None:
-        """Finish samples of held groups that are in the weights now. Rows withheld for them fall due."""
+        """Finish samples of held groups that are in the weights now, and write the rows withheld for them."""
         for ref in refs:
             group_id = ref.trajectory_id.rpartition("/")[0]
             ending = self._ending_of(group_id)
@@ -127,16 +161,13 @@ class Ledger:
             ending.is_trained = True
             ending.remaining -= 1
             if ending.remaining == 0:
-                del self._endings[group_id]
-                self._due += [(group_id, refusal) for refusal in ending.withheld]
+                self._end(ending)
+                for refusal in ending.withheld:
+                    self.skip(refusal, group_id)
 
-    async def write_due_rows(self) -> None:
-        """Write the rows that ``mark_trained`` made due; returns when all are written, whoever writes them."""
-        async with self._writing:
-            while self._due:
-                group_id, refusal = self._due[0]
-                await self.skip(refusal, group_id)
-                self._due.popleft()
+    def _end(self, ending: _Ending) -> None:
+        del self._endings[ending.closed.group.group_id]
+        self.prompt_cursor = max(self.prompt_cursor, ending.closed.position + 1)
 
     def _ending_of(self, group_id: str) -> _Ending:
         ending = self._endings.get(group_id)
@@ -150,3 +181,6 @@ class Ledger:
             raise LifecycleError(f"expected a pending record, got {ref}, which was never read or is finished")
         self.pending_bytes -= size
         self.frontier.mark_done((ref,))
+        anchor = self.anchors.get(ref.partition)
+        if ref.trajectory_id and (anchor is None or ref.offset > anchor.offset):
+            self.anchors[ref.partition] = Anchor(ref.offset, ref.trajectory_id)

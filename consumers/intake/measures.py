@@ -1,13 +1,19 @@
-"""What the intake measures: rates, lag per length bucket, latency. Knows no bus."""
+"""What the intake measures: rates, lag per length bucket, latency."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import structlog
+
+from consumers.intake.frontier import Frontier
+from schemas.errors import BusError
 from schemas.messages.reports import SkipReason
 from schemas.messages.trajectories import Trajectory
-from schemas.ports.bus import TopicPartition
+from schemas.ports.bus import Subscription, TopicPartition
 from schemas.settings import LoopSettings
+
+log = structlog.get_logger()
 
 
 @dataclass
@@ -21,6 +27,7 @@ class IntakeMeasures:
     latency_s: float = 0.0
     trajectories: int = 0
     since: float = field(init=False)
+    last_lag: dict[TopicPartition, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.since = self.clock()
@@ -54,6 +61,19 @@ class IntakeMeasures:
         self.records = self.bytes_read = self.trajectories = 0
         self.latency_s, self.since = 0.0, now
         return found
+
+    async def lag(self, subscription: Subscription, frontier: Frontier) -> dict[TopicPartition, int]:
+        """Records on the topic that are not finished, read or not; the last known if nobody answers."""
+        try:
+            ends, positions = await subscription.end_offsets(), await subscription.positions()
+        except BusError as error:
+            log.warning("lag not known", error=str(error))
+            return dict(self.last_lag)
+        self.last_lag = {
+            tp: max(0, end - positions.get(tp, 0)) + frontier.partition(tp.partition).unfinished()
+            for tp, end in ends.items()
+        }
+        return dict(self.last_lag)
 
     def _by_bucket(self, lag: Mapping[TopicPartition, int]) -> dict[int, int]:
         found: dict[int, int] = defaultdict(int)

@@ -3,6 +3,8 @@
 Invariants, each with a test of its name:
 - undecodable_bytes_are_dead_lettered_and_nothing_else_is_lost;
 - a_resumed_intake_neither_repeats_nor_loses;
+- nothing_is_handed_out_before_what_was_there_was_read, as far as the high-water mark lets it, so that an intake that
+  resumes hands out the same groups in the same order as one that never stopped;
 - reading_pauses_above_the_high_water_mark, but never while no group is ready: then the missing siblings are still on
   the topic, and only reading on can complete a group. Correctness goes before the bound.
 """
@@ -11,20 +13,20 @@ import asyncio
 import heapq
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import structlog
 
 from consumers.batching.samples import Group
 from consumers.intake.frontier import Frontier
-from consumers.intake.judging.dedupe import Place
 from consumers.intake.judging.groups import Closed
 from consumers.intake.ledger import Fates, Ledger
 from consumers.intake.measures import IntakeMeasures
+from consumers.intake.opening import IntakeStart, Opening, positions_and_ends_meet
 from consumers.intake.rejects import Rejects
 from consumers.intake.settings import IntakeSettings
 from consumers.intake.sorting import Sorter
-from schemas.errors import BusError, LifecycleError, StreamRLError
+from schemas.errors import BusError, DataLossRefused, LifecycleError, StreamRLError
 from schemas.identifiers import PolicyVersion
 from schemas.messages.reports import RecordRef, SkipReason
 from schemas.ports.bus import Bus, Subscription, TopicPartition
@@ -38,14 +40,6 @@ STALL_S = 5.0
 """Most of one round that counts against a group's time-out: when this process stood still, nobody else was late."""
 ROUND = 32
 """Records judged before other tasks of the event loop get their turn."""
-
-
-@dataclass(frozen=True)
-class IntakeStart:
-    """What a checkpoint says about the topic: finished records and the dedupe window."""
-
-    frontier: Frontier
-    dedupe: Mapping[str, Place]
 
 
 class Intake:
@@ -68,13 +62,15 @@ class Intake:
         start: IntakeStart | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._bus, self._settings, self._algorithm = bus, settings, algorithm
-        self._run_name, self._topic = run_name, TRAJECTORIES.full_name(run_name)
-        self._current_version, self._clock = current_version, clock
-        self._rejects = Rejects(run_name, algorithm, clock)
-        self._ledger = Ledger(
-            start.frontier.copy() if start else Frontier(), self._rejects, lambda: current_version().number
-        )
+        self._bus, self._settings, self._topic = bus, settings, TRAJECTORIES.full_name(run_name)
+        self._clock = clock
+        start = start or IntakeStart()
+        group_id = f"{run_name}.{algorithm}"
+        self._opening = Opening(bus, self._topic, f"{algorithm}-intake", group_id, settings.accept_loss)
+        self._rejects = Rejects(run_name, algorithm, clock, start.tally.copy())
+        frontier = start.frontier.covering(loop.trajectory_partitions)
+        books = frontier, self._rejects, lambda: current_version().number
+        self._ledger = Ledger(*books, start.anchors, start.prompt_cursor)
         self._measures = IntakeMeasures(loop, clock)
         self._sorter = Sorter(
             loop,
@@ -83,15 +79,15 @@ class Intake:
             current_version=current_version,
             ledger=self._ledger,
             measures=self._measures,
-            finished=start.dedupe if start else {},
+            finished=start.dedupe,
         )
         self._ready: list[tuple[float, str, Group]] = []
         self._arrived = asyncio.Event()
         self._end: StreamRLError | None = None
-        self._lag: dict[TopicPartition, int] = {}
         self._listened_s = 0.0
         self._looked_at = clock()
         self._paused = False
+        self._ends: dict[TopicPartition, int] | None = None
         self._subscription: Subscription | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -121,7 +117,7 @@ class Intake:
             await self.close()
 
     async def next_group(self) -> Group:
-        """The oldest ready group, by creation; groups that have become too old meanwhile are skipped.
+        """The oldest ready group, by creation, without the samples that have become too old meanwhile.
 
         Raises:
             StreamRLError: the reader ended; this is what ended it.
@@ -129,21 +125,20 @@ class Intake:
         while True:
             if self._end is not None:
                 raise self._end
-            while self._ready:
+            while self._ready and self._ends == {}:
                 _, _, group = heapq.heappop(self._ready)
-                if (detail := self._outdated(group)) is None:
-                    return group
-                await self.mark_skipped(group, SkipReason.STALE, detail)
+                if (fresh := self._still_fresh(group)) is not None:
+                    return fresh
             self._arrived.clear()
             await self._arrived.wait()
 
-    async def mark_skipped(self, group: Group, reason: SkipReason, detail: str) -> None:
+    def mark_skipped(self, group: Group, reason: SkipReason, detail: str) -> None:
         """The trainer does not train these samples of a group: rows are written and the records are finished.
 
         Raises:
             LifecycleError: they are finished already.
         """
-        await self._ledger.skip_samples(group, reason, detail)
+        self._ledger.skip_samples(group, reason, detail)
 
     def mark_trained(self, refs: Iterable[RecordRef]) -> None:
         """These records are in the weights now.
@@ -157,9 +152,20 @@ class Intake:
         """The live frontier: what the weights in memory contain, and what was skipped. Copy it to keep it."""
         return self._ledger.frontier
 
-    def dedupe_ids(self) -> dict[str, Place]:
-        """Finished ids of the dedupe window with partition and offset, for the checkpoint."""
-        return {name: place for name, place in self._sorter.dedupe.ids.items() if self.frontier().is_done(*place)}
+    def snapshot(self) -> IntakeStart:
+        """Where an intake goes on that starts from this moment. Claim it only after ``settled``."""
+        return IntakeStart(
+            frontier=self.frontier().copy(),
+            dedupe={name: at for name, at in self._sorter.dedupe.ids.items() if self.frontier().is_done(*at)},
+            anchors=dict(self._ledger.anchors),
+            tally=self._rejects.tally.copy(),
+            prompt_cursor=self.prompt_cursor,
+        )
+
+    @property
+    def prompt_cursor(self) -> int:
+        """All prompts whose groups ended lie below this position of the prompt source."""
+        return self._ledger.prompt_cursor
 
     def fates(self) -> Fates:
         """Records read by this process, and what became of them."""
@@ -181,23 +187,12 @@ class Intake:
         Raises:
             BusError: the broker does not take them.
         """
-        await self._ledger.write_due_rows()
         await self._rejects.settled()
 
     async def lag(self) -> dict[TopicPartition, int]:
         """Records on the topic that are not finished, read or not, by partition; the last known if nobody answers."""
         assert self._subscription is not None, "lag is known once the intake runs"
-        try:
-            ends, positions = await self._subscription.end_offsets(), await self._subscription.positions()
-        except BusError as error:
-            log.warning("lag not known", error=str(error))
-            return dict(self._lag)
-        frontier = self.frontier()
-        self._lag = {
-            tp: max(0, end - positions.get(tp, 0)) + frontier.partition(tp.partition).unfinished()
-            for tp, end in ends.items()
-        }
-        return dict(self._lag)
+        return await self._measures.lag(self._subscription, self.frontier())
 
     async def metrics(self) -> dict[str, float]:
         """``kafka/*``, ``off_policy/dropped`` and ``ledger/*``."""
@@ -208,12 +203,15 @@ class Intake:
             dead_letters=self._rejects.dead_letters,
         )
 
+    def offsets(self) -> dict[TopicPartition, int]:
+        """Where the live frontier stands, for lag displays only."""
+        return {TopicPartition(self._topic, number): low for number, low in self.frontier().lows().items() if low}
+
     async def commit(self) -> None:
-        """Tell the broker where we are, for lag displays only."""
+        """Tell the broker where we are, for lag displays only; for trainers that announce without transactions."""
         assert self._subscription is not None, "offsets are committed once the intake runs"
-        lows = {TopicPartition(self._topic, number): low for number, low in self.frontier().lows().items() if low}
         try:
-            await self._subscription.commit(lows)
+            await self._subscription.commit(self.offsets())
         except BusError as error:
             log.warning("offsets not committed; only lag displays are affected", error=str(error))
 
@@ -225,32 +223,45 @@ class Intake:
             await self._rejects.publisher.close()
 
     async def _open(self) -> None:
-        name = f"{self._algorithm}-intake"
-        self._rejects.publisher = await self._bus.publisher(name)
-        self._subscription = await self._bus.subscribe(
-            [self._topic],
-            client_id=name,
-            start={TopicPartition(self._topic, number): low for number, low in self.frontier().lows().items()},
-            group_id=f"{self._run_name}.{self._algorithm}",
-        )
+        await self._opening.check(self._ledger)
+        self._rejects.publisher = await self._bus.publisher(self._opening.client_id)
+        self._subscription = await self._opening.open(self._ledger)
+        self._ends = await self._subscription.end_offsets()
+        await self._look_for_the_ends(self._subscription)
 
     async def _read_once(self) -> None:
         assert self._subscription is not None, "opened before the first read"
         self._apply_back_pressure(self._subscription)
         limit = self._settings.max_poll_records
-        records = await self._subscription.poll(max_records=limit, timeout_s=POLL_S)
+        try:
+            records = await self._subscription.poll(max_records=limit, timeout_s=POLL_S)
+        except DataLossRefused:
+            await self._reopen(self._subscription)
+            return
         for index, record in enumerate(records):
             if self._ledger.read(record):
                 self._measures.observe_record(len(record.value or b""))
-                if (closed := await self._sorter.take(record, self._listened_s)) is not None:
-                    await self._close_group(closed)
+                if (closed := self._sorter.take(record, self._listened_s)) is not None:
+                    self._close_group(closed)
             if index % ROUND == ROUND - 1:
                 await asyncio.sleep(0)
         self._listen(caught_up=len(records) < limit)
         for closed in self._sorter.assembler.expire(self._listened_s):
-            await self._close_group(closed)
-        await self._ledger.write_due_rows()
-        await self._rejects.resend()
+            self._close_group(closed)
+        await self._rejects.send()
+        await self._look_for_the_ends(self._subscription)
+
+    async def _reopen(self, failed: Subscription) -> None:
+        """Go on behind a hole that opened while reading, if that is accepted."""
+        await failed.close()
+        self._subscription = await self._opening.open(self._ledger)
+        self._paused = False
+
+    async def _look_for_the_ends(self, subscription: Subscription) -> None:
+        """Let groups be handed out once everything was read that was there at the start, or memory is full."""
+        if self._ends and (self._paused or positions_and_ends_meet(await subscription.positions(), self._ends)):
+            self._ends = {}
+            self._arrived.set()
 
     def _listen(self, *, caught_up: bool) -> None:
         """Let the groups' clock go on for this round, unless their samples may be waiting on the topic."""
@@ -260,32 +271,30 @@ class Intake:
         self._looked_at = now
 
     def _apply_back_pressure(self, subscription: Subscription) -> None:
-        wanted = should_pause(self._settings, self._paused, self.pending_bytes, bool(self._ready))
+        wanted = self._settings.should_pause(self._paused, self.pending_bytes, has_ready=bool(self._ready))
         if wanted and not self._paused:
             subscription.pause(subscription.partitions())
         elif self._paused and not wanted:
             subscription.resume(subscription.partitions())
         self._paused = wanted
 
-    async def _close_group(self, closed: Closed) -> None:
+    def _close_group(self, closed: Closed) -> None:
         group = closed.group
         self._ledger.hold(closed)
         if closed.is_usable:
             heapq.heappush(self._ready, (group.created_at, group.group_id, group))
             self._arrived.set()
         else:
-            detail = f"{len(group.samples)} usable samples of {closed.wanted}, {closed.missing} never came"
-            await self.mark_skipped(group, SkipReason.GROUP_INCOMPLETE, detail)
+            self.mark_skipped(group, SkipReason.GROUP_INCOMPLETE, closed.shortfall)
 
-    def _outdated(self, group: Group) -> str | None:
-        """Why none of the group may be trained any more; its samples are only worth something together."""
-        current = self._current_version()
-        verdicts = (self._sorter.rule.verdict(sample.trajectory, current) for sample in group.samples)
-        return next((detail for verdict in verdicts if verdict is not None for detail in [verdict[1]]), None)
-
-
-def should_pause(settings: IntakeSettings, paused: bool, held_bytes: int, has_ready: bool) -> bool:
-    """Whether reading is to pause: above the high mark, until below the low one, and only with a group ready."""
-    if not has_ready:
-        return False
-    return held_bytes >= settings.low_water_bytes if paused else held_bytes > settings.high_water_bytes
+    def _still_fresh(self, group: Group) -> Group | None:
+        """The group without samples that are too old by now, as if they had been when they were read."""
+        refusals = self._sorter.outdated(group)
+        if not refusals:
+            return group
+        refused = {refusal.ref for refusal in refusals}
+        rest = replace(group, samples=tuple(sample for sample in group.samples if sample.ref not in refused))
+        if self._ledger.refuse(group, refusals):
+            return rest
+        self.mark_skipped(rest, SkipReason.GROUP_INCOMPLETE, f"{len(rest.samples)} usable samples were left")
+        return None

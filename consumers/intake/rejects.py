@@ -1,16 +1,19 @@
 """Writes down what is not trained: rows on the skips topic, undecodable bytes on the dead-letters topic.
 
-Invariant no_row_is_lost: ``settled`` returns only when the broker has every row; one whose fate is unknown is sent
-again (readers tell repeats by partition and offset).
+A row enters the books at once and without waiting, so that no moment exists at which a record is half finished; it
+travels to the broker afterwards. Invariant no_row_is_lost: ``settled`` returns only when the broker has every row
+that was written before; one whose fate is unknown is sent again (readers tell repeats by lineage and sequence).
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
+from consumers.intake.tally import SkipTally, end_of
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, WireError
 from schemas.messages.reports import RecordRef, SkipReason, SkipRecord
 from schemas.messages.trajectories import Trajectory
@@ -26,23 +29,40 @@ HEADERS_LIMIT = 32 << 10
 ATTEMPTS = 5
 
 
+@dataclass(eq=False, slots=True)
+class _Row:
+    """One record on its way, and how often its sending failed."""
+
+    record: Outgoing
+    failures: int = 0
+
+
 @dataclass
 class Rejects:
-    """Counts by reason; rows are on their way until ``settled`` returns. ``publisher`` is set once it is open."""
+    """``counts``: records by reason since this process started. ``publisher`` is set once it is open."""
 
     run_name: str
     algorithm: str
     clock: Callable[[], float]
+    tally: SkipTally
     publisher: Publisher | None = None
     counts: Counter[str] = field(default_factory=Counter)
     dead_letters: int = 0
-    under_way: "dict[asyncio.Future[Position], Outgoing]" = field(default_factory=dict)
-    unanswered: list[Outgoing] = field(default_factory=list)
     refused: BusError | None = None
-    resending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _outbox: deque[_Row] = field(default_factory=deque)
+    _under_way: "dict[asyncio.Future[Position], _Row]" = field(default_factory=dict)
+    _sending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def skip(self, ref: RecordRef, group_id: str | None, reason: SkipReason, detail: str, step: int) -> None:
-        """Write one row; a ref without a trajectory id means that the bytes did not decode."""
+    def skip(
+        self,
+        ref: RecordRef,
+        group_id: str | None,
+        reason: SkipReason,
+        detail: str,
+        step: int,
+        end_offset: int | None = None,
+    ) -> None:
+        """Write one row; a ref without a trajectory id means that the bytes did not decode, or are not there."""
         row = SkipRecord(
             algorithm=self.algorithm,
             reason=reason,
@@ -51,13 +71,18 @@ class Rejects:
             group_id=group_id and _printable(group_id, KEY_LIMIT),
             partition=ref.partition,
             offset=ref.offset,
+            end_offset=end_offset,
             step=step,
+            lineage=self.tally.lineage,
+            sequence=self.tally.next_sequence,
             sent_at=self.clock(),
         )
-        await self._submit(Outgoing.of(SKIPS.full_name(self.run_name), row, key=ref.trajectory_id or None))
-        self.counts[reason.value] += 1
+        record = Outgoing.of(SKIPS.full_name(self.run_name), row, key=ref.trajectory_id or None)
+        self._outbox.append(_Row(record))
+        self.tally.add(row)
+        self.counts[reason.value] += end_of(row) - row.offset
 
-    async def dead_letter(self, record: Record, error: WireError) -> None:
+    def dead_letter(self, record: Record, error: WireError) -> None:
         """Put a record's bytes, unchanged, on the dead-letters topic with the reason in the headers.
 
         Only what is larger than any frame may be, and so cannot be written again, is cut; a header says so.
@@ -77,52 +102,60 @@ class Rejects:
         written = sum(len(name) + len(content or b"") for name, content in record.headers)
         kept = record.headers if written <= HEADERS_LIMIT else ()
         key = record.key and _printable(record.key, KEY_LIMIT)
-        await self._submit(Outgoing(DEAD_LETTERS.full_name(self.run_name), value, key, 0, (*kept, *reason)))
+        letter = Outgoing(DEAD_LETTERS.full_name(self.run_name), value, key, 0, (*kept, *reason))
+        self._outbox.append(_Row(letter))
         self.dead_letters += 1
 
-    async def resend(self) -> None:
-        """Send the rows again whose fate is unknown.
+    async def send(self) -> None:
+        """Hand the rows to the publisher; those whose fate is unknown once more.
 
         Raises:
             BusError: the broker refused a row for good.
         """
+        assert self.publisher is not None, "opened before anything is sent"
+        async with self._sending:
+            while self._outbox:
+                if self.refused is not None:
+                    raise self.refused
+                row = self._outbox[0]
+                future = await self.publisher.submit(row.record)
+                self._outbox.popleft()
+                self._under_way[future] = row
+                future.add_done_callback(partial(self._landed, row))
         if self.refused is not None:
             raise self.refused
-        async with self.resending:
-            while self.unanswered:
-                await self._submit(self.unanswered[0])
-                del self.unanswered[0]
 
     async def settled(self) -> None:
-        """Wait until the broker has every row.
+        """Wait until the broker has every row written so far.
 
         Raises:
             BusError: it refused one.
             DeliveryUnknown: it did not answer, however often it was asked.
         """
-        for _ in range(ATTEMPTS):
-            await self.resend()
-            while self.under_way:
-                await asyncio.wait(list(self.under_way))
-            if not self.unanswered and self.refused is None:
-                return
-        raise self.refused or DeliveryUnknown(
-            f"expected the broker to take {len(self.unanswered)} rows on skipped trajectories, got no answer "
-            f"{ATTEMPTS} times; check the broker, then start again: a checkpoint must not go without them"
-        )
+        waited_for = {row: row.failures + ATTEMPTS for row in (*self._outbox, *self._under_way.values())}
+        while waited_for := self._still_open(waited_for):
+            if overdue := sum(row.failures >= limit for row, limit in waited_for.items()):
+                raise DeliveryUnknown(
+                    f"expected the broker to take {overdue} rows on skipped trajectories, got no answer {ATTEMPTS} "
+                    "times; check the broker, then start again: a checkpoint must not go without them"
+                )
+            await self.send()
+            if mine := [future for future, row in self._under_way.items() if row in waited_for]:
+                await asyncio.wait(mine)
+        if self.refused is not None:
+            raise self.refused
 
-    async def _submit(self, record: Outgoing) -> None:
-        assert self.publisher is not None, "opened before anything can be rejected"
-        future = await self.publisher.submit(record)
-        self.under_way[future] = record
-        future.add_done_callback(self._landed)
+    def _still_open(self, rows: dict[_Row, int]) -> dict[_Row, int]:
+        missing = {*self._outbox, *self._under_way.values()}
+        return {row: limit for row, limit in rows.items() if row in missing}
 
-    def _landed(self, future: "asyncio.Future[Position]") -> None:
-        record = self.under_way.pop(future)
+    def _landed(self, row: _Row, future: "asyncio.Future[Position]") -> None:
+        self._under_way.pop(future, None)
         error = None if future.cancelled() else future.exception()
         if future.cancelled() or isinstance(error, DeliveryUnknown | BusUnavailable):
             log.warning("a row on a skipped trajectory is sent again", error=str(error))
-            self.unanswered.append(record)
+            row.failures += 1
+            self._outbox.append(row)
         elif error is not None:
             self.refused = error if isinstance(error, BusError) else BusError(f"a row was refused: {error!r}")
 

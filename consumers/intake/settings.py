@@ -23,6 +23,9 @@ class IntakeSettings(Section):
         Literal["train", "skip"],
         Field(description="What to do with samples of weights that a trainer crash orphaned."),
     ] = "train"
+    accept_loss: Annotated[
+        bool, Field(description="Go on when the broker deleted records that were not read; each gap gets a skip row.")
+    ] = False
     max_consecutive_poison: Annotated[
         int, Field(ge=1, description="Most records in a row that may be undecodable or have no reward.")
     ] = 50
@@ -32,6 +35,12 @@ class IntakeSettings(Section):
     max_unrewarded_share: Annotated[
         float, Field(gt=0, le=1, description="Largest share of failed rewards among the last 1000 trajectories.")
     ] = 0.2
+
+    def should_pause(self, paused: bool, held_bytes: int, *, has_ready: bool) -> bool:
+        """Whether reading is to pause: above the high mark, until below the low one, and only with a group ready."""
+        if not has_ready:
+            return False
+        return held_bytes >= self.low_water_bytes if paused else held_bytes > self.high_water_bytes
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from consumers.batching.samples import Sample
+from consumers.batching.samples import Group, Sample
 from consumers.intake.judging.breaker import CircuitBreaker
 from consumers.intake.judging.dedupe import DedupeWindow, Place
 from consumers.intake.judging.groups import Closed, GroupAssembler, Refusal
@@ -54,30 +54,36 @@ class Sorter:
         self._undecodable = CircuitBreaker("undecodable records", limit, settings.max_undecodable_share)
         self._unrewarded = CircuitBreaker("trajectories without reward", limit, settings.max_unrewarded_share)
 
-    async def take(self, record: Record, now: float) -> Closed | None:
+    def take(self, record: Record, now: float) -> Closed | None:
         """Judge a record that is new to the books; the group that it made whole, if any. ``now``: see the assembler.
 
         Raises:
             StreamRLError: too much of the input is bad.
         """
-        trajectory = await self._decoded(record)
+        trajectory = self._decoded(record)
         if trajectory is None:
             return None
         self._measures.observe_trajectory(trajectory)
         ref = RecordRef(trajectory.trajectory_id, record.partition, record.offset)
         if (objection := self._foreign(trajectory, ref)) is not None:
-            await self._ledger.skip(Refusal(ref, *objection), trajectory.group_id)
+            self._ledger.skip(Refusal(ref, *objection), trajectory.group_id)
             return None
         if self.assembler.is_closed(trajectory.group_id):
             late = Refusal(ref, SkipReason.GROUP_INCOMPLETE, "its group was closed before it came")
-            await self._ledger.skip_late(late, trajectory.group_id)
+            self._ledger.skip_late(late, trajectory.group_id)
             return None
         outcome = self._judged(trajectory, ref, len(record.value or b""))
         if isinstance(outcome, Refusal):
             self._ledger.release(ref)
         return self.assembler.add(trajectory, outcome, now)
 
-    async def _decoded(self, record: Record) -> Trajectory | None:
+    def outdated(self, group: Group) -> list[Refusal]:
+        """The samples that were not too old when they were read, and are now."""
+        current = self._current_version()
+        verdicts = ((sample.ref, self.rule.verdict(sample.trajectory, current)) for sample in group.samples)
+        return [Refusal(ref, *verdict) for ref, verdict in verdicts if verdict is not None]
+
+    def _decoded(self, record: Record) -> Trajectory | None:
         try:
             message = record.message()
             if not isinstance(message, Trajectory):
@@ -85,9 +91,9 @@ class Sorter:
         except WireError as error:
             where = f"{record.topic}[{record.partition}]@{record.offset}"
             log.warning("undecodable record dead-lettered", where=where, error=str(error))
-            await self._ledger.rejects.dead_letter(record, error)
+            self._ledger.rejects.dead_letter(record, error)
             ref = RecordRef("", record.partition, record.offset)
-            await self._ledger.skip(Refusal(ref, SkipReason.POISON, str(error)), record.key)
+            self._ledger.skip(Refusal(ref, SkipReason.POISON, str(error)), record.key)
             self._undecodable.failed(f"{where}: {error}")
             return None
         self._undecodable.good()

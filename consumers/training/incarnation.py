@@ -1,56 +1,78 @@
-"""One life of the trainer: what it restored, its lineage, and the acts that touch both the policy and the stream.
+"""One life of the trainer: how it begins, its lineage, and the acts that touch both the policy and the stream.
 
 Invariants:
-- the_checkpoint_is_the_truth: frontier and weights are taken at the same moment, after the rows they rest on landed;
-- no_step_without_a_report: a checkpoint of step n is written only after the report of step n is on the bus.
+- the_checkpoint_is_the_truth: stream position and weights are taken at the same moment; the rows they rest on, and
+  the reports before, are on the topics before the manifest is;
+- a_checkpoint_is_announced_after_it_is_written: its report is in it, so that a restart can announce it again.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 
-from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batcher import MicroBatcher
+from consumers.batching.settings import BatchingSettings
 from consumers.intake.frontier import Frontier
-from consumers.intake.reader import Intake, IntakeStart
-from consumers.training.accounting.gathering import GatheredStep
-from consumers.training.accounting.reporting import StepReporter
-from consumers.training.compute import ComputeThread
-from consumers.training.persistence.checkpoint import CheckpointManifest, Restored
-from consumers.training.persistence.lineage import Lineage
-from consumers.training.policy import TrainedPolicy
+from consumers.intake.opening import IntakeStart
+from consumers.intake.reader import Intake
+from consumers.training.accounting.reporting import Ancestry, Weights, first_report
+from consumers.training.announcing.announcements import Announcements
+from consumers.training.announcing.announcer import open_announcer
+from consumers.training.persistence.manifest import CheckpointManifest
+from consumers.training.ports import Checkpoints, Compute, Lineage, OpenPolicy, Policy, Restored
+from consumers.training.resuming.points import Point, Reached
+from consumers.training.resuming.state import (
+    check_continues,
+    config_marks,
+    intake_document,
+    intake_start,
+    stream_fields,
+)
 from consumers.training.settings import TrainingSettings
 from schemas.errors import CheckpointError
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import StepReport
+from schemas.messages.reports import RefusedStep, StepReport
+from schemas.ports.bus import Bus, Outgoing
+from schemas.settings import Section
+from schemas.wire.codec import encode, headers_of
+from schemas.wire.topics import STEPS
 
 log = structlog.get_logger()
 
 
 @dataclass
 class Incarnation:
-    """``version`` is that of the weights in memory, and changes on the event loop only."""
+    """``version`` is that of the weights in memory, and changes on the event loop only.
+
+    ``durable_frontier``: of the newest checkpoint, where a restart goes on; the live one is ``Intake.frontier``.
+    ``report``: of the last step taken; ``refused_in_a_row``: gradients since then that were not applied.
+    """
 
     run_name: str
-    algorithm: AlgorithmSettings
+    algorithm: str
     training: TrainingSettings
-    config_hash: str
+    config_marks: str
     lineage: Lineage
-    compute: ComputeThread
-    policy: TrainedPolicy
+    ancestry: Ancestry
+    compute: Compute
+    policy: Policy
     batcher: MicroBatcher
-    reporter: StepReporter
+    announcements: Announcements
     clock: Callable[[], float]
+    reached: Reached
     version: PolicyVersion
     checkpointed_step: int
+    durable_frontier: Frontier = field(default_factory=Frontier)
     tokens_seen: int = 0
-    earlier_skips: dict[str, int] = field(default_factory=dict)
+    report: StepReport | None = None
+    refused_in_a_row: int = 0
 
-    def advance(self) -> None:
-        """Name the weights after the step just taken."""
+    def advance(self, tokens: int) -> None:
+        """Name the weights after the step just taken, with the tokens it was computed of."""
         self.version = PolicyVersion(self.lineage.number, self.policy.step)
+        self.tokens_seen += tokens
+        self.refused_in_a_row = 0
 
     @property
     def is_finished(self) -> bool:
@@ -63,72 +85,155 @@ class Incarnation:
             return None
         return await self.compute(self.policy.export, self.version, self.clock())
 
-    async def report(
-        self, manifest_sha256: str | None, gathered: GatheredStep | None, metrics: dict[str, float]
-    ) -> None:
-        """Tell the steps topic what the weights in memory consist of; without ``gathered``: only that they exist."""
-        self.lineage.check()
-        await self.reporter.publish(
-            StepReport(
-                algorithm=self.algorithm.name,
-                step=self.policy.step,
-                version=self.version,
-                manifest_sha256=manifest_sha256,
-                group_ids=gathered.group_ids if gathered else (),
-                micro_batches=tuple(gathered.micro_batches) if gathered else (),
-                metrics=metrics,
-                finished=self.is_finished,
-                sent_at=self.clock(),
-            )
-        )
+    async def weights(self, manifest_sha256: str | None) -> Weights:
+        """What the weights in memory are known by; checksums only if they are wanted."""
+        digests = await self.compute(self.policy.digests) if self.training.tensor_digests else {}
+        return Weights(self.version, manifest_sha256, digests, self.is_finished)
+
+    async def begin(self, restored: Restored | None, start: IntakeStart) -> None:
+        """Announce the checkpoint's report again, and that this lineage goes on from there."""
+        sha256 = await self.compute(self.policy.export, self.version, self.clock())
+        self.reached(Point.START_EXPORTED)
+        topic, weights = STEPS.full_name(self.run_name), await self.weights(sha256)
+        own = first_report(self.algorithm, weights, self.ancestry, start.prompt_cursor, self.clock())
+        records = [Outgoing.of(topic, own, key=self.algorithm)]
+        if restored is not None and restored.state.report:
+            again = Outgoing(topic, restored.state.report, self.algorithm, headers=headers_of(StepReport))
+            records.insert(0, again)
+        await self.announcements.post(records, {})
+        await self.announcements.settled()
+        self.reached(Point.START_ANNOUNCED)
+
+    async def check_lineage(self) -> None:
+        """Make sure that nobody has taken over; what cannot be asked now is asked before anything is kept.
+
+        Raises:
+            Superseded: a newer lineage exists.
+        """
+        try:
+            await self.compute(self.lineage.check)
+        except CheckpointError as error:
+            log.warning("lineage claims not readable", error=str(error))
+
+    async def announce(self, message: StepReport | RefusedStep, intake: Intake) -> None:
+        """Tell the steps topic, after what was told before; goes on while the trainer does."""
+        record = Outgoing.of(STEPS.full_name(self.run_name), message, key=self.algorithm)
+        self.reached(Point.ANNOUNCING)
+        await self.announcements.post([record], intake.offsets())
 
     async def checkpoint(self, intake: Intake) -> None:
-        """Write a checkpoint of this moment, unless this step has one already."""
-        if self.policy.step == self.checkpointed_step:
+        """Write a checkpoint of this moment, unless this step has one already.
+
+        Raises:
+            CheckpointError: it could not be written; older ones are as they were.
+            Superseded: a newer trainer has taken over.
+            BusError: the broker does not take what the checkpoint rests on.
+        """
+        if self.policy.step == self.checkpointed_step or self.report is None:
             return
+        snapshot = intake.snapshot()
+        self.reached(Point.SNAPSHOT_TAKEN)
+        await self.announcements.settled()
         await intake.settled()
-        self.lineage.check()
-        skips = dict(self.earlier_skips)
-        for reason, count in intake.counts_by_reason.items():
-            skips[reason] = skips.get(reason, 0) + count
+        self.reached(Point.ROWS_SETTLED)
         manifest = CheckpointManifest(
             run=self.run_name,
-            algorithm=self.algorithm.name,
+            algorithm=self.algorithm,
             lineage=self.lineage.number,
+            parent=self.ancestry.parent,
             step=self.policy.step,
             policy_version=self.version,
-            frontier=intake.frontier().to_json(),
-            skip_counts=skips,
             tokens_seen=self.tokens_seen,
-            config_hash=self.config_hash,
+            config_hash=self.config_marks,
             created_at=self.clock(),
+            **stream_fields(snapshot),
         )
-        seen: dict[str, Any] = {name: list(place) for name, place in intake.dedupe_ids().items()}
-        directory = await self.compute(self.policy.checkpoint, manifest, {"dedupe": seen})
+        document = intake_document(snapshot)
+        place = await self.compute(self.policy.checkpoint, manifest, document, encode(self.report), self.lineage)
         self.checkpointed_step = self.policy.step
-        log.info("checkpoint written", step=self.policy.step, directory=str(directory))
+        self.durable_frontier = snapshot.frontier
+        self.reached(Point.CHECKPOINT_WRITTEN)
+        log.info("checkpoint written", step=self.policy.step, place=place)
+
+    async def checkpoint_if_due(self, intake: Intake) -> bool:
+        """Write a checkpoint when the step just taken is to be kept; false if that failed and may fail.
+
+        Raises:
+            CheckpointError: it could not be written, and ``training.on_checkpoint_failure`` is ``stop``, or the run
+                would end without it.
+            Superseded: a newer trainer has taken over.
+        """
+        if self.policy.step % self.training.checkpoint_every and not self.is_finished:
+            return True
+        try:
+            await self.checkpoint(intake)
+        except CheckpointError as error:
+            if self.training.on_checkpoint_failure == "stop" or self.is_finished:
+                raise
+            log.error("checkpoint failed, going on without it", step=self.policy.step, error=str(error))
+            return False
+        return True
 
 
-def intake_start(restored: Restored) -> IntakeStart:
-    """Where the intake goes on."""
-    seen: Any = restored.state.intake.get("dedupe", {})
-    return IntakeStart(
-        frontier=Frontier.from_json(restored.state.manifest.frontier),
-        dedupe={name: (int(place[0]), int(place[1])) for name, place in seen.items()},
-    )
+@dataclass
+class Beginning:
+    """Opens what a life needs, in the order in which older trainers are kept out. ``sections``: to notice changes."""
 
+    bus: Bus
+    run_name: str
+    algorithm: str
+    training: TrainingSettings
+    batching: BatchingSettings
+    sections: dict[str, Section]
+    checkpoints: Checkpoints
+    open_policy: OpenPolicy
+    clock: Callable[[], float]
+    reached: Reached
+    announcements: Announcements | None = None
 
-def check_continues(restored: Restored, run_name: str, algorithm: str, config_hash: str) -> None:
-    """Make sure that a checkpoint is of this run and algorithm; other settings are only worth a warning.
-
-    Raises:
-        CheckpointError: it is of another run or algorithm.
-    """
-    manifest = restored.state.manifest
-    if (manifest.run, manifest.algorithm) != (run_name, algorithm):
-        raise CheckpointError(
-            f"expected a checkpoint of run {run_name!r} and algorithm {algorithm!r} at {restored.directory}, "
-            f"got {manifest.run!r} and {manifest.algorithm!r}; use another run directory"
+    async def begin(self, compute: Compute) -> tuple[Incarnation, IntakeStart]:
+        """Fence older trainers, take the next lineage, restore, and announce; where the intake goes on."""
+        announcer = await open_announcer(self.bus, self.training.announce, self.run_name, self.algorithm)
+        announcements = self.announcements = Announcements(announcer, lambda: self.reached(Point.ANNOUNCED))
+        self.reached(Point.FENCED)
+        lineage = await compute(self._claim)
+        announcer.guard_with(lambda: compute(lineage.check))
+        self.reached(Point.LINEAGE_CLAIMED)
+        restored = await compute(self.checkpoints.newest)
+        manifest = restored.state.manifest if restored else None
+        marks = config_marks({**self.sections, "training": self.training, "batching": self.batching})
+        if manifest is not None:
+            check_continues(manifest, self.run_name, self.algorithm, marks)
+        self.reached(Point.RESTORED)
+        policy = await compute(self.open_policy, restored)
+        self.reached(Point.POLICY_OPENED)
+        start = intake_start(manifest, restored.state.intake if restored else {}, lineage.number)
+        life = Incarnation(
+            run_name=self.run_name,
+            algorithm=self.algorithm,
+            training=self.training,
+            config_marks=marks,
+            lineage=lineage,
+            ancestry=Ancestry(manifest.policy_version, manifest.skips.count) if manifest else Ancestry(None, 0),
+            compute=compute,
+            policy=policy,
+            batcher=MicroBatcher(self.batching),
+            announcements=announcements,
+            clock=self.clock,
+            reached=self.reached,
+            version=PolicyVersion(lineage.number, policy.step),
+            checkpointed_step=policy.step,
+            durable_frontier=start.frontier,
+            tokens_seen=manifest.tokens_seen if manifest else 0,
         )
-    if manifest.config_hash != config_hash:
-        log.warning("resuming under other settings than the checkpoint's", step=manifest.step)
+        await life.begin(restored, start)
+        log.info("trainer ready", version=str(life.version), resumed=restored is not None)
+        return life, start
+
+    def _claim(self) -> Lineage:
+        return self.checkpoints.claim_lineage(now=self.clock())
+
+    async def close(self) -> None:
+        """Release what was opened."""
+        if self.announcements is not None:
+            await self.announcements.close()

@@ -1,6 +1,7 @@
 """Loads the policy and names its tensors as Hugging Face does on disk. Knows no optimizer and no bus."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +77,23 @@ def load_reference(path: str | Path, device: torch.device) -> Any:
     return model
 
 
-def named_tensors(model: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The weights by the names of Hugging Face files, tied ones once, on the CPU, floats as ``dtype``."""
+def named_tensors(model: Any) -> dict[str, Tensor]:
+    """The weights by the names of Hugging Face files, tied ones once, on the CPU, floats as float32."""
     seen: set[tuple[int, torch.Size]] = set()
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         identity = (tensor.data_ptr(), tensor.shape)
         if identity not in seen:
             seen.add(identity)
-            wanted = dtype if tensor.is_floating_point() else tensor.dtype
+            wanted = torch.float32 if tensor.is_floating_point() else tensor.dtype
             tensors[name] = tensor.detach().to("cpu", wanted).contiguous()
     converted: dict[str, Tensor] = revert_weight_conversion(model, tensors)
     return converted
+
+
+def with_floats_as(dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, those of numbers with a point as ``dtype``."""
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
 def copy_tokenizer(path: str | Path, directory: Path) -> None:

@@ -4,21 +4,36 @@ All of it runs in the trainer's one compute thread. Knows no bus and no event lo
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
-from pydantic import JsonValue
+import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
 from consumers.algorithms.credit import ModelLimits
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.training.model import copy_tokenizer, load_model, load_reference, named_tensors, resolve_device
-from consumers.training.persistence.checkpoint import CheckpointManifest, CheckpointStore, Restored, TrainerState
+from consumers.batching.samples import MicroBatch
+from consumers.training.model import (
+    copy_tokenizer,
+    load_model,
+    load_reference,
+    named_tensors,
+    resolve_device,
+    with_floats_as,
+)
+from consumers.training.persistence.checkpoint import CheckpointStore, Restored, TrainerState
+from consumers.training.persistence.files import remove_leftovers
+from consumers.training.persistence.lineage import Lineage
+from consumers.training.persistence.locations import CheckpointLocation
+from consumers.training.persistence.manifest import CheckpointManifest
 from consumers.training.persistence.weight_export import WEIGHTS, WeightStore
+from consumers.training.ports import Lineage as Claim
+from consumers.training.ports import StepOutcome
 from consumers.training.settings import TrainingSettings
 from consumers.training.step import PolicyLearner
 from schemas.identifiers import PolicyVersion
@@ -33,7 +48,7 @@ class PolicyPlaces:
     """Where the initial model is, and where checkpoints and weight versions go."""
 
     model: str
-    checkpoints: Path
+    checkpoints: CheckpointLocation
     weights: Path
 
 
@@ -63,6 +78,8 @@ class TrainedPolicy:
         )
         reference = load_reference(places.model, device) if algorithm.beta > 0 else None
         self.learner = PolicyLearner(model, reference, algorithm, training, max_completion_length)
+        remove_leftovers(places.weights)
+        self._named: dict[str, Tensor] | None = None
         self._places = places
         self._training = training
         self._checkpoints = CheckpointStore(places.checkpoints, training.keep_checkpoints)
@@ -84,20 +101,43 @@ class TrainedPolicy:
         positions = getattr(config, "max_position_embeddings", None) or NO_LIMIT
         return ModelLimits(vocabulary=int(config.vocab_size), positions=int(positions))
 
+    def accumulate(self, batch: MicroBatch) -> None:
+        """Add the gradient of a micro-batch."""
+        self._named = None
+        self.learner.accumulate(batch)
+
+    def discard(self) -> None:
+        """Drop the gathered gradient."""
+        self.learner.discard()
+
+    def finish_step(self, reward_deviation: float) -> StepOutcome:
+        """Apply the gathered gradient, unless it is not fit to be; either way it is gone afterwards."""
+        self._named = None
+        return self.learner.finish_step(reward_deviation)
+
     def export(self, version: PolicyVersion, now: float) -> str:
         """Put the weights into the store; the sha256 of their manifest."""
-        dtype = getattr(torch, self._training.dtype)
-        return self._weights.export(
-            named_tensors(self.learner.model, dtype), self._texts(self._training.dtype), version, self.step, now
-        )
+        tensors = with_floats_as(getattr(torch, self._training.dtype), self._tensors())
+        return self._weights.export(tensors, self._texts(self._training.dtype), version, self.step, now)
 
-    def checkpoint(self, manifest: CheckpointManifest, intake: dict[str, JsonValue]) -> Path:
-        """Write a checkpoint of this moment."""
-        state = TrainerState(manifest, self.learner.optimizer_tensors(), _rng_tensors(), intake)
-        return self._checkpoints.write(state, self._write_model)
+    def checkpoint(self, manifest: CheckpointManifest, intake: Mapping[str, Any], report: bytes, lineage: Claim) -> str:
+        """Write a checkpoint of this moment; where it is."""
+        assert isinstance(lineage, Lineage), "claimed from the same store"
+        state = TrainerState(manifest, self.learner.optimizer_tensors(), _rng_tensors(), dict(intake), report)
+        return self._checkpoints.write(state, self._write_model, lineage)
+
+    def digests(self) -> dict[str, str]:
+        """xxh3-128, in hex, of each float32 tensor's little-endian bytes, by its name on disk."""
+        return digests_of(self._tensors())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The weights by name, on the CPU; kept until the next gradient, for export, digests and checkpoint."""
+        if self._named is None:
+            self._named = named_tensors(self.learner.model)
+        return self._named
 
     def _write_model(self, directory: Path) -> None:
-        save_file(named_tensors(self.learner.model), directory / WEIGHTS, metadata={"format": "pt"})
+        save_file(self._tensors(), directory / WEIGHTS, metadata={"format": "pt"})
         for name, text in self._texts("float32").items():
             (directory / name).write_text(text)
         copy_tokenizer(self._places.model, directory)
@@ -112,6 +152,20 @@ class TrainedPolicy:
         if model.can_generate():
             texts["generation_config.json"] = model.generation_config.to_json_string
         return {name: to_text() for name, to_text in texts.items()}
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """xxh3-128, in hex, of the little-endian bytes of each tensor of numbers with a point."""
+    return {
+        name: xxhash.xxh3_128_hexdigest(_little_endian(tensor))
+        for name, tensor in sorted(tensors.items())
+        if tensor.is_floating_point()
+    }
+
+
+def _little_endian(tensor: Tensor) -> memoryview:
+    array = tensor.numpy()
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).reshape(-1).data.cast("B")
 
 
 def _rng_tensors() -> dict[str, Tensor]:

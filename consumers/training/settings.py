@@ -10,6 +10,10 @@ from schemas.settings import Section
 class TrainingSettings(Section):
     """``[training]``: the names are those of Hugging Face's trainer where it has one."""
 
+    backend: Annotated[
+        Literal["torch", "emulated"],
+        Field(description="What trains: a model in torch, or nothing: the times of [emulation.training]."),
+    ] = "torch"
     learning_rate: Annotated[float, Field(gt=0, description="Peak learning rate of AdamW.")] = 1e-6
     weight_decay: Annotated[float, Field(ge=0, description="Decoupled decay of weight matrices.")] = 0.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -22,11 +26,31 @@ class TrainingSettings(Section):
     ] = "constant"
     max_steps: Annotated[int, Field(ge=1, description="Optimizer steps in the run.")] = 1000
     checkpoint_every: Annotated[int, Field(ge=1, description="Optimizer steps between checkpoints.")] = 50
+    on_checkpoint_failure: Annotated[
+        Literal["stop", "continue"],
+        Field(description="When a checkpoint cannot be written: end, or go on and try again at the next due step."),
+    ] = "stop"
     keep_checkpoints: Annotated[
         int, Field(ge=2, description="Newest checkpoints kept; at least two, one to fall back on.")
     ] = 2
+    checkpoint_location: Annotated[
+        str | None,
+        Field(description="Directory or s3://, gs://, az:// URL for checkpoints; unset: in the run's own directory."),
+    ] = None
     weight_sync_steps: Annotated[int, Field(ge=1, description="Optimizer steps between exported weights.")] = 1
     keep_weight_versions: Annotated[int, Field(ge=2, description="Newest weight versions kept for workers.")] = 4
+    announce: Annotated[
+        Literal["transaction", "plain"],
+        Field(description="Step reports in Kafka transactions, which fence older trainers, or as single records."),
+    ] = "transaction"
+    tensor_digests: Annotated[bool, Field(description="Checksums of all weights in each step report.")] = True
+    grad_norm_spike: Annotated[
+        float,
+        Field(ge=0, description="A gradient norm above this many times the recent median is not applied; 0: it is."),
+    ] = 100.0
+    max_refused_steps: Annotated[
+        int, Field(ge=1, description="Gradients in a row that may be unfit to be applied before the trainer ends.")
+    ] = 20
     dtype: Annotated[
         Literal["float32", "bfloat16"],
         Field(description="Type of activations and of exported weights; the trainer's own weights are float32."),

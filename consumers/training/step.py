@@ -2,12 +2,13 @@
 
 Knows no bus and no files. Invariants:
 - accumulated_micro_batches_equal_one_batch: the step does not depend on how its batch was split;
-- a_bad_gradient_changes_nothing: NaN or infinity in loss or gradient leaves weights, moments and step as they were.
+- a_bad_gradient_changes_nothing: NaN or infinity in loss or gradient, or a norm far above the recent ones, leaves
+  weights, moments and step as they were.
 """
 
 import math
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,18 +19,13 @@ from consumers.algorithms.losses import BatchTotals, denominator, token_losses
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.samples import MicroBatch
 from consumers.training.logprobs import CompletionScorer
+from consumers.training.ports import StepOutcome
 from consumers.training.settings import TrainingSettings
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """Whether the step was applied, why not, and its metrics (TRL's and prime-rl's names)."""
-
-    applied: bool
-    problem: str
-    metrics: dict[str, float]
+RECENT_NORMS = "recent_grad_norms"
+RECENT, FEW = 50, 10
+"""Applied gradient norms that are remembered, and how many of them a judgement needs."""
 
 
 def learning_rate_at(step: int, settings: TrainingSettings) -> float:
@@ -61,6 +57,7 @@ class PolicyLearner:
         self._scorer = CompletionScorer(model)
         self._reference = None if reference is None else CompletionScorer(reference)
         self._optimizer = _adamw(model, training)
+        self._recent_norms: deque[float] = deque(maxlen=RECENT)
         self._forget()
 
     def _forget(self) -> None:
@@ -130,13 +127,28 @@ class PolicyLearner:
             norm = float(nn.utils.get_total_norm(gradients))
         metrics = self._metrics(scale, norm)
         loss = float(self._loss) * scale
-        problem = "" if math.isfinite(loss + norm) else f"expected a finite loss and gradient, got {loss} and {norm}"
+        problem = self._problem(loss, norm)
         if not problem:
             self._apply(norm)
         self.discard()
         return StepOutcome(not problem, problem, metrics)
 
+    def _problem(self, loss: float, norm: float) -> str:
+        """Why the gradient must not be applied; empty if it may be."""
+        if not math.isfinite(loss + norm):
+            return f"expected a finite loss and gradient, got {loss} and {norm}"
+        factor = self._training.grad_norm_spike
+        if not factor or len(self._recent_norms) < FEW:
+            return ""
+        usual = max(median(self._recent_norms), self._training.max_grad_norm)  # below that nothing is clipped either
+        return (
+            f"expected a gradient norm of at most {factor} x {usual:.3g}, got {norm:.6g}"
+            if norm > factor * usual
+            else ""
+        )
+
     def _apply(self, norm: float) -> None:
+        self._recent_norms.append(norm)
         nn.utils.clip_grads_with_norm_(self.model.parameters(), self._training.max_grad_norm, torch.tensor(norm))
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate_at(self.step, self._training)
@@ -179,8 +191,9 @@ class PolicyLearner:
         return named | ({"kl": mean["kl"]} if "kl" in mean else {})
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """AdamW's state as ``<parameter>.<moment>``, on the CPU."""
-        return {
+        """AdamW's state as ``<parameter>.<moment>``, on the CPU, and the recent gradient norms."""
+        norms = {RECENT_NORMS: torch.tensor(list(self._recent_norms), dtype=torch.float64)}
+        return norms | {
             f"{name}.{moment}": self._optimizer.state[parameter][moment].detach().cpu().clone().contiguous()
             for name, parameter in self.model.named_parameters()
             if parameter in self._optimizer.state
@@ -189,6 +202,7 @@ class PolicyLearner:
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Put back what ``optimizer_tensors`` gave; parameters it leaves out start afresh."""
+        self._recent_norms.extend(tensors.get(RECENT_NORMS, torch.zeros(0)).tolist())
         for name, parameter in self.model.named_parameters():
             if f"{name}.step" in tensors:
                 self._optimizer.state[parameter] = {

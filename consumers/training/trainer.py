@@ -1,17 +1,21 @@
-"""The trainer's driver: groups in, weight versions and step reports out.
+"""The trainer's driver: groups in, weight versions and step reports out. Knows no torch, no threads and no files.
+
+A life begins so: fence older trainers in Kafka (by the transactional id), claim the next lineage, restore the newest
+checkpoint, open the policy, export its weights, announce the checkpoint's report again and then the lineage's first.
 
 One optimizer step, in this order:
  1. take a group, oldest first;
  2. give its samples their advantages, or skip it;
  3. form micro-batches and add up their gradients while further groups arrive;
- 4. at ``groups_per_step`` groups: normalise, clip, apply;
+ 4. at ``groups_per_step`` groups: normalise, clip, apply; or refuse, skip the groups, and say so;
  5. mark the step's records as finished on the live frontier;
  6. export the weights;
- 7. report the step;
- 8. write a checkpoint when one is due;
- 9. commit offsets, for displays only.
-The report goes before the checkpoint, so that no restored step was never reported; a report that no checkpoint
-followed belongs to an orphaned lineage. Nothing here waits for a worker.
+ 7. make the step's report;
+ 8. write a checkpoint when one is due, with the report in it;
+ 9. announce: the report and the offsets, in one short transaction, which may last while the next groups are taken.
+So whatever is announced as kept is kept, a restart announces again what a crash cut off, and what was announced and
+not kept belongs to an orphaned lineage. Nothing here waits for a worker. ``resuming/points.py`` names the points
+between these acts; a process that dies at any of them is resumed without loss or repeat.
 """
 
 import asyncio
@@ -24,33 +28,31 @@ import structlog
 
 from consumers.algorithms.credit import Credit, credit_group
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.micro_batcher import MicroBatcher
 from consumers.batching.samples import Group, MicroBatch
 from consumers.batching.settings import BatchingSettings
 from consumers.intake.reader import Intake
 from consumers.intake.settings import IntakeSettings
 from consumers.training.accounting.gathering import GatheredStep
 from consumers.training.accounting.metrics import append_metrics, finite
-from consumers.training.accounting.reporting import StepReporter
-from consumers.training.compute import ComputeThread
-from consumers.training.incarnation import Incarnation, check_continues, intake_start
-from consumers.training.persistence.checkpoint import CheckpointStore, Restored, config_hash
-from consumers.training.persistence.files import remove_leftovers
-from consumers.training.persistence.lineage import claim_lineage
-from consumers.training.policy import PolicyPlaces, TrainedPolicy
+from consumers.training.accounting.reporting import refused_step, step_report
+from consumers.training.incarnation import Beginning, Incarnation
+from consumers.training.ports import Checkpoints, OpenCompute, OpenPolicy, StepOutcome
+from consumers.training.resuming.points import Point, Reached, ignore
 from consumers.training.settings import TrainingSettings
-from schemas.errors import SettingsError
-from schemas.identifiers import PolicyVersion
+from schemas.errors import SettingsError, StreamRLError
 from schemas.messages.reports import SkipReason
-from schemas.ports.bus import Bus, Publisher
+from schemas.ports.bus import Bus
 from schemas.settings import LoopSettings
 
 log = structlog.get_logger()
 
+IDLE_S = 5.0
+"""How long a trainer waits for a group before it asks whether another has taken over."""
+
 
 @dataclass
 class Trainer:
-    """One consumer of the stream. ``run_dir`` gets ``checkpoints/`` and ``metrics.jsonl``."""
+    """One consumer of the stream. ``run_dir`` gets ``metrics.jsonl``; ``reached`` is called at each named point."""
 
     bus: Bus
     run_name: str
@@ -60,11 +62,12 @@ class Trainer:
     intake: IntakeSettings
     batching: BatchingSettings
     reward_weights: Mapping[str, float]
-    model_path: str
-    run_dir: Path
-    weights_store: Path
-    seed: int = 0
+    open_policy: OpenPolicy
+    open_compute: OpenCompute
+    checkpoints: Checkpoints
+    run_dir: Path | None = None
     clock: Callable[[], float] = time.time
+    reached: Reached = ignore
 
     def __post_init__(self) -> None:
         if self.training.weight_sync_steps > self.loop.max_staleness + 1:
@@ -83,10 +86,21 @@ class Trainer:
         On failure: raises; a restart goes on from the newest checkpoint under the next lineage.
         On stop: finishes the step if its batch is complete, drops its gradient otherwise, writes a checkpoint.
         """
-        publisher = await self.bus.publisher(f"{self.algorithm.name}-trainer")
-        compute = ComputeThread(self.training.threads)
+        compute = self.open_compute()
+        beginning = Beginning(
+            bus=self.bus,
+            run_name=self.run_name,
+            algorithm=self.algorithm.name,
+            training=self.training,
+            batching=self.batching,
+            sections={"loop": self.loop, "algorithm": self.algorithm, "intake": self.intake},
+            checkpoints=self.checkpoints,
+            open_policy=self.open_policy,
+            clock=self.clock,
+            reached=self.reached,
+        )
         try:
-            life, restored = await self._begin(compute, publisher)
+            life, start = await beginning.begin(compute)
             intake = Intake(
                 self.bus,
                 self.run_name,
@@ -95,52 +109,13 @@ class Trainer:
                 reward_weights=self.reward_weights,
                 algorithm=self.algorithm.name,
                 current_version=lambda: life.version,
-                start=intake_start(restored) if restored else None,
+                start=start,
                 clock=self.clock,
             )
             await self._read_and_train(life, intake, stop)
         finally:
+            await beginning.close()
             compute.close()
-            await publisher.close()
-
-    async def _begin(self, compute: ComputeThread, publisher: Publisher) -> tuple[Incarnation, Restored | None]:
-        """Take the next lineage, so that an older trainer stops; then restore, and publish the weights."""
-        checkpoints = self.run_dir / "checkpoints"
-        store = CheckpointStore(checkpoints, self.training.keep_checkpoints)
-        settings = config_hash(self.loop, self.algorithm, self.training, self.batching)
-        lineage = claim_lineage(checkpoints, at_least=1, now=self.clock())
-        restored = await compute(store.newest)
-        manifest = restored.state.manifest if restored else None
-        if restored is not None:
-            check_continues(restored, self.run_name, self.algorithm.name, settings)
-        if manifest is not None and manifest.lineage >= lineage.number:
-            lineage = claim_lineage(checkpoints, at_least=manifest.lineage + 1, now=self.clock())
-        step = manifest.step if manifest else 0
-        for directory in (checkpoints, self.weights_store):
-            remove_leftovers(directory)
-        places = PolicyPlaces(self.model_path, checkpoints, self.weights_store)
-        policy = await compute(
-            TrainedPolicy, places, self.algorithm, self.training, self.loop.max_completion_length, restored, self.seed
-        )
-        life = Incarnation(
-            run_name=self.run_name,
-            algorithm=self.algorithm,
-            training=self.training,
-            config_hash=settings,
-            lineage=lineage,
-            compute=compute,
-            policy=policy,
-            batcher=MicroBatcher(self.batching),
-            reporter=StepReporter(publisher, self.run_name, self.clock),
-            clock=self.clock,
-            version=PolicyVersion(lineage.number, step),
-            checkpointed_step=step,
-            tokens_seen=manifest.tokens_seen if manifest else 0,
-            earlier_skips=manifest.skip_counts if manifest else {},
-        )
-        await life.report(await compute(policy.export, life.version, self.clock()), None, {})
-        log.info("trainer ready", version=str(life.version), resumed=restored is not None)
-        return life, restored
 
     async def _read_and_train(self, life: Incarnation, intake: Intake, stop: asyncio.Event) -> None:
         stop_reading = asyncio.Event()
@@ -148,11 +123,14 @@ class Trainer:
         try:
             await self._steps_loop(life, intake, stop)
             await life.checkpoint(intake)
+            await life.announcements.settled()
+            self.reached(Point.LAST_ANNOUNCED)
         finally:
             stop_reading.set()
             await asyncio.wait({reading})
             if not reading.cancelled() and (error := reading.exception()) is not None:
                 log.error("reading trajectories failed", error=str(error))
+        self.reached(Point.READING_ENDED)
         log.info("trainer ended", step=life.policy.step, finished=life.is_finished)
 
     async def _steps_loop(self, life: Incarnation, intake: Intake, stop: asyncio.Event) -> None:
@@ -165,7 +143,13 @@ class Trainer:
             gathered = await self._gather(life, intake, stop)
             if gathered is None:
                 return
-            await self._step(life, intake, gathered)
+            with gathered.watch.measure("optimizer"):
+                outcome = await life.compute(life.policy.finish_step, gathered.reward_deviation)
+            self.reached(Point.STEP_APPLIED)
+            if outcome.applied:
+                await self._finish_step(life, intake, gathered, outcome)
+            else:
+                await self._refuse_step(life, intake, gathered, outcome)
 
     async def _gather(self, life: Incarnation, intake: Intake, stop: asyncio.Event) -> GatheredStep | None:
         """Numbers 1 to 3, until the batch is complete; none if stopped before that."""
@@ -173,21 +157,30 @@ class Trainer:
         limits = life.policy.limits
         while len(gathered.groups) < self.loop.groups_per_step:
             with gathered.watch.measure("wait_for_batch"):
-                group = await _next_group(intake, stop)
+                group = await _next_group(life, intake, stop)
             if group is None:
-                life.batcher.clear()
-                await life.compute(life.policy.learner.discard)
+                await self._drop(life)
                 return None
+            self.reached(Point.GROUP_TAKEN)
             credit = credit_group(group, self.algorithm, limits)
             if (refusal := self._refusal(credit)) is not None:
-                await intake.mark_skipped(group, *refusal)
+                intake.mark_skipped(group, *refusal)
+                self.reached(Point.GROUP_SKIPPED)
                 continue
             gathered.add(group, credit)
+            self.reached(Point.GROUP_CREDITED)
             for batch in life.batcher.add(credit.training_samples):
                 await self._backward(life, gathered, batch)
         for batch in life.batcher.flush():
             await self._backward(life, gathered, batch)
+        self.reached(Point.BATCH_GATHERED)
         return gathered
+
+    async def _drop(self, life: Incarnation) -> None:
+        self.reached(Point.STOP_SEEN)
+        life.batcher.clear()
+        await life.compute(life.policy.discard)
+        self.reached(Point.GRADIENT_DROPPED)
 
     def _refusal(self, credit: Credit) -> tuple[SkipReason, str] | None:
         if self.algorithm.dynamic_sampling and credit.deviation == 0.0:
@@ -198,34 +191,72 @@ class Trainer:
 
     async def _backward(self, life: Incarnation, gathered: GatheredStep, batch: MicroBatch) -> None:
         with gathered.watch.measure("forward_backward"):
-            await life.compute(life.policy.learner.accumulate, batch)
+            await life.compute(life.policy.accumulate, batch)
         gathered.trained(batch)
+        self.reached(Point.GRADIENT_ADDED)
 
-    async def _step(self, life: Incarnation, intake: Intake, gathered: GatheredStep) -> None:
-        """Numbers 4 to 9."""
-        with gathered.watch.measure("optimizer"):
-            outcome = await life.compute(life.policy.learner.finish_step, gathered.reward_deviation)
-        if not outcome.applied:
-            log.error("step not taken, its groups are skipped", step=life.policy.step + 1, problem=outcome.problem)
-            for group in gathered.groups:
-                await intake.mark_skipped(group, SkipReason.FILTERED, outcome.problem)
-            return
-        life.advance()
-        life.tokens_seen += gathered.tokens
+    async def _refuse_step(
+        self, life: Incarnation, intake: Intake, gathered: GatheredStep, outcome: StepOutcome
+    ) -> None:
+        """Number 4, when the gradient is not fit to be applied."""
+        life.refused_in_a_row += 1
+        log.error("step not taken, its groups are skipped", step=life.policy.step + 1, problem=outcome.problem)
+        for group in gathered.groups:
+            intake.mark_skipped(group, SkipReason.FILTERED, outcome.problem)
+        self.reached(Point.STEP_REFUSED)
+        problem, metrics = outcome.problem, outcome.metrics
+        refused = refused_step(self.algorithm.name, life.version, gathered, problem, metrics, self.clock())
+        await life.announce(refused, intake)
+        if life.refused_in_a_row >= self.training.max_refused_steps:
+            await life.announcements.settled()
+            raise StreamRLError(
+                f"expected gradients that can be applied, got {life.refused_in_a_row} in a row that cannot, the last "
+                f"one at step {life.policy.step + 1}: {outcome.problem}; their groups are named on the steps topic; "
+                "lower training.learning_rate, or raise training.max_refused_steps or training.grad_norm_spike"
+            )
+
+    async def _finish_step(
+        self, life: Incarnation, intake: Intake, gathered: GatheredStep, outcome: StepOutcome
+    ) -> None:
+        """Numbers 5 to 9."""
+        life.advance(gathered.tokens)
         intake.mark_trained(ref for batch in gathered.micro_batches for ref in batch)
+        self.reached(Point.TRAINED_MARKED)
         for part, detail in gathered.left_out:
-            await intake.mark_skipped(part, SkipReason.FILTERED, detail)
+            intake.mark_skipped(part, SkipReason.FILTERED, detail)
+        self.reached(Point.LEFT_OUT_SKIPPED)
         with gathered.watch.measure("broadcast_weights"):
             manifest_sha256 = await life.export()
+        self.reached(Point.WEIGHTS_EXPORTED)
+        with gathered.watch.measure("digests"):
+            weights = await life.weights(manifest_sha256)
+        self.reached(Point.DIGESTS_MADE)
         metrics = finite(await self._metrics(life, intake, gathered, outcome.metrics))
-        await life.report(manifest_sha256, gathered, metrics)
-        if life.policy.step % self.training.checkpoint_every == 0 and not life.is_finished:
-            with gathered.watch.measure("save_ckpt"):
-                await life.checkpoint(intake)
-        await intake.commit()
-        metrics["time/save_ckpt"] = gathered.watch.seconds.get("save_ckpt", 0.0)
-        append_metrics(self.run_dir / "metrics.jsonl", life.policy.step, self.clock(), metrics)
+        name, cursor = self.algorithm.name, intake.prompt_cursor
+        life.report = step_report(name, weights, gathered, metrics, cursor, self.clock())
+        self.reached(Point.REPORT_MADE)
+        with gathered.watch.measure("save_ckpt"):
+            is_kept = await life.checkpoint_if_due(intake)
+        if not is_kept:
+            metrics["checkpoint/failed"] = 1.0
+            life.report = life.report.replace(metrics=metrics)
+        with gathered.watch.measure("announce"):
+            await life.announce(life.report, intake)
+            if self.training.announce == "plain":
+                await intake.commit()
+        late = {f"time/{act}": gathered.watch.seconds[act] for act in ("save_ckpt", "announce")}
+        self._write_metrics(life, metrics | late)
+        self.reached(Point.METRICS_WRITTEN)
         log.info("step", step=life.policy.step, reward=round(metrics.get("reward", 0.0), 4), version=str(life.version))
+
+    def _write_metrics(self, life: Incarnation, metrics: dict[str, float]) -> None:
+        """For displays; the report has them too, so a full disk is not worth the step."""
+        if self.run_dir is None:
+            return
+        try:
+            append_metrics(self.run_dir / "metrics.jsonl", life.policy.step, self.clock(), metrics)
+        except OSError as error:
+            log.error("metrics not written", step=life.policy.step, error=str(error))
 
     async def _metrics(
         self, life: Incarnation, intake: Intake, gathered: GatheredStep, learned: dict[str, float]
@@ -245,14 +276,23 @@ class Trainer:
         }
 
 
-async def _next_group(intake: Intake, stop: asyncio.Event) -> Group | None:
-    """The next group, or none once stopped."""
-    if stop.is_set():
-        return None
-    getting, stopping = asyncio.ensure_future(intake.next_group()), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({getting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return getting.result() if getting.done() else None
-    finally:
-        for waiting in (getting, stopping):
-            waiting.cancel()
+async def _next_group(life: Incarnation, intake: Intake, stop: asyncio.Event) -> Group | None:
+    """The next group, or none once stopped. Meanwhile a failed announcement is raised, and a newer trainer noticed."""
+    while not stop.is_set():
+        getting, stopping = asyncio.ensure_future(intake.next_group()), asyncio.ensure_future(stop.wait())
+        announcing = life.announcements.under_way
+        try:
+            waited_for = {getting, stopping} if announcing is None else {getting, stopping, announcing}
+            finished, _ = await asyncio.wait(waited_for, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
+            if getting.done():
+                return getting.result()
+            if announcing is not None and announcing.done():
+                await life.announcements.settled()
+            if not finished:
+                await life.check_lineage()
+            if getting.done():  # it took a group while something else was waited for
+                return getting.result()
+        finally:
+            for waiting in (getting, stopping):
+                waiting.cancel()
+    return None

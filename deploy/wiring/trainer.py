@@ -1,5 +1,9 @@
-"""Builds the trainer."""
+"""Builds the trainer: its bus, its policy (in torch, or emulated), where it computes, and where checkpoints go."""
 
+from consumers.training.persistence.checkpoint import CheckpointStore
+from consumers.training.persistence.checkpoint import Restored as RestoredTensors
+from consumers.training.persistence.locations import CheckpointLocation, open_location
+from consumers.training.ports import OpenCompute, OpenPolicy, Policy, Restored
 from consumers.training.trainer import Trainer
 from deploy.bus.kafka_bus import KafkaBus
 from deploy.settings.tree import Settings
@@ -7,6 +11,13 @@ from deploy.settings.tree import Settings
 
 def build_trainer(settings: Settings, _worker_id: str) -> Trainer:
     """The trainer of the run's directory; it goes on from the newest checkpoint there."""
+    location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
+    place = open_location(location, settings.run.path / "cache")
+    checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
+    if settings.training.backend == "emulated":
+        open_policy, open_compute = _emulated(settings, checkpoints)
+    else:
+        open_policy, open_compute = _in_torch(settings, place)
     return Trainer(
         bus=KafkaBus(settings.kafka),
         run_name=settings.run.name,
@@ -16,8 +27,40 @@ def build_trainer(settings: Settings, _worker_id: str) -> Trainer:
         intake=settings.intake,
         batching=settings.batching,
         reward_weights=settings.rewards.weight_by_name,
-        model_path=settings.model.path,
+        open_policy=open_policy,
+        open_compute=open_compute,
+        checkpoints=checkpoints,
         run_dir=settings.run.path,
-        weights_store=settings.run.weights_store,
-        seed=settings.run.seed,
     )
+
+
+def _in_torch(settings: Settings, place: CheckpointLocation) -> tuple[OpenPolicy, OpenCompute]:
+    from consumers.training.compute import ComputeThread
+    from consumers.training.policy import PolicyPlaces, TrainedPolicy
+
+    def open_policy(restored: Restored | None) -> Policy:
+        assert restored is None or isinstance(restored, RestoredTensors), "restored from the same place"
+        return TrainedPolicy(
+            PolicyPlaces(settings.model.path, place, settings.run.weights_store),
+            settings.algorithm,
+            settings.training,
+            settings.loop.max_completion_length,
+            restored,
+            settings.run.seed,
+        )
+
+    return open_policy, lambda: ComputeThread(settings.training.threads)
+
+
+def _emulated(settings: Settings, checkpoints: CheckpointStore) -> tuple[OpenPolicy, OpenCompute]:
+    from consumers.training.emulated.compute import EmulatedCompute, EmulatedDevice
+    from consumers.training.emulated.policy import EmulatedPolicy
+    from consumers.training.persistence.weight_export import WeightStore
+
+    device = EmulatedDevice(settings.emulation.time_scale)
+    weights = WeightStore(settings.run.weights_store, settings.training.keep_weight_versions)
+
+    def open_policy(restored: Restored | None) -> Policy:
+        return EmulatedPolicy(settings.emulation.training, device, weights, checkpoints, restored)
+
+    return open_policy, lambda: EmulatedCompute(device)

@@ -27,17 +27,23 @@ class _Open:
 
     wanted: int
     touched_at: float
+    created_at: float
+    position: int
     samples: dict[int, Sample] = field(default_factory=dict)
     refusals: dict[int, Refusal] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A group that is over: its usable samples, the refused ones, and how many of ``wanted`` never came."""
+    """A group that is over: its usable samples, the refused ones, and how many of ``wanted`` never came.
+
+    ``position``: of its prompt in the prompt source.
+    """
 
     group: Group
     refusals: tuple[Refusal, ...]
     wanted: int
+    position: int = 0
 
     @property
     def missing(self) -> int:
@@ -45,9 +51,18 @@ class Closed:
         return self.wanted - len(self.group.samples) - len(self.refusals)
 
     @property
+    def shortfall(self) -> str:
+        """What there is of it, in words."""
+        return f"{len(self.group.samples)} usable samples of {self.wanted}, {self.missing} never came"
+
+    @property
     def is_usable(self) -> bool:
         """Whether there are samples to compare; a group that was ordered with one sample needs no second."""
-        return len(self.group.samples) >= min(2, self.wanted)
+        return self.would_be_usable(len(self.group.samples))
+
+    def would_be_usable(self, samples: int) -> bool:
+        """Whether so many usable samples are enough."""
+        return samples >= min(2, self.wanted)
 
 
 @dataclass
@@ -85,8 +100,11 @@ class GroupAssembler:
 
         ``now``: seconds on a clock that stands still while nothing can be read.
         """
-        entry = self.open.pop(trajectory.group_id, None) or _Open(trajectory.num_generations, now)
+        created, position = trajectory.created_at, trajectory.position
+        entry = self.open.pop(trajectory.group_id, None) or _Open(trajectory.num_generations, now, created, position)
         entry.touched_at = now
+        entry.created_at = min(entry.created_at, created)
+        entry.position = max(entry.position, position)
         self.open[trajectory.group_id] = entry
         if isinstance(outcome, Refusal):
             entry.refusals[trajectory.sample_index] = outcome
@@ -110,6 +128,5 @@ class GroupAssembler:
         if len(self.closed) > self.capacity:
             del self.closed[next(iter(self.closed))]
         samples = tuple(entry.samples[index] for index in sorted(entry.samples))
-        created = min((sample.trajectory.created_at for sample in samples), default=0.0)
         refusals = tuple(entry.refusals[index] for index in sorted(entry.refusals))
-        return Closed(Group(group_id, created, samples), refusals, entry.wanted)
+        return Closed(Group(group_id, entry.created_at, samples), refusals, entry.wanted, entry.position)

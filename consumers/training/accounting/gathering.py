@@ -70,6 +70,11 @@ class GatheredStep:
         return tuple(group.group_id for group in self.groups)
 
     @property
+    def left_out_refs(self) -> tuple[RecordRef, ...]:
+        """The records of samples that stay out of the gradient."""
+        return tuple(sample.ref for part, _ in self.left_out for sample in part.samples)
+
+    @property
     def reward_deviation(self) -> float:
         """Standard deviation of all shaped rewards."""
         return deviation(np.array(self.rewards, dtype=np.float64))

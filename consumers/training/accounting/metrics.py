@@ -14,6 +14,7 @@ import numpy as np
 
 from consumers.algorithms.credit import Credit
 from consumers.batching.samples import Group
+from consumers.intake.judging.staleness import staleness
 from schemas.identifiers import PolicyVersion
 from schemas.messages.trajectories import FinishReason, Trajectory
 
@@ -31,7 +32,7 @@ class StepMetrics:
         """Note a group that enters the gradient of the step that follows ``version``."""
         for sample in group.samples:
             self.trajectories.append(sample.trajectory)
-            self.staleness.append(float(max(version.number - sample.trajectory.oldest_version.number, 0)))
+            self.staleness.append(float(staleness(sample.trajectory, version)))
         self.rewards += credit.rewards.tolist()
         self.deviations.append(credit.deviation)
 

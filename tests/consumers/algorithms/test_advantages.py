@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from consumers.algorithms.advantages import deviation, group_advantages, overlong_penalty
+from consumers.algorithms.advantages import deviation, group_advantages, leave_one_out_advantages, overlong_penalty
 
 
 def test_advantages_are_centred_and_divided_by_the_sample_deviation() -> None:
@@ -32,3 +32,15 @@ def test_the_overlong_penalty_grows_linearly_over_the_cache_and_is_bounded() -> 
     np.testing.assert_allclose(
         overlong_penalty(lengths, l_max=100, l_cache=20, factor=0.5), [0.0, 0.0, -0.25, -0.5, -0.5]
     )
+
+
+def test_the_leave_one_out_baseline_is_the_mean_of_the_other_rewards() -> None:
+    rewards = np.array([3.0, 0.0, 1.0, 4.0])
+    expected = [reward - np.delete(rewards, index).mean() for index, reward in enumerate(rewards)]
+    np.testing.assert_allclose(leave_one_out_advantages(rewards), expected, rtol=1e-12)
+    np.testing.assert_allclose(leave_one_out_advantages(rewards), 4 / 3 * group_advantages(rewards, scale=False))
+
+
+@pytest.mark.parametrize("rewards", [[], [2.0], [0.1, 0.1, 0.1]])
+def test_without_other_rewards_to_compare_with_leave_one_out_gives_zeros(rewards: list[float]) -> None:
+    assert leave_one_out_advantages(np.array(rewards)).tolist() == [0.0] * len(rewards)

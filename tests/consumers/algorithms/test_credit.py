@@ -59,6 +59,12 @@ def test_scaling_by_the_batch_leaves_the_group_unscaled() -> None:
     assert [item.advantage for item in credit.training_samples] == [2.0, -2.0]
 
 
+def test_rloo_compares_each_sample_with_the_others_and_divides_by_nothing() -> None:
+    members = group(sample(0, 4.0), sample(1, 0.0), sample(2, 2.0))
+    credit = credit_group(members, AlgorithmSettings(name="rloo", scale_rewards="group"), LIMITS)
+    assert [item.advantage for item in credit.training_samples] == [3.0, -3.0, 0.0]
+
+
 def test_truncated_completions_leave_the_gradient_but_not_the_baseline() -> None:
     members = group(sample(0, 1.0), sample(1, 0.0, finish_reason=FinishReason.LENGTH))
     settings = AlgorithmSettings(mask_truncated_completions=True, scale_rewards="none")

@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from consumers.intake.frontier import Frontier
-from consumers.intake.reader import Intake, IntakeStart
+from consumers.intake.opening import IntakeStart
+from consumers.intake.reader import Intake
 from consumers.intake.settings import IntakeSettings
 from schemas.identifiers import PolicyVersion
 from schemas.messages.reports import RecordRef, SkipReason, SkipRecord
@@ -106,7 +107,8 @@ def refs_of(*groups: Any) -> list[RecordRef]:
 
 def checkpoint(intake: Intake) -> IntakeStart:
     """What the trainer keeps of an intake, through the JSON it is kept in."""
-    return IntakeStart(Frontier.from_json(intake.frontier().to_json()), intake.dedupe_ids())
+    kept = intake.snapshot()
+    return replace(kept, frontier=Frontier.from_json(kept.frontier.to_json()))
 
 
 async def next_group(intake: Intake) -> Any:

@@ -113,3 +113,16 @@ def test_offsets_that_vanished_while_we_were_away_leave_no_trace() -> None:
     frontier = Frontier.from_json({"0": {"low": 2, "done": [4, 6]}})
     assert frontier.mark_read(0, 5)
     assert frontier.to_json() == {"0": {"low": 5, "done": [6]}}
+
+
+def test_a_stretch_that_is_gone_is_finished_while_records_before_it_are_not() -> None:
+    frontier = Frontier.from_json({"0": {"low": 3, "done": [5]}})
+    assert frontier.partition(0).unfinished_stretches(3, 8) == [(3, 5), (6, 8)]
+    frontier.mark_read(0, 3)
+    frontier.partition(0).pass_over(4, 8)
+    again = Frontier.from_json(frontier.to_json())
+    for found in (frontier, again):
+        assert [found.is_done(0, offset) for offset in range(3, 9)] == [False, True, True, True, True, False]
+        assert found.partition(0).unfinished_stretches(3, 9) == [(3, 4), (8, 9)]
+    frontier.mark_done([RecordRef("t", 0, 3)])
+    assert frontier.to_json() == {"0": {"low": 8, "done": []}}

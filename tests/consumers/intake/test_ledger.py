@@ -1,22 +1,22 @@
-import asyncio
+from dataclasses import replace
 
 import pytest
 
 from consumers.batching.samples import Group, Sample
 from consumers.intake.frontier import Frontier
 from consumers.intake.judging.groups import Closed, Refusal
-from consumers.intake.ledger import Ledger
+from consumers.intake.ledger import Anchor, Ledger
 from consumers.intake.rejects import Rejects
+from consumers.intake.tally import SkipTally
 from schemas.errors import LifecycleError
 from schemas.messages.reports import RecordRef, SkipReason
-from schemas.ports.bus import Outgoing, Position, Record
-from schemas.ports.memory_bus import MemoryPublisher
+from schemas.ports.bus import Record
 from tests.consumers.factories import sample
 from tests.consumers.intake.scene import RUN, Scene
 
 
 async def books(scene: Scene) -> Ledger:
-    rejects = Rejects(RUN, "grpo", lambda: 0.0, await scene.bus.publisher("intake"))
+    rejects = Rejects(RUN, "grpo", lambda: 0.0, SkipTally(1), await scene.bus.publisher("intake"))
     return Ledger(Frontier(), rejects, lambda: 7)
 
 
@@ -57,7 +57,7 @@ async def test_a_group_that_was_not_handed_out_cannot_be_finished() -> None:
     with pytest.raises(LifecycleError, match="handed out"):
         ledger.mark_trained([found.ref])
     with pytest.raises(LifecycleError, match="handed out"):
-        await ledger.skip_samples(Group("d/0/0", 0.0, (found,)), SkipReason.STALE, "")
+        ledger.skip_samples(Group("d/0/0", 0.0, (found,)), SkipReason.STALE, "")
 
 
 async def test_records_of_a_group_are_finished_together() -> None:
@@ -67,12 +67,11 @@ async def test_records_of_a_group_are_finished_together() -> None:
     read(ledger, *found)
     ledger.release(bad.ref)
     ledger.hold(closed([good, cut], [poison(bad)], 4))
-    await ledger.skip_late(Refusal(late.ref, SkipReason.GROUP_INCOMPLETE, "late"), "d/0/0")
+    ledger.skip_late(Refusal(late.ref, SkipReason.GROUP_INCOMPLETE, "late"), "d/0/0")
     ledger.mark_trained([good.ref])
-    await ledger.write_due_rows()
-    assert scene.skips() == []
-    await ledger.skip_samples(Group("d/0/0", 0.0, (cut,)), SkipReason.FILTERED, "cut")
-    await ledger.write_due_rows()
+    assert ledger.rejects.tally.count == 0
+    ledger.skip_samples(Group("d/0/0", 0.0, (cut,)), SkipReason.FILTERED, "cut")
+    await ledger.rejects.settled()
     assert scene.reasons() == {
         "d/0/0/1": SkipReason.FILTERED,
         "d/0/0/2": SkipReason.POISON,
@@ -88,7 +87,8 @@ async def test_the_end_of_an_untrained_group_is_told() -> None:
     found = members(3)
     read(ledger, *found)
     ledger.hold(closed(found[:2], [poison(found[2])], 8))
-    await ledger.skip_samples(Group("d/0/0", 0.0, tuple(found[:2])), SkipReason.STALE, "too old")
+    ledger.skip_samples(Group("d/0/0", 0.0, tuple(found[:2])), SkipReason.STALE, "too old")
+    await ledger.rejects.settled()
     assert list(scene.reasons().values()) == [SkipReason.GROUP_INCOMPLETE, SkipReason.STALE, SkipReason.POISON]
     assert scene.skips()[0].detail == "stale: too old; 5 of 8 samples never came"
 
@@ -99,7 +99,8 @@ async def test_a_group_of_refused_samples_only_is_told_too() -> None:
     found = members(2)
     read(ledger, *found)
     ledger.hold(closed([], [poison(item) for item in found], 3))
-    await ledger.skip_samples(Group("d/0/0", 0.0, ()), SkipReason.GROUP_INCOMPLETE, "")
+    ledger.skip_samples(Group("d/0/0", 0.0, ()), SkipReason.GROUP_INCOMPLETE, "")
+    await ledger.rejects.settled()
     assert list(scene.reasons().values()) == [SkipReason.GROUP_INCOMPLETE, SkipReason.POISON]
 
 
@@ -109,7 +110,8 @@ async def test_a_whole_group_keeps_its_reasons() -> None:
     found = members(2)
     read(ledger, *found)
     ledger.hold(closed(found, [], 2))
-    await ledger.skip_samples(Group("d/0/0", 0.0, tuple(found)), SkipReason.STALE, "too old")
+    ledger.skip_samples(Group("d/0/0", 0.0, tuple(found)), SkipReason.STALE, "too old")
+    await ledger.rejects.settled()
     assert set(scene.reasons().values()) == {SkipReason.STALE}
     assert {skip.step for skip in scene.skips()} == {7}
 
@@ -121,30 +123,66 @@ async def test_what_is_finished_is_not_read_into_the_books() -> None:
     assert ledger.fates().read == 0
 
 
-class HeldPublisher(MemoryPublisher):
-    """Takes records only once it is let go."""
-
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene.bus, "held")
-        self.let_go = asyncio.Event()
-
-    async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
-        await self.let_go.wait()
-        return await super().submit(record)
-
-
-async def test_due_rows_are_written_when_writing_returns_whoever_writes_them() -> None:
-    """A checkpoint taken meanwhile would hold a part of the group."""
+async def test_a_row_and_the_end_of_its_record_are_one_act() -> None:
+    """A checkpoint between them would count the row and read the record again."""
     scene = Scene()
     ledger = await books(scene)
-    publisher = ledger.rejects.publisher = HeldPublisher(scene)
     good, also, bad = found = members(3)
     read(ledger, *found)
     ledger.hold(closed([good, also], [poison(bad)], 3))
     ledger.mark_trained([good.ref, also.ref])
-    reader, trainer = (asyncio.create_task(ledger.write_due_rows()) for _ in range(2))
-    await asyncio.sleep(0.01)
-    assert not trainer.done()
-    publisher.let_go.set()
-    await asyncio.gather(reader, trainer)
-    assert (scene.reasons(), ledger.frontier.lows()) == ({"d/0/0/2": SkipReason.POISON}, {0: 3})
+    assert (ledger.rejects.tally.count, ledger.frontier.lows()) == (1, {0: 3})
+    assert scene.skips() == []
+    await ledger.rejects.settled()
+    assert scene.reasons() == {"d/0/0/2": SkipReason.POISON}
+
+
+async def test_samples_that_became_too_old_leave_the_group_and_wait_for_its_end() -> None:
+    scene = Scene()
+    ledger = await books(scene)
+    found = members(3)
+    read(ledger, *found)
+    ledger.hold(closed(found, [], 3))
+    group = Group("d/0/0", 0.0, tuple(found))
+    assert ledger.refuse(group, [Refusal(found[0].ref, SkipReason.STALE, "old")])
+    assert (ledger.rejects.tally.count, ledger.frontier.lows()) == (0, {0: 0})
+    ledger.mark_trained([item.ref for item in found[1:]])
+    await ledger.rejects.settled()
+    assert scene.reasons() == {"d/0/0/0": SkipReason.STALE}
+    assert ledger.fates().pending == 0
+
+
+async def test_the_highest_finished_record_with_a_name_is_the_anchor() -> None:
+    ledger = await books(Scene())
+    found = members(3)
+    read(ledger, *found)
+    for item in (found[1], found[0]):
+        ledger.skip(poison(item), "d/0/0")
+    ledger.skip(Refusal(found[2].ref._replace(trajectory_id=""), SkipReason.POISON, "junk"), None)
+    assert ledger.anchors == {0: Anchor(1, "d/0/0/1")}
+
+
+async def test_the_prompt_cursor_follows_the_groups_that_ended() -> None:
+    ledger = await books(Scene())
+    found = members(2)
+    read(ledger, *found)
+    ledger.hold(replace(closed(found, [], 2), position=41))
+    ledger.mark_trained([found[0].ref])
+    assert ledger.prompt_cursor == 0
+    ledger.mark_trained([found[1].ref])
+    assert ledger.prompt_cursor == 42
+
+
+async def test_a_lost_stretch_gets_a_row_for_each_part_that_was_not_finished() -> None:
+    scene = Scene()
+    ledger = await books(scene)
+    ledger.frontier = Frontier.from_json({"0": {"low": 2, "done": [4, 5, 8]}})
+    ledger.lose(0, 2, 10)
+    await ledger.rejects.settled()
+    assert [(skip.offset, skip.end_offset, skip.reason) for skip in scene.skips()] == [
+        (2, 4, SkipReason.RETENTION_EXPIRED),
+        (6, 8, SkipReason.RETENTION_EXPIRED),
+        (9, 10, SkipReason.RETENTION_EXPIRED),
+    ]
+    assert (ledger.frontier.lows(), ledger.frontier.positions()) == ({0: 10}, {0: 10})
+    assert ledger.rejects.counts == {"retention_expired": 5}

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from consumers.intake.reader import should_pause
 from consumers.intake.settings import IntakeSettings
 from schemas.errors import BusUnavailable, LifecycleError, StreamRLError
 from schemas.identifiers import PolicyVersion
 from schemas.messages.reports import SkipReason
-from schemas.ports.bus import Outgoing, TopicPartition
+from schemas.ports.bus import Outgoing, Record, TopicPartition
+from schemas.ports.memory_bus import MemoryBus, MemorySubscription
 from tests.consumers.factories import trajectory
 from tests.consumers.intake.scene import LOOP, Scene, checkpoint, next_group, refs_of
 
@@ -82,7 +82,7 @@ async def test_every_record_read_is_trained_skipped_or_pending() -> None:
         await scene.publish_group(0)
         await scene.publish(trajectory("d/9/0", 0))
         intake.mark_trained(refs_of(await next_group(intake)))
-        await intake.mark_skipped(await next_group(intake), SkipReason.ZERO_ADVANTAGE, "equal")
+        intake.mark_skipped(await next_group(intake), SkipReason.ZERO_ADVANTAGE, "equal")
         await scene.until_read(intake, 16)
         await intake.settled()
         fates = intake.fates()
@@ -102,7 +102,7 @@ async def test_a_resumed_intake_neither_repeats_nor_loses() -> None:
         await scene.until_read(first, 16)
         trained = [await next_group(first) for _ in range(3)]
         first.mark_trained(refs_of(trained[0], trained[2]))
-        await first.mark_skipped(trained[1], SkipReason.ZERO_ADVANTAGE, "equal")
+        first.mark_skipped(trained[1], SkipReason.ZERO_ADVANTAGE, "equal")
         await first.settled()
         kept = checkpoint(first)
         first.mark_trained(refs_of(await next_group(first)))
@@ -123,7 +123,7 @@ async def test_a_restart_finds_no_part_of_a_group() -> None:
         assert len((await next_group(first)).samples) == 2
         await first.settled()
         kept = checkpoint(first)
-    assert kept.frontier.lows() == {0: 0}
+    assert kept.frontier.lows()[0] == 0
     async with scene.running(scene.intake(kept)) as second:
         assert len((await next_group(second)).samples) == 2
     assert scene.skips() == []
@@ -197,8 +197,8 @@ def test_pausing_needs_a_ready_group_and_lasts_until_the_low_mark() -> None:
     settings = IntakeSettings(high_water_bytes=100, low_water_bytes=50)
     cases = {(False, 101, True): True, (False, 100, True): False, (True, 50, True): True, (True, 49, True): False}
     for (paused, held, ready), expected in cases.items():
-        assert should_pause(settings, paused, held, ready) is expected
-    assert not should_pause(settings, True, 10_000, has_ready=False)
+        assert settings.should_pause(paused, held, has_ready=ready) is expected
+    assert not settings.should_pause(True, 10_000, has_ready=False)
 
 
 async def test_the_reader_s_failure_reaches_the_trainer_as_it_was() -> None:
@@ -262,3 +262,61 @@ async def test_a_record_costs_the_event_loop_little_beyond_its_decoding() -> Non
         spent = time.process_time() - began
     per_record = (spent - decoding) / len(records)
     assert per_record < 200e-6, f"{per_record * 1e6:.0f} us"
+
+
+class SlowBus(MemoryBus):
+    """Delivers one record at a time."""
+
+    async def subscribe(self, *args: Any, **options: Any) -> "SlowSubscription":
+        found = await super().subscribe(*args, **options)
+        return SlowSubscription(found.bus, found.offsets, found.group_id)
+
+
+class SlowSubscription(MemorySubscription):
+    async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
+        return await super().poll(max_records=1, timeout_s=timeout_s)
+
+
+async def test_nothing_is_handed_out_before_what_was_there_was_read() -> None:
+    scene = Scene(SlowBus())
+    for number in (5, 4, 3, 2):
+        await scene.publish_group(number)
+    async with scene.running(scene.intake()) as intake:
+        assert (await next_group(intake)).group_id == "d/2/0"
+        assert intake.fates().read == 8
+
+
+async def test_a_full_memory_ends_the_waiting_for_what_was_there() -> None:
+    scene = Scene(SlowBus())
+    for number in (5, 4, 3, 2):
+        await scene.publish_group(number)
+    async with scene.running(scene.intake(high_water_bytes=2, low_water_bytes=1)) as intake:
+        assert (await next_group(intake)).group_id == "d/5/0"
+
+
+async def test_the_samples_left_of_a_group_do_not_depend_on_when_it_was_read() -> None:
+    """Read before or after two of its samples became too old, it is handed out with the other two."""
+    old, new = (PolicyVersion(1, 0),), (PolicyVersion(1, 2),)
+    for becomes_old_while_held in (True, False):
+        scene = Scene(version=PolicyVersion(1, 2 if becomes_old_while_held else 3))
+        await scene.publish(*(trajectory("d/0/0", i, of=4, versions=old if i < 2 else new) for i in range(4)))
+        async with scene.running(scene.intake()) as intake:
+            await scene.until_read(intake, 4)
+            scene.version = PolicyVersion(1, 3)
+            group = await next_group(intake)
+            assert [found.trajectory.sample_index for found in group.samples] == [2, 3]
+            intake.mark_trained(refs_of(group))
+            await intake.settled()
+        assert scene.reasons() == dict.fromkeys(("d/0/0/0", "d/0/0/1"), SkipReason.STALE)
+
+
+async def test_a_group_of_which_one_sample_is_left_is_skipped_whole() -> None:
+    scene = Scene(version=PolicyVersion(1, 2))
+    await scene.publish(*(trajectory("d/0/0", i, versions=(PolicyVersion(1, 2 * i),)) for i in (0, 1)))
+    await scene.publish_group(1, versions=(PolicyVersion(1, 3),))
+    async with scene.running(scene.intake()) as intake:
+        await scene.until_read(intake, 4)
+        scene.version = PolicyVersion(1, 3)
+        assert (await next_group(intake)).group_id == "d/1/0"
+        await intake.settled()
+    assert scene.reasons() == {"d/0/0/0": SkipReason.STALE, "d/0/0/1": SkipReason.GROUP_INCOMPLETE}

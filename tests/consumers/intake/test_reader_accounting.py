@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumers.batching.samples import Group
-from consumers.intake.reader import Intake, IntakeStart
+from consumers.intake.opening import IntakeStart
+from consumers.intake.reader import Intake
 from schemas.identifiers import PolicyVersion
 from schemas.messages.reports import SkipReason
 from schemas.messages.trajectories import FinishReason
@@ -68,11 +69,11 @@ class Trainer:
 
     async def deal_with(self, intake: Intake, group: Group, fate: str) -> None:
         if fate == "skip":
-            await intake.mark_skipped(group, SkipReason.ZERO_ADVANTAGE, "equal")
+            intake.mark_skipped(group, SkipReason.ZERO_ADVANTAGE, "equal")
         elif fate == "cut":
             self._train(intake, Group(group.group_id, group.created_at, group.samples[1:]))
             cut = Group(group.group_id, group.created_at, group.samples[:1])
-            await intake.mark_skipped(cut, SkipReason.FILTERED, "cut")
+            intake.mark_skipped(cut, SkipReason.FILTERED, "cut")
         elif fate == "train":
             self._train(intake, group)
 

@@ -110,16 +110,16 @@ async def test_a_failed_intake_refuses_even_the_groups_that_are_ready() -> None:
             await next_group(intake)
 
 
-async def test_a_record_whose_row_cannot_be_written_stays_unfinished() -> None:
+async def test_no_checkpoint_can_be_taken_of_a_row_that_cannot_be_written() -> None:
     scene, bus = failing_scene()
     bus.errors["skips"] = BusUnavailable("no room")
     async with scene.running(scene.intake()) as intake:
         await scene.publish(trajectory("d/0/0", 0), trajectory("d/0/0", 0))
         with pytest.raises(BusUnavailable, match="no room"):
             await next_group(intake)
-    assert intake.frontier().lows() == {0: 0}
-    assert not intake.frontier().is_done(0, 1)
-    assert (intake.fates().pending, intake.counts_by_reason) == (2, {})
+        with pytest.raises(BusUnavailable, match="no room"):
+            await intake.settled()
+    assert scene.skips() == []
 
 
 async def test_a_silent_broker_costs_only_the_lag_display() -> None:
@@ -144,9 +144,9 @@ async def test_a_group_is_finished_once_and_only_if_it_was_handed_out() -> None:
     async with scene.running(scene.intake()) as intake:
         await scene.publish_group(0)
         group = await next_group(intake)
-        await intake.mark_skipped(group, SkipReason.ZERO_ADVANTAGE, "equal")
+        intake.mark_skipped(group, SkipReason.ZERO_ADVANTAGE, "equal")
         with pytest.raises(LifecycleError, match="handed out"):
             intake.mark_trained(refs_of(group))
         with pytest.raises(LifecycleError, match="handed out"):
-            await intake.mark_skipped(group, SkipReason.STALE, "again")
+            intake.mark_skipped(group, SkipReason.STALE, "again")
         assert (intake.fates().skipped, intake.fates().trained) == (2, 0)

@@ -3,9 +3,11 @@ import asyncio
 import pytest
 
 from consumers.intake.rejects import ATTEMPTS, Rejects
+from consumers.intake.tally import SkipTally
 from schemas.errors import BusError, DeliveryUnknown
-from schemas.messages.reports import RecordRef, SkipReason
+from schemas.messages.reports import RecordRef, SkipReason, SkipRecord
 from schemas.ports.bus import Outgoing, Position
+from schemas.wire.codec import decode
 
 
 class UnreliablePublisher:
@@ -41,11 +43,12 @@ class UnreliablePublisher:
 
 
 async def skip_one(rejects: Rejects, detail: str = "d") -> None:
-    await rejects.skip(RecordRef("d/0/0/0", 0, 5), "d/0/0", SkipReason.STALE, detail, 3)
+    rejects.skip(RecordRef("d/0/0/0", 0, 5), "d/0/0", SkipReason.STALE, detail, 3)
+    await rejects.send()
 
 
 def rejects_on(publisher: UnreliablePublisher) -> Rejects:
-    return Rejects("r", "grpo", lambda: 0.0, publisher)
+    return Rejects("r", "grpo", lambda: 0.0, SkipTally(3), publisher)
 
 
 async def test_no_row_is_lost() -> None:
@@ -64,7 +67,7 @@ async def test_a_row_that_failed_long_before_is_not_taken_for_settled() -> None:
     rejects = rejects_on(publisher)
     await skip_one(rejects)
     await asyncio.sleep(0.01)
-    assert rejects.under_way == {}
+    assert publisher.arrived == []
     await rejects.settled()
     assert len(publisher.arrived) == 1
 
@@ -84,13 +87,13 @@ async def test_a_refused_row_is_an_error() -> None:
     with pytest.raises(BusError, match="too large"):
         await rejects.settled()
     with pytest.raises(BusError, match="too large"):
-        await rejects.resend()
+        await rejects.send()
 
 
 async def test_long_or_broken_text_is_cut_and_mended() -> None:
     publisher = UnreliablePublisher()
     rejects = rejects_on(publisher)
-    await rejects.skip(RecordRef("", 0, 5), "k" * 999, SkipReason.POISON, "\ud800" * 5000, 3)
+    rejects.skip(RecordRef("", 0, 5), "k" * 999, SkipReason.POISON, "\ud800" * 5000, 3)
     await rejects.settled()
     assert len(publisher.arrived) == 1
 
@@ -113,9 +116,34 @@ async def test_settled_waits_for_a_row_that_another_task_is_sending_again() -> N
     rejects = rejects_on(publisher)
     await skip_one(rejects)
     await asyncio.sleep(0.01)
-    reader, trainer = asyncio.create_task(rejects.resend()), asyncio.create_task(rejects.settled())
+    reader, trainer = asyncio.create_task(rejects.send()), asyncio.create_task(rejects.settled())
     await asyncio.sleep(0.01)
     assert not trainer.done()
     publisher.space.set()
     await asyncio.gather(reader, trainer)
+    assert len(publisher.arrived) == 1
+
+
+async def test_rows_are_numbered_in_the_order_of_the_books_and_keep_their_number() -> None:
+    publisher = UnreliablePublisher(DeliveryUnknown("late"))
+    rejects = rejects_on(publisher)
+    for detail in ("first", "second"):
+        await skip_one(rejects, detail)
+    await rejects.settled()
+    rows = [decode(record.value, record.headers) for record in publisher.arrived]
+    assert {(row.detail, row.lineage, row.sequence) for row in rows if isinstance(row, SkipRecord)} == {
+        ("first", 3, 1),
+        ("second", 3, 2),
+    }
+    assert rejects.tally.count == 2
+
+
+async def test_settled_does_not_wait_for_rows_written_after_it_was_asked() -> None:
+    publisher = SlowPublisher()
+    rejects = rejects_on(publisher)
+    await skip_one(rejects)
+    settling = asyncio.create_task(rejects.settled())
+    await asyncio.sleep(0)
+    rejects.skip(RecordRef("d/0/0/1", 0, 6), "d/0/0", SkipReason.STALE, "later", 3)
+    await asyncio.wait_for(settling, 1)
     assert len(publisher.arrived) == 1

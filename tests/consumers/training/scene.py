@@ -12,10 +12,14 @@ import numpy as np
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
 from consumers.intake.settings import IntakeSettings
+from consumers.training.compute import ComputeThread
+from consumers.training.persistence.checkpoint import CheckpointStore
+from consumers.training.persistence.locations import open_location
+from consumers.training.policy import PolicyPlaces, TrainedPolicy
 from consumers.training.settings import TrainingSettings
 from consumers.training.trainer import Trainer
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import SkipRecord, StepReport
+from schemas.messages.reports import RefusedStep, SkipRecord, StepReport
 from schemas.messages.trajectories import Trajectory
 from schemas.ports.bus import Outgoing
 from schemas.ports.memory_bus import MemoryBus
@@ -46,20 +50,34 @@ class Scene:
         return cls(bus, root, model_path)
 
     def trainer(self, **changes: Any) -> Trainer:
+        """A trainer in this scene's directory, wired as a process would be."""
+        training = changes.get("training", TRAINING)
+        algorithm = changes.get("algorithm", AlgorithmSettings())
+        location = open_location(self.root / "checkpoints", self.root / "cache")
+
+        def open_policy(restored: Any) -> TrainedPolicy:
+            places = PolicyPlaces(str(self.model_path), location, self.root / "weights")
+            return TrainedPolicy(places, algorithm, training, LOOP.max_completion_length, restored)
+
         options: dict[str, Any] = {
             "bus": self.bus,
             "run_name": RUN,
             "loop": LOOP,
-            "algorithm": AlgorithmSettings(),
-            "training": TRAINING,
+            "algorithm": algorithm,
+            "training": training,
             "intake": IntakeSettings(group_timeout_s=1.0),
             "batching": BatchingSettings(token_budget=24),
             "reward_weights": {},
-            "model_path": str(self.model_path),
+            "open_policy": open_policy,
+            "open_compute": lambda: ComputeThread(1),
+            "checkpoints": CheckpointStore(location, training.keep_checkpoints),
             "run_dir": self.root,
-            "weights_store": self.root / "weights",
         }
         return Trainer(**(options | changes))
+
+    def store(self) -> CheckpointStore:
+        """The checkpoints, as another process would see them."""
+        return CheckpointStore(open_location(self.root / "checkpoints", self.root / "cache"), 2)
 
     async def publish(self, *trajectories: Trajectory) -> None:
         publisher = await self.bus.publisher("worker")
@@ -75,7 +93,12 @@ class Scene:
         return [record.message() for record in self.bus.log(f"{RUN}.{topic}").partitions[0]]
 
     def reports(self) -> list[StepReport]:
-        return self.messages(STEPS.name)
+        """Each version once, as readers see them."""
+        found = [message for message in self.messages(STEPS.name) if isinstance(message, StepReport)]
+        return list({report.version: report for report in found}.values())
+
+    def refused(self) -> list[RefusedStep]:
+        return [message for message in self.messages(STEPS.name) if isinstance(message, RefusedStep)]
 
     def skips(self) -> list[SkipRecord]:
         return self.messages(SKIPS.name)

@@ -5,7 +5,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from consumers.training.model import copy_tokenizer, load_model, load_reference, named_tensors, resolve_device
+from consumers.training.model import (
+    copy_tokenizer,
+    load_model,
+    load_reference,
+    named_tensors,
+    resolve_device,
+    with_floats_as,
+)
 from consumers.training.settings import TrainingSettings
 from schemas.errors import ModelError
 from tests.consumers.training.factories import save_tiny_model
@@ -42,7 +49,7 @@ def test_named_tensors_load_as_a_model_with_tied_weights_named_once(tmp_path: Pa
 
 
 def test_tensors_are_exported_in_the_asked_type(model_path: Path) -> None:
-    tensors = named_tensors(load_model(model_path, CPU), torch.bfloat16)
+    tensors = with_floats_as(torch.bfloat16, named_tensors(load_model(model_path, CPU)))
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 

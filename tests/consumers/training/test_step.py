@@ -149,3 +149,39 @@ def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule: str, expe
         lr_schedule=schedule,  # type: ignore[arg-type]
     )
     assert [learning_rate_at(step, settings) for step in (0, 2, 6, 10)] == pytest.approx(expected)
+
+
+def with_history(path: Path, norms: Sequence[float], **changes: float) -> PolicyLearner:
+    learner = make_learner(path, training=TrainingSettings(max_grad_norm=0.01, **changes))  # type: ignore[arg-type]
+    learner.load_optimizer_tensors({"recent_grad_norms": torch.tensor(norms, dtype=torch.float64)})
+    return learner
+
+
+@pytest.mark.parametrize(
+    ("norms", "changes", "applied"),
+    [
+        ([1e-3] * 10, {"grad_norm_spike": 5.0}, False),
+        ([1e-3] * 10, {"grad_norm_spike": 1000.0}, True),
+        ([1e-3] * 10, {"grad_norm_spike": 0.0}, True),
+        ([1e-3] * 9, {"grad_norm_spike": 5.0}, True),
+        ([1e-3] * 4 + [5.0] * 6, {"grad_norm_spike": 5.0}, True),
+    ],
+)
+def test_a_spiking_gradient_is_not_applied(
+    model_path: Path, norms: list[float], changes: dict[str, float], applied: bool
+) -> None:
+    learner = with_history(model_path, norms, **changes)
+    before = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
+    learner.accumulate(make_micro_batch(4))
+    outcome = learner.finish_step(1.0)
+    assert (outcome.applied, learner.step) == (applied, int(applied))
+    assert outcome.metrics["grad_norm"] > 0.1
+    assert applied or "expected a gradient norm of at most 5.0 x 0.01" in outcome.problem
+    assert applied or all(torch.equal(t, before[name]) for name, t in learner.model.state_dict().items())
+    kept = learner.optimizer_tensors()["recent_grad_norms"].tolist()
+    assert kept == norms + [outcome.metrics["grad_norm"]] * applied
+
+
+def test_the_last_fifty_norms_are_remembered(model_path: Path) -> None:
+    learner = with_history(model_path, [float(number) for number in range(60)])
+    assert learner.optimizer_tensors()["recent_grad_norms"].tolist() == [float(number) for number in range(10, 60)]

@@ -10,7 +10,7 @@ from consumers.batching.samples import Group, Sample
 from consumers.training.accounting.metrics import StepMetrics, append_metrics, finite
 from schemas.identifiers import PolicyVersion
 from schemas.messages.reports import RecordRef
-from schemas.messages.trajectories import FinishReason
+from schemas.messages.trajectories import FinishReason, VersionSpan
 from tests.consumers.training.factories import make_trajectory
 
 
@@ -73,3 +73,17 @@ def test_each_step_is_a_line_of_json(tmp_path: Path) -> None:
     append_metrics(path, 2, 11.0, {"reward": 0.6})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"step": 1, "time": 10.0, "reward": 0.5}, {"step": 2, "time": 11.0, "reward": 0.6}]
+
+
+def test_staleness_compares_steps_across_lineages() -> None:
+    """Tokens of an orphaned lineage's later weights are not older than those of the surviving one."""
+    metrics = StepMetrics()
+    spans = (
+        VersionSpan(version=PolicyVersion(1, 9), start=0, end=1),
+        VersionSpan(version=PolicyVersion(2, 6), start=1, end=2),
+    )
+    found = make_trajectory(tokens=[4, 5]).replace(version_spans=spans)
+    group_of_one = Group("p/0/0", 0.0, (Sample(found, RecordRef("p/0/0/0", 0, 0), 1.0, 1),))
+    credit = credit_group(group_of_one, AlgorithmSettings(), ModelLimits(vocabulary=100, positions=100))
+    metrics.observe(group_of_one, credit, PolicyVersion(2, 8))
+    assert metrics.summary()["off_policy/max"] == 2.0

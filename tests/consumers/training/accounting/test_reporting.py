@@ -1,64 +1,38 @@
-import asyncio
-
-import pytest
-
-from consumers.training.accounting.reporting import ATTEMPTS, StepReporter
-from schemas.errors import BusError, DeliveryUnknown
+from consumers.algorithms.credit import ModelLimits, credit_group
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.batching.samples import Group, Sample
+from consumers.training.accounting.gathering import GatheredStep
+from consumers.training.accounting.reporting import PROBLEM_LIMIT, Weights, refused_step, step_report
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import StepReport
-from schemas.ports.bus import Outgoing, Position
-
-REPORT = StepReport(
-    algorithm="grpo",
-    step=1,
-    version=PolicyVersion(1, 1),
-    manifest_sha256="0" * 64,
-    group_ids=(),
-    micro_batches=(),
-    metrics={},
-    sent_at=0.0,
-)
+from schemas.messages.reports import RecordRef
+from tests.consumers.training.factories import make_micro_batch, make_trajectory
 
 
-class Unanswering:
-    """A publisher whose first sends end in an error."""
-
-    def __init__(self, failures: int, error: BusError) -> None:
-        self.failures, self.error = failures, error
-        self.sent: list[Outgoing] = []
-
-    async def publish(self, record: Outgoing) -> Position:
-        self.sent.append(record)
-        if len(self.sent) <= self.failures:
-            raise self.error
-        return Position(record.topic, 0, len(self.sent))
-
-    async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
-        raise AssertionError("a report is waited for")
-
-    async def flush(self) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None
+def gathered() -> GatheredStep:
+    """Two samples of three are in the gradient."""
+    step = GatheredStep(PolicyVersion(1, 4))
+    samples = tuple(
+        Sample(make_trajectory("p/0/0", i, tokens=tokens), RecordRef(f"p/0/0/{i}", 0, i), float(i), 1)
+        for i, tokens in enumerate(([4], [], [5]))
+    )
+    found = Group("p/0/0", 0.0, samples)
+    step.add(found, credit_group(found, AlgorithmSettings(), ModelLimits(vocabulary=20, positions=20)))
+    step.trained(make_micro_batch(2))
+    return step
 
 
-async def test_a_report_that_may_be_lost_is_sent_again_as_it_was() -> None:
-    publisher = Unanswering(2, DeliveryUnknown("late"))
-    await StepReporter(publisher, "r", lambda: 0.0).publish(REPORT)
-    assert len(publisher.sent) == 3
-    assert {(record.topic, record.value) for record in publisher.sent} == {("r.steps", publisher.sent[0].value)}
+def test_a_report_names_what_was_trained_and_what_was_left_out() -> None:
+    step = gathered()
+    weights = Weights(PolicyVersion(1, 5), None, {"w": "00"}, is_last=True)
+    report = step_report("grpo", weights, step, {"loss": 1.0}, 7, 0.0)
+    assert (report.step, report.version, report.finished) == (5, PolicyVersion(1, 5), True)
+    assert report.micro_batches == tuple(step.micro_batches)
+    assert report.left_out == (RecordRef("p/0/0/1", 0, 1),)
+    assert (report.digests, report.prompt_cursor) == ({"w": "00"}, 7)
 
 
-async def test_a_report_that_stays_unanswered_stops_the_trainer() -> None:
-    publisher = Unanswering(99, DeliveryUnknown("late"))
-    with pytest.raises(DeliveryUnknown):
-        await StepReporter(publisher, "r", lambda: 0.0).publish(REPORT)
-    assert len(publisher.sent) == ATTEMPTS
-
-
-async def test_a_refused_report_is_not_sent_again() -> None:
-    publisher = Unanswering(1, BusError("too large"))
-    with pytest.raises(BusError, match="too large"):
-        await StepReporter(publisher, "r", lambda: 0.0).publish(REPORT)
-    assert len(publisher.sent) == 1
+def test_a_refused_step_is_the_one_after_the_weights_it_was_computed_with() -> None:
+    refused = refused_step("grpo", PolicyVersion(1, 4), gathered(), "x" * 9999, {"loss": float("nan"), "a": 1.0}, 0.0)
+    assert (refused.step, refused.version, refused.metrics) == (5, PolicyVersion(1, 4), {"a": 1.0})
+    assert refused.left_out == (RecordRef("p/0/0/1", 0, 1),)
+    assert len(refused.problem) == PROBLEM_LIMIT

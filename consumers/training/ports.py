@@ -1,0 +1,147 @@
+"""What the trainer's driver needs of its heavy parts: a policy that learns, a place to compute, a store of checkpoints.
+
+Knows no torch and no threads, so that thousands of trainers can be simulated in one process.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from consumers.algorithms.credit import ModelLimits
+from consumers.batching.samples import MicroBatch
+from consumers.training.persistence.manifest import CheckpointManifest
+from schemas.identifiers import PolicyVersion
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Whether the step was applied, why not, and its metrics (TRL's and prime-rl's names)."""
+
+    applied: bool
+    problem: str
+    metrics: dict[str, float]
+
+
+class Lineage(Protocol):
+    """A claimed lineage number, from 1."""
+
+    @property
+    def number(self) -> int:
+        """The number."""
+        ...
+
+    def check(self) -> None:
+        """Make sure that nobody has taken over.
+
+        Raises:
+            Superseded: a newer lineage exists.
+        """
+        ...
+
+
+class RestoredState(Protocol):
+    """What a checkpoint holds besides the model, as far as the trainer's driver looks at it."""
+
+    @property
+    def manifest(self) -> CheckpointManifest:
+        """What it is of, and where in the stream it stands."""
+        ...
+
+    @property
+    def intake(self) -> Mapping[str, Any]:
+        """The intake's own snapshot."""
+        ...
+
+    @property
+    def report(self) -> bytes:
+        """The step report of its step, encoded."""
+        ...
+
+
+class Restored(Protocol):
+    """A verified checkpoint. What else it holds is between its store and the policy."""
+
+    @property
+    def state(self) -> RestoredState:
+        """All of it but the model."""
+        ...
+
+
+class Checkpoints(Protocol):
+    """Where checkpoints are kept. Its calls may block: they run where the policy computes."""
+
+    def claim_lineage(self, *, now: float) -> Lineage:
+        """Take the run over: the next number, greater than that of every claim and every checkpoint."""
+        ...
+
+    def newest(self) -> Restored | None:
+        """The newest checkpoint that verifies, or none if there is no checkpoint.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none of them verifies.
+        """
+        ...
+
+
+class Policy(Protocol):
+    """A model that learns. All calls come one after the other, each from wherever ``Compute`` runs it."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken since the beginning of the run."""
+        ...
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What the model can take."""
+        ...
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        """Add the gradient of a micro-batch."""
+        ...
+
+    def discard(self) -> None:
+        """Drop the gathered gradient."""
+        ...
+
+    def finish_step(self, reward_deviation: float) -> StepOutcome:
+        """Apply the gathered gradient, unless it is not fit to be; either way it is gone afterwards."""
+        ...
+
+    def digests(self) -> dict[str, str]:
+        """xxh3-128, in hex, of each float32 tensor's little-endian bytes, by its name on disk."""
+        ...
+
+    def export(self, version: PolicyVersion, now: float) -> str:
+        """Put the weights into the weights store; the sha256 of their manifest."""
+        ...
+
+    def checkpoint(
+        self, manifest: CheckpointManifest, intake: Mapping[str, Any], report: bytes, lineage: Lineage
+    ) -> str:
+        """Write a checkpoint of this moment; where it is.
+
+        Raises:
+            CheckpointError: it could not be written; older ones are as they were.
+            Superseded: a newer lineage exists; nothing was written.
+        """
+        ...
+
+
+class Compute(Protocol):
+    """Runs calls one after the other, off the event loop or not."""
+
+    async def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The call's result; what it raises is raised here."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the call in progress, and end."""
+        ...
+
+
+OpenPolicy = Callable[[Restored | None], Policy]
+OpenCompute = Callable[[], Compute]

@@ -1,0 +1,40 @@
+"""A bus whose transactions end as a test says, and that counts how often they were opened."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from schemas.errors import BusError, Superseded
+from schemas.ports.bus import Outgoing, TopicPartition
+from schemas.ports.memory_bus import MemoryBus, MemoryTransactionalPublisher
+
+
+@dataclass
+class MoodyBus(MemoryBus):
+    """``answers``: of the next commits, before or after (``arrives``) their records are on the topic."""
+
+    answers: list[BusError | Superseded | None] = field(default_factory=list)
+    arrives: bool = False
+    opened: int = 0
+
+    async def transactional(self, transactional_id: str) -> "MoodyTransactions":
+        self.opened += 1
+        found = await super().transactional(transactional_id)
+        return MoodyTransactions(found.publisher, found.transactional_id, found.epoch)
+
+
+@dataclass
+class MoodyTransactions(MemoryTransactionalPublisher):
+    async def commit(
+        self,
+        records: Sequence[Outgoing],
+        *,
+        offsets: Mapping[TopicPartition, int] | None = None,
+        group_id: str | None = None,
+    ) -> None:
+        bus = self.publisher.bus
+        assert isinstance(bus, MoodyBus)
+        answer = bus.answers.pop(0) if bus.answers else None
+        if answer is None or bus.arrives:
+            await super().commit(records, offsets=offsets, group_id=group_id)
+        if answer is not None:
+            raise answer

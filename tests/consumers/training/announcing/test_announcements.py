@@ -1,0 +1,68 @@
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from consumers.training.announcing.announcements import Announcements
+from consumers.training.announcing.announcer import Check
+from schemas.errors import BusError
+from schemas.ports.bus import Outgoing, TopicPartition
+
+
+class SlowAnnouncer:
+    """Announces when it is let go; fails if it was told to."""
+
+    def __init__(self) -> None:
+        self.let_go = asyncio.Event()
+        self.error: BusError | None = None
+        self.keys: list[str | None] = []
+        self.closed = False
+
+    def guard_with(self, check: Check) -> None:
+        raise AssertionError("nobody claims a lineage here")
+
+    async def announce(self, records: Sequence[Outgoing], offsets: Mapping[TopicPartition, int]) -> None:
+        await self.let_go.wait()
+        if self.error is not None:
+            raise self.error
+        self.keys += [record.key for record in records]
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def post(announcements: Announcements, key: str) -> None:
+    await announcements.post([Outgoing("t", None, key)], {})
+
+
+async def test_the_trainer_goes_on_while_an_announcement_is_under_way_and_their_order_never_changes() -> None:
+    announcer, done = SlowAnnouncer(), []
+    announcements = Announcements(announcer, lambda: done.append(len(announcer.keys)))
+    await asyncio.wait_for(post(announcements, "first"), 1)
+    second = asyncio.create_task(post(announcements, "second"))
+    await asyncio.sleep(0.01)
+    assert (announcer.keys, second.done()) == ([], False)
+    announcer.let_go.set()
+    await second
+    await announcements.settled()
+    assert (announcer.keys, done) == (["first", "second"], [1, 2])
+
+
+@pytest.mark.parametrize("act", ["settled", "post"])
+async def test_a_failed_announcement_is_raised_at_the_next_act(act: str) -> None:
+    announcer = SlowAnnouncer()
+    announcer.error = BusError("too large")
+    announcer.let_go.set()
+    announcements = Announcements(announcer, lambda: None)
+    await post(announcements, "first")
+    with pytest.raises(BusError, match="too large"):
+        await (announcements.settled() if act == "settled" else post(announcements, "second"))
+    assert announcements.under_way is None
+
+
+async def test_closing_gives_up_what_is_under_way() -> None:
+    announcer = SlowAnnouncer()
+    announcements = Announcements(announcer, lambda: None)
+    await post(announcements, "first")
+    await asyncio.wait_for(announcements.close(), 1)
+    assert (announcer.keys, announcer.closed) == ([], True)

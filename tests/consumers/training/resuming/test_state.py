@@ -1,0 +1,70 @@
+import json
+from collections import Counter
+
+import pytest
+
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.intake.frontier import Frontier
+from consumers.intake.ledger import Anchor
+from consumers.intake.opening import IntakeStart
+from consumers.intake.tally import SkipTally
+from consumers.training.persistence.manifest import CheckpointManifest, decode_manifest, encode_manifest
+from consumers.training.resuming.state import (
+    changed_sections,
+    check_continues,
+    config_marks,
+    intake_document,
+    intake_start,
+    stream_fields,
+)
+from consumers.training.settings import TrainingSettings
+from schemas.errors import CheckpointError
+from schemas.identifiers import PolicyVersion
+
+SNAPSHOT = IntakeStart(
+    frontier=Frontier.from_json({"0": {"low": 4, "done": [7]}, "1": {"low": 0, "done": [], "passed": [[3, 9]]}}),
+    dedupe={"p/0/0/0": (0, 3)},
+    anchors={0: Anchor(7, "p/0/0/1")},
+    tally=SkipTally(2, 5, "ab", Counter(stale=7)),
+    prompt_cursor=12,
+)
+
+
+def manifest(snapshot: IntakeStart = SNAPSHOT) -> CheckpointManifest:
+    return CheckpointManifest(
+        run="r",
+        algorithm="grpo",
+        lineage=2,
+        step=3,
+        policy_version=PolicyVersion(2, 3),
+        config_hash="",
+        created_at=0.0,
+        **stream_fields(snapshot),
+    )
+
+
+def test_an_intake_goes_on_where_the_checkpoint_was_taken_with_rows_of_its_own() -> None:
+    kept = decode_manifest(encode_manifest(manifest()))
+    found = intake_start(kept, json.loads(json.dumps(intake_document(SNAPSHOT))), lineage=3)
+    assert found.frontier.to_json() == SNAPSHOT.frontier.to_json()
+    assert (found.dedupe, found.anchors, found.prompt_cursor) == (SNAPSHOT.dedupe, SNAPSHOT.anchors, 12)
+    assert found.tally == SkipTally(3, 0, "ab", Counter(stale=7))
+
+
+def test_without_a_checkpoint_an_intake_begins_at_the_beginning() -> None:
+    assert intake_start(None, {}, lineage=1) == IntakeStart(tally=SkipTally(1))
+
+
+def test_changed_settings_are_named_by_their_section() -> None:
+    before = config_marks({"algorithm": AlgorithmSettings(), "training": TrainingSettings()})
+    after = config_marks({"algorithm": AlgorithmSettings(), "training": TrainingSettings(max_steps=7)})
+    assert changed_sections(before, after) == ["training"]
+    assert changed_sections(before, before) == []
+    assert changed_sections("0123", after) == ["algorithm", "training"]
+
+
+@pytest.mark.parametrize(("run", "algorithm"), [("other", "grpo"), ("r", "rloo")])
+def test_a_checkpoint_of_another_run_or_algorithm_is_refused(run: str, algorithm: str) -> None:
+    check_continues(manifest(), "r", "grpo", "changed")
+    with pytest.raises(CheckpointError, match="another run directory"):
+        check_continues(manifest(), run, algorithm, "")

@@ -1,0 +1,238 @@
+"""What the trainer does when something around it fails, and what its messages say."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from safetensors.numpy import load_file
+
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.training.persistence.checkpoint import CheckpointStore
+from consumers.training.persistence.locations import open_location
+from consumers.training.policy import PolicyPlaces, TrainedPolicy
+from consumers.training.resuming.points import Point
+from schemas.errors import CheckpointError, DeliveryUnknown, StreamRLError, Superseded
+from schemas.identifiers import PolicyVersion
+from schemas.messages.reports import StepReport
+from schemas.ports.memory_bus import MemoryBus
+from tests.consumers.training.announcing.fakes import MoodyBus
+from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
+
+UNCAPPED = AlgorithmSettings(importance_sampling_cap=None)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, model_path: Path) -> Scene:
+    return Scene.make(tmp_path, model_path)
+
+
+def training(**changes: Any) -> Any:
+    return TRAINING.model_copy(update=changes)
+
+
+async def publish_impossible(scene: Scene, number: int) -> None:
+    found = group(number)
+    await scene.publish(*(t.replace(logprobs=np.full(len(t.token_ids), -500.0, dtype="<f4")) for t in found))
+
+
+async def run(trainer: Any, stop: asyncio.Event | None = None) -> None:
+    await asyncio.wait_for(trainer.run(stop or asyncio.Event()), 20)
+
+
+def raw_reports(scene: Scene) -> list[PolicyVersion]:
+    return [message.version for message in scene.messages("steps") if isinstance(message, StepReport)]
+
+
+async def test_a_restart_announces_the_checkpoint_s_report_again_and_then_its_own_lineage(scene: Scene) -> None:
+    for number in range(4):
+        await scene.publish_group(number)
+    await run(scene.trainer(training=training(max_steps=2)))
+    async with scene.running(scene.trainer(training=training(max_steps=3))):
+        await scene.until_version(2, 2)
+    assert [str(version) for version in raw_reports(scene)] == ["1-0", "1-1", "1-2", "1-2", "2-2"]
+    again = [m for m in scene.messages("steps") if m.version == PolicyVersion(1, 2)]
+    assert again[0] == again[1]
+    first, other = (report for report in scene.reports() if not report.group_ids)
+    assert (first.parent, first.parent_skips) == (None, 0)
+    assert (other.parent, other.parent_skips) == (PolicyVersion(1, 2), 0)
+
+
+async def test_a_checkpoint_is_written_before_its_step_is_announced(scene: Scene) -> None:
+    passed: list[Point] = []
+    for number in range(4):
+        await scene.publish_group(number)
+    await run(scene.trainer(training=training(max_steps=2), reached=passed.append))
+    written = passed.index(Point.CHECKPOINT_WRITTEN)
+    assert passed[:written].count(Point.ANNOUNCED) == 2, "the first report and that of step 1"
+    assert passed[written:].count(Point.ANNOUNCED) == 1
+
+
+async def test_rows_of_the_parent_s_checkpoint_are_counted_in_the_first_report(scene: Scene) -> None:
+    await scene.publish_group(0)
+    await scene.publish_group(0)
+    for number in (1, 2, 3):
+        await scene.publish_group(number)
+    async with scene.running(scene.trainer()):
+        await scene.until_version(1, 2)
+    async with scene.running(scene.trainer()):
+        await scene.until_version(2, 2)
+    assert scene.reports()[-1].parent_skips == 2
+    assert [(skip.lineage, skip.sequence) for skip in scene.skips()] == [(1, 1), (1, 2)]
+
+
+async def test_reports_carry_the_digest_of_every_tensor_as_it_is_on_disk(scene: Scene) -> None:
+    for number in range(2):
+        await scene.publish_group(number)
+    await run(scene.trainer(training=training(max_steps=1)))
+    tensors = load_file(scene.root / "checkpoints" / "step_1" / "model.safetensors")
+    expected = {name: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(found)) for name, found in tensors.items()}
+    assert scene.reports()[-1].digests == expected
+    assert scene.reports()[0].digests.keys() == expected.keys()
+
+
+async def test_digests_can_be_left_out(scene: Scene) -> None:
+    async with scene.running(scene.trainer(training=training(tensor_digests=False))):
+        pass
+    assert scene.reports()[0].digests == {}
+
+
+async def test_a_refused_step_names_its_records_and_the_next_one_counts_anew(scene: Scene) -> None:
+    await publish_impossible(scene, 0)
+    for number in (1, 2, 3):
+        await scene.publish_group(number)
+    await run(scene.trainer(algorithm=UNCAPPED, training=training(max_steps=1, max_refused_steps=2)))
+    (refused,) = scene.refused()
+    assert (refused.step, refused.version, refused.group_ids) == (1, PolicyVersion(1, 0), ("p/0/0", "p/1/0"))
+    assert sorted(ref.trajectory_id for batch in refused.micro_batches for ref in batch) == [
+        "p/0/0/0", "p/0/0/1", "p/1/0/0", "p/1/0/1",
+    ]  # fmt: skip
+    assert "finite" in refused.problem
+    assert {skip.reason.value for skip in scene.skips()} == {"filtered"}
+
+
+async def test_too_many_refused_steps_in_a_row_end_the_trainer(scene: Scene) -> None:
+    for number in range(6):
+        await publish_impossible(scene, number)
+    with pytest.raises(StreamRLError, match=r"got 2 in a row that cannot, the last one at step 1: .*finite"):
+        await run(scene.trainer(algorithm=UNCAPPED, training=training(max_refused_steps=2)))
+    assert len(scene.refused()) == 2
+
+
+class FullDisk(CheckpointStore):
+    """Has no room for the checkpoint of step 2."""
+
+    def write(self, state: Any, write_model: Any, lineage: Any) -> str:
+        if state.manifest.step == 2:
+            raise CheckpointError("expected room for a checkpoint, got none")
+        return super().write(state, write_model, lineage)
+
+
+class FullDiskPolicy(TrainedPolicy):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._checkpoints = FullDisk(self._checkpoints.location, 2)
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+async def test_a_checkpoint_that_fails_ends_the_trainer_or_is_tried_again_when_due(scene: Scene, policy: str) -> None:
+    for number in range(8):
+        await scene.publish_group(number)
+    settings = training(max_steps=4, on_checkpoint_failure=policy)
+    location = open_location(scene.root / "checkpoints", scene.root / "cache")
+
+    def open_policy(restored: Any) -> TrainedPolicy:
+        places = PolicyPlaces(str(scene.model_path), location, scene.root / "weights")
+        return FullDiskPolicy(places, AlgorithmSettings(), settings, LOOP.max_completion_length, restored)
+
+    trainer = scene.trainer(training=settings, open_policy=open_policy)
+    if policy == "stop":
+        with pytest.raises(CheckpointError, match="room"):
+            await run(trainer)
+        assert [report.step for report in scene.reports()] == [0, 1]
+        return
+    await run(trainer)
+    failed = {report.step: report.metrics.get("checkpoint/failed", 0.0) for report in scene.reports()}
+    assert failed == {0: 0.0, 1: 0.0, 2: 1.0, 3: 0.0, 4: 0.0}
+    assert [manifest.step for manifest in scene.store().manifests()] == [4]
+    lines = [json.loads(line) for line in (scene.root / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("checkpoint/failed") for line in lines] == [None, 1.0, None, None]
+
+
+async def test_an_unanswered_announcement_is_made_again_and_learning_is_the_same(
+    tmp_path: Path, model_path: Path
+) -> None:
+    digests = []
+    for answers in ([], [None, DeliveryUnknown("late"), None, DeliveryUnknown("late")]):
+        scene = Scene.make(tmp_path / str(len(answers)), model_path)
+        bus = MoodyBus(logs=scene.bus.logs, answers=list(answers), arrives=True)
+        scene.bus = bus
+        for number in range(4):
+            await scene.publish_group(number)
+        await run(scene.trainer(training=training(max_steps=2)))
+        digests.append(scene.reports()[-1].digests)
+        assert bus.opened == 1 + len(answers) // 2
+    assert digests[0] == digests[1]
+    assert [str(version) for version in raw_reports(scene)] == ["1-0", "1-1", "1-1", "1-2", "1-2"]
+
+
+async def test_a_fenced_trainer_that_waits_for_groups_ends_at_its_next_word(scene: Scene) -> None:
+    async with scene.running(scene.trainer()):
+        pass
+    older = asyncio.create_task(scene.trainer().run(asyncio.Event()))
+    await scene.until_version(2, 0)
+    assert isinstance(scene.bus, MemoryBus)
+    async with scene.running(scene.trainer()):
+        await scene.until_version(3, 0)
+        for number in range(2):
+            await scene.publish_group(number)
+        with pytest.raises(Superseded) as told:
+            await asyncio.wait_for(older, 20)
+        assert told.value.exit_code == 3
+        await scene.until_version(3, 1)
+    assert not [v for v in raw_reports(scene) if v.lineage == 2 and v.number > 0]
+
+
+async def test_plain_announcements_need_no_transaction(scene: Scene) -> None:
+    for number in range(4):
+        await scene.publish_group(number)
+    await run(scene.trainer(training=training(max_steps=2, announce="plain")))
+    assert [report.step for report in scene.reports()] == [0, 1, 2]
+    assert scene.bus.epochs == {}
+    assert {group_id for group_id, _ in scene.bus.committed} == {f"{RUN}.grpo"}
+
+
+async def test_the_durable_frontier_is_the_checkpoint_s_and_the_live_one_runs_ahead(scene: Scene) -> None:
+    """What no checkpoint contains is read again by the next life, and only that."""
+    for number in range(6):
+        await scene.publish_group(number)
+    stop = asyncio.Event()
+    crashing = asyncio.create_task(scene.trainer().run(stop))
+    await scene.until_version(1, 3)
+    await scene.until(lambda: len(scene.bus.committed) == 2 and set(scene.bus.committed.values()) == {6})
+    crashing.cancel()
+    await asyncio.wait({crashing})
+    newest, *_ = scene.store().manifests()
+    assert newest.frontier == {"0": {"low": 4, "done": []}, "1": {"low": 4, "done": []}}
+
+
+def test_the_driver_needs_no_torch() -> None:
+    code = "import consumers.training.trainer, sys; print({'torch', 'transformers', 'aiokafka'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+async def test_a_trainer_that_waits_in_vain_notices_that_another_has_taken_over(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.training.trainer.IDLE_S", 0.05)
+    older = asyncio.create_task(scene.trainer().run(asyncio.Event()))
+    await scene.until_version(1, 0)
+    scene.store().claim_lineage(now=0.0)
+    with pytest.raises(Superseded, match="another trainer has taken over"):
+        await asyncio.wait_for(older, 20)
