@@ -1,51 +1,98 @@
-"""The single writer of the control topic; numbers every message."""
+"""The single writer of the control topic; numbers every message.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+Invariant a_zombie_announces_nothing: everything is written in transactions of one id, whose newest holder fences all
+older ones. So a coordinator that stood still while another took over cannot put older weights over newer ones.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TypeVar
 
-from schemas.messages.control import Control, DrainWorker, FlowControl, RunFinished, WeightsReady, control_key
+import structlog
+
+from schemas.errors import BusUnavailable, DeliveryUnknown
+from schemas.messages.control import (
+    Control,
+    DrainWorker,
+    FlowControl,
+    RunFinished,
+    WeightsReady,
+    WorkerClaimed,
+    control_key,
+)
 from schemas.messages.reports import StepReport
-from schemas.ports.bus import Outgoing, Publisher
+from schemas.ports.bus import Outgoing, TransactionalPublisher
 from schemas.wire.topics import CONTROL
 
+log = structlog.get_logger()
+
 Kind = TypeVar("Kind", bound=Control)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
 @dataclass
 class Announcer:
-    """Publishes control messages; ``next_sequence`` goes on behind the largest one found on the topic."""
+    """Publishes control messages; ``next_sequence`` goes on behind the largest one found on the topic.
 
-    publisher: Publisher
+    While no broker answers it tries again, the same message under the same number: a repeat changes nothing for
+    readers; ``alive`` is called at each attempt. Every method raises ``Superseded`` once a newer coordinator is there.
+    """
+
+    publisher: TransactionalPublisher
     run: str
     relays: tuple[str, ...]
     clock: Callable[[], float]
     next_sequence: int = 0
+    alive: Callable[[], None] = lambda: None
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def weights_ready(self, report: StepReport) -> WeightsReady:
         """Announce the weights of a step."""
-        return await self._announce(
+        message = self._numbered(
             WeightsReady,
             version=report.version,
             step=report.step,
             manifest_sha256=report.manifest_sha256,
             relays=self.relays,
         )
+        await self._commit(message)
+        return message
 
-    async def flow(self, mode: str, reason: str) -> FlowControl:
+    async def flow(self, mode: str, reason: str) -> None:
         """Let everyone run, pause or drain."""
-        return await self._announce(FlowControl, mode=mode, reason=reason)
+        await self._commit(self._numbered(FlowControl, mode=mode, reason=reason))
 
-    async def drain_worker(self, worker_id: str, reason: str) -> DrainWorker:
+    async def drain_worker(self, worker_id: str, reason: str) -> None:
         """Let one worker finish and leave."""
-        return await self._announce(DrainWorker, worker_id=worker_id, reason=reason)
+        await self._commit(self._numbered(DrainWorker, worker_id=worker_id, reason=reason))
 
-    async def run_finished(self, step: int, reason: str) -> RunFinished:
+    async def workers_claimed(self, holders: Mapping[str, str]) -> None:
+        """Say which incarnation holds each of these worker ids."""
+        await self._commit(
+            *(self._numbered(WorkerClaimed, worker_id=worker, incarnation=holder) for worker, holder in holders.items())
+        )
+
+    async def run_finished(self, step: int, reason: str) -> None:
         """Tell everyone that the trainer has taken its last step."""
-        return await self._announce(RunFinished, step=step, reason=reason)
+        await self._commit(self._numbered(RunFinished, step=step, reason=reason))
 
-    async def _announce(self, kind: type[Kind], **fields: Any) -> Kind:
+    def _numbered(self, kind: type[Kind], **fields: Any) -> Kind:
         message = kind(sequence=self.next_sequence, sent_at=self.clock(), **fields)
         self.next_sequence += 1
-        await self.publisher.publish(Outgoing.of(CONTROL.full_name(self.run), message, key=control_key(message)))
         return message
+
+    async def _commit(self, *messages: Control) -> None:
+        topic = CONTROL.full_name(self.run)
+        records = [Outgoing.of(topic, message, key=control_key(message)) for message in messages]
+        async with self._one_at_a_time:
+            for attempt in count():
+                self.alive()
+                try:
+                    await self.publisher.commit(records)
+                except (DeliveryUnknown, BusUnavailable) as error:
+                    log.warning("announcement not confirmed, sending it again", error=str(error))
+                    await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** min(attempt, 10), LONGEST_PAUSE_S))
+                else:
+                    return

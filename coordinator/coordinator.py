@@ -1,124 +1,216 @@
 """The coordinator's driver: step reports, heartbeats and operator commands in, control messages out.
 
-It handles a few messages per step, holds nothing that its topics do not hold, and may be restarted at any time.
+It handles a few messages per step, holds nothing that its topics do not hold, and may be killed at any point: what it
+had announced is on the topic, whole, and its successor announces the rest under the next numbers.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
 from coordinator.announcer import Announcer
 from coordinator.flow import decide
 from coordinator.membership import Membership, Standing
-from coordinator.recovery import Recovered, message_of, recover
+from coordinator.recovery import Recovered, message_of, recover, subscribe_members
 from coordinator.settings import CoordinatorSettings
+from schemas.identifiers import PolicyVersion
 from schemas.messages.control import OperatorCommand
 from schemas.messages.reports import Heartbeat, StepReport
-from schemas.ports.bus import Bus, Subscription
-from schemas.wire.topics import COMMANDS, HEARTBEATS
+from schemas.ports.bus import Bus, Record, Subscription, TransactionalPublisher
 
 log = structlog.get_logger()
 
 POLL_S = 0.5
+STOP_S = 3.0
+LOOPS = ("steps", "members")
+REMIND_S = 2.0
 
 
 @dataclass
 class Coordinator:
-    """One per run."""
+    """One per run; a second one supersedes the first. ``alive`` is told, by name, of every turn of a loop."""
 
     bus: Bus
     run_name: str
     settings: CoordinatorSettings
     clock: Callable[[], float] = time.time
     client_id: str = "coordinator"
+    alive: Callable[[str], None] = lambda name: None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Announce weights and flow until stopped.
 
-        Consumes: steps (from the beginning), heartbeats and operator commands (from now on).
+        Consumes: steps (from the beginning), recent heartbeats, operator commands (from now on).
         Produces: control.
         Waits for: any of the three.
-        On failure: raises; a restart replays the topics and goes on.
+        On failure: raises; a restart replays the topics and goes on. ``Superseded``: another coordinator took over.
         On stop: closes its clients; what it announced stays on the compacted topic.
         """
+        publisher = await self.bus.transactional(f"{self.run_name}.coordinator")
+        try:
+            await self._serve(publisher, stop)
+        finally:
+            await publisher.close()
+
+    async def _serve(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
+        """The topics are read after the older coordinator was fenced, so that nothing of it comes later."""
         state, steps = await recover(self.bus, self.run_name, self.client_id)
-        others = await self.bus.subscribe(
-            [HEARTBEATS.full_name(self.run_name), COMMANDS.full_name(self.run_name)],
-            client_id=self.client_id,
-            start="latest",
-        )
-        publisher = await self.bus.publisher(self.client_id)
-        announcer = Announcer(publisher, self.run_name, self.settings.relays, self.clock, state.next_sequence)
-        members = Membership(self.settings.heartbeat_timeout_s)
+        others = await subscribe_members(self.bus, self.run_name, self.client_id)
+        shift = Shift.of(self, state, publisher)
         log.info("coordinator ready", announced=str(state.ledger.announced), mode=state.mode, finished=state.finished)
         try:
-            await self._announce_due(state, announcer)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._steps_loop(steps, state, announcer, stop))
-                tasks.create_task(self._members_loop(others, members, state, announcer, stop))
+                loops = [tasks.create_task(shift.steps_loop(steps, stop))]
+                loops.append(tasks.create_task(shift.members_loop(others, stop)))
+                await stop.wait()
+                _, late = await asyncio.wait(loops, timeout=STOP_S)
+                for task in late:
+                    task.cancel()
         finally:
-            for client in (steps, others, publisher):
+            for client in (steps, others):
                 await client.close()
 
-    async def _steps_loop(
-        self, steps: Subscription, state: Recovered, announcer: Announcer, stop: asyncio.Event
-    ) -> None:
+
+@dataclass
+class Shift:
+    """One life of the coordinator. ``old_finish``: a last step that was reported before this life began."""
+
+    settings: CoordinatorSettings
+    clock: Callable[[], float]
+    alive: Callable[[str], None]
+    state: Recovered
+    announcer: Announcer
+    members: Membership
+    old_finish: PolicyVersion | None
+    began: float
+    _reminded: dict[str, float] = field(default_factory=dict)
+    _lost: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, coordinator: Coordinator, state: Recovered, publisher: TransactionalPublisher) -> "Shift":
+        """Put the parts together."""
+        settings, clock, latest = coordinator.settings, coordinator.clock, state.ledger.latest
+
+        def alive() -> None:
+            for name in LOOPS:
+                coordinator.alive(name)
+
+        return cls(
+            settings,
+            clock,
+            coordinator.alive,
+            state,
+            Announcer(publisher, coordinator.run_name, settings.relays, clock, state.next_sequence, alive),
+            Membership(settings.heartbeat_timeout_s),
+            latest.version if latest is not None and latest.finished else None,
+            clock(),
+        )
+
+    async def steps_loop(self, steps: Subscription, stop: asyncio.Event) -> None:
         """Turn step reports into announcements.
 
         Consumes: steps. Produces: control (weights ready, run finished). Waits for: the trainer.
         On failure: raises to ``run``. On stop: returns within one poll.
         """
+        await self._announce_weights()
         while not stop.is_set():
-            for record in await steps.poll(timeout_s=POLL_S):
+            self.alive(LOOPS[0])
+            records = await steps.poll(timeout_s=POLL_S)
+            for record in records:
                 message = message_of(record)
                 if message is not None:
-                    state.apply(message)
-                if isinstance(message, StepReport) and not state.ledger.is_newest(message):
+                    self.state.apply(message)
+                if isinstance(message, StepReport) and not self.state.ledger.is_newest(message):
                     log.warning("report of an older lineage ignored", version=str(message.version))
-            await self._announce_due(state, announcer)
+            await self._announce_weights()
+            if not records:
+                await self._announce_end()
 
-    async def _announce_due(self, state: Recovered, announcer: Announcer) -> None:
-        report = state.ledger.to_announce()
+    async def _announce_weights(self) -> None:
+        report = self.state.ledger.to_announce()
         if report is not None:
-            state.ledger.observe_announcement(await announcer.weights_ready(report))
+            self.state.announced(await self.announcer.weights_ready(report))
             log.info("weights announced", version=str(report.version), step=report.step)
-        latest = state.ledger.latest
-        if latest is not None and latest.finished and not state.finished:
-            await announcer.run_finished(latest.step, "the trainer reached its last step")
-            state.finished = True
-            log.info("run finished", step=latest.step)
 
-    async def _members_loop(
-        self, others: Subscription, members: Membership, state: Recovered, announcer: Announcer, stop: asyncio.Event
-    ) -> None:
+    async def _announce_end(self) -> None:
+        """Once nothing follows: a resumed trainer repeats its last report before the one that says that it goes on."""
+        latest = self.state.ledger.latest
+        if latest is None or not latest.finished or self.state.finished or self._may_go_on(latest.version):
+            return
+        await self.announcer.run_finished(latest.step, "the trainer reached its last step")
+        self.state.finished = True
+        log.info("run finished", step=latest.step)
+
+    def _may_go_on(self, last: PolicyVersion) -> bool:
+        """Whether this is the end of an earlier life, and the trainer of a continued run may still be starting."""
+        return last == self.old_finish and self.clock() - self.began < self.settings.finish_patience_s
+
+    async def members_loop(self, others: Subscription, stop: asyncio.Event) -> None:
         """Follow who is there, and carry out what operators ask for.
 
-        Consumes: heartbeats, commands. Produces: control (flow, drain of one worker). Waits for: either.
+        Consumes: heartbeats, commands. Produces: control (worker claims, flow, drain of one worker).
+        Waits for: either.
         On failure: raises to ``run``. On stop: returns within one poll.
         """
-        lost: set[str] = set()
+        ends, caught_up = await others.end_offsets(), False
         while not stop.is_set():
+            self.alive(LOOPS[1])
             for record in await others.poll(timeout_s=POLL_S):
-                match message_of(record):
-                    case Heartbeat() as heartbeat:
-                        if (standing := members.observe(heartbeat, self.clock())) is not None:
-                            log.info("worker changed", worker=heartbeat.worker_id, standing=standing.value)
-                            lost.discard(heartbeat.worker_id)
-                    case OperatorCommand() as command:
-                        await self._obey(command, state, announcer)
-            for worker in set(members.with_standing(Standing.LOST, self.clock())) - lost:
-                log.warning("worker lost", worker=worker, silent_for_s=self.settings.heartbeat_timeout_s)
-                lost.add(worker)
+                await self._take(record, self.clock() if caught_up else min(record.timestamp, self.clock()))
+            caught_up = caught_up or all(at >= ends[tp] for tp, at in (await others.positions()).items())
+            if caught_up:
+                await self._claim_due()
+                self._tell_lost()
 
-    async def _obey(self, command: OperatorCommand, state: Recovered, announcer: Announcer) -> None:
+    async def _take(self, record: Record, at: float) -> None:
+        match message_of(record):
+            case Heartbeat() as heartbeat:
+                self._observe(heartbeat, at)
+            case OperatorCommand() as command:
+                await self._obey(command)
+
+    def _observe(self, heartbeat: Heartbeat, at: float) -> None:
+        worker = heartbeat.worker_id
+        if self.members.is_former(heartbeat):
+            self._remind(heartbeat, at)
+        if (standing := self.members.observe(heartbeat, at)) is not None:
+            log.info("worker changed", worker=worker, standing=standing.value)
+            self._lost.discard(worker)
+
+    def _remind(self, heartbeat: Heartbeat, at: float) -> None:
+        """A superseded incarnation that has not left after a while is told again: it may never have heard."""
+        worker = heartbeat.worker_id
+        if at - self._reminded.setdefault(worker, at) > REMIND_S:
+            log.warning("superseded worker still there", worker=worker, incarnation=heartbeat.incarnation)
+            self._reminded[worker] = at
+            self.state.claims.pop(worker, None)
+
+    async def _claim_due(self) -> None:
+        """Claims that are not on the topic yet, or are due again."""
+        due = {
+            worker: holder
+            for worker, holder in self.members.holders().items()
+            if self.state.claims.get(worker) != holder
+        }
+        if due:
+            await self.announcer.workers_claimed(due)
+            self.state.claims |= due
+
+    def _tell_lost(self) -> None:
+        for worker in set(self.members.with_standing(Standing.LOST, self.clock())) - self._lost:
+            log.warning("worker lost", worker=worker, silent_for_s=self.settings.heartbeat_timeout_s)
+            self._lost.add(worker)
+
+    async def _obey(self, command: OperatorCommand) -> None:
+        state = self.state
         decision = decide(command, state.mode, state.finished)
         if decision is None:
             log.warning("command changes nothing", action=command.action, mode=state.mode, finished=state.finished)
         elif decision.drain_worker is not None:
-            await announcer.drain_worker(decision.drain_worker, decision.reason)
+            await self.announcer.drain_worker(decision.drain_worker, decision.reason)
         elif decision.mode is not None:
-            await announcer.flow(decision.mode, decision.reason)
+            await self.announcer.flow(decision.mode, decision.reason)
             state.mode = decision.mode

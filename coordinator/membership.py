@@ -1,4 +1,8 @@
-"""Who is there: workers alive, draining or lost, judged from heartbeats and an injected clock. Pure."""
+"""Who is there: workers alive, draining or lost, and which incarnation holds each id. Pure; time is passed in.
+
+Invariant the_newest_incarnation_holds_the_id: newest by the first heartbeat on the topic, whatever the clocks say; one
+that was followed by another never gets the id back. So the topic's order alone decides, before and after a restart.
+"""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,20 +29,37 @@ class Member:
 
 @dataclass
 class Membership:
-    """Workers by id. A heartbeat of an older incarnation than the one known is ignored."""
+    """Workers by id. Heartbeats of an incarnation that was followed by another one of the same id are ignored."""
 
     timeout_s: float
     members: dict[str, Member] = field(default_factory=dict)
+    _former: set[tuple[str, str]] = field(default_factory=set)
 
     def observe(self, heartbeat: Heartbeat, now: float) -> Standing | None:
         """Note a heartbeat; the worker's new standing if it changed, else none."""
-        before = self.standing(heartbeat.worker_id, now)
-        known = self.members.get(heartbeat.worker_id)
-        if known is not None and _is_older(heartbeat, known.heartbeat):
+        if self.is_former(heartbeat):
             return None
-        self.members[heartbeat.worker_id] = Member(heartbeat, now)
-        after = self.standing(heartbeat.worker_id, now)
+        worker = heartbeat.worker_id
+        before, known = self.standing(worker, now), self.members.get(worker)
+        if known is not None and known.heartbeat.incarnation != heartbeat.incarnation:
+            self._former.add((worker, known.heartbeat.incarnation))
+        elif known is not None and heartbeat.sequence <= known.heartbeat.sequence:
+            return None
+        self.members[worker] = Member(heartbeat, now)
+        after = self.standing(worker, now)
         return after if after != before else None
+
+    def is_former(self, heartbeat: Heartbeat) -> bool:
+        """Whether another incarnation took over the id."""
+        return (heartbeat.worker_id, heartbeat.incarnation) in self._former
+
+    def holders(self) -> dict[str, str]:
+        """The incarnation that holds each worker id, of those that have not left."""
+        return {
+            worker: member.heartbeat.incarnation
+            for worker, member in self.members.items()
+            if member.heartbeat.state is not WorkerState.STOPPED
+        }
 
     def standing(self, worker_id: str, now: float) -> Standing | None:
         """How a worker stands at a time, or none if it was never heard of."""
@@ -58,9 +79,3 @@ class Membership:
     def forget(self, worker_id: str) -> None:
         """Drop a worker that left or was lost."""
         self.members.pop(worker_id, None)
-
-
-def _is_older(new: Heartbeat, known: Heartbeat) -> bool:
-    if new.incarnation == known.incarnation:
-        return new.sequence <= known.sequence
-    return new.sent_at < known.sent_at

@@ -1,6 +1,10 @@
-"""Rebuilds what the coordinator knew by replaying its topics from the beginning to their present end."""
+"""Rebuilds what the coordinator knew by replaying its topics from the beginning to their present end.
 
-from dataclasses import dataclass
+The end of a run holds until newer weights are announced behind it: then the run was continued. Both messages survive
+compaction, and their order on the topic is the order of the announcements.
+"""
+
+from dataclasses import dataclass, field
 from typing import Literal
 
 import structlog
@@ -8,12 +12,15 @@ import structlog
 from coordinator.versions import VersionLedger
 from schemas.errors import WireError
 from schemas.messages.base import Message
-from schemas.messages.control import Control, FlowControl, RunFinished, WeightsReady
+from schemas.messages.control import Control, FlowControl, RunFinished, WeightsReady, WorkerClaimed
 from schemas.messages.reports import StepReport
 from schemas.ports.bus import Bus, Record, Subscription
-from schemas.wire.topics import CONTROL, STEPS
+from schemas.wire.topics import COMMANDS, CONTROL, HEARTBEATS, STEPS
 
 log = structlog.get_logger()
+
+RECENT_HEARTBEATS = 5_000
+"""Read again after a restart, to know which incarnation of a worker came first."""
 
 
 @dataclass
@@ -24,20 +31,28 @@ class Recovered:
     mode: Literal["run", "pause", "drain"] = "run"
     finished: bool = False
     next_sequence: int = 0
+    claims: dict[str, str] = field(default_factory=dict)
 
     def apply(self, message: Message) -> None:
         """Take one message of the control or steps topic into account."""
         match message:
             case WeightsReady():
-                self.ledger.observe_announcement(message)
+                self.announced(message)
             case FlowControl():
                 self.mode = message.mode
             case RunFinished():
                 self.finished = True
+            case WorkerClaimed():
+                self.claims[message.worker_id] = message.incarnation
             case StepReport():
                 self.ledger.observe_report(message)
         if isinstance(message, Control):
             self.next_sequence = max(self.next_sequence, message.sequence + 1)
+
+    def announced(self, message: WeightsReady) -> None:
+        """Weights were announced; newer ones mean that a finished run goes on."""
+        if self.ledger.observe_announcement(message):
+            self.finished = False
 
 
 async def recover(bus: Bus, run: str, client_id: str) -> tuple[Recovered, Subscription]:
@@ -55,6 +70,18 @@ async def recover(bus: Bus, run: str, client_id: str) -> tuple[Recovered, Subscr
     steps = await bus.subscribe([STEPS.full_name(run)], client_id=client_id, start="earliest")
     await _replay(steps, state)
     return state, steps
+
+
+async def subscribe_members(bus: Bus, run: str, client_id: str) -> Subscription:
+    """Recent heartbeats and all that follow; of the operators' commands only those from now on."""
+    topics = [HEARTBEATS.full_name(run), COMMANDS.full_name(run)]
+    now = await bus.subscribe(topics, client_id=client_id, start="latest")
+    try:
+        ends, first = await now.positions(), await now.beginning_offsets()
+    finally:
+        await now.close()
+    start = {tp: max(first[tp], ends[tp] - RECENT_HEARTBEATS) for tp in ends if tp.topic == topics[0]}
+    return await bus.subscribe(topics, client_id=client_id, start=ends | start)
 
 
 async def _replay(subscription: Subscription, state: Recovered) -> None:

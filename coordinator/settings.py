@@ -10,7 +10,11 @@ from schemas.settings import Section
 class CoordinatorSettings(Section):
     """``[coordinator]``."""
 
-    heartbeat_timeout_s: Annotated[float, Field(gt=0, description="A worker silent for this long is lost.")] = 10.0
+    heartbeat_timeout_s: Annotated[float, Field(gt=0, description="A worker silent for this long is lost.")] = 8.0
+    finish_patience_s: Annotated[
+        float,
+        Field(ge=0, description="After a restart: how long a finished run may still be continued before it is ended."),
+    ] = 60.0
     relays: Annotated[
         tuple[str, ...],
         Field(description="Addresses of the relays that serve weights; empty: the relay that `streamrl run` starts."),

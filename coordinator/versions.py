@@ -30,10 +30,12 @@ class VersionLedger:
         """Whether no newer weights than this report's are known."""
         return self.latest is None or report.version >= self.latest.version
 
-    def observe_announcement(self, message: WeightsReady) -> None:
-        """Note an announcement, our own or one found on the control topic."""
-        if self.announced is None or message.version > self.announced:
-            self.announced = message.version
+    def observe_announcement(self, message: WeightsReady) -> bool:
+        """Note an announcement, our own or one found on the control topic; true if it is newer than all others."""
+        if self.announced is not None and message.version <= self.announced:
+            return False
+        self.announced = message.version
+        return True
 
     def to_announce(self) -> StepReport | None:
         """The report whose weights should be announced now, or none."""

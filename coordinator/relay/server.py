@@ -25,7 +25,7 @@ class Relay:
 
         Consumes: HTTP requests. Produces: files of the store.
         Waits for: requests.
-        On failure: an unknown file is a 404; a taken port raises ``UserError``.
+        On failure: an unknown file is a 404, of a version deleted meanwhile a 410; a taken port raises ``UserError``.
         On stop: closes its connections within two seconds.
         """
         self.store.root.mkdir(parents=True, exist_ok=True)
@@ -64,5 +64,7 @@ class Relay:
         version, name = request.match_info["version"], request.match_info["name"]
         path = await asyncio.to_thread(self.store.find, version, name)
         if path is None:
+            if await asyncio.to_thread(self.store.is_gone, version):
+                raise web.HTTPGone(text=f"version {version!r} was deleted; a newer one is announced on control\n")
             raise web.HTTPNotFound(text=f"no {name!r} of version {version!r}; GET /weights lists what there is\n")
         return web.FileResponse(path, headers={"Content-Type": "application/octet-stream"})

@@ -31,6 +31,15 @@ class WeightsStore:
         inside = path.resolve().is_relative_to(self.root.resolve())
         return path if inside and path.is_file() and not path.is_symlink() and not directory.is_symlink() else None
 
+    def is_gone(self, version: str) -> bool:
+        """Whether a version is not there, and newer ones are: it was deleted and will not come back."""
+        try:
+            wanted = PolicyVersion.parse(version)
+        except ValueError:
+            return False
+        there = self.versions()
+        return wanted not in there and bool(there) and wanted < there[-1]
+
     def versions(self) -> list[PolicyVersion]:
         """Complete versions, oldest first."""
         return complete_versions(self.root)

@@ -42,6 +42,23 @@ def _agree(settings: Settings) -> None:
         raise SettingsError(
             f"expected loop.num_generations >= 2 for group advantages, got {settings.loop.num_generations}"
         )
+    _agree_on_emulation(settings)
+
+
+def _agree_on_emulation(settings: Settings) -> None:
+    engine_is, training_is = settings.generation.engine == "emulated", settings.training.backend == "emulated"
+    if training_is and not engine_is:
+        raise SettingsError(
+            f'expected generation.engine = "emulated" with training.backend = "emulated", which exports no model, '
+            f'got "{settings.generation.engine}"'
+        )
+    if engine_is and settings.algorithm.dynamic_sampling:
+        raise SettingsError(
+            'expected algorithm.dynamic_sampling = false with generation.engine = "emulated", whose rewards are all '
+            "equal, got true: every group would be skipped"
+        )
+    if not training_is and not settings.model.path:
+        raise SettingsError("expected a value for model.path, got none; set it in the file or with --model.path ...")
 
 
 def _line(error: ValidationError) -> str:

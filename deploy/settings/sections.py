@@ -1,10 +1,12 @@
-"""The sections that belong to no room: the run itself, the model it starts from, and its evaluation."""
+"""The sections that belong to no room: the run itself, the model or what stands in for it, and the evaluation."""
 
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, field_validator
 
+from consumers.training.emulated.settings import EmulatedTrainingSettings
+from producers.generation.engines.emulated.settings import DecodeSettings, LengthTraceSettings
 from schemas.identifiers import is_plain_name
 from schemas.settings import Section
 
@@ -17,6 +19,9 @@ class RunSettings(Section):
     seed: Annotated[int, Field(ge=0, description="Seed of prompts, sampling and training.")] = 0
     workers: Annotated[int, Field(ge=0, le=256, description="Generation workers that `streamrl run` starts.")] = 2
     max_restarts: Annotated[int, Field(ge=0, description="Restarts of one process before the run gives up.")] = 5
+    watchdog_s: Annotated[
+        float, Field(gt=0, description="A process that makes no progress for so long ends, and is started anew.")
+    ] = 120.0
     shutdown_grace_s: Annotated[float, Field(gt=0, description="Time to end cleanly after Ctrl-C or SIGTERM.")] = 20.0
 
     @field_validator("name")
@@ -40,7 +45,18 @@ class RunSettings(Section):
 class ModelSettings(Section):
     """``[model]``."""
 
-    path: Annotated[str, Field(description="The policy to start from: a local HF directory or a hub id.")]
+    path: Annotated[
+        str, Field(description="The policy to start from: a local HF directory or a hub id; needed unless emulated.")
+    ] = ""
+
+
+class EmulationSettings(Section):
+    """``[emulation]``: in place of a model, for ``generation.engine`` and ``training.backend`` = "emulated"."""
+
+    time_scale: Annotated[float, Field(gt=0, description="Emulated seconds in one second of the wall clock.")] = 100.0
+    decode: DecodeSettings = DecodeSettings()
+    lengths: LengthTraceSettings = LengthTraceSettings()
+    training: EmulatedTrainingSettings = EmulatedTrainingSettings()
 
 
 class EvaluationSettings(Section):

@@ -6,7 +6,7 @@ from consumers.intake.settings import IntakeSettings
 from consumers.training.settings import TrainingSettings
 from coordinator.settings import CoordinatorSettings, RelaySettings
 from deploy.bus.settings import KafkaSettings
-from deploy.settings.sections import EvaluationSettings, ModelSettings, RunSettings
+from deploy.settings.sections import EmulationSettings, EvaluationSettings, ModelSettings, RunSettings
 from producers.dispatch.settings import DispatchSettings
 from producers.generation.settings import GenerationSettings
 from producers.lengths.settings import LengthSettings
@@ -16,10 +16,13 @@ from schemas.settings import LoopSettings, Section
 
 
 class Settings(Section):
-    """Everything that can be set; sections left out take their defaults, ``[model]`` and ``[data]`` are required."""
+    """Everything that can be set; sections left out take their defaults, ``[data]`` is required.
+
+    So is ``[model]``, unless generation and training are both emulated.
+    """
 
     run: RunSettings = RunSettings()
-    model: ModelSettings
+    model: ModelSettings = ModelSettings()
     data: DataSettings
     rewards: RewardSettings = RewardSettings()
     loop: LoopSettings = LoopSettings()
@@ -33,4 +36,5 @@ class Settings(Section):
     coordinator: CoordinatorSettings = CoordinatorSettings()
     relay: RelaySettings = RelaySettings()
     kafka: KafkaSettings = KafkaSettings()
+    emulation: EmulationSettings = EmulationSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 TAIL_BYTES = 16 << 10
+_ERROR = re.compile(r"^error: |^[\w.]*(Error|Exception|Superseded|Refused)\b|level=(error|critical)")
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,15 @@ class Child:
             return await self.process.wait()
 
     def last_line(self) -> str:
-        """The last line it printed, for the message when it is given up on."""
+        """The last line it printed that tells of an error, else the last one; for when it is given up on."""
         try:
             with self.spec.log_path.open("rb") as log:
                 log.seek(max(0, self.spec.log_path.stat().st_size - TAIL_BYTES))
                 lines = log.read().decode(errors="replace").strip().splitlines()
         except OSError:
             return ""
-        return lines[-1] if lines else ""
+        told = [line for line in lines if _ERROR.search(line)]
+        return (told or lines or [""])[-1]
 
     def _signal(self, number: signal.Signals) -> None:
         if self.process.returncode is None:

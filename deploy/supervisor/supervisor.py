@@ -1,6 +1,7 @@
 """Keeps the processes of a run alive until the essential one ends well, or until told to stop."""
 
 import asyncio
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,9 +10,13 @@ import structlog
 
 from deploy.supervisor.child import Child, ChildSpec
 from deploy.supervisor.policy import RestartPolicy, Verdict
-from schemas.errors import StreamRLError, UserError
+from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
 
 log = structlog.get_logger()
+
+_BY_EXIT_CODE: dict[int, type[StreamRLError]] = {
+    error.exit_code: error for error in (UserError, Superseded, DataLossRefused)
+}
 
 
 @dataclass
@@ -31,7 +36,8 @@ class Supervisor:
 
         Consumes: exits of its children. Produces: restarts.
         Waits for: exits, ``stop``.
-        On failure: a child that cannot be kept alive ends the run with its last line in the message.
+        On failure: a child that cannot be kept alive ends the run with its last line in the message, under the exit
+            code that it had itself. One that was superseded does so only if it is essential.
         On stop: SIGTERM to all, SIGKILL to what is left when the grace period ends.
         """
         watchers = [asyncio.create_task(self._keep_alive(spec, stop)) for spec in self.specs]
@@ -65,19 +71,23 @@ class Supervisor:
                 log.info("process ended", process=spec.name)
                 return
             if verdict is Verdict.GIVE_UP:
-                self._give_up(spec, child, code)
+                self._give_up(child, code, policy.crashes)
                 return
             self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
-            log.warning("process died, restarting", process=spec.name, exit_code=code, in_s=policy.delay_s())
-            await asyncio.sleep(policy.delay_s())
+            pause = policy.delay_s()
+            log.warning("process died, restarting", process=spec.name, ended=_how(code), in_s=round(pause, 1))
+            await asyncio.sleep(pause)
 
-    def _give_up(self, spec: ChildSpec, child: Child, code: int) -> None:
-        line = child.last_line()
-        if spec.optional:
-            log.error("process given up", process=spec.name, exit_code=code, last_line=line)
+    def _give_up(self, child: Child, code: int, crashes: int) -> None:
+        spec, line = child.spec, child.last_line()
+        superseded = code == Superseded.exit_code
+        if spec.optional or (superseded and not spec.essential):
+            log.error("process given up", process=spec.name, ended=_how(code), last_line=line)
             return
-        message = f"{spec.name} ended with code {code}: {line}; its log is {spec.log_path}"
-        raise (UserError if code == UserError.exit_code else StreamRLError)(message)
+        often = f" for the {crashes}th time in a row" if crashes > 1 else ""
+        raise _BY_EXIT_CODE.get(code, StreamRLError)(
+            f"{spec.name} ended with {_how(code)}{often}: {line}; its log is {spec.log_path}"
+        )
 
     def _over(self, stop: asyncio.Event) -> bool:
         return stop.is_set() or self.finished.is_set() or self.ending.is_set()
@@ -88,6 +98,10 @@ class Supervisor:
             child.terminate()
         deadline = time.monotonic() + self.grace_s
         await asyncio.gather(*(child.wait_or_kill(deadline) for child in living))
+
+
+def _how(code: int) -> str:
+    return f"code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 def _failure(tasks: Sequence[asyncio.Task[None]]) -> BaseException | None:

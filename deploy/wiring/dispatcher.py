@@ -20,4 +20,10 @@ def build_dispatcher(settings: Settings, _worker_id: str) -> Dispatcher:
         settings=settings.dispatch,
         source=open_source(settings.data, run_seed=settings.run.seed),
         predictor=build_predictor(settings.lengths, settings.loop),
+        seed=_sampling_seed(settings),
     )
+
+
+def _sampling_seed(settings: Settings) -> int | None:
+    """None for vLLM, which draws seeded requests one by one; our own engine draws all rows at once in any case."""
+    return settings.run.seed if settings.generation.engine == "transformers" else None

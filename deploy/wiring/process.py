@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import structlog
 import uvloop
@@ -15,6 +15,7 @@ import uvloop
 from deploy.settings.tree import Settings
 from deploy.wiring.broker import broker_for
 from deploy.wiring.collector import settle_collector
+from deploy.wiring.watchdog import Watchdog
 from schemas.errors import UserError
 
 
@@ -24,6 +25,13 @@ class Loop(Protocol):
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped."""
         ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A role that tells, by name, of every turn of its loops."""
+
+    alive: Callable[[str], None]
 
 
 Build = Callable[[Settings, str], Loop]
@@ -39,15 +47,23 @@ def run_role(role: str, settings: Settings, worker_id: str) -> None:
     with broker_for(settings.kafka.bootstrap_servers, print) as address:
         named = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
         loop = _builder(role)(named, worker_id)
+        watchdog = Watchdog(settings.run.watchdog_s)
+        if isinstance(loop, Watched):
+            loop.alive = watchdog.alive
         settle_collector()
-        uvloop.run(_until_stopped(loop))
+        uvloop.run(_until_stopped(loop, watchdog))
 
 
-async def _until_stopped(loop: Loop) -> None:
+async def _until_stopped(loop: Loop, watchdog: Watchdog) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, stop)
-    await loop.run(stop)
+    watching = asyncio.create_task(watchdog.watch())
+    try:
+        await loop.run(stop)
+    finally:
+        watching.cancel()
+        await asyncio.wait({watching})
 
 
 def _ask_to_stop(stop: asyncio.Event) -> None:

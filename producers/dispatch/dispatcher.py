@@ -1,7 +1,10 @@
 """The dispatcher's driver: reads the topics, sends orders. What to send is decided in the state it holds.
 
-Invariant no_prompt_is_left_out: orders for new prompts are sent one after the other, each acknowledged before the
-next, so the topic never holds a later position without the earlier ones.
+Invariants:
+- no_prompt_is_left_out: the orders of one turn are committed in one transaction, by position, and each turn before the
+  next; so the topic never holds a later position without the earlier ones;
+- one_dispatcher_orders: all transactions are of one id, whose newest holder fences all older ones. A dispatcher that
+  stood still while another took over orders nothing more.
 """
 
 import asyncio
@@ -19,19 +22,26 @@ from producers.dispatch.state import DispatcherStatus, DispatchState
 from producers.dispatch.strategies import Candidate
 from producers.lengths.predictor import LengthPredictor
 from producers.prompts.source import PromptSource
-from schemas.errors import DeliveryUnknown
+from schemas.errors import BusUnavailable, DeliveryUnknown
 from schemas.identifiers import lane_of, make_group_id
 from schemas.messages.prompts import SamplingParams, WorkOrder
-from schemas.ports.bus import Bus, Outgoing, Publisher, Subscription
+from schemas.ports.bus import Bus, Outgoing, Subscription, TransactionalPublisher
 from schemas.settings import LoopSettings
 from schemas.wire.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 
 log = structlog.get_logger()
 
+TURN_BYTES = 8 << 20
+RETRY_S = 0.5
+
 
 @dataclass
 class Dispatcher:
-    """One per run. A restart rebuilds everything from the topics."""
+    """One per run; a second one supersedes the first. A restart rebuilds everything from the topics.
+
+    ``seed``: what the random numbers of all samples are drawn from; none leaves that to the engines. ``alive`` is
+    told, by name, of every turn of a loop.
+    """
 
     bus: Bus
     run_name: str
@@ -40,7 +50,10 @@ class Dispatcher:
     source: PromptSource
     predictor: LengthPredictor
     clock: Callable[[], float] = time.time
+    seed: int | None = None
+    alive: Callable[[str], None] = lambda name: None
     state: DispatchState = field(init=False)
+    _heard_at: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.state = DispatchState(self.loop, self.settings, self.predictor)
@@ -55,46 +68,66 @@ class Dispatcher:
         Consumes: heartbeats, trajectories, steps, skips and control; at the start also its own work orders.
         Produces: work orders.
         Waits for: room under the staleness bound and a worker with free slots.
-        On failure: raises; a restart rebuilds the state and goes on at the same prompt.
-        On stop: ends within one poll and one order, as it does when the run has finished or is drained.
+        On failure: raises; a restart rebuilds the state and goes on at the same prompt. ``Superseded``: another
+            dispatcher took over.
+        On stop: ends within one poll and one transaction, as it does when the run has finished or is drained.
         """
-        topics = [topic.full_name(self.run_name) for topic in (HEARTBEATS, CONTROL, STEPS, SKIPS, TRAJECTORIES)]
-        positions = await rebuild(self.bus, self.run_name, self.state, self.clock)
-        subscription = await self.bus.subscribe(topics, client_id=CLIENT_ID, start=positions)
+        publisher = await self.bus.transactional(f"{self.run_name}.{CLIENT_ID}")
         try:
-            publisher = await self.bus.publisher(CLIENT_ID)
+            topics = [topic.full_name(self.run_name) for topic in (HEARTBEATS, CONTROL, STEPS, SKIPS, TRAJECTORIES)]
+            positions = await rebuild(self.bus, self.run_name, self.state, self.clock)
+            subscription = await self.bus.subscribe(topics, client_id=CLIENT_ID, start=positions)
             try:
                 await self._serve(subscription, publisher, stop)
             finally:
-                await publisher.close()
+                await subscription.close()
         finally:
-            await subscription.close()
+            await publisher.close()
         log.info("dispatcher ended", finished=self.state.finished, mode=self.state.mode, cursor=self.state.cursor)
 
-    async def _serve(self, subscription: Subscription, publisher: Publisher, stop: asyncio.Event) -> None:
-        listened = logged = self.clock()
+    async def _serve(self, subscription: Subscription, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
+        listened = logged = self._heard_at = self.clock()
         has_more = True
         while not stop.is_set() and not self.state.is_over(self.clock()):
+            self.alive("dispatch")
             self._forgive_our_own_silence(self.clock() - listened)
             records = await subscription.poll(timeout_s=0.0 if has_more else self.settings.poll_s)
             listened = self.clock()
             for record in records:
                 if (message := message_of(record)) is not None:
                     self.state.observe(message, listened)
+            await self._forgive_a_silent_broker(subscription, bool(records))
             has_more = False
             if self.state.mode == "run" and not self.state.finished:
-                await self._send_again(publisher, stop)
-                has_more = await self._send_new(publisher, stop)
+                orders = self._orders_again()
+                has_more = await self._add_new_orders(orders, stop)
+                await self._commit(publisher, orders, stop)
             if listened - logged >= self.settings.log_interval_s:
                 logged = listened
                 self._log_progress()
 
     def _forgive_our_own_silence(self, seconds: float) -> None:
         if seconds > self.settings.lease_s / 2:
-            self.state.fleet.extend_leases(seconds)
+            self.state.forgive(seconds)
+        elif self.state.mode != "run":
+            self.state.flights.extend(seconds)
 
-    async def _send_again(self, publisher: Publisher, stop: asyncio.Event) -> None:
+    async def _forgive_a_silent_broker(self, subscription: Subscription, heard: bool) -> None:
+        """When nothing at all is heard, the broker is asked whether it is there; if not, no worker is to blame."""
+        silent_s = self.clock() - self._heard_at
+        if not heard and silent_s < self.settings.lease_s / 4:
+            return
+        if not heard:
+            try:
+                await subscription.end_offsets()
+            except BusUnavailable as error:
+                log.warning("the broker is silent, so leases stand still", error=str(error))
+                self.state.forgive(silent_s)
+        self._heard_at = self.clock()
+
+    def _orders_again(self) -> list[WorkOrder]:
         """What is missing of groups whose worker was lost goes to others; it comes before new prompts."""
+        orders = []
         for flight in self.state.lost(self.clock()):
             now = self.clock()
             group_id = flight.order.group_id
@@ -103,15 +136,18 @@ class Dispatcher:
                 self.state.give_up(flight)
                 continue
             missing = len(flight.missing)
-            worker = self.state.choose(missing, partial(self.state.ledger.may_move, group_id), now)
+            may_move = partial(self.state.ledger.may_move, group_id)
+            worker = self.state.choose(missing, may_move, now, other_than=flight.order.worker_id)
             if worker is not None:
                 order = self._follow_up(flight, worker)
                 log.warning("group ordered again", group=group_id, missing=missing, worker=worker.worker_id)
                 self.state.reassign(order, worker, now)
-                await self._publish(publisher, order, stop)
+                orders.append(order)
+        return orders
 
-    async def _send_new(self, publisher: Publisher, stop: asyncio.Event) -> bool:
+    async def _add_new_orders(self, orders: list[WorkOrder], stop: asyncio.Event) -> bool:
         """Orders for new prompts, one turn's at most; true if there may be room for more."""
+        size = 0
         for _ in range(self.settings.orders_per_turn):
             now = self.clock()
             worker = self.state.choose(self.loop.num_generations, self.state.ledger.may_admit, now)
@@ -119,7 +155,10 @@ class Dispatcher:
                 return False
             order = await self._next_order(worker, now)
             self.state.admit(order, worker, now)
-            await self._publish(publisher, order, stop)
+            orders.append(order)
+            size += len(order.prompt.text)
+            if size > TURN_BYTES:
+                break
         return True
 
     async def _next_order(self, worker: Candidate, now: float) -> WorkOrder:
@@ -137,6 +176,7 @@ class Dispatcher:
                 temperature=self.loop.temperature,
                 top_p=self.loop.top_p,
                 top_k=self.loop.top_k,
+                seed=self.seed,
             ),
             num_generations=self.loop.num_generations,
             sample_indices=tuple(range(self.loop.num_generations)),
@@ -155,21 +195,24 @@ class Dispatcher:
             admitted_version=worker.version,
         )
 
-    async def _publish(self, publisher: Publisher, order: WorkOrder, stop: asyncio.Event) -> None:
-        """Send until the broker has it; a repeat under the same ids is dropped by whoever reads it twice."""
+    async def _commit(self, publisher: TransactionalPublisher, orders: list[WorkOrder], stop: asyncio.Event) -> None:
+        """Send until the broker has them; a repeat under the same ids is dropped by whoever reads it twice."""
         topic = WORK_ORDERS.full_name(self.run_name)
-        record = Outgoing.of(topic, order, key=order.group_id, partition=lane_of(order.worker_id))
-        while not stop.is_set():
+        records = [
+            Outgoing.of(topic, order, key=order.group_id, partition=lane_of(order.worker_id)) for order in orders
+        ]
+        while records and not stop.is_set():
+            self.alive("dispatch")
             try:
-                await publisher.publish(record)
-            except DeliveryUnknown as error:
-                log.warning("order sent again", group=order.group_id, error=str(error))
+                await publisher.commit(records)
+            except (DeliveryUnknown, BusUnavailable) as error:
+                log.warning("orders sent again", count=len(records), error=str(error))
+                await asyncio.sleep(RETRY_S)
             else:
                 return
 
     def _log_progress(self) -> None:
         status = self.status()
-        lengths = status.lengths
         log.info(
             "dispatch progress",
             version=str(status.version),
@@ -179,8 +222,5 @@ class Dispatcher:
             missing=status.missing,
             workers=status.workers_ready,
             reordered=status.reordered,
-            length_coverage=None if lengths.coverage is None else round(lengths.coverage, 3),
-            length_error=None if lengths.mean_abs_error is None else round(lengths.mean_abs_error, 1),
-            buckets_predicted=lengths.predicted,
-            buckets_actual=lengths.actual,
+            **status.lengths.fields(),
         )

@@ -13,14 +13,18 @@ from schemas.messages.prompts import WorkOrder
 
 @dataclass(slots=True)
 class Flight:
-    """One group under way. ``worker_id`` none: its worker was lost and no other has it yet."""
+    """One group under way. ``worker_id`` none: its worker was lost and no other has it yet.
+
+    ``progress_at``: when it was ordered last or a sample of it arrived.
+    """
 
     order: WorkOrder
     worker_id: str | None
     incarnation: str | None
     sent_at: float
     missing: set[int]
-    skipped: dict[str, int] = field(default_factory=dict)
+    progress_at: float
+    skipped: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def missing_tokens(self) -> int:
@@ -55,15 +59,11 @@ class FlightTable:
         """An order goes to its worker: a new group's, or one for what is missing of a known group."""
         flight = self._flights.get(order.group_id)
         if flight is None:
-            flight = Flight(order, None, None, sent_at, set(order.sample_indices))
+            flight = Flight(order, None, None, sent_at, set(order.sample_indices), sent_at)
             self._flights[order.group_id] = flight
         self.release(flight)
-        flight.order, flight.worker_id, flight.incarnation, flight.sent_at = (
-            order,
-            order.worker_id,
-            incarnation,
-            sent_at,
-        )
+        flight.order, flight.worker_id, flight.incarnation = order, order.worker_id, incarnation
+        flight.sent_at = flight.progress_at = sent_at
         self._account(flight, 1)
 
     def release(self, flight: Flight) -> None:
@@ -71,13 +71,19 @@ class FlightTable:
         self._account(flight, -1)
         flight.worker_id = None
 
-    def produced(self, group_id: str, sample_index: int) -> Flight | None:
+    def extend(self, seconds: float) -> None:
+        """Nothing could arrive for so long."""
+        for flight in self._flights.values():
+            flight.progress_at += seconds
+
+    def produced(self, group_id: str, sample_index: int, at: float) -> Flight | None:
         """A sample is on the topic; its flight if that is news."""
         flight = self._flights.get(group_id)
         if flight is None or sample_index not in flight.missing:
             return None
         self._account(flight, -1)
         flight.missing.discard(sample_index)
+        flight.progress_at = max(flight.progress_at, at)
         self._account(flight, 1)
         return flight
 
@@ -88,22 +94,22 @@ class FlightTable:
         flight.missing.clear()
         return nothing_exists
 
-    def skip(self, group_id: str, sample: str, step: int, *, closed: bool) -> bool:
+    def skip(self, group_id: str, sample: str, step: int, *, closed: bool, lineage: int = 0) -> bool:
         """The trainer skipped a sample at a step; true once nothing of the group can be trained any more.
 
         That is when it has skipped every sample, or, ``closed``, every one that exists: it waits for no others.
         """
         flight = self._flights[group_id]
-        flight.skipped[sample] = step
+        flight.skipped[sample] = step, lineage
         if len(flight.skipped) >= flight.order.num_generations:
             return True
         produced = set(range(flight.order.num_generations)) - flight.missing
         return closed and all(make_trajectory_id(group_id, index) in flight.skipped for index in produced)
 
-    def forget_skips_after(self, step: int) -> None:
-        """The trainer went back to a step and will judge again what it skipped since."""
+    def forget_skips_after(self, step: int, lineage: int) -> None:
+        """A trainer of this lineage began at this step, and will judge again what older ones skipped since."""
         for flight in self._flights.values():
-            flight.skipped = {sample: at for sample, at in flight.skipped.items() if at <= step}
+            flight.skipped = {name: at for name, at in flight.skipped.items() if at[0] <= step or at[1] >= lineage}
 
     def end(self, group_id: str) -> None:
         """The group was trained or skipped."""

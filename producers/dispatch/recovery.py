@@ -3,7 +3,8 @@
 Order matters, and rests on causes rather than on clocks: heartbeats and control, then our own orders, then what the
 trainer wrote (steps and skips, merged by the trainer's own time stamps), then trajectories. Of those, only the
 records are read that can belong to a group in flight: a group whose base version is b was sent after step b was
-reported, so everything that steps up to b consumed lies before its samples.
+reported, so everything that steps up to b consumed lies before its samples. Orders expire before steps and
+trajectories do, so the prompt cursor is the largest of what all three say.
 """
 
 import contextlib
@@ -14,17 +15,19 @@ import structlog
 
 from producers.dispatch.admission import HISTORY_STEPS
 from producers.dispatch.state import DispatchState
+from producers.lengths.replay import replay
 from schemas.errors import WireError
 from schemas.messages.base import Message
 from schemas.messages.control import RunFinished
 from schemas.messages.prompts import WorkOrder
-from schemas.messages.reports import SkipReason, SkipRecord, StepReport
+from schemas.messages.reports import SkipRecord, StepReport
 from schemas.ports.bus import Bus, Record, Start, TopicPartition
 from schemas.wire.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 
 log = structlog.get_logger()
 
 CLIENT_ID = "dispatcher"
+RECENT_HEARTBEATS = 100_000
 Positions = dict[TopicPartition, int]
 
 
@@ -79,7 +82,7 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
     positions: Positions = {}
     trainer = _Trainer()
     present = [topic.full_name(run) for topic in (HEARTBEATS, CONTROL)]
-    async for record, message in _history(bus, present, "earliest", positions):
+    async for record, message in _history(bus, present, await _recent(bus, present[0]), positions):
         # A finished run that is started again still has the old end on the topic; a new end arrives live.
         if not isinstance(message, RunFinished):
             state.observe(message, min(record.timestamp, started))
@@ -88,9 +91,9 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
     await _restore_orders(bus, run, state, trainer.trained_long_ago())
     for _, message in sorted(trainer.records, key=lambda pair: pair[0]):
         state.observe(message, started)
-    _place_cursor(state, trainer)
+    await replay(bus, run, state.predictor, skip=lambda group_id: state.flights.get(group_id) is not None)
     await _restore_samples(bus, run, state, trainer, positions)
-    state.fleet.extend_leases(clock() - started)
+    state.forgive(clock() - started)
     log.info(
         "dispatcher rebuilt", cursor=state.cursor, in_flight=state.ledger.in_flight, version=str(state.ledger.current)
     )
@@ -113,18 +116,14 @@ async def _restore_samples(bus: Bus, run: str, state: DispatchState, trainer: _T
         state.observe(message, record.timestamp)
 
 
-def _place_cursor(state: DispatchState, trainer: _Trainer) -> None:
-    """Orders expire before steps and skips do; then the cursor goes behind every prompt that can have been used."""
-    if state.cursor > 0 or trainer.number == 0:
-        return
-    skipped = {
-        message.group_id
-        for _, message in trainer.records
-        if isinstance(message, SkipRecord) and message.reason is not SkipReason.DUPLICATE
-    }
-    used = trainer.number * state.loop.groups_per_step + len(skipped) + state.loop.max_groups_in_flight
-    log.warning("no order is left on the topic, so the prompt cursor is placed behind all that were used", cursor=used)
-    state.cursor = used
+async def _recent(bus: Bus, topic: str) -> Start:
+    """Where the newest heartbeats begin; every worker writes one a second, and old ones say nothing."""
+    subscription = await bus.subscribe([topic], client_id=CLIENT_ID, start="latest")
+    try:
+        first, ends = await subscription.beginning_offsets(), await subscription.end_offsets()
+    finally:
+        await subscription.close()
+    return {tp: max(first[tp], ends[tp] - RECENT_HEARTBEATS) for tp in ends}
 
 
 async def _history(

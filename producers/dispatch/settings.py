@@ -18,7 +18,11 @@ class DispatchSettings(Section):
         float,
         Field(ge=1.0, le=8.0, description="Sequences ordered per worker, as a multiple of what it samples at once."),
     ] = 1.25
-    lease_s: Annotated[float, Field(gt=0, description="A worker silent for longer has lost its orders.")] = 10.0
+    lease_s: Annotated[float, Field(gt=0, description="A worker silent for longer has lost its orders.")] = 8.0
+    order_timeout_s: Annotated[
+        float,
+        Field(gt=0, description="An order without a new sample for so long goes to another worker; doubles each time."),
+    ] = 300.0
     max_attempts: Annotated[int, Field(ge=1, description="Times a group is ordered before it is given up.")] = 10
     orders_per_turn: Annotated[int, Field(ge=1, description="Orders sent between two looks at the topics.")] = 64
     poll_s: Annotated[float, Field(gt=0, le=5, description="Longest wait for news from the topics.")] = 0.25

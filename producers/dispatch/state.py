@@ -15,6 +15,7 @@ from producers.dispatch.flights import Flight, FlightTable
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.strategies import STRATEGIES, Candidate
 from producers.lengths.calibration import Calibration, CalibrationReport
+from producers.lengths.completion import Completion
 from producers.lengths.predictor import LengthPredictor
 from schemas.identifiers import PolicyVersion
 from schemas.messages.base import Message
@@ -23,6 +24,9 @@ from schemas.messages.prompts import WorkOrder
 from schemas.messages.reports import Heartbeat, SkipReason, SkipRecord, StepReport
 from schemas.messages.trajectories import FinishReason, Trajectory
 from schemas.settings import LoopSettings
+
+LONGEST_PATIENCE = 8
+"""Times ``order_timeout_s``, at most, that an order may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +69,19 @@ class DispatchState:
             case Heartbeat():
                 self.fleet.observe(message, at)
             case Trajectory():
-                self._produced(message)
+                self._produced(message, at)
             case StepReport():
                 self._stepped(message)
             case SkipRecord():
                 self._skipped(message)
             case FlowControl():
                 self.mode = message.mode
-            case RunFinished():
+            case RunFinished() if self.ledger.current is None or message.step >= self.ledger.current.number:
                 self.finished = True
 
-    def _produced(self, trajectory: Trajectory) -> None:
-        flight = self.flights.produced(trajectory.group_id, trajectory.sample_index)
+    def _produced(self, trajectory: Trajectory, at: float) -> None:
+        self.cursor = max(self.cursor, trajectory.position + 1)
+        flight = self.flights.produced(trajectory.group_id, trajectory.sample_index, at)
         if flight is None:
             return
         if not flight.missing:
@@ -84,15 +89,16 @@ class DispatchState:
         if trajectory.finish_reason is FinishReason.ABORT:
             return
         length = len(trajectory.token_ids)
-        self.predictor.observe(trajectory.dataset, len(flight.order.prompt.text), length)
-        self.calibration.add(flight.order.estimate, length)
+        self.predictor.observe(Completion.of(trajectory, flight.order.prompt))
+        self.calibration.add(flight.order.estimate, length, trajectory.dataset)
 
     def _stepped(self, report: StepReport) -> None:
+        self.cursor = max(self.cursor, report.prompt_cursor)
         before = self.ledger.current
         if not self.ledger.advance(report.version, report.group_ids):
             return
-        if before is not None and report.version.number < before.number:
-            self.flights.forget_skips_after(report.version.number)
+        if before is not None and report.version.lineage > before.lineage:
+            self.flights.forget_skips_after(report.version.number, report.version.lineage)
         for group_id in report.group_ids:
             self.flights.end(group_id)
 
@@ -100,8 +106,8 @@ class DispatchState:
         group_id = skip.group_id
         if group_id is None or skip.reason is SkipReason.DUPLICATE or not self.ledger.is_in_flight(group_id):
             return
-        if self._is_skipped_whole(group_id, skip):
-            self.ledger.end(group_id, skip.step)
+        if not self.ledger.is_undone(skip.step, skip.lineage) and self._is_skipped_whole(group_id, skip):
+            self.ledger.end(group_id, skip.step, skip.lineage)
             self.flights.end(group_id)
 
     def _is_skipped_whole(self, group_id: str, skip: SkipRecord) -> bool:
@@ -112,7 +118,8 @@ class DispatchState:
         if skip.reason is SkipReason.ZERO_ADVANTAGE or self.flights.get(group_id) is None:
             return True
         sample = skip.trajectory_id or f"{skip.partition}@{skip.offset}"
-        return self.flights.skip(group_id, sample, skip.step, closed=skip.reason is SkipReason.GROUP_INCOMPLETE)
+        closed = skip.reason is SkipReason.GROUP_INCOMPLETE
+        return self.flights.skip(group_id, sample, skip.step, closed=closed, lineage=skip.lineage)
 
     def restore(self, order: WorkOrder, sent_at: float) -> None:
         """Apply an order of an earlier life of the dispatcher. Heartbeats must have been applied before."""
@@ -155,18 +162,36 @@ class DispatchState:
             self.flights.end(flight.order.group_id)
 
     def lost(self, now: float) -> list[Flight]:
-        """Flights with samples missing whose worker is gone, restarted, or idle without having produced them."""
-        gone = [
-            flight
-            for flight in self.flights.unfinished()
-            if flight.worker_id is None or not self.fleet.has(flight.worker_id, flight.incarnation, flight.sent_at, now)
-        ]
+        """Flights with samples missing that nobody works on any more, as far as we can tell.
+
+        Their worker is gone, restarted, or idle without having produced them; or nothing came for too long, although
+        it seems well: then the order was lost, or the worker has it and is stuck.
+        """
+        gone = [flight for flight in self.flights.unfinished() if not self._is_worked_on(flight, now)]
         for flight in gone:
             self.flights.release(flight)
         return gone
 
-    def choose(self, samples: int, may_take: Callable[[PolicyVersion], bool], now: float) -> Candidate | None:
-        """A worker with room for so many samples whose weights will do; none if there is none now."""
+    def _is_worked_on(self, flight: Flight, now: float) -> bool:
+        if flight.worker_id is None:
+            return False
+        if not self.fleet.has(flight.worker_id, flight.incarnation, flight.sent_at, now):
+            return False
+        patience = self._settings.order_timeout_s * min(1 << flight.order.attempt, LONGEST_PATIENCE)
+        return now - flight.progress_at <= patience
+
+    def forgive(self, seconds: float) -> None:
+        """For so long nothing could be heard of anyone: no worker is to blame."""
+        self.fleet.extend_leases(seconds)
+        self.flights.extend(seconds)
+
+    def choose(
+        self, samples: int, may_take: Callable[[PolicyVersion], bool], now: float, other_than: str = ""
+    ) -> Candidate | None:
+        """A worker with room for so many samples whose weights will do; none if there is none now.
+
+        ``other_than``: a worker to take only if there is no other.
+        """
         fits = functools.cache(may_take)
         candidates = [
             candidate
@@ -175,6 +200,7 @@ class DispatchState:
         ]
         if not candidates:
             return None
+        candidates = [candidate for candidate in candidates if candidate.worker_id != other_than] or candidates
         chosen = STRATEGIES[self._settings.strategy](candidates, self._previous)
         self._previous = chosen.worker_id
         return chosen

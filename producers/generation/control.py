@@ -1,19 +1,26 @@
-"""What the control topic tells one worker: the newest weights, whether to start anything new, whether to leave."""
+"""What the control topic tells one worker: the newest weights, whether to start anything new, whether to leave.
+
+The end of a run that stood there before this process began was that of an earlier life: the run may be continued, so
+the worker stays. The end counts when it comes later and there are no newer weights than its step's.
+"""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import structlog
 
+from producers.generation.fence import Fence
 from producers.generation.weights.adopter import Adopter
-from schemas.errors import WireError
-from schemas.messages.control import DrainWorker, FlowControl, RunFinished, WeightsReady
-from schemas.ports.bus import Record, Subscription
+from schemas.errors import BusUnavailable, WireError
+from schemas.messages.control import DrainWorker, FlowControl, RunFinished, WeightsReady, WorkerClaimed
+from schemas.ports.bus import Record, Subscription, TopicPartition
 
 log = structlog.get_logger()
 
 POLL_S = 0.5
+RETRY_S = 0.5
 
 
 @dataclass
@@ -24,8 +31,9 @@ class Control:
     """
 
     subscription: Subscription
-    worker_id: str
+    fence: Fence
     adopter: Adopter
+    alive: Callable[[str], None] = lambda name: None
     mode: Literal["run", "pause", "drain"] = "run"
     drained: bool = False
     finished: bool = False
@@ -45,21 +53,39 @@ class Control:
     async def control_loop(self) -> None:
         """Follow the topic.
 
-        Consumes: control. Produces: offers to the adopter, ``mode``, ``drained``, ``finished``.
+        Consumes: control. Produces: offers to the adopter, ``mode``, ``drained``, ``finished``, looks at the fence.
         Waits for: the coordinator.
         On failure: a record that does not decode is logged and passed over; a failing bus raises.
+            ``Superseded``: another incarnation holds this worker's id.
         On stop: is cancelled; nothing is lost.
         """
-        ends = await self.subscription.end_offsets()
-        while any(position < ends[tp] for tp, position in (await self.subscription.positions()).items()):
-            for record in await self.subscription.poll(timeout_s=POLL_S):
-                self._obey(record, is_old=True)
+        await self._read_to_the_end(is_old=True)
         self.caught_up.set()
         self._offer()
         while True:
+            self.alive("control")
             for record in await self.subscription.poll(timeout_s=POLL_S):
                 self._obey(record, is_old=False)
+            if self.fence.stood_still:
+                log.warning("stood still, looking at control before anything is published")
+                await self._read_to_the_end(is_old=False)
+            self.fence.looked()
             self._offer()
+
+    async def _read_to_the_end(self, *, is_old: bool) -> None:
+        ends = await self._ends()
+        while any(position < ends[tp] for tp, position in (await self.subscription.positions()).items()):
+            for record in await self.subscription.poll(timeout_s=POLL_S):
+                self._obey(record, is_old=is_old)
+
+    async def _ends(self) -> dict[TopicPartition, int]:
+        while True:
+            self.alive("control")
+            try:
+                return await self.subscription.end_offsets()
+            except BusUnavailable as error:
+                log.warning("control cannot be read, asking again", error=str(error))
+                await asyncio.sleep(RETRY_S)
 
     def _offer(self) -> None:
         if self._newest is not None:
@@ -77,8 +103,17 @@ class Control:
             case FlowControl():
                 self.mode = message.mode
                 log.info("flow changed", mode=message.mode, reason=message.reason)
-            case DrainWorker() if message.worker_id == self.worker_id and not is_old:
+            case DrainWorker() if message.worker_id == self.fence.worker_id and not is_old:
                 self.drained = True
                 log.info("asked to leave", reason=message.reason)
+            case WorkerClaimed() if message.worker_id == self.fence.worker_id:
+                if not is_old or message.incarnation == self.fence.incarnation:
+                    self.fence.claimed(message.incarnation)
             case RunFinished():
-                self.finished = True
+                self._end(message, is_old)
+
+    def _end(self, message: RunFinished, is_old: bool) -> None:
+        if is_old:
+            log.info("the run finished earlier, waiting for its continuation", step=message.step)
+        elif self._newest is None or message.step >= self._newest.step:
+            self.finished = True

@@ -11,8 +11,11 @@ class GenerationSettings(Section):
     """``[generation]``: the engine of every worker. Names are vLLM's where vLLM has one."""
 
     engine: Annotated[
-        Literal["transformers", "vllm"],
-        Field(description="What samples: transformers (built in), or vLLM (its own environment)."),
+        Literal["transformers", "vllm", "emulated"],
+        Field(
+            description="What samples: transformers (built in), vLLM (its own environment), or nothing: the times of "
+            "[emulation] in place of a model."
+        ),
     ] = "transformers"
     max_num_seqs: Annotated[int, Field(ge=1, le=4096, description="Completions sampled at once by one worker.")] = 64
     max_model_len: Annotated[
@@ -45,6 +48,10 @@ class GenerationSettings(Section):
     ] = 32
     stream_tokens: Annotated[bool, Field(description="Publish tokens on the tokens topic as they are sampled.")] = False
     heartbeat_interval_s: Annotated[float, Field(gt=0, le=60, description="Seconds between heartbeats.")] = 1.0
+    standstill_s: Annotated[
+        float,
+        Field(gt=0, description="After standing still for so long, a worker looks first whether another replaced it."),
+    ] = 5.0
     drain_grace_s: Annotated[
         float,
         Field(ge=0, description="After SIGTERM: time for running completions; unfinished ones are done elsewhere."),

@@ -1,11 +1,14 @@
 """The worker's driver: work orders in, trajectories out, newest weights in between. Knows no broker and no model.
 
-Invariant nothing_is_missed: the lane is subscribed before the first heartbeat makes this worker known.
+Invariants:
+- nothing_is_missed: the lane is subscribed before the first heartbeat makes this worker known;
+- one_incarnation_per_id: every record passes the fence, which ends this one when another took over its id.
 """
 
 import asyncio
 import contextlib
 import time
+import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ from typing import Any, Protocol
 import structlog
 
 from producers.generation.control import Control
+from producers.generation.fence import Fence, FencedPublisher
 from producers.generation.heartbeat import Heartbeats
 from producers.generation.orders import Orders
 from producers.generation.outbox import Outbox
@@ -52,7 +56,10 @@ class Rewards(Scorer, Protocol):
 
 @dataclass
 class GenerationWorker:
-    """One per process. ``weights_cache`` is a directory of its own, kept between restarts."""
+    """One per process. ``weights_cache`` is a directory of its own, kept between restarts.
+
+    ``alive`` is told, by name, of every turn of a loop.
+    """
 
     bus: Bus
     run_name: str
@@ -64,6 +71,9 @@ class GenerationWorker:
     rewards: Rewards
     weights_cache: Path
     clock: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+    open_fetcher: Callable[[Path, float, int], WeightsFetcher] = WeightsFetcher
+    alive: Callable[[str], None] = lambda name: None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped, drained, or the run is finished.
@@ -72,7 +82,7 @@ class GenerationWorker:
         Produces: trajectories, heartbeats, and tokens if the settings say so.
         Waits for: the first weights; orders; the broker when it is behind.
         On failure: raises (``EngineError``, ``ModelError``, ``RewardLoadError``, ``BusError``) after a last heartbeat;
-            what was in hand is ordered elsewhere.
+            what was in hand is ordered elsewhere. ``Superseded``, without a last heartbeat: another process has our id.
         On stop: takes no more orders, gives what is in hand the grace period, abandons the rest.
         """
         client_id = f"worker-{self.worker_id}"
@@ -114,28 +124,35 @@ class Shift:
     def of(cls, worker: GenerationWorker, lane: Subscription, control: Subscription, publisher: Publisher) -> "Shift":
         """Put the parts together."""
         run, settings = worker.run_name, worker.settings
+        fence = Fence(worker.worker_id, uuid.uuid4().hex[:12], settings.standstill_s, worker.monotonic)
+        fenced = FencedPublisher(publisher, fence)
         streams = settings.stream_tokens
-        tokens = TokenStream(publisher, TOKENS.full_name(run), worker.worker_id) if streams else None
+        tokens = TokenStream(fenced, TOKENS.full_name(run), worker.worker_id) if streams else None
         rollout = Rollout(
             worker.engine, worker.tokenizer, worker.rewards, worker.worker_id, tokens=tokens, clock=worker.clock
         )
         heartbeats = Heartbeats(
-            publisher, HEARTBEATS.full_name(run), worker.worker_id, worker.engine, rollout.load, worker.clock
+            fenced,
+            HEARTBEATS.full_name(run),
+            worker.worker_id,
+            worker.engine,
+            rollout.load,
+            worker.clock,
+            fence.incarnation,
         )
-        fetcher = WeightsFetcher(worker.weights_cache, settings.fetch_timeout_s, lane_of(worker.worker_id))
+        fetcher = worker.open_fetcher(worker.weights_cache, settings.fetch_timeout_s, lane_of(worker.worker_id))
         adopter = Adopter(worker.engine, fetcher, lambda: heartbeats.update(version=adopter.held))
-        outbox = Outbox(publisher, settings.max_undelivered)
+        outbox = Outbox(fenced, settings.max_undelivered)
         orders = Orders(rollout, outbox, TRAJECTORIES.full_name(run), worker.loop.max_prompt_length)
-        return cls(worker, lane, Control(control, worker.worker_id, adopter), adopter, heartbeats, orders)
+        return cls(worker, lane, Control(control, fence, adopter, worker.alive), adopter, heartbeats, orders)
 
     async def work(self, stop: asyncio.Event) -> None:
         """Start the parts, take orders, finish."""
         await self.heartbeats.beat()
         async with asyncio.TaskGroup() as tasks:
-            beating = tasks.create_task(self.heartbeats.heartbeat_loop(self.worker.settings.heartbeat_interval_s))
-            background = [beating]
+            background = [tasks.create_task(self.heartbeats.heartbeat_loop(self.worker.settings.heartbeat_interval_s))]
+            background.append(tasks.create_task(self.control.control_loop()))
             if await _done_before(stop, self._start_parts()):
-                background.append(tasks.create_task(self.control.control_loop()))
                 background.append(tasks.create_task(self.adopter.adopt_loop()))
                 await self._orders_loop(stop, tasks)
                 await self._finish(stop)
@@ -144,6 +161,8 @@ class Shift:
 
     async def sign_off(self) -> None:
         """Say that this worker is gone, so that nobody waits for its lease to end; bounded in time."""
+        if self.control.fence.superseded is not None:
+            return
         self.heartbeats.update(state=WorkerState.STOPPED)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_BEAT_S):
@@ -164,6 +183,7 @@ class Shift:
         On stop: returns within one poll.
         """
         while not stop.is_set() and not self.control.leaving:
+            self.worker.alive("orders")
             state = self._state()
             self.heartbeats.update(state=state)
             if state is not WorkerState.READY:
@@ -186,6 +206,7 @@ class Shift:
         self.heartbeats.update(state=WorkerState.DRAINING)
         loop, deadline = asyncio.get_running_loop(), None
         while self.orders.in_hand and not self.control.finished:
+            self.worker.alive("orders")
             if stop.is_set() and deadline is None:
                 deadline = loop.time() + self.worker.settings.drain_grace_s
             left = POLL_S if deadline is None else min(POLL_S, deadline - loop.time())

@@ -1,13 +1,5 @@
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-
-from coordinator.coordinator import Coordinator
-from coordinator.settings import CoordinatorSettings
 from schemas.identifiers import PolicyVersion
-from schemas.messages.base import Message
 from schemas.messages.control import (
-    Control,
     DrainWorker,
     FlowControl,
     OperatorCommand,
@@ -16,44 +8,10 @@ from schemas.messages.control import (
     control_key,
 )
 from schemas.ports.bus import Outgoing
-from schemas.ports.memory_bus import MemoryBus
-from schemas.wire.topics import CATALOGUE, COMMANDS, CONTROL, STEPS, Topic
+from schemas.wire.topics import COMMANDS, STEPS
 from tests.coordinator.factories import step_report
-
-RELAYS = ("http://relay:1",)
-
-
-def new_bus() -> MemoryBus:
-    bus = MemoryBus()
-    for topic in CATALOGUE:
-        bus.create_topic(topic.full_name("r"), topic.partition_count(4))
-    return bus
-
-
-async def publish(bus: MemoryBus, topic: Topic, message: Message) -> None:
-    await (await bus.publisher("test")).publish(Outgoing.of(topic.full_name("r"), message, key="k"))
-
-
-def controls(bus: MemoryBus) -> list[Control]:
-    messages = [record.message() for record in bus.log(CONTROL.full_name("r")).partitions[0]]
-    return [message for message in messages if isinstance(message, Control)]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-@asynccontextmanager
-async def running(bus: MemoryBus) -> AsyncIterator[None]:
-    stop = asyncio.Event()
-    coordinator = Coordinator(bus, "r", CoordinatorSettings(relays=RELAYS))
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(coordinator.run(stop))
-        await asyncio.sleep(0.05)
-        yield
-        stop.set()
+from tests.coordinator.scene import RELAYS, controls, new_bus, publish, running
+from tests.fakes.waiting import until
 
 
 async def test_each_newer_step_is_announced_with_its_relays_and_checksum() -> None:
@@ -107,7 +65,7 @@ async def test_the_end_of_the_run_is_announced_once() -> None:
     bus = new_bus()
     await publish(bus, STEPS, step_report(1, 5, finished=True))
     for _ in range(2):
-        async with running(bus):
+        async with running(bus, finish_patience_s=0.1):
             await until(lambda: any(isinstance(m, RunFinished) for m in controls(bus)))
     assert sum(isinstance(message, RunFinished) for message in controls(bus)) == 1
 

@@ -17,17 +17,32 @@ def test_a_stopped_worker_has_left_even_when_silent() -> None:
     assert members.with_standing(Standing.LOST, 100.0) == []
 
 
-def test_an_older_incarnation_and_a_repeated_heartbeat_change_nothing() -> None:
+def test_the_newest_incarnation_holds_the_id() -> None:
+    """Newest by the first heartbeat, though its clock may be behind; the former one does not get the id back."""
     members = Membership(timeout_s=10)
-    members.observe(heartbeat(incarnation="b", sent_at=5.0, sequence=3), 5.0)
-    assert members.observe(heartbeat(incarnation="a", sent_at=4.0, sequence=9, state="draining"), 6.0) is None
-    assert members.observe(heartbeat(incarnation="b", sent_at=6.0, sequence=3, state="draining"), 6.0) is None
+    members.observe(heartbeat(incarnation="a", sent_at=50.0, sequence=3), 5.0)
+    members.observe(heartbeat(incarnation="b", sent_at=4.0), 6.0)
+    assert members.holders() == {"w0": "b"}
+    assert members.observe(heartbeat(incarnation="a", sent_at=60.0, sequence=4, state="draining"), 7.0) is None
+    assert members.is_former(heartbeat(incarnation="a"))
+    assert members.holders() == {"w0": "b"}
+
+
+def test_a_repeated_heartbeat_changes_nothing() -> None:
+    members = Membership(timeout_s=10)
+    members.observe(heartbeat(sequence=3), 5.0)
+    assert members.observe(heartbeat(sequence=3, state="draining"), 6.0) is None
     assert members.members["w0"].received_at == 5.0
+
+
+def test_a_worker_that_left_holds_no_id() -> None:
+    members = Membership(timeout_s=10)
+    members.observe(heartbeat(), 0.0)
+    members.observe(heartbeat(sequence=1, state="stopped"), 1.0)
+    assert members.holders() == {}
 
 
 def test_a_draining_worker_is_neither_alive_nor_lost() -> None:
     members = Membership(timeout_s=10)
     members.observe(heartbeat(state="draining"), 0.0)
     assert members.with_standing(Standing.DRAINING, 1.0) == ["w0"]
-    members.forget("w0")
-    assert members.standing("w0", 1.0) is None

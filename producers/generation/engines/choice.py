@@ -2,8 +2,18 @@
 
 from pathlib import Path
 
+from producers.generation.engines.emulated.settings import DecodeSettings, LengthTraceSettings
 from producers.generation.settings import GenerationSettings
 from schemas.ports.engine import Engine
+
+
+def build_emulated(
+    settings: GenerationSettings, decode: DecodeSettings, lengths: LengthTraceSettings, time_scale: float
+) -> Engine:
+    """The engine that needs no model, not started yet; ``time_scale``: emulated seconds in one of the wall clock."""
+    from producers.generation.engines.emulated.engine import EmulatedEngine
+
+    return EmulatedEngine(decode, lengths, time_scale, settings.max_num_seqs, settings.max_model_len)
 
 
 def build_engine(settings: GenerationSettings, model_path: str | Path) -> Engine:
@@ -12,6 +22,7 @@ def build_engine(settings: GenerationSettings, model_path: str | Path) -> Engine
     Raises:
         ModelError: the engine's library is not installed.
     """
+    assert settings.engine != "emulated", "which build_emulated builds, of other settings"
     from producers.generation.engines.threaded import ThreadedEngine
 
     if settings.engine == "vllm":

@@ -63,7 +63,7 @@ class Rollout:
             EngineError: it failed twice, or returned what is not a completion.
         """
         trajectory_id = make_trajectory_id(order.group_id, sample_index)
-        request = GenerationRequest(trajectory_id, prompt_token_ids, _own_seed(order.sampling, trajectory_id))
+        request = GenerationRequest(trajectory_id, prompt_token_ids, _own_seed(order, trajectory_id), order.prompt)
         started_at = self.clock()
         self.load.generating += 1
         try:
@@ -125,6 +125,7 @@ class Rollout:
             "worker_id": self.worker_id,
             "attempt": order.attempt,
             "admitted_version": order.admitted_version,
+            "position": order.position,
             "created_at": order.created_at,
         }
 
@@ -165,9 +166,11 @@ async def _closing(deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[AsyncIter
             await close()
 
 
-def _own_seed(sampling: SamplingParams, trajectory_id: str) -> SamplingParams:
-    """Samples of one prompt differ, and a repeated attempt at one of them does not."""
+def _own_seed(order: WorkOrder, trajectory_id: str) -> SamplingParams:
+    """The order's seed is the run's: each sample of each attempt draws random numbers of its own from it."""
+    sampling = order.sampling
     if sampling.seed is None:
         return sampling
-    seed = xxhash.xxh32_intdigest(trajectory_id.encode(), seed=sampling.seed & 0xFFFFFFFF) & 0x7FFFFFFF
+    name = f"{trajectory_id}@{order.attempt}"
+    seed = xxhash.xxh32_intdigest(name.encode(), seed=sampling.seed & 0xFFFFFFFF) & 0x7FFFFFFF
     return sampling.model_copy(update={"seed": seed})

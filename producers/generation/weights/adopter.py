@@ -48,7 +48,7 @@ class Adopter:
         Waits for: an announcement newer than what is held.
         On failure: the old weights stay in service; asks the next relay after a pause, for the newest version by then.
             Raises ``WeightsError`` if the engine refuses its very first weights.
-        On stop: is cancelled; what was half fetched is deleted.
+        On stop: is cancelled; what was half fetched stays, and is fetched to its end if it is still wanted.
         """
         failures = 0
         while True:

@@ -1,13 +1,15 @@
 """Fetches a weight version from the relays into a local directory. It does not know what the tensors mean.
 
-Invariant only_verified_bytes_are_adopted: a version's directory appears, by one rename, after every byte of it has been
-checked against its manifest, and the manifest against the announcement.
+Invariants:
+- only_verified_bytes_are_adopted: a version's directory appears, by one rename, after every byte of it has been
+  checked against its manifest, and the manifest against the announcement;
+- nothing_is_fetched_twice: what a relay delivered before it broke off is kept, and the next one asked for the rest.
 """
 
 import asyncio
+import contextlib
 import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -81,21 +83,19 @@ class WeightsFetcher:
             async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
                 raw = await _read_manifest(session, f"{base}/{MANIFEST}")
                 manifest = _checked_manifest(raw, ready, base)
-                self._check_space(manifest)
-                with tempfile.TemporaryDirectory(
-                    prefix=_PARTIAL, dir=self.cache, ignore_cleanup_errors=True
-                ) as scratch:
-                    version = Path(scratch) / "version"
-                    version.mkdir()
-                    for file in manifest.files:
-                        await _download_file(session, f"{base}/{file.name}", file, version / file.name)
-                    (version / MANIFEST).write_bytes(raw)
-                    return await asyncio.to_thread(self._put_in_place, version, ready.version)
+                partial = self.cache / f"{_PARTIAL}{ready.version}-{ready.manifest_sha256[:16]}"
+                self._check_space(manifest, partial)
+                partial.mkdir(exist_ok=True)
+                for file in manifest.files:
+                    await _download_file(session, f"{base}/{file.name}", file, partial / file.name)
+                (partial / MANIFEST).write_bytes(raw)
+                return await asyncio.to_thread(self._put_in_place, partial, ready.version)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise WeightsError(f"expected weights {ready.version} from {base}, got {error!r}") from error
 
-    def _check_space(self, manifest: WeightManifest) -> None:
-        needed, free = sum(file.size for file in manifest.files), shutil.disk_usage(self.cache).free
+    def _check_space(self, manifest: WeightManifest, partial: Path) -> None:
+        here = sum(path.stat().st_size for path in partial.glob("*"))
+        needed, free = sum(file.size for file in manifest.files) - here, shutil.disk_usage(self.cache).free
         if needed > free:
             raise WeightsError(f"expected {needed} bytes free for weights in {self.cache}, got {free}; make room")
 
@@ -132,32 +132,53 @@ async def _read_manifest(session: aiohttp.ClientSession, url: str) -> bytes:
 
 
 async def _download_file(session: aiohttp.ClientSession, url: str, file: WeightFile, path: Path) -> None:
-    """Stream a file to disk; hashing and writing happen in a thread, which leaves the loop to the tokens."""
-    digest, size = sha256(), 0
-    with path.open("xb") as target:
+    """Stream what is missing of a file to disk, then check all of it; a file that fails the check is deleted.
 
-        def take(chunk: bytes) -> None:
-            digest.update(chunk)
-            target.write(chunk)
-
-        async with _opened(session, url) as response:
-            async for chunk in response.content.iter_chunked(READ_BYTES):
-                size += len(chunk)
-                if size > file.size:
-                    raise ChecksumMismatch(f"expected {file.size} bytes at {url}, got more")
-                await asyncio.to_thread(take, chunk)
-    if size != file.size or digest.hexdigest() != file.sha256:
+    Hashing and writing happen in a thread, which leaves the loop to the tokens.
+    """
+    have = _size_of(path)
+    if have < file.size or not have:
+        have = await _append(session, url, path, have, file.size)
+    found = await asyncio.to_thread(_sha256_of, path)
+    if have != file.size or found != file.sha256:
+        _discard(path)
         raise ChecksumMismatch(
-            f"expected {file.size} bytes with sha256 {file.sha256} at {url}, got {size} with {digest.hexdigest()}"
+            f"expected {file.size} bytes with sha256 {file.sha256} at {url}, got {have} with {found}; asking again"
         )
 
 
+async def _append(session: aiohttp.ClientSession, url: str, path: Path, have: int, size: int) -> int:
+    """Fetch a file from a byte on, up to one byte too many; how many there are now."""
+    async with _opened(session, url, {"Range": f"bytes={have}-"} if have else {}) as response:
+        if response.status == 200:
+            have = 0
+        with path.open("ab" if have else "wb") as target:
+            async for chunk in response.content.iter_chunked(READ_BYTES):
+                have += len(chunk)
+                await asyncio.to_thread(target.write, chunk)
+                if have > size:
+                    break
+    return have
+
+
 @asynccontextmanager
-async def _opened(session: aiohttp.ClientSession, url: str) -> AsyncIterator[aiohttp.ClientResponse]:
-    async with session.get(url, allow_redirects=False) as response:
-        if response.status != 200:
+async def _opened(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    async with session.get(url, headers=headers, allow_redirects=False) as response:
+        if response.status != 200 and not (headers and response.status == 206):
             raise WeightsError(f"expected status 200 from {url}, got {response.status}")
         yield response
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _discard(path: Path) -> None:
+    path.unlink()
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()
 
 
 def _sha256_of(path: Path) -> str:

@@ -57,6 +57,13 @@ async def test_only_complete_versions_are_served(address: URL) -> None:
             assert response.status == 404
 
 
+async def test_a_version_that_was_deleted_is_gone_and_one_that_may_still_come_is_not_found(address: URL) -> None:
+    async with ClientSession() as session:
+        for version, status in (("1-2", 410), ("1-4", 404), ("2-0", 404), ("nonsense", 404)):
+            async with session.get(address / f"weights/{version}/manifest.json") as response:
+                assert (version, response.status) == (version, status)
+
+
 @pytest.mark.parametrize(
     "path", ["1-3/link.json", "1-3/..%2fsecret.json", "1-3/%2e%2e%2f%2e%2e%2fsecret.json", "..%2f1-3/manifest.json"]
 )

@@ -9,7 +9,7 @@ import pytest
 
 from deploy.supervisor.child import ChildSpec
 from deploy.supervisor.supervisor import Supervisor
-from schemas.errors import StreamRLError, UserError
+from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
 
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -67,10 +67,59 @@ async def test_a_user_error_ends_the_run_with_its_last_line(tmp_path: Path) -> N
     assert not supervisor.children
 
 
-async def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
-    supervisor = Supervisor([spec(tmp_path, "bad", "raise SystemExit(1)")], max_restarts=1, grace_s=5)
-    with pytest.raises(StreamRLError, match="ended with code 1"):
+async def test_a_crash_loop_ends_the_run_with_one_line_that_says_all(tmp_path: Path) -> None:
+    code = "print('error: no room'); print('bye'); raise SystemExit(1)"
+    supervisor = Supervisor([spec(tmp_path, "bad", code)], max_restarts=1, grace_s=5)
+    with pytest.raises(StreamRLError) as raised:
         await supervisor.run(asyncio.Event())
+    expected = f"bad ended with code 1 for the 2th time in a row: error: no room; its log is {tmp_path / 'bad.log'}"
+    assert (str(raised.value), raised.value.exit_code) == (expected, 1)
+
+
+async def test_refused_data_loss_ends_the_run_with_its_line_and_its_exit_code(tmp_path: Path) -> None:
+    bad = spec(tmp_path, "bad", "print('error: offsets 3 to 9 are gone'); raise SystemExit(4)")
+    with pytest.raises(DataLossRefused, match="offsets 3 to 9 are gone") as raised:
+        await Supervisor([bad], max_restarts=3, grace_s=5).run(asyncio.Event())
+    assert raised.value.exit_code == 4
+
+
+async def test_a_superseded_process_is_not_restarted_and_the_run_goes_on(tmp_path: Path) -> None:
+    twin = spec(tmp_path, "twin", "print('error: superseded'); raise SystemExit(3)")
+    main = spec(tmp_path, "main", "import time; time.sleep(1)", essential=True)
+    supervisor = Supervisor([twin, main], max_restarts=3, grace_s=5)
+    await supervisor.run(asyncio.Event())
+    assert supervisor.finished.is_set()
+    assert supervisor.restarts == {}
+
+
+async def test_the_run_ends_when_its_essential_process_is_superseded(tmp_path: Path) -> None:
+    main = spec(tmp_path, "main", "print('error: superseded'); raise SystemExit(3)", essential=True)
+    with pytest.raises(Superseded, match="superseded"):
+        await Supervisor([spec(tmp_path, "side", SLEEP), main], max_restarts=3, grace_s=5).run(asyncio.Event())
+
+
+async def test_two_supervisors_with_the_same_worker_do_not_end_each_others_for_ever(tmp_path: Path) -> None:
+    """Each process takes a token and ends superseded when the token changed hands."""
+    token = tmp_path / "token"
+    claim = f"""
+import os, pathlib, sys, time
+token = pathlib.Path({str(token)!r})
+token.write_text(str(os.getpid()))
+while token.read_text() in ("", str(os.getpid())):
+    time.sleep(0.02)
+sys.exit(3)
+"""
+    stop = asyncio.Event()
+    both = [Supervisor([spec(tmp_path, f"w0-{number}", claim)], max_restarts=5, grace_s=5) for number in range(2)]
+    tasks = [asyncio.create_task(supervisor.run(stop)) for supervisor in both]
+    async with asyncio.timeout(15):
+        while sum(len(supervisor.children) for supervisor in both) != 1 or not token.exists():
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.5)
+    assert sum(len(supervisor.children) for supervisor in both) == 1
+    assert [supervisor.restarts for supervisor in both] == [{}, {}]
+    stop.set()
+    await asyncio.gather(*tasks)
 
 
 async def test_an_optional_process_that_cannot_be_kept_alive_does_not_end_the_run(tmp_path: Path) -> None:

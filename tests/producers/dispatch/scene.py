@@ -99,6 +99,7 @@ def trajectory(of: WorkOrder, sample: int, *, length: int = 5, reason: FinishRea
         worker_id=of.worker_id,
         attempt=of.attempt,
         admitted_version=of.admitted_version,
+        position=of.position,
         created_at=of.created_at,
         started_at=0.0,
         finished_at=0.0,
@@ -106,7 +107,12 @@ def trajectory(of: WorkOrder, sample: int, *, length: int = 5, reason: FinishRea
 
 
 def step_report(
-    number: int, groups: Iterable[str] = (), *, lineage: int = 1, refs: tuple[RecordRef, ...] = ()
+    number: int,
+    groups: Iterable[str] = (),
+    *,
+    lineage: int = 1,
+    refs: tuple[RecordRef, ...] = (),
+    prompt_cursor: int = 0,
 ) -> StepReport:
     return StepReport(
         algorithm="grpo",
@@ -116,6 +122,7 @@ def step_report(
         group_ids=tuple(groups),
         micro_batches=(refs,),
         metrics={},
+        prompt_cursor=prompt_cursor,
         sent_at=0.0,
     )
 
@@ -157,6 +164,7 @@ class Scene:
     bus: MemoryBus = field(default_factory=MemoryBus)
     source: CountedSource = field(default_factory=CountedSource)
     clock: Callable[[], float] = time.time
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         self.stop = asyncio.Event()
@@ -169,7 +177,7 @@ class Scene:
         """A new life of the dispatcher on the same bus."""
         self.stop = asyncio.Event()
         predictor = self.predictor or ConstantLength(LengthSettings(), self.loop)
-        dispatcher = Dispatcher(self.bus, "r", self.loop, self.settings, self.source, predictor, self.clock)
+        dispatcher = Dispatcher(self.bus, "r", self.loop, self.settings, self.source, predictor, self.clock, self.seed)
         self.task = asyncio.create_task(dispatcher.run(self.stop))
         return dispatcher
 
@@ -206,10 +214,10 @@ class Scene:
         await self.send(CONTROL, message, control_key(message))
 
     async def flow(self, mode: str) -> None:
-        await self.control(FlowControl(sequence=next(self._sequence), sent_at=0.0, mode=mode))  # type: ignore[arg-type]
+        await self.control(FlowControl(sequence=next(self._sequence), sent_at=0.0, mode=mode))
 
-    async def finish_run(self) -> None:
-        await self.control(RunFinished(sequence=next(self._sequence), sent_at=0.0, step=1))
+    async def finish_run(self, step: int = 1) -> None:
+        await self.control(RunFinished(sequence=next(self._sequence), sent_at=0.0, step=step))
 
     def orders(self, worker: str | None = None) -> list[WorkOrder]:
         """All orders on the topic by position and attempt."""

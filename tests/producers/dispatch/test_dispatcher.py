@@ -4,16 +4,18 @@ from collections.abc import AsyncIterator
 import pytest
 
 from producers.dispatch.settings import DispatchSettings
+from producers.lengths.completion import Completion
 from producers.lengths.constant import ConstantLength
+from producers.lengths.learned.lengths import LearnedLengths
 from producers.lengths.observed import ObservedQuantiles
 from producers.lengths.predictor import LengthPredictor
 from producers.lengths.settings import LengthSettings
-from schemas.errors import DataError, DeliveryUnknown
+from schemas.errors import BusUnavailable, DataError, DeliveryUnknown, Superseded
 from schemas.identifiers import lane_of
 from schemas.messages.prompts import LengthEstimate, Prompt
 from schemas.messages.reports import SkipReason, WorkerState
-from schemas.ports.bus import Outgoing, Position
-from schemas.ports.memory_bus import MemoryBus, MemoryPublisher
+from schemas.ports.bus import Outgoing
+from schemas.ports.memory_bus import MemoryBus, MemoryTransactionalPublisher
 from schemas.wire.topics import HEARTBEATS, WORK_ORDERS
 from tests.producers.dispatch.scene import FAST, LOOP, Scene, version
 
@@ -288,29 +290,157 @@ async def test_bytes_that_are_not_ours_are_left_to_the_trainer(scene: Scene) -> 
     await _started(scene)
 
 
-class _Doubtful(MemoryPublisher):
-    """Delivers every record, and says of every other one that it does not know."""
+class _Doubtful(MemoryTransactionalPublisher):
+    """Commits everything, and says of every other time that it does not know."""
 
-    async def publish(self, record: Outgoing) -> Position:
-        position = await super().publish(record)
-        if position.offset % 2 == 0:
+    commits = 0
+
+    async def commit(self, records, **offsets):  # type: ignore[no-untyped-def]
+        await super().commit(records, **offsets)
+        self.commits += 1
+        if self.commits % 2:
             raise DeliveryUnknown("no answer")
-        return position
 
 
-async def test_an_order_of_unknown_fate_is_sent_again_before_the_next() -> None:
+async def test_orders_of_unknown_fate_are_sent_again_before_the_next() -> None:
     class Bus(MemoryBus):
-        async def publisher(self, client_id: str) -> MemoryPublisher:
-            return (_Doubtful if client_id == "dispatcher" else MemoryPublisher)(self, client_id)
+        async def transactional(self, transactional_id: str) -> MemoryTransactionalPublisher:
+            plain = await super().transactional(transactional_id)
+            return _Doubtful(plain.publisher, plain.transactional_id, plain.epoch)
 
-    scene = Scene(bus=Bus())
+    scene = Scene(bus=Bus(), settings=FAST.model_copy(update={"orders_per_turn": 2}))
     await scene.start()
     await scene.step(0)
     await scene.beat()
     await scene.until(lambda: len(scene.orders()) == 2 * BOUND)
     records = scene.bus.log(WORK_ORDERS.full_name("r")).partitions[lane_of("w0")]
-    assert [record.key for record in records] == [f"toy/{n // 2}/0" for n in range(2 * BOUND)]
+    assert [record.key for record in records] == [f"toy/{n}/0" for n in (0, 1, 0, 1, 2, 3, 2, 3)]
     await scene.end()
+
+
+async def test_one_dispatcher_orders() -> None:
+    """The first one stands still while another takes over; when it goes on it ends and has ordered nothing more."""
+    first, second = Scene(), Scene()
+    second.bus = first.bus
+    await _started(first)
+    await second.start()
+    await second.settle()
+    for order in first.orders():
+        await second.finish(order)
+    await second.step(1, ["toy/0/0", "toy/1/0"])
+    await second.beat(number=1)
+    assert first.task is not None
+    with pytest.raises(Superseded):
+        await asyncio.wait_for(first.task, 3)
+    await second.until(lambda: len(second.orders()) == BOUND + 2)
+    assert [order.position for order in second.orders()] == list(range(BOUND + 2))
+    await second.end()
+
+
+async def test_an_order_that_a_worker_swallows_goes_to_another_after_its_time() -> None:
+    """The worker beats, and is busy with something else."""
+    time = 1_000.0
+    scene = Scene(clock=lambda: time, settings=FAST.model_copy(update={"order_timeout_s": 60.0, "lease_s": 1e6}))
+    await _started(scene)
+    whole, half, *_ = scene.orders()
+    await scene.finish(whole)
+    time += 40.0
+    await scene.beat()
+    await scene.finish(half, [0])
+    await scene.settle()
+    time += 30.0
+    await scene.beat()
+    await scene.beat("w1")
+    await scene.until(lambda: len(scene.orders("w1")) == BOUND - 2)
+    assert {whole.group_id, half.group_id}.isdisjoint(order.group_id for order in scene.orders("w1"))
+    time += 35.0
+    await scene.beat("w0")
+    await scene.beat("w1")
+    await scene.until(lambda: len(scene.orders("w1")) == BOUND - 1)
+    assert scene.orders("w1")[0].sample_indices == (1,)
+    await scene.end()
+
+
+async def test_the_only_worker_gets_what_it_swallowed_again_with_growing_patience() -> None:
+    time = 1_000.0
+    scene = Scene(clock=lambda: time, settings=FAST.model_copy(update={"order_timeout_s": 10.0, "lease_s": 1e6}))
+    await _started(scene)
+    for wait, attempts in ((11.0, 2), (11.0, 2), (10.0, 3)):
+        time += wait
+        await scene.beat()
+        await scene.until(lambda attempts=attempts: len(scene.orders()) == attempts * BOUND)  # type: ignore[misc]
+        await scene.settle()
+        assert len(scene.orders()) == attempts * BOUND
+    await scene.end()
+
+
+async def test_admission_goes_on_after_orders_that_nobody_ever_carried_out() -> None:
+    time = 1_000.0
+    settings = {"order_timeout_s": 10.0, "lease_s": 1e6, "max_attempts": 2}
+    scene = Scene(clock=lambda: time, settings=FAST.model_copy(update=settings))
+    dispatcher = await scene.start()
+    await scene.step(0)
+    await scene.beat()
+    await scene.until(lambda: len(scene.orders()) == BOUND)
+    for _ in range(2):
+        time += 21.0
+        await scene.beat()
+        await scene.settle()
+    await scene.until(lambda: dispatcher.status().given_up == BOUND)
+    await scene.until(lambda: scene.orders()[-1].position == 2 * BOUND - 1)
+    await scene.end()
+
+
+async def test_a_broker_that_is_silent_costs_no_worker_its_orders() -> None:
+    time, down = 1_000.0, False
+
+    class Bus(MemoryBus):
+        async def subscribe(self, *topics, **named):  # type: ignore[no-untyped-def]
+            subscription = await super().subscribe(*topics, **named)
+            ends = subscription.end_offsets
+
+            async def asked():  # type: ignore[no-untyped-def]
+                if down:
+                    raise BusUnavailable("gone")
+                return await ends()
+
+            subscription.end_offsets = asked  # type: ignore[method-assign]
+            return subscription
+
+    scene = Scene(bus=Bus(), clock=lambda: time, settings=FAST.model_copy(update={"lease_s": 8.0}))
+    await _started(scene)
+    await scene.settle()
+    down = True
+    for _ in range(10):
+        time += 3.0
+        await scene.settle()
+    down = False
+    await scene.beat("w1")
+    await scene.settle()
+    assert not scene.orders("w1")
+    time += 9.0
+    await scene.beat("w1")
+    await scene.until(lambda: len(scene.orders("w1")) == BOUND)
+    await scene.end()
+
+
+async def test_a_dead_worker_is_noticed_within_ten_seconds() -> None:
+    """With the default settings: from its last heartbeat to the orders for another."""
+    time = 1_000.0
+    scene = Scene(clock=lambda: time, settings=DispatchSettings(poll_s=0.01))
+    await _started(scene)
+    for _ in range(9):
+        time += 1.0
+        await scene.beat("w1")
+        await scene.settle()
+    await scene.until(lambda: len(scene.orders("w1")) == BOUND)
+    await scene.end()
+
+
+async def test_orders_carry_the_seed_of_the_run(scene: Scene) -> None:
+    scene.seed = 7
+    await _started(scene)
+    assert {order.sampling.seed for order in scene.orders()} == {7}
 
 
 class _Wild:
@@ -324,13 +454,18 @@ class _Wild:
         length = 1 if self.calls % 2 else 10**9
         return LengthEstimate(median=length, upper=length, bucket=self.calls % 4, predictor="wild")
 
-    def observe(self, dataset: str, prompt_length: int, output_length: int) -> None:
+    def observe(self, completion: Completion) -> None:
         """Nothing to learn."""
 
 
 @pytest.mark.parametrize(
     "predictor",
-    [ConstantLength(LengthSettings(), LOOP), ObservedQuantiles(LengthSettings(min_observations=1), LOOP), _Wild()],
+    [
+        ConstantLength(LengthSettings(), LOOP),
+        ObservedQuantiles(LengthSettings(min_observations=1), LOOP),
+        LearnedLengths(LengthSettings(predictor="learned"), LOOP),
+        _Wild(),
+    ],
 )
 @pytest.mark.parametrize("strategy", ["least_loaded", "round_robin"])
 async def test_estimates_are_advice_only(predictor: LengthPredictor, strategy: str) -> None:

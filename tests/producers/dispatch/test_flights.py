@@ -13,17 +13,17 @@ def test_a_produced_sample_leaves_the_worker_but_the_group_stays() -> None:
     table = FlightTable()
     _sent(table)
     assert table.load("w0") == (2, 20)
-    assert table.produced("toy/0/0", 0) is not None
-    assert table.produced("toy/0/0", 0) is None
+    assert table.produced("toy/0/0", 0, 0.0) is not None
+    assert table.produced("toy/0/0", 0, 0.0) is None
     assert table.load("w0") == (1, 10)
-    table.produced("toy/0/0", 1)
+    table.produced("toy/0/0", 1, 0.0)
     assert (table.load("w0"), len(table), list(table.unfinished())) == ((0, 0), 1, [])
 
 
 def test_what_is_missing_moves_with_its_load() -> None:
     table = FlightTable()
     flight = _sent(table)
-    table.produced("toy/0/0", 0)
+    table.produced("toy/0/0", 0, 0.0)
     table.release(flight)
     assert table.load("w0") == (0, 0)
     table.send(order(worker="w1").replace(sample_indices=(1,), attempt=1), "b", 5.0)
@@ -49,14 +49,14 @@ def test_a_group_ends_when_every_sample_of_it_was_skipped() -> None:
 def test_a_closed_group_ends_when_all_that_exists_of_it_was_skipped() -> None:
     table = FlightTable()
     _sent(table)
-    table.produced("toy/0/0", 0)
+    table.produced("toy/0/0", 0, 0.0)
     assert table.skip("toy/0/0", "toy/0/0/0", 1, closed=True)
 
 
 def test_a_late_sample_does_not_end_a_group_that_is_still_to_be_trained() -> None:
     table = FlightTable()
     _sent(table)
-    table.produced("toy/0/0", 0)
+    table.produced("toy/0/0", 0, 0.0)
     assert not table.skip("toy/0/0", "toy/0/0/1", 1, closed=True)
 
 
@@ -64,14 +64,14 @@ def test_skips_that_will_be_judged_again_are_forgotten() -> None:
     table = FlightTable()
     _sent(table)
     table.skip("toy/0/0", "toy/0/0/0", 5, closed=False)
-    table.forget_skips_after(4)
+    table.forget_skips_after(4, 1)
     assert not table.skip("toy/0/0", "toy/0/0/1", 5, closed=False)
 
 
 def test_giving_up_tells_whether_anything_of_the_group_exists() -> None:
     table = FlightTable()
     nothing, something = _sent(table, "toy/0/0"), _sent(table, "toy/1/0")
-    table.produced("toy/1/0", 0)
+    table.produced("toy/1/0", 0, 0.0)
     assert table.give_up(nothing)
     assert not table.give_up(something)
     assert table.load("w0") == (0, 0)

@@ -122,13 +122,15 @@ async def test_a_trainer_that_resumed_gets_its_groups_back_after_our_restart_too
     assert state.ledger.current == version(1, lineage=2)
 
 
-async def test_the_cursor_goes_behind_used_prompts_when_their_orders_have_expired() -> None:
+async def test_the_cursor_is_the_largest_that_orders_steps_and_trajectories_tell() -> None:
     scene = Scene()
     await scene.step(0)
-    await scene.step(7, ["toy/0/0"])
-    await scene.skip("toy/1/0", 0, SkipReason.STALE, step=3)
-    state, _ = await _rebuilt(scene)
-    assert state.cursor == 7 * LOOP.groups_per_step + 1 + LOOP.max_groups_in_flight
+    await scene.step(7, ["toy/0/0"], prompt_cursor=20)
+    assert (await _rebuilt(scene))[0].cursor == 20
+    await scene.finish(order("toy/24/0"), [0])
+    assert (await _rebuilt(scene))[0].cursor == 25
+    await _order(scene, 29)
+    assert (await _rebuilt(scene))[0].cursor == 30
 
 
 async def test_an_old_end_of_the_run_does_not_end_its_continuation() -> None:

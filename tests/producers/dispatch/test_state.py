@@ -4,6 +4,7 @@ from producers.dispatch.state import DispatchState
 from producers.dispatch.strategies import Candidate
 from producers.lengths.observed import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
+from schemas.messages.control import RunFinished
 from schemas.messages.prompts import WorkOrder
 from schemas.messages.reports import SkipReason
 from schemas.messages.trajectories import FinishReason
@@ -33,6 +34,14 @@ def _admit(state: DispatchState, number: int = 0) -> WorkOrder:
     admitted = order(f"toy/{number}/0")
     state.admit(admitted, WORKER, 0.0)
     return admitted
+
+
+def test_the_end_of_an_earlier_life_of_the_run_is_not_ours(state: DispatchState) -> None:
+    state.observe(step_report(5, lineage=2), 1.0)
+    state.observe(RunFinished(sequence=0, sent_at=0.0, step=4), 1.0)
+    assert not state.finished
+    state.observe(RunFinished(sequence=1, sent_at=0.0, step=5), 1.0)
+    assert state.finished
 
 
 def test_a_trained_group_ends(state: DispatchState) -> None:

@@ -38,16 +38,23 @@ def work_order(index: int = 0, *, samples: int = 2, **changes: Any) -> WorkOrder
 
 @dataclass
 class FakeRelay:
-    """Serves ``content[version][name]``; ``requests`` lists the paths asked for. ``status`` overrides the answer."""
+    """Serves ``content[version][name]``; ``requests`` lists the paths asked for. ``status`` overrides the answer.
+
+    ``breaks_at``: byte of a file after which the connection breaks, once. ``sent``: bytes of bodies so far.
+    ``ranged`` False: it does not know Range and sends all of a file.
+    """
 
     content: dict[str, dict[str, bytes]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     status: int | None = None
     address: str = ""
+    breaks_at: int | None = None
+    ranged: bool = True
+    sent: int = 0
 
-    def add(self, version: PolicyVersion, /, **manifest_changes: Any) -> WeightsReady:
+    def add(self, version: PolicyVersion, /, size: int = 3 << 20, **manifest_changes: Any) -> WeightsReady:
         """Put random weights there and return their announcement."""
-        files = {"model.safetensors": os.urandom(3 << 20), "config.json": b"{}"}
+        files = {"model.safetensors": os.urandom(size), "config.json": b"{}"}
         listed = tuple(
             WeightFile(name=name, size=len(data), sha256=sha256(data).hexdigest()) for name, data in files.items()
         )
@@ -66,14 +73,27 @@ class FakeRelay:
             relays=(self.address,),
         )
 
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
         version, name = request.match_info["version"], request.match_info["name"]
         self.requests.append(f"{version}/{name}")
         if self.status is not None:
             return web.Response(status=self.status)
         if name not in self.content.get(version, {}):
             return web.Response(status=404)
-        return web.Response(body=self.content[version][name])
+        body = self.content[version][name]
+        start = (request.http_range.start or 0) if self.ranged else 0
+        response = web.StreamResponse(status=206 if start else 200)
+        response.content_length = len(body) - start
+        await response.prepare(request)
+        end = len(body)
+        if self.breaks_at is not None and self.breaks_at < end:
+            end, self.breaks_at = self.breaks_at, None
+        self.sent += end - start
+        await response.write(body[start:end])
+        if end < len(body):
+            assert request.transport is not None
+            request.transport.close()
+        return response
 
 
 @asynccontextmanager

@@ -291,10 +291,20 @@ async def test_the_end_of_the_run_ends_the_worker_without_waiting_for_completion
     assert (it.trajectories, it.engine.left_early, it.state) == ([], 2, WorkerState.STOPPED)
 
 
-async def test_a_worker_that_comes_after_the_end_leaves_at_once(stage: MakeStage) -> None:
+async def test_the_end_of_an_earlier_life_of_the_run_does_not_end_its_continuation(stage: MakeStage) -> None:
     it = stage()
-    await it.control(RunFinished(sequence=1, step=9, sent_at=0.0))
-    await asyncio.wait_for(it.start(), 5)
+    await it.control(it.relay.add(V0))
+    await it.control(RunFinished(sequence=1, step=0, sent_at=0.0))
+    running = it.start()
+    await until(lambda: it.state is WorkerState.READY)
+    await it.control(it.relay.add(PolicyVersion(2, 3)))
+    await it.order(work_order(0, samples=1))
+    await until(lambda: it.trajectories)
+    await it.control(RunFinished(sequence=2, step=2, sent_at=0.0))
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    await it.control(RunFinished(sequence=3, step=3, sent_at=0.0))
+    await asyncio.wait_for(running, 5)
     assert it.state is WorkerState.STOPPED
 
 

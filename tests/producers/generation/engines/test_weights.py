@@ -42,7 +42,7 @@ def test_one_of_two_tied_tensors_is_enough(tmp_path: Path) -> None:
     assert set(facts.tensors) - set(found) == {"lm_head.weight"}
 
 
-@pytest.mark.parametrize("damage", ["missing", "unknown", "shape", "kind", "twice", "truncated", "none"])
+@pytest.mark.parametrize("damage", ["missing", "unknown", "shape", "kind", "twice", "truncated", "none", "pickle"])
 def test_weights_that_do_not_fit_are_refused_whole(
     facts: ModelFacts, tensors: dict[str, torch.Tensor], tmp_path: Path, damage: str
 ) -> None:
@@ -63,6 +63,8 @@ def test_weights_that_do_not_fit_are_refused_whole(
         save_file(tensors, file)
     if damage == "truncated":
         file.write_bytes(file.read_bytes()[:-100])
+    if damage == "pickle":
+        file.write_bytes(b"\x80\x04\x95\x0a\x00\x00\x00\x00\x00\x00\x00}\x94\x8c\x01a\x94K\x01s.")
     with pytest.raises(WeightsError, match=r"expected .* got "):
         check_weights(tmp_path, facts.tensors)
 

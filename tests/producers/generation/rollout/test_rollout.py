@@ -70,20 +70,22 @@ async def test_an_engine_that_fails_twice_is_an_error() -> None:
     assert maker.load.generating == 0
 
 
-async def test_samples_of_one_prompt_have_seeds_of_their_own_that_repeat_with_the_attempt() -> None:
+async def test_samples_of_one_prompt_and_attempts_at_one_sample_have_seeds_of_their_own() -> None:
     engine = FakeEngine()
     maker = rollout(engine)
     order = work_order(sampling=SamplingParams(max_completion_length=8, seed=2**40))
-    for index, attempt in ((0, 0), (1, 0), (0, 1)):
+    for index, attempt in ((0, 0), (1, 0), (0, 1), (0, 0)):
         await maker.sample(order.replace(attempt=attempt), index, PROMPT)
-    first, second, again = (request.sampling.seed for request in engine.requests)
-    assert first == again != second
+    first, other_sample, other_attempt, again = (request.sampling.seed for request in engine.requests)
+    assert first == again
+    assert len({first, other_sample, other_attempt}) == 3
 
 
 async def test_a_sample_that_was_never_made_is_accounted_for() -> None:
     order = work_order()
     trajectory = rollout(FakeEngine()).refused(order, 1, "because")
     assert trajectory.trajectory_id == "d/0/0/1"
+    assert rollout(FakeEngine()).refused(order.replace(position=7), 1, "because").position == 7
     assert len(trajectory.token_ids) == len(trajectory.prompt_token_ids) == 0
     assert trajectory.finish_reason is FinishReason.ABORT
     assert (trajectory.rewards, trajectory.reward_errors) == ({"length": None}, {"length": "because"})

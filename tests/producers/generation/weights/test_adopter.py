@@ -75,6 +75,31 @@ async def test_a_version_that_is_gone_is_overtaken_by_the_next(tmp_path: Path) -
         await until(lambda: adopter.held == (1, 1))
 
 
+async def test_an_announcement_that_comes_before_its_files_is_asked_for_again(tmp_path: Path) -> None:
+    async with running_relay() as relay, adopting(FakeEngine(), tmp_path) as adopter:
+        ready = relay.add(PolicyVersion(1, 0))
+        files = relay.content.pop("1-0")
+        adopter.offer(ready)
+        await until(lambda: relay.requests.count("1-0/manifest.json") >= 2)
+        relay.content["1-0"] = files
+        await until(lambda: adopter.held == (1, 0))
+
+
+async def test_a_version_deleted_in_mid_download_is_left_for_the_newest(tmp_path: Path) -> None:
+    async with running_relay() as relay, adopting(FakeEngine(), tmp_path) as adopter:
+        ready = relay.add(PolicyVersion(1, 0))
+        relay.breaks_at = 1 << 20
+        adopter.offer(ready)
+        await until(lambda: relay.breaks_at is None)
+        del relay.content["1-0"]
+        for number in range(1, 5):
+            ready = relay.add(PolicyVersion(1, number))
+        adopter.offer(ready)
+        await until(lambda: adopter.held == (1, 4))
+        await until(lambda: sorted(path.name for path in tmp_path.iterdir()) == ["1-4"])
+    assert not {name for name in relay.requests if name.startswith(("1-1/", "1-2/", "1-3/"))}
+
+
 async def test_weights_that_the_engine_refuses_leave_the_old_ones_in_service(tmp_path: Path) -> None:
     engine = FakeEngine(refuse={PolicyVersion(1, 1)})
     async with running_relay() as relay, adopting(engine, tmp_path) as adopter:

@@ -113,6 +113,62 @@ async def test_a_silent_relay_is_given_up(tmp_path: Path) -> None:
     await server.wait_closed()
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+async def test_nothing_is_fetched_twice(relay: FakeRelay, tmp_path: Path, share: float) -> None:
+    """The first relay dies on the way; the second one is asked for the rest.
+
+    What the client had received and not yet looked at is lost with the connection; that is less than half a megabyte.
+    """
+    async with running_relay() as other:
+        ready = relay.add(V1, 12 << 20)
+        other.content = relay.content
+        ready = ready.replace(relays=(relay.address, other.address))
+        size = sum(map(len, relay.content["1-1"].values()))
+        relay.breaks_at = int(share * len(relay.content["1-1"]["model.safetensors"]))
+        fetcher = WeightsFetcher(tmp_path)
+        with pytest.raises(WeightsError):
+            await fetcher.fetch(ready, 0)
+        directory = await fetcher.fetch(ready, 1)
+        assert {path.name: path.read_bytes() for path in directory.iterdir()} == relay.content["1-1"]
+        assert relay.sent + other.sent <= 1.1 * size
+        assert leftovers(tmp_path) == ["1-1"]
+
+
+async def test_a_relay_that_knows_no_ranges_is_read_from_the_start(relay: FakeRelay, tmp_path: Path) -> None:
+    ready, relay.breaks_at, relay.ranged = relay.add(V1), 1 << 20, False
+    with pytest.raises(WeightsError):
+        await WeightsFetcher(tmp_path).fetch(ready)
+    directory = await WeightsFetcher(tmp_path).fetch(ready)
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == relay.content["1-1"]
+
+
+async def test_a_first_half_that_was_corrupt_is_thrown_away(relay: FakeRelay, tmp_path: Path) -> None:
+    ready, good = relay.add(V1), relay.content["1-1"]["model.safetensors"]
+    relay.content["1-1"]["model.safetensors"] = bytes([good[0] ^ 1]) + good[1:]
+    relay.breaks_at = len(good) // 2
+    fetcher = WeightsFetcher(tmp_path)
+    with pytest.raises(WeightsError):
+        await fetcher.fetch(ready)
+    relay.content["1-1"]["model.safetensors"] = good
+    with pytest.raises(ChecksumMismatch):
+        await fetcher.fetch(ready)
+    directory = await fetcher.fetch(ready)
+    assert (directory / "model.safetensors").read_bytes() == good
+
+
+async def test_a_checksum_mismatch_is_mended_by_another_relay(relay: FakeRelay, tmp_path: Path) -> None:
+    async with running_relay() as other:
+        ready = relay.add(V1).replace(relays=(relay.address, other.address))
+        other.content = {"1-1": dict(relay.content["1-1"])}
+        good = relay.content["1-1"]["model.safetensors"]
+        relay.content["1-1"]["model.safetensors"] = good[:-1] + bytes([good[-1] ^ 1])
+        fetcher = WeightsFetcher(tmp_path)
+        with pytest.raises(ChecksumMismatch):
+            await fetcher.fetch(ready, 0)
+        assert await fetcher.fetch(ready, 1) == tmp_path / "1-1"
+        assert other.requests == ["1-1/manifest.json", "1-1/model.safetensors", "1-1/config.json"]
+
+
 async def test_a_version_already_here_is_verified_and_not_fetched_again(relay: FakeRelay, tmp_path: Path) -> None:
     ready, fetcher = relay.add(V1), WeightsFetcher(tmp_path)
     await fetcher.fetch(ready)

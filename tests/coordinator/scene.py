@@ -1,0 +1,49 @@
+"""A coordinator on the in-memory bus, and what it wrote."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from coordinator.coordinator import Coordinator
+from coordinator.settings import CoordinatorSettings
+from schemas.messages.base import Message
+from schemas.messages.control import Control
+from schemas.ports.bus import Outgoing
+from schemas.ports.memory_bus import MemoryBus
+from schemas.wire.topics import CATALOGUE, CONTROL, Topic
+
+RELAYS = ("http://relay:1",)
+
+
+def new_bus() -> MemoryBus:
+    bus = MemoryBus()
+    for topic in CATALOGUE:
+        bus.create_topic(topic.full_name("r"), topic.partition_count(4))
+    return bus
+
+
+async def publish(bus: MemoryBus, topic: Topic, message: Message) -> None:
+    await (await bus.publisher("test")).publish(Outgoing.of(topic.full_name("r"), message, key="k"))
+
+
+def controls(bus: MemoryBus) -> list[Control]:
+    messages = [record.message() for record in bus.log(CONTROL.full_name("r")).partitions[0]]
+    return [message for message in messages if isinstance(message, Control)]
+
+
+@asynccontextmanager
+async def running(
+    bus: MemoryBus, clock: Callable[[], float] = time.time, **settings: float
+) -> AsyncIterator["asyncio.Task[None]"]:
+    """A coordinator that is ready; at the end it is stopped, and fails the test if it failed."""
+    stop = asyncio.Event()
+    coordinator = Coordinator(bus, "r", CoordinatorSettings(relays=RELAYS, **settings), clock)
+    task = asyncio.create_task(coordinator.run(stop))
+    await asyncio.sleep(0.05)
+    try:
+        yield task
+    finally:
+        stop.set()
+        if not task.done():
+            await task

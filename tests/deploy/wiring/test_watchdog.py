@@ -1,0 +1,70 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from deploy.wiring.watchdog import EXIT_CODE, Watchdog
+from tests.fakes.clock import FakeClock
+
+STUCK_LOOP = "time.sleep(30)"
+STUCK_ROLE = "watchdog.alive('orders'); await asyncio.sleep(30)"
+LIVELY = "print('up', flush=True)\n    for _ in range(30): watchdog.alive('orders'); await asyncio.sleep(0.1)"
+
+
+def start(work: str, limit_s: float) -> "subprocess.Popen[str]":
+    code = f"""
+import asyncio, time
+from deploy.wiring.watchdog import Watchdog
+async def main():
+    watchdog = Watchdog({limit_s})
+    watching = asyncio.create_task(watchdog.watch())
+    await asyncio.sleep(0.05)
+    {work}
+    watching.cancel()
+asyncio.run(main())
+"""
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_stuck_process_ends() -> None:
+    """Its event loop does not turn any more: faulthandler ends it, with all stacks."""
+    process = start(STUCK_LOOP, 0.5)
+    _, told = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "time.sleep" in told or 'File "<string>", line 8 in main' in told
+
+
+def test_a_role_that_makes_no_progress_ends_though_the_event_loop_turns() -> None:
+    process = start(STUCK_ROLE, 0.5)
+    said, told = process.communicate(timeout=20)
+    assert process.returncode == EXIT_CODE
+    assert "no progress" in said
+    assert "thread" in told
+    assert "in main" in told
+
+
+def test_a_process_that_was_stopped_for_a_while_goes_on() -> None:
+    process = start(LIVELY, 2.0)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(1.0)
+    os.kill(process.pid, signal.SIGCONT)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+def test_only_those_are_late_who_are_late_themselves() -> None:
+    """The whole process stood still: nobody is to blame, until somebody goes on being silent."""
+    clock, ended = FakeClock(), []
+    watchdog = Watchdog(8.0, end=lambda: ended.append(clock.now), clock=clock)
+    watchdog.alive("orders")
+    clock.advance(100.0)
+    watchdog.look(late_s=99.0)
+    clock.advance(6.0)
+    watchdog.look(late_s=0.0)
+    assert not ended
+    clock.advance(2.0)
+    watchdog.look(late_s=0.0)
+    assert ended

@@ -1,0 +1,55 @@
+"""The same batching one step at a time, as plainly as it can be written: what the fast timeline is judged against."""
+
+from dataclasses import dataclass, field
+
+from producers.generation.engines.emulated.curve import DecodeCurve
+
+
+@dataclass
+class Completion:
+    arrival: float
+    prompt: int
+    length: int
+    dropped_at: float | None = None
+    tokens: list[int] = field(default_factory=list)
+    started: bool = False
+    gone: bool = False
+    finish: float | None = None
+
+
+def simulate(curve: DecodeCurve, slots: int, completions: list[Completion], adoptions: list[float]) -> dict[int, float]:
+    """Fills in ``finish`` and ``tokens`` (the version of each); when each adoption was over, by version from 1."""
+    now, version, adopted = 0.0, 0, dict[int, float]()
+    while version < len(adoptions) or any(not one.gone for one in completions):
+        while True:
+            before = now
+            for one in completions:
+                if one.dropped_at is not None and one.dropped_at <= now:
+                    one.gone = True
+            while version < len(adoptions) and adoptions[version] <= before:
+                version += 1
+                now += curve.settings.adopt_s
+                adopted[version] = now
+            for one in sorted(completions, key=lambda each: each.arrival):
+                busy = sum(each.started and not each.gone for each in completions)
+                if not one.started and not one.gone and one.arrival <= before and busy < slots:
+                    one.started = True
+                    now += one.prompt * curve.settings.prefill_s_per_token
+            if now == before:
+                break
+        running = [one for one in completions if one.started and not one.gone]
+        if not running:
+            ahead = [one.arrival for one in completions if not one.started and not one.gone]
+            drops = [one.dropped_at for one in completions if not one.gone and one.dropped_at is not None]
+            news = [moment for moment in [*ahead, *drops, *adoptions[version:]] if moment > now]
+            if not news:
+                break
+            now = min(news)
+            continue
+        context = sum(one.prompt + len(one.tokens) for one in running)
+        now += curve.batch_s(len(running)) + curve.settings.context_s_per_token * context
+        for one in running:
+            one.tokens.append(version)
+            if len(one.tokens) == one.length:
+                one.finish, one.gone = now, True
+    return adopted

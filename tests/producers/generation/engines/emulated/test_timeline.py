@@ -1,0 +1,122 @@
+import random
+from itertools import groupby
+
+import pytest
+
+from producers.generation.engines.emulated.curve import DecodeCurve
+from producers.generation.engines.emulated.settings import DecodeSettings
+from producers.generation.engines.emulated.timeline import Adopted, Grown, Sequence, Timeline
+from tests.producers.generation.engines.emulated.stepwise import Completion, simulate
+
+CURVES = [
+    DecodeSettings(),
+    DecodeSettings(context_s_per_token=1e-6, prefill_s_per_token=1e-4, adopt_s=0.7),
+    DecodeSettings(table=((1, 0.0084), (4, 0.009), (16, 0.0095)), prefill_s_per_token=1e-3, adopt_s=0.05),
+    DecodeSettings(context_s_per_token=3e-5, chunk_tokens=7),
+]
+
+
+def _workload(rng: random.Random, number: int, *, drops: bool) -> tuple[list[Completion], list[float]]:
+    completions = []
+    for arrival in sorted(rng.choice([0.0, rng.uniform(0, 6)]) for _ in range(number)):
+        dropped = arrival + rng.uniform(0, 5) if drops and rng.random() < 0.2 else None
+        completions.append(Completion(arrival, rng.randint(1, 60), int(rng.lognormvariate(4, 1)) + 1, dropped))
+    return completions, sorted(rng.uniform(0, 8) for _ in range(4))
+
+
+def _fast(
+    curve: DecodeCurve, slots: int, completions: list[Completion], adoptions: list[float], looks: list[float]
+) -> tuple[list[Completion], dict[int, float]]:
+    """The same through a timeline that is advanced to ``looks``, to what is told, and where it asks to be."""
+    timeline = Timeline(curve, slots, 0)
+    found = [Completion(one.arrival, one.prompt, one.length) for one in completions]
+    sequences = [Sequence(one.prompt, one.length) for one in completions]
+    told = [(one.arrival, 0, index) for index, one in enumerate(completions)]
+    told += [(one.dropped_at, 1, index) for index, one in enumerate(completions) if one.dropped_at is not None]
+    told += [(at, 2, index + 1) for index, at in enumerate(adoptions)] + [(at, 3, 0) for at in looks]
+    adopted: dict[int, float] = {}
+
+    def hear(until: float) -> None:
+        for event in timeline.advance(until):
+            if isinstance(event, Adopted):
+                adopted[event.version] = event.at
+            else:
+                _note(found[sequences.index(event.sequence)], event)
+
+    for at, kind, index in sorted(told):
+        while (wake := timeline.next_wake()) is not None and wake < at:
+            hear(wake)
+        if kind == 0:
+            timeline.arrive(sequences[index], at)
+        elif kind == 1:
+            timeline.drop(sequences[index], at)
+        elif kind == 2:
+            timeline.adopt(index, at)
+        else:
+            hear(at)
+    while (wake := timeline.next_wake()) is not None:
+        hear(wake)
+    assert timeline.running == timeline.context == 0
+    return found, adopted
+
+
+def _note(completion: Completion, event: Grown[int]) -> None:
+    for version, tokens in event.parts:
+        completion.tokens += [version] * tokens
+    if event.is_over:
+        completion.finish = event.at
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("curve", CURVES)
+def test_fast_forward_equals_step_by_step(curve: DecodeSettings, seed: int) -> None:
+    rng = random.Random(seed)
+    slots = rng.choice([1, 3, 8])
+    expected, adoptions = _workload(rng, 25, drops=seed % 2 == 1)
+    looks = [rng.uniform(0, 9) for _ in range(rng.choice([0, 40]))]
+    found, adopted = _fast(DecodeCurve(curve), slots, expected, adoptions, looks)
+    assert adopted == pytest.approx(simulate(DecodeCurve(curve), slots, expected, adoptions))
+    for one, other in zip(expected, found, strict=True):
+        assert other.finish == (None if one.finish is None else pytest.approx(one.finish, abs=1e-6))
+        if one.finish is not None:
+            assert other.tokens == one.tokens
+
+
+def test_every_token_belongs_to_the_version_of_its_step() -> None:
+    timeline = Timeline(DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1e9, adopt_s=0.5)), 4, "first")
+    timeline.arrive(Sequence(1, 10), 0.0)
+    timeline.adopt("second", 3.5)
+    timeline.adopt("third", 3.6)
+    timeline.adopt("fourth", 9.0)
+    (end,) = [event for event in timeline.advance(100.0) if isinstance(event, Grown)]
+    assert end.parts == (("first", 4), ("third", 4), ("fourth", 2))
+    assert end.at == pytest.approx(10 + 3 * 0.5, rel=1e-6)
+
+
+def test_requests_beyond_the_slots_start_in_order_of_arrival() -> None:
+    timeline = Timeline(DecodeCurve(DecodeSettings()), 2, 0)
+    sequences = [Sequence(1, 5) for _ in range(5)]
+    for sequence in sequences:
+        timeline.arrive(sequence, 0.0)
+    ends = [event for event in timeline.advance(1.0) if isinstance(event, Grown)]
+    assert [event.sequence for event in ends] == sequences
+    assert [len(list(same)) for _, same in groupby(ends, key=lambda event: event.at)] == [2, 2, 1]
+
+
+def test_a_long_leg_is_one_event() -> None:
+    timeline = Timeline(DecodeCurve(DecodeSettings()), 64, 0)
+    for _ in range(64):
+        timeline.arrive(Sequence(1, 1_000_000), 0.0)
+    assert timeline.advance(0.0) == []
+    assert timeline.next_wake() == pytest.approx(20_000.0)
+
+
+def test_chunks_are_handed_over_on_their_way() -> None:
+    timeline = Timeline(DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1e9, chunk_tokens=4)), 1, 0)
+    timeline.arrive(Sequence(1, 10), 0.0)
+    events = [event for event in timeline.advance(100.0) if isinstance(event, Grown)]
+    assert [(event.parts[0][1], round(event.at), event.is_over) for event in events] == [
+        (4, 4, False),
+        (4, 8, False),
+        (2, 10, True),
+    ]

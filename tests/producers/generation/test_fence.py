@@ -1,0 +1,120 @@
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from producers.generation.control import Control
+from producers.generation.fence import Fence, FencedPublisher
+from producers.generation.weights.adopter import Adopter
+from producers.generation.weights.fetcher import WeightsFetcher
+from schemas.errors import BusUnavailable, Superseded
+from schemas.messages.control import WorkerClaimed, control_key
+from schemas.ports.bus import Outgoing, TopicPartition
+from schemas.ports.memory_bus import MemoryBus, MemorySubscription
+from tests.fakes.clock import FakeClock
+from tests.fakes.engine import FakeEngine
+from tests.fakes.waiting import until
+
+
+def fence(clock: Callable[[], float] = lambda: 0.0) -> Fence:
+    return Fence("w0", "mine", 5.0, clock)
+
+
+def test_a_claim_of_another_after_our_own_ends_us() -> None:
+    it = fence()
+    it.claimed("mine")
+    with pytest.raises(Superseded, match="superseded by incarnation other"):
+        it.claimed("other")
+
+
+def test_a_claim_that_our_first_heartbeat_overtook_does_not_end_us() -> None:
+    it = fence()
+    it.claimed("earlier")
+    it.claimed("mine")
+    assert it.superseded is None
+
+
+def test_a_claim_that_is_repeated_ends_us_though_we_never_heard_our_own() -> None:
+    it = fence()
+    it.claimed("other")
+    with pytest.raises(Superseded):
+        it.claimed("other")
+
+
+@dataclass
+class Sluggish(MemorySubscription):
+    """A subscription whose end cannot be asked for at first."""
+
+    refusals: int = 2
+
+    async def end_offsets(self) -> dict[TopicPartition, int]:
+        if self.refusals and self.offsets[TopicPartition("control", 0)]:
+            self.refusals -= 1
+            raise BusUnavailable("gone")
+        return await super().end_offsets()
+
+
+@dataclass
+class Scene:
+    bus: MemoryBus
+    clock: FakeClock
+    publisher: FencedPublisher
+    control: Control
+
+    @classmethod
+    async def open(cls, tmp_path: object) -> "Scene":
+        bus, clock = MemoryBus(), FakeClock()
+        for topic in ("control", "out"):
+            bus.create_topic(topic, 1)
+        barrier = fence(clock)
+        adopter = Adopter(FakeEngine(), WeightsFetcher(tmp_path), lambda: None)  # type: ignore[arg-type]
+        subscription = Sluggish(bus, {TopicPartition("control", 0): 0}, None)
+        publisher = FencedPublisher(await bus.publisher("w"), barrier)
+        return cls(bus, clock, publisher, Control(subscription, barrier, adopter))
+
+    async def claim(self, incarnation: str) -> None:
+        claim = WorkerClaimed(sequence=0, sent_at=0.0, worker_id="w0", incarnation=incarnation)
+        await (await self.bus.publisher("c")).publish(Outgoing.of("control", claim, key=control_key(claim)))
+
+    @property
+    def published(self) -> int:
+        return len(self.bus.log("out").partitions[0])
+
+
+RECORD = Outgoing("out", b"x", "k")
+
+
+async def test_a_zombie_publishes_nothing(tmp_path: object) -> None:
+    """It stands still; another claims its id meanwhile; it goes on with a record in its hand."""
+    scene = await Scene.open(tmp_path)
+    following = asyncio.create_task(scene.control.control_loop())
+    await scene.claim("mine")
+    await scene.publisher.publish(RECORD)
+    await asyncio.sleep(0.02)
+    scene.clock.advance(6.0)
+    sending = [asyncio.create_task(scene.publisher.publish(RECORD)) for _ in range(2)]
+    await asyncio.sleep(0.02)
+    assert scene.published == 1
+    await scene.claim("other")
+    for task in (following, *sending):
+        with pytest.raises(Superseded):
+            await asyncio.wait_for(task, 5)
+    with pytest.raises(Superseded):
+        await scene.publisher.submit(RECORD)
+    assert scene.published == 1
+
+
+async def test_a_process_that_only_stood_still_goes_on_after_a_look_at_control(tmp_path: object) -> None:
+    scene = await Scene.open(tmp_path)
+    following = asyncio.create_task(scene.control.control_loop())
+    await scene.claim("mine")
+    await asyncio.sleep(0.02)
+    scene.clock.advance(6.0)
+    sending = asyncio.create_task(scene.publisher.publish(RECORD))
+    await asyncio.sleep(0.02)
+    assert not sending.done()
+    await until(lambda: scene.published == 1)
+    assert scene.control.fence.superseded is None
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)

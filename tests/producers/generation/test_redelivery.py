@@ -1,0 +1,32 @@
+"""A send of unknown outcome, from the worker's outbox to the trainer's intake and ledger."""
+
+from producers.generation.outbox import Outbox
+from schemas.errors import BusError, DeliveryUnknown
+from schemas.messages.reports import SkipReason
+from schemas.ports.bus import Outgoing
+from schemas.wire.topics import TRAJECTORIES
+from tests.consumers.factories import trajectory
+from tests.consumers.intake.scene import RUN, Scene, next_group, refs_of
+from tests.fakes.publisher import FailingBus
+
+
+async def test_a_send_that_timed_out_and_was_delivered_all_the_same_is_trained_once() -> None:
+    unsure = [True]
+
+    def fail(record: Outgoing) -> BusError | None:
+        about = record.topic == TRAJECTORIES.full_name(RUN) and unsure
+        return DeliveryUnknown("no answer") if about and unsure.pop() else None
+
+    scene = Scene(bus=FailingBus(fail=fail, arrives=lambda record: True))
+    outbox = Outbox(await scene.bus.publisher("worker"), 10)
+    for index in range(2):
+        sample = trajectory("d/0/0", index)
+        await outbox.deliver(Outgoing.of(scene.topic, sample, key=sample.group_id, partition=0))
+    assert len(scene.records(TRAJECTORIES)) == 3
+    async with scene.running(scene.intake()) as intake:
+        group = await next_group(intake)
+        assert len({ref.trajectory_id for ref in refs_of(group)}) == len(refs_of(group)) == 2
+        await scene.until_read(intake, 3)
+        await scene.until(lambda: len(scene.skips()) == 1)
+        assert intake.counts_by_reason == {"duplicate": 1}
+    assert [(skip.trajectory_id, skip.reason) for skip in scene.skips()] == [("d/0/0/0", SkipReason.DUPLICATE)]

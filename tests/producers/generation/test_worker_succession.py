@@ -1,0 +1,103 @@
+"""Two incarnations of one worker id among a real coordinator: restarts, zombies, and users' mistakes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from coordinator.coordinator import Coordinator
+from coordinator.settings import CoordinatorSettings
+from schemas.errors import Superseded
+from schemas.messages.control import WorkerClaimed
+from schemas.messages.reports import WorkerState
+from schemas.wire.topics import CONTROL
+from tests.fakes.engine import FakeEngine
+from tests.fakes.publisher import FailingBus
+from tests.fakes.waiting import until
+from tests.producers.generation.factories import work_order
+from tests.producers.generation.test_worker import RUN, V0, Stage, stages
+
+
+@asynccontextmanager
+async def two_stages(tmp_path: Path, **changes: object) -> AsyncIterator[tuple[Stage, Stage]]:
+    """One bus, one relay, a coordinator, and two workers of the same id that are not started yet."""
+    stop = asyncio.Event()
+    async with stages(tmp_path / "weights") as make:
+        bus = FailingBus()
+        first, second = (make(bus=bus, engine=FakeEngine(), **changes) for _ in range(2))
+        second.cache = tmp_path / "other"
+        await first.control(first.relay.add(V0))
+        coordinator = asyncio.create_task(Coordinator(bus, RUN, CoordinatorSettings()).run(stop))
+        yield first, second
+        for it in (first, second):
+            it.stop.set()
+            if it.running is not None:
+                await asyncio.wait({it.running}, timeout=5)
+        stop.set()
+        await coordinator
+
+
+def claims(stage: Stage) -> list[str]:
+    return [message.incarnation for message in stage.read(CONTROL) if isinstance(message, WorkerClaimed)]
+
+
+async def started(stage: Stage) -> "asyncio.Task[None]":
+    known = len(claims(stage))
+    running = stage.start()
+    await until(lambda: len(claims(stage)) > known and stage.engine.version == V0)
+    return running
+
+
+async def test_the_newest_of_two_with_one_id_goes_on_and_the_other_ends_superseded(tmp_path: Path) -> None:
+    async with two_stages(tmp_path) as (first, second):
+        former = await started(first)
+        await started(second)
+        with pytest.raises(Superseded, match="same id"):
+            await asyncio.wait_for(former, 5)
+        newest = claims(second)[-1]
+        await second.order(work_order(0, samples=1))
+        await until(lambda: second.trajectories)
+        assert first.engine.requests == []
+        assert first.engine.closed
+        beats = first.heartbeats
+        assert not [beat for beat in beats if beat.state is WorkerState.STOPPED]
+        assert beats[-1].incarnation == newest
+
+
+async def test_a_worker_that_is_superseded_with_completions_in_hand_publishes_none_of_them(tmp_path: Path) -> None:
+    async with two_stages(tmp_path) as (first, second):
+        first.engine.hold_at = 4
+        former = await started(first)
+        await first.order(work_order(0, samples=2))
+        await until(lambda: first.engine.running == 2)
+        await started(second)
+        with pytest.raises(Superseded):
+            await asyncio.wait_for(former, 5)
+        first.engine.release.set()
+        await asyncio.sleep(0.05)
+        assert first.trajectories == []
+        assert first.engine.left_early == 2
+
+
+async def test_a_restarted_worker_takes_its_id_back_at_once(tmp_path: Path) -> None:
+    async with two_stages(tmp_path) as (first, second):
+        killed = await started(first)
+        killed.cancel()
+        await asyncio.wait({killed})
+        running = await started(second)
+        await until(lambda: second.state is WorkerState.READY)
+        await second.order(work_order(0, samples=1))
+        await until(lambda: second.trajectories)
+        assert not running.done()
+
+
+async def test_of_two_started_at_the_same_time_one_stays(tmp_path: Path) -> None:
+    async with two_stages(tmp_path) as (first, second):
+        both = [first.start(), second.start()]
+        done, pending = await asyncio.wait(both, timeout=8, return_when=asyncio.FIRST_COMPLETED)
+        assert (len(done), len(pending)) == (1, 1)
+        assert isinstance(done.pop().exception(), Superseded)
+        await asyncio.sleep(0.1)
+        assert not pending.pop().done()
