@@ -7,6 +7,7 @@ from typing import NoReturn
 import typer
 
 from deploy.cli import broker, control, processes, runs, settings
+from deploy.cli.inspection import audit, dlq, export, replay
 from schemas.errors import StreamRLError
 
 app = typer.Typer(
@@ -21,8 +22,12 @@ app = typer.Typer(
 runs.add_to(app)
 processes.add_to(app)
 control.add_to(app)
+audit.add_to(app)
+export.add_to(app)
+replay.add_to(app)
 app.add_typer(broker.kafka, name="kafka")
 app.add_typer(broker.topics, name="topics")
+app.add_typer(dlq.dlq, name="dlq")
 app.add_typer(settings.config, name="config")
 
 

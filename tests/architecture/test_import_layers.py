@@ -13,7 +13,13 @@ MAY_IMPORT = {
 }
 HEAVY = {
     "aiokafka": ("deploy.bus", "deploy.broker"),
-    "torch": ("consumers.training", "consumers.algorithms", "producers.generation.engines", "deploy.demo"),
+    "torch": (
+        "consumers.training",
+        "consumers.algorithms",
+        "consumers.replay.rebuilding",
+        "producers.generation.engines",
+        "deploy.demo",
+    ),
     "vllm": ("producers.generation.engines",),
     "transformers": ("consumers.training", "producers.generation", "deploy.demo"),
     "jgo": ("deploy.broker",),

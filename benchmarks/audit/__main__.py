@@ -1,0 +1,93 @@
+"""``python -m benchmarks.audit``: writes a run onto an embedded broker, audits it as a user would, and times it."""
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.audit.made_up import MadeUpRun
+from consumers.training.persistence.manifest import MANIFEST, STATE, encode_manifest
+from deploy.broker.cluster import start_cluster
+from deploy.bus.kafka_bus import KafkaBus
+from deploy.bus.settings import KafkaSettings
+from deploy.bus.topic_admin import apply_topics
+from deploy.runs.directory import RunDirectory
+
+RUN = "made-up"
+PARTITIONS = 8
+RESULT = Path(__file__).parents[1] / "results" / "audit.json"
+
+
+def main() -> None:
+    """Write, audit, report; fails if the books do not balance."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--records", type=int, default=100_000, help="trajectories")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of each completion")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch, start_cluster(Path(scratch) / "kafka", progress=print) as cluster:
+        directory = RunDirectory(Path(scratch) / RUN)
+        began = time.monotonic()
+        asyncio.run(_write(directory, cluster.bootstrap_servers, arguments.records, arguments.tokens))
+        print(f"wrote {arguments.records} trajectories in {time.monotonic() - began:.1f} s")
+        rounds = [_audit(directory, cluster.bootstrap_servers) for _ in range(arguments.rounds)]
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # the broker still runs, and is not in it
+    result = {
+        "records": arguments.records,
+        "tokens": arguments.tokens,
+        "seconds": sorted(each.seconds for each in rounds),
+        "cpu_seconds": sorted(each.cpu_seconds for each in rounds),
+        "peak_memory_mib": peak // 1024,
+        "cpus": os.cpu_count(),
+        "total": rounds[0].total,
+    }
+    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+async def _write(directory: RunDirectory, servers: str, records: int, tokens: int) -> None:
+    await apply_topics(servers, RUN, PARTITIONS)
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=servers))
+    manifest = await MadeUpRun(bus, RUN, records, PARTITIONS, tokens).write()
+    state = directory.checkpoints / f"step_{manifest.step}" / STATE
+    state.mkdir(parents=True)
+    (state / MANIFEST).write_bytes(encode_manifest(manifest))
+    config = f'[run]\nname = "{RUN}"\n[model]\npath = "none"\n[data]\nsource = "jsonl"\npath = "none"\n'
+    directory.config.write_text(config)
+
+
+class Round(NamedTuple):
+    """Seconds from the start of the command to its end, those that it computed, and what it found."""
+
+    seconds: float
+    cpu_seconds: float
+    total: dict[str, int]
+
+
+def _audit(directory: RunDirectory, servers: str) -> Round:
+    command = [sys.executable, "-m", "deploy.cli.app", "audit", str(directory.path), "--json"]
+    environment = {**os.environ, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": servers}
+    began, computed = time.monotonic(), _computed()
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    seconds = time.monotonic() - began
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    verdict = json.loads(ended.stdout)
+    print(f"audited in {seconds:.1f} s, of which {verdict['seconds']:.1f} s reading and judging")
+    return Round(round(seconds, 2), round(_computed() - computed, 2), verdict["total"])
+
+
+def _computed() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What can be wrong with the books, and how it is told."""

@@ -1,0 +1,158 @@
+"""What an audit concludes, as data that prints as JSON."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Self
+
+
+class Offence(StrEnum):
+    """How books can fail to balance; the texts say what was found."""
+
+    LOST = "lost"
+    TRAINED_TWICE = "trained_twice"
+    TWO_FATES = "two_fates"
+    SKIPPED_TWICE = "skipped_twice"
+    UNKNOWN_RECORD = "unknown_record"
+    WRONG_RECORD = "wrong_record"
+    NOT_FINISHED = "not_finished"
+    FINISHED_EARLY = "finished_early"
+    ORPHAN_FRONTIER = "orphan_frontier"
+    SKIP_ROW_MISSING = "skip_row_missing"
+    SKIP_MISMATCH = "skip_mismatch"
+    STEP_GAP = "step_gap"
+    BROKEN_CHAIN = "broken_chain"
+    UNREPORTED_CHECKPOINT = "unreported_checkpoint"
+    CONFLICT = "conflict"
+
+
+EXPLAINED = {
+    Offence.LOST: "finished in the newest checkpoint's frontier, but neither trained nor skipped",
+    Offence.TRAINED_TWICE: "trained in more than one place of the surviving steps",
+    Offence.TWO_FATES: "both trained and skipped",
+    Offence.SKIPPED_TWICE: "skipped by more than one row",
+    Offence.UNKNOWN_RECORD: "trained or skipped, but not on the trajectories topic",
+    Offence.WRONG_RECORD: "trained or skipped under a name that the record does not have",
+    Offence.NOT_FINISHED: "trained or skipped before the newest checkpoint, which would read it again",
+    Offence.FINISHED_EARLY: "finished in the newest checkpoint's frontier before it was trained or skipped",
+    Offence.ORPHAN_FRONTIER: "the newest checkpoint's frontier does not belong to this topic",
+    Offence.SKIP_ROW_MISSING: "a skip row that a checkpoint contains is not on the skips topic",
+    Offence.SKIP_MISMATCH: "the skip rows on the topic are not those that the checkpoint contains",
+    Offence.STEP_GAP: "a step of the surviving lineages was never reported",
+    Offence.BROKEN_CHAIN: "the lineages' parents do not fit together",
+    Offence.UNREPORTED_CHECKPOINT: "a checkpoint is newer than any report",
+    Offence.CONFLICT: "one version or row was written with two contents",
+}
+
+
+@dataclass(frozen=True)
+class Violation:
+    """``count`` offences of one kind, and the first of them."""
+
+    offence: Offence
+    algorithm: str
+    count: int
+    trajectory_id: str | None
+    partition: int | None
+    offset: int | None
+    detail: str
+
+    def __str__(self) -> str:
+        where = "" if self.partition is None else f" at partition {self.partition} offset {self.offset}"
+        name = "" if self.trajectory_id is None else f" {self.trajectory_id}"
+        if not name:
+            name = " a record without a readable name" if where else ""
+        more = f" ({self.count} in all)" if self.count > 1 else ""
+        detail = f"; {self.detail}" if self.detail else ""
+        return f"{self.offence.value}:{name}{where}{more}: {EXPLAINED[self.offence]}{detail} [{self.algorithm}]"
+
+
+@dataclass(frozen=True)
+class Undone:
+    """What crashes took back: it was reported, and no surviving lineage contains it."""
+
+    lineages: int = 0
+    steps: int = 0
+    trained: int = 0
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class AlgorithmBalance:
+    """Records of the trajectories topic by what became of them in one algorithm.
+
+    ``trained`` and ``skipped`` count what the surviving lineages reported; ``expired_*`` those of them that retention
+    has deleted since, which are in no other figure. ``expired_fates``: finished records whose report or row is deleted.
+    """
+
+    algorithm: str
+    produced: int
+    trained: int
+    skipped: dict[str, int]
+    pending: int
+    expired_trained: int
+    expired_skipped: int
+    expired_fates: int
+    steps: int
+    refused_steps: int
+    lineages: tuple[int, ...]
+    checkpoint: str | None
+    undone: Undone
+    notes: tuple[str, ...] = ()
+    violations: tuple[Violation, ...] = ()
+
+    @property
+    def skipped_in_all(self) -> int:
+        """Skipped records, whatever the reason."""
+        return sum(self.skipped.values())
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether every record has exactly one fate."""
+        fates = self.trained + self.skipped_in_all + self.expired_fates
+        return not self.violations and self.produced == fates + self.pending
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The audit of a run. ``produced``: records held on the trajectories topic, ``distinct`` names among them."""
+
+    run: str
+    produced: int
+    distinct: int
+    undecodable: int
+    expired: int
+    orders: int
+    ordered: int
+    ordered_unproduced: int
+    dead_letters: dict[str, int]
+    algorithms: tuple[AlgorithmBalance, ...]
+    seconds: float = 0.0
+    violations: tuple[Violation, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "violations", tuple(_flat(each.violations for each in self.algorithms)))
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether every algorithm's books balance."""
+        return all(each.is_balanced for each in self.algorithms)
+
+    def timed(self, seconds: float) -> Self:
+        """The same, with how long it took."""
+        return replace(self, seconds=seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-safe form."""
+        algorithms = {each.algorithm: {**asdict(each), "balanced": each.is_balanced} for each in self.algorithms}
+        total = {
+            "produced": sum(each.produced for each in self.algorithms) if self.algorithms else self.produced,
+            "trained": sum(each.trained for each in self.algorithms),
+            "skipped": sum(each.skipped_in_all for each in self.algorithms),
+            "pending": sum(each.pending for each in self.algorithms) if self.algorithms else self.produced,
+        }
+        return {"balanced": self.is_balanced, "total": total, **asdict(self), "algorithms": algorithms}
+
+
+def _flat(groups: Iterable[tuple[Violation, ...]]) -> list[Violation]:
+    return [violation for group in groups for violation in group]

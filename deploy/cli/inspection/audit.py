@@ -1,0 +1,32 @@
+"""`streamrl audit`: whether every trajectory of a run was trained once, skipped for a reason, or is pending."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(audit)
+
+
+def audit(
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    export: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Audit exported segments instead of a broker's topics.")
+    ] = None,
+) -> None:
+    """Prove produced = trained + skipped + pending, from topics and checkpoints alone; also while the run goes on.
+
+    Exit code 4 if the books do not balance; the first line then names the first trajectory that breaks them.
+    """
+    from deploy.inspection.accounts.commands import audit_run
+    from deploy.inspection.logs import log_to_stderr
+
+    log_to_stderr()
+    raise typer.Exit(audit_run(run, export, as_json=as_json))

@@ -1,0 +1,147 @@
+"""Opens a past or living run for reading: its settings, its checkpoints, and its history wherever that is.
+
+Invariant the_run_is_left_as_it_is: a broker that is needed to read the run's own log data is started on a copy.
+"""
+
+import fcntl
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.inspection.bus_history import BusHistory
+from deploy.runs.directory import RunDirectory
+from deploy.settings.loading import load_settings
+from deploy.settings.tree import Settings
+from schemas.errors import UserError
+from schemas.ports.history import History
+
+RUNS = Path("runs")
+CHUNK = 1 << 20
+_LISTENER = re.compile(r"^listeners=PLAINTEXT://([^,\s]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run's directory and the settings it was started with."""
+
+    directory: RunDirectory
+    settings: Settings
+
+    @property
+    def name(self) -> str:
+        """Prefix of its topics."""
+        return self.settings.run.name
+
+    @property
+    def weights(self) -> Path:
+        """Its weights store, also if the directory was moved."""
+        return self.directory.path / self.settings.run.weights_store.name
+
+
+def open_run(path: Path) -> PastRun:
+    """A run by its directory, by its name under ``runs/``, or by the configuration file it was started with.
+
+    Raises:
+        UserError: it has no resolved configuration.
+    """
+    if path.is_file() and path.name != RunDirectory(path).config.name:
+        settings = load_settings(path, [])
+        return PastRun(RunDirectory(settings.run.path), settings)
+    if path.is_file():
+        path = path.parent
+    for directory in (RunDirectory(path), RunDirectory(RUNS / path)):
+        if directory.config.is_file():
+            return PastRun(directory, load_settings(directory.config, []))
+    raise UserError(f"expected a run's directory with {RunDirectory(path).config.name}, got {path}")
+
+
+@contextmanager
+def history_of(run: PastRun, export: Path | None, scratch: Path, progress: Callable[[str], None]) -> Iterator[History]:
+    """The run's history: exported segments if named, else from a broker.
+
+    Raises:
+        UserError: there are no such segments, or no broker has the run's topics.
+    """
+    if export is not None:
+        from deploy.inspection.segments.history import SegmentHistory
+
+        yield SegmentHistory(export)
+        return
+    from deploy.bus.kafka_bus import KafkaBus
+
+    with broker_of(run, scratch, progress) as address:
+        kafka = run.settings.kafka.model_copy(update={"bootstrap_servers": address})
+        yield BusHistory(KafkaBus(kafka), client_id="replay")
+
+
+@contextmanager
+def broker_of(run: PastRun, scratch: Path | None, progress: Callable[[str], None]) -> Iterator[str]:
+    """The address of a broker with the run's topics: the named one, its own that still runs, else one started on a copy
+    of its data in ``scratch`` (None: on the data itself, so that what is written stays).
+
+    Raises:
+        UserError: there is none.
+    """
+    from deploy.broker import detached
+
+    if (named := run.settings.kafka.bootstrap_servers) is not None:
+        yield named
+        return
+    nodes = sorted(run.directory.kafka.glob("node-*"))
+    if nodes and (address := running_brokers(nodes)) is not None:
+        yield address
+        return
+    if nodes:
+        from deploy.broker.cluster import start_cluster
+
+        data = run.directory.kafka if scratch is None else scratch / "kafka"
+        if scratch is not None:
+            for node in nodes:
+                _copy_tree(node, data / node.name)
+        with start_cluster(data, nodes=len(nodes), progress=progress) as cluster:
+            yield cluster.bootstrap_servers
+        return
+    found = detached.status(detached.default_data_dir())
+    if not found.running:
+        raise UserError(
+            f"expected a broker with the topics of run {run.name}, got none: name it with "
+            "STREAMRL_KAFKA__BOOTSTRAP_SERVERS, or read an export with --export DIR"
+        )
+    yield found.bootstrap_servers
+
+
+def running_brokers(nodes: list[Path]) -> str | None:
+    """Addresses of the nodes, if a broker holds their folders."""
+    addresses = []
+    for node in nodes:
+        properties, lock = node / "server.properties", node / "lock"
+        if not properties.exists() or not lock.exists():
+            return None
+        with lock.open("rb") as claim:
+            try:
+                fcntl.flock(claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if (match := _LISTENER.search(properties.read_text())) is not None:
+                    addresses.append(match[1])
+    return ",".join(addresses) if len(addresses) == len(nodes) else None
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    """Copy a node's folder without what belongs to its process."""
+    ignored = shutil.ignore_patterns("tmp", "lock", ".lock", "*.log.*", "output.log", "server.log")
+    shutil.copytree(source, target, ignore=ignored, copy_function=copy_sparse)
+
+
+def copy_sparse(source: str, target: str) -> str:
+    """Copy a file; runs of zeros stay holes, for Kafka allocates its indexes in advance."""
+    with open(source, "rb") as reader, open(target, "wb") as writer:
+        while chunk := reader.read(CHUNK):
+            if chunk.count(0) == len(chunk):
+                writer.seek(len(chunk), 1)
+            else:
+                writer.write(chunk)
+        writer.truncate()
+    return target

@@ -1,0 +1,20 @@
+from benchmarks.audit.made_up import MadeUpRun
+from deploy.inspection.auditing import audit
+from deploy.inspection.bus_history import BusHistory
+from schemas.ports.memory_bus import MemoryBus
+from schemas.wire.topics import CATALOGUE
+
+
+async def test_the_run_that_is_timed_balances_and_has_a_crash_in_it() -> None:
+    bus = MemoryBus()
+    for topic in CATALOGUE:
+        bus.create_topic(topic.full_name("r"), topic.partition_count(3))
+    manifest = await MadeUpRun(bus, "r", 3000, 3, tokens=4).write()
+    verdict = await audit(BusHistory(bus), "r", lambda: [manifest])
+    assert verdict.is_balanced
+    (own,) = verdict.algorithms
+    assert own.produced == 3000
+    assert own.lineages == (1, 2)
+    assert own.undone.steps == 3
+    assert own.checkpoint == str(manifest.policy_version)
+    assert verdict.ordered == 3000

@@ -1,0 +1,102 @@
+import asyncio
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from deploy.broker.cluster import start_cluster
+from deploy.bus.kafka_bus import KafkaBus
+from deploy.bus.settings import KafkaSettings
+from deploy.bus.topic_admin import apply_topics
+from deploy.inspection.source import PastRun, copy_sparse, history_of, open_run, running_brokers
+from deploy.runs.directory import RunDirectory
+from deploy.settings.loading import as_toml
+from deploy.settings.tree import Settings
+from schemas.errors import UserError
+from schemas.ports.bus import Outgoing
+
+
+def made_run(parent: Path, **kafka: str) -> PastRun:
+    settings = Settings.model_validate(
+        {
+            "run": {"name": "r", "directory": str(parent)},
+            "model": {"path": "m"},
+            "data": {"source": "jsonl", "path": "p.jsonl"},
+            "kafka": kafka,
+        }
+    )
+    directory = RunDirectory(parent / "r")
+    directory.create()
+    directory.config.write_text(as_toml(settings))
+    return open_run(directory.path)
+
+
+def node(folder: Path, port: int) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "server.properties").write_text(f"node.id=1\nlisteners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://x:1\n")
+    (folder / "lock").touch()
+    return folder
+
+
+def test_a_broker_that_holds_its_folder_is_found_where_it_listens(tmp_path: Path) -> None:
+    nodes = [node(tmp_path / "node-1", 21), node(tmp_path / "node-2", 22)]
+    assert running_brokers(nodes) is None
+    with (nodes[0] / "lock").open() as first, (nodes[1] / "lock").open() as second:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        assert running_brokers(nodes) is None
+        fcntl.flock(second, fcntl.LOCK_EX)
+        assert running_brokers(nodes) == "127.0.0.1:21,127.0.0.1:22"
+    assert running_brokers(nodes) is None
+
+
+def test_holes_stay_holes_when_logs_are_copied(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    with source.open("wb") as file:
+        file.write(b"begin")
+        file.seek(20 << 20)
+        file.write(b"middle")
+        file.truncate(40 << 20)
+    copy_sparse(str(source), str(target))
+    assert target.read_bytes() == source.read_bytes()
+    assert os.stat(target).st_blocks * 512 < 4 << 20
+
+
+def test_without_any_broker_it_says_what_to_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    with (
+        pytest.raises(UserError, match=r"STREAMRL_KAFKA__BOOTSTRAP_SERVERS.*--export"),
+        history_of(made_run(tmp_path), None, tmp_path, lambda line: None),
+    ):
+        pass
+
+
+@pytest.mark.kafka
+def test_the_log_data_of_a_run_is_read_from_a_copy_and_stays_as_it_is(tmp_path: Path) -> None:
+    run = made_run(tmp_path)
+    with start_cluster(run.directory.kafka, heap_mb=256) as cluster:
+        address = cluster.bootstrap_servers
+
+        async def write() -> None:
+            await apply_topics(address, "r", 2)
+            publisher = await KafkaBus(KafkaSettings(bootstrap_servers=address)).publisher("w")
+            for number in range(5):
+                await publisher.publish(Outgoing("r.trajectories", b"%d" % number, None, 1))
+            await publisher.close()
+
+        asyncio.run(write())
+        with history_of(run, None, tmp_path / "unused", lambda line: None) as live:
+            assert asyncio.run(values(live)) == [b"0", b"1", b"2", b"3", b"4"]
+        assert not (tmp_path / "unused").exists()
+    before = files(run.directory.path)
+    with history_of(run, None, tmp_path / "scratch", lambda line: None) as history:
+        assert asyncio.run(values(history)) == [b"0", b"1", b"2", b"3", b"4"]
+    assert files(run.directory.path) == before
+
+
+async def values(history: object) -> list[bytes | None]:
+    return [record.value async for record in history.records("r.trajectories")]  # type: ignore[attr-defined]
+
+
+def files(directory: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in directory.rglob("*")}
