@@ -1,14 +1,26 @@
 """The settings that producers and consumers must agree on; each room's own settings live beside the room."""
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+UNSET = "none"
+"""What a configuration file says where a setting shall have no value."""
 
 
 class Section(BaseModel):
     """A section of the configuration: frozen, and closed against unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unset(cls, values: Any) -> Any:
+        """TOML and command lines have no null: the word stands for it where a setting may be unset."""
+        if not isinstance(values, dict):
+            return values
+        optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
+        return {name: None if value == UNSET and name in optional else value for name, value in values.items()}
 
 
 class LoopSettings(Section):

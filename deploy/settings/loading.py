@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from deploy.settings.layers import Tree, from_arguments, from_environment, from_toml, merged
 from deploy.settings.tree import Settings
 from schemas.errors import SettingsError
+from schemas.settings import UNSET
 
 
 def load_settings(config: Path | None, arguments: Sequence[str], defaults: Tree | None = None) -> Settings:
@@ -93,11 +94,18 @@ def _is_model(model: Any) -> bool:
 
 
 def as_toml(settings: Settings) -> str:
-    """The resolved tree as TOML, unset values left out; reading it back gives equal settings."""
-    return tomli_w.dumps(_without_none(settings.model_dump(mode="json")))
+    """The resolved tree as TOML; reading it back gives equal settings. What is unset by default is left out."""
+    return tomli_w.dumps(_with_words(settings, settings.model_dump(mode="json")))
 
 
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return value
+def _with_words(model: BaseModel, values: Tree) -> Tree:
+    tree: Tree = {}
+    for name, value in values.items():
+        part = getattr(model, name)
+        if isinstance(part, BaseModel):
+            tree[name] = _with_words(part, value)
+        elif value is not None:
+            tree[name] = value
+        elif type(model).model_fields[name].default is not None:
+            tree[name] = UNSET
+    return tree
