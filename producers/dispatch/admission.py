@@ -37,7 +37,6 @@ class _Ended:
     group_id: str
     base: PolicyVersion
     number: int
-    lineage: int
 
 
 class AdmissionLedger:
@@ -51,6 +50,11 @@ class AdmissionLedger:
         self._ended: deque[_Ended] = deque()
         self.current: PolicyVersion | None = None
         self._origin = 0
+
+    @property
+    def lineage(self) -> int:
+        """Of the trainer's version; 0 before the first."""
+        return 0 if self.current is None else self.current.lineage
 
     @property
     def in_flight(self) -> int:
@@ -127,14 +131,14 @@ class AdmissionLedger:
 
     def is_undone(self, number: int, lineage: int) -> bool:
         """Whether an older trainer said something at this number that the present one does not know of."""
-        return self.current is not None and 0 < lineage < self.current.lineage and number > self._origin
+        return 0 < lineage < self.lineage and number > self._origin
 
-    def end(self, group_id: str, number: int, lineage: int = 0) -> bool:
+    def end(self, group_id: str, number: int) -> bool:
         """A group ended at this version number, trained or not; false if it was not in flight."""
         base = self._base.pop(group_id, None)
         self._missing.discard(group_id)
         if base is not None:
-            self._ended.append(_Ended(group_id, base, number, lineage))
+            self._ended.append(_Ended(group_id, base, number))
         return base is not None
 
     def forget(self, group_id: str) -> None:
@@ -152,23 +156,18 @@ class AdmissionLedger:
             return False
         if self.current is not None and version.lineage > self.current.lineage:
             self._rewind(version)
-        if self.current is None or version.lineage > self.current.lineage:
+        if version.lineage > self.lineage:
             self._origin = version.number
         self.current = version
         for group_id in trained:
-            self.end(group_id, version.number, version.lineage)
+            self.end(group_id, version.number)
         while self._ended and self._ended[0].number < version.number - HISTORY_STEPS:
             self._ended.popleft()
         return True
 
     def _rewind(self, version: PolicyVersion) -> None:
-        """What the new lineage itself said is not undone, even if it was read before the lineage was known."""
-        kept: deque[_Ended] = deque()
-        for ended in self._ended:
-            if ended.number <= version.number or ended.lineage >= version.lineage:
-                kept.append(ended)
-            else:
-                self._base[ended.group_id] = ended.base
+        kept = deque(ended for ended in self._ended if ended.number <= version.number)
+        self._base |= {ended.group_id: ended.base for ended in self._ended if ended.number > version.number}
         self._ended = kept
         for group_id, base in self._base.items():
             if base.lineage < version.lineage:

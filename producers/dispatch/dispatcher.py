@@ -74,16 +74,23 @@ class Dispatcher:
         """
         publisher = await self.bus.transactional(f"{self.run_name}.{CLIENT_ID}")
         try:
-            topics = [topic.full_name(self.run_name) for topic in (HEARTBEATS, CONTROL, STEPS, SKIPS, TRAJECTORIES)]
-            positions = await rebuild(self.bus, self.run_name, self.state, self.clock)
-            subscription = await self.bus.subscribe(topics, client_id=CLIENT_ID, start=positions)
-            try:
-                await self._serve(subscription, publisher, stop)
-            finally:
-                await subscription.close()
+            while await self._live(publisher, stop):
+                log.warning("samples expired before they were trained; they are looked for, and ordered again")
+                self.state = DispatchState(self.loop, self.settings, self.predictor)
         finally:
             await publisher.close()
         log.info("dispatcher ended", finished=self.state.finished, mode=self.state.mode, cursor=self.state.cursor)
+
+    async def _live(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> bool:
+        """Rebuild the state and serve; true if records were lost, so that the state is to be rebuilt."""
+        topics = [topic.full_name(self.run_name) for topic in (HEARTBEATS, CONTROL, STEPS, SKIPS, TRAJECTORIES)]
+        positions = await rebuild(self.bus, self.run_name, self.state, self.clock)
+        subscription = await self.bus.subscribe(topics, client_id=CLIENT_ID, start=positions)
+        try:
+            await self._serve(subscription, publisher, stop)
+        finally:
+            await subscription.close()
+        return self.state.has_lost_samples
 
     async def _serve(self, subscription: Subscription, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
         listened = logged = self._heard_at = self.clock()
@@ -96,6 +103,8 @@ class Dispatcher:
             for record in records:
                 if (message := message_of(record)) is not None:
                     self.state.observe(message, listened)
+            if self.state.has_lost_samples:
+                return
             await self._forgive_a_silent_broker(subscription, bool(records))
             has_more = False
             if self.state.mode == "run" and not self.state.finished:

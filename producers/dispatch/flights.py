@@ -24,7 +24,7 @@ class Flight:
     sent_at: float
     missing: set[int]
     progress_at: float
-    skipped: dict[str, tuple[int, int]] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
 
     @property
     def missing_tokens(self) -> int:
@@ -94,22 +94,22 @@ class FlightTable:
         flight.missing.clear()
         return nothing_exists
 
-    def skip(self, group_id: str, sample: str, step: int, *, closed: bool, lineage: int = 0) -> bool:
+    def skip(self, group_id: str, sample: str, step: int, *, closed: bool) -> bool:
         """The trainer skipped a sample at a step; true once nothing of the group can be trained any more.
 
         That is when it has skipped every sample, or, ``closed``, every one that exists: it waits for no others.
         """
         flight = self._flights[group_id]
-        flight.skipped[sample] = step, lineage
+        flight.skipped[sample] = step
         if len(flight.skipped) >= flight.order.num_generations:
             return True
         produced = set(range(flight.order.num_generations)) - flight.missing
         return closed and all(make_trajectory_id(group_id, index) in flight.skipped for index in produced)
 
-    def forget_skips_after(self, step: int, lineage: int) -> None:
-        """A trainer of this lineage began at this step, and will judge again what older ones skipped since."""
+    def forget_skips_after(self, step: int) -> None:
+        """The trainer went back to a step and will judge again what it skipped since."""
         for flight in self._flights.values():
-            flight.skipped = {name: at for name, at in flight.skipped.items() if at[0] <= step or at[1] >= lineage}
+            flight.skipped = {sample: at for sample, at in flight.skipped.items() if at <= step}
 
     def end(self, group_id: str) -> None:
         """The group was trained or skipped."""

@@ -93,6 +93,7 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
         state.observe(message, started)
     await replay(bus, run, state.predictor, skip=lambda group_id: state.flights.get(group_id) is not None)
     await _restore_samples(bus, run, state, trainer, positions)
+    state.has_lost_samples = False  # what expired was not found just now, so it counts as missing
     state.forgive(clock() - started)
     log.info(
         "dispatcher rebuilt", cursor=state.cursor, in_flight=state.ledger.in_flight, version=str(state.ledger.current)
@@ -112,8 +113,19 @@ async def _restore_samples(bus: Bus, run: str, state: DispatchState, trainer: _T
     topic = TRAJECTORIES.full_name(run)
     oldest = trainer.number if state.ledger.oldest is None else state.ledger.oldest
     start = {TopicPartition(topic, partition): end for partition, end in trainer.ends_by(oldest).items()}
+    start = await _still_held(bus, topic, start)
     async for record, message in _history(bus, [topic], start, positions):
         state.observe(message, record.timestamp)
+
+
+async def _still_held(bus: Bus, topic: str, start: Positions) -> Positions:
+    """The same offsets, or the oldest that the broker still has."""
+    subscription = await bus.subscribe([topic], client_id=CLIENT_ID)
+    try:
+        first = await subscription.beginning_offsets()
+    finally:
+        await subscription.close()
+    return {tp: max(offset, first.get(tp, 0)) for tp, offset in start.items()}
 
 
 async def _recent(bus: Bus, topic: str) -> Start:

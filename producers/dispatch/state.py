@@ -58,7 +58,9 @@ class DispatchState:
         self.predictor = predictor
         self.calibration = Calibration(loop)
         self.mode: Literal["run", "pause", "drain"] = "run"
+        self._early: list[SkipRecord] = []
         self.finished = False
+        self.has_lost_samples = False
         self.cursor = 0
         self._newest = 0.0
         self.admitted = self.reordered = self.given_up = 0
@@ -98,16 +100,25 @@ class DispatchState:
         if not self.ledger.advance(report.version, report.group_ids):
             return
         if before is not None and report.version.lineage > before.lineage:
-            self.flights.forget_skips_after(report.version.number, report.version.lineage)
+            self.flights.forget_skips_after(report.version.number)
         for group_id in report.group_ids:
             self.flights.end(group_id)
+        early, self._early = self._early, []
+        for skip in early:
+            self._skipped(skip)
 
     def _skipped(self, skip: SkipRecord) -> None:
+        """Rows of a lineage count once its first report is known: that one says what older lineages had undone."""
+        if skip.lineage > self.ledger.lineage:
+            self._early.append(skip)
+            return
+        if skip.reason is SkipReason.RETENTION_EXPIRED:
+            self.has_lost_samples = True
         group_id = skip.group_id
         if group_id is None or skip.reason is SkipReason.DUPLICATE or not self.ledger.is_in_flight(group_id):
             return
         if not self.ledger.is_undone(skip.step, skip.lineage) and self._is_skipped_whole(group_id, skip):
-            self.ledger.end(group_id, skip.step, skip.lineage)
+            self.ledger.end(group_id, skip.step)
             self.flights.end(group_id)
 
     def _is_skipped_whole(self, group_id: str, skip: SkipRecord) -> bool:
@@ -118,8 +129,7 @@ class DispatchState:
         if skip.reason is SkipReason.ZERO_ADVANTAGE or self.flights.get(group_id) is None:
             return True
         sample = skip.trajectory_id or f"{skip.partition}@{skip.offset}"
-        closed = skip.reason is SkipReason.GROUP_INCOMPLETE
-        return self.flights.skip(group_id, sample, skip.step, closed=closed, lineage=skip.lineage)
+        return self.flights.skip(group_id, sample, skip.step, closed=skip.reason is SkipReason.GROUP_INCOMPLETE)
 
     def restore(self, order: WorkOrder, sent_at: float) -> None:
         """Apply an order of an earlier life of the dispatcher. Heartbeats must have been applied before."""

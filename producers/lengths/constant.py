@@ -1,5 +1,6 @@
 """Predicts the same length for every prompt: the baseline that a real predictor has to beat."""
 
+from producers.lengths.completion import Completion
 from producers.lengths.settings import LengthSettings
 from schemas.messages.prompts import LengthEstimate, Prompt
 from schemas.settings import LoopSettings
@@ -21,5 +22,5 @@ class ConstantLength:
         """The prior, whatever the prompt is."""
         return self._estimate
 
-    def observe(self, dataset: str, prompt_length: int, output_length: int) -> None:
+    def observe(self, completion: Completion) -> None:
         """Ignored."""

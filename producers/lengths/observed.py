@@ -6,9 +6,10 @@ is complete only when its longest sample is. Short completions end first, so the
 """
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 
+from producers.lengths.completion import Completion
 from producers.lengths.constant import prior
 from producers.lengths.settings import LengthSettings
 from schemas.messages.prompts import LengthEstimate, Prompt
@@ -43,6 +44,12 @@ class RecentLengths:
         """The smallest length that at least this share of the lengths does not exceed (nearest rank)."""
         return self._sorted[max(0, math.ceil(share * len(self._sorted)) - 1)]
 
+    def rank(self, length: int) -> float:
+        """Share of the lengths that are shorter, those alike counted half; 0 to 1, and 0.5 before any is noted."""
+        if not self._sorted:
+            return 0.5
+        return (bisect_left(self._sorted, length) + bisect_right(self._sorted, length)) / 2 / len(self._sorted)
+
 
 class ObservedQuantiles:
     """The first real predictor; it needs no training and follows the policy as it changes."""
@@ -61,10 +68,10 @@ class ObservedQuantiles:
                 return self._estimate(lengths, f"observed_quantiles/{name}")
         return prior(self._settings, self._loop, "observed_quantiles/prior")
 
-    def observe(self, dataset: str, prompt_length: int, output_length: int) -> None:
-        """Learn the output length (tokens) of a finished completion; ``prompt_length`` is in characters."""
-        for similar in _classes(dataset, prompt_length):
-            self._seen.setdefault(similar, RecentLengths(self._settings.window)).add(output_length)
+    def observe(self, completion: Completion) -> None:
+        """Learn the output length (tokens) of a finished completion."""
+        for similar in _classes(completion.prompt.dataset, len(completion.prompt.text)):
+            self._seen.setdefault(similar, RecentLengths(self._settings.window)).add(completion.length)
 
     def _estimate(self, lengths: RecentLengths, name: str) -> LengthEstimate:
         limit = self._loop.max_completion_length

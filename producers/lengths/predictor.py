@@ -2,7 +2,9 @@
 
 from typing import Protocol
 
+from producers.lengths.completion import Completion
 from producers.lengths.constant import ConstantLength
+from producers.lengths.learning import LearnedLengths
 from producers.lengths.observed import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
 from schemas.messages.prompts import LengthEstimate, Prompt
@@ -16,11 +18,17 @@ class LengthPredictor(Protocol):
         """Estimate of the output length of one completion, in tokens."""
         ...
 
-    def observe(self, dataset: str, prompt_length: int, output_length: int) -> None:
-        """Learn the output length (tokens) that a prompt of so many characters led to."""
+    def observe(self, completion: Completion) -> None:
+        """Learn the output length (tokens) that a prompt led to."""
         ...
 
 
 def build_predictor(settings: LengthSettings, loop: LoopSettings) -> LengthPredictor:
     """The predictor that the settings name."""
-    return ConstantLength(settings, loop) if settings.predictor == "constant" else ObservedQuantiles(settings, loop)
+    match settings.predictor:
+        case "constant":
+            return ConstantLength(settings, loop)
+        case "learned":
+            return LearnedLengths(settings, loop)
+        case "observed_quantiles":
+            return ObservedQuantiles(settings, loop)

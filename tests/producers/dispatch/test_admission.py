@@ -182,19 +182,6 @@ def test_a_skipped_group_frees_its_place() -> None:
     assert ledger.may_admit(v(0))
 
 
-def test_what_a_new_trainer_skipped_stays_ended_although_it_was_read_before_its_first_report() -> None:
-    ledger = _ledger(groups_per_step=1, max_staleness=3)
-    ledger.admit("a", v(0))
-    ledger.admit("b", v(0))
-    ledger.end("a", 1, lineage=1)
-    ledger.end("b", 1, lineage=2)
-    assert ledger.advance(v(0, lineage=2), [])
-    assert ledger.is_in_flight("a")
-    assert not ledger.is_in_flight("b")
-    assert ledger.is_undone(1, lineage=1)
-    assert not ledger.is_undone(1, lineage=2)
-
-
 def test_a_resumed_trainer_gets_back_the_groups_it_will_read_again() -> None:
     ledger = _ledger(groups_per_step=1, max_staleness=3)
     for name in ("a", "b", "c"):

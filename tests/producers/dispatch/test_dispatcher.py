@@ -6,7 +6,7 @@ import pytest
 from producers.dispatch.settings import DispatchSettings
 from producers.lengths.completion import Completion
 from producers.lengths.constant import ConstantLength
-from producers.lengths.learned.lengths import LearnedLengths
+from producers.lengths.learning import LearnedLengths
 from producers.lengths.observed import ObservedQuantiles
 from producers.lengths.predictor import LengthPredictor
 from producers.lengths.settings import LengthSettings

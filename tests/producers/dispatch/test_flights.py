@@ -64,7 +64,7 @@ def test_skips_that_will_be_judged_again_are_forgotten() -> None:
     table = FlightTable()
     _sent(table)
     table.skip("toy/0/0", "toy/0/0/0", 5, closed=False)
-    table.forget_skips_after(4, 1)
+    table.forget_skips_after(4)
     assert not table.skip("toy/0/0", "toy/0/0/1", 5, closed=False)
 
 

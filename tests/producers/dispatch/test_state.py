@@ -50,6 +50,23 @@ def test_a_trained_group_ends(state: DispatchState) -> None:
     assert (state.ledger.in_flight, len(state.flights), state.cursor) == (0, 0, 1)
 
 
+def test_rows_of_a_resumed_trainer_count_also_if_they_are_read_before_its_first_report(state: DispatchState) -> None:
+    groups = [_admit(state, number).group_id for number in range(2)]
+    state.observe(step_report(1, [groups[0]]), 1.0)
+    for group_id in groups:
+        state.observe(skip_record(group_id, 0, SkipReason.ZERO_ADVANTAGE).replace(lineage=2), 1.0)
+    assert state.ledger.in_flight == 1
+    state.observe(step_report(0, lineage=2), 1.0)
+    assert state.ledger.in_flight == 0
+
+
+def test_rows_that_a_crash_undid_end_nothing(state: DispatchState) -> None:
+    group_id = _admit(state).group_id
+    state.observe(step_report(0, lineage=2), 1.0)
+    state.observe(skip_record(group_id, 0, SkipReason.ZERO_ADVANTAGE).replace(lineage=1, step=1), 1.0)
+    assert state.ledger.in_flight == 1
+
+
 def test_a_group_without_signal_ends_at_once(state: DispatchState) -> None:
     admitted = _admit(state)
     state.observe(skip_record(admitted.group_id, 0, SkipReason.ZERO_ADVANTAGE), 1.0)

@@ -3,6 +3,7 @@ import random
 import pytest
 from pydantic import ValidationError
 
+from producers.lengths.completion import Completion
 from producers.lengths.observed import ObservedQuantiles, RecentLengths
 from producers.lengths.predictor import build_predictor
 from producers.lengths.settings import LengthSettings
@@ -17,6 +18,10 @@ def _prompt(dataset: str = "a", length: int = 10) -> Prompt:
     return Prompt(prompt_id="p", dataset=dataset, content="x" * length)
 
 
+def _completion(prompt_length: int, output_length: int) -> Completion:
+    return Completion(_prompt("a", prompt_length), "p/0", output_length)
+
+
 def test_the_prior_holds_before_anything_is_seen() -> None:
     estimate = ObservedQuantiles(SETTINGS, LOOP).predict(_prompt())
     assert (estimate.median, estimate.upper, estimate.bucket) == (200, 200, 1)
@@ -26,9 +31,9 @@ def test_the_prior_holds_before_anything_is_seen() -> None:
 def test_the_narrowest_class_seen_often_enough_is_used() -> None:
     predictor = ObservedQuantiles(SETTINGS, LOOP)
     for _ in range(4):
-        predictor.observe("a", 10, 20)
+        predictor.observe(_completion(10, 20))
     for _ in range(4):
-        predictor.observe("a", 500, 400)
+        predictor.observe(_completion(500, 400))
     used = {
         name: predictor.predict(prompt)
         for name, prompt in {
@@ -45,7 +50,7 @@ def test_a_long_instruction_does_not_hide_the_length_of_a_word() -> None:
     predictor = ObservedQuantiles(SETTINGS, LOOP)
     for length in range(52, 60):
         for _ in range(4):
-            predictor.observe("a", length, length - 48)
+            predictor.observe(_completion(length, length - 48))
     estimates = [predictor.predict(_prompt("a", length)) for length in range(52, 60)]
     assert [estimate.median for estimate in estimates] == list(range(4, 12))
 
@@ -53,7 +58,7 @@ def test_a_long_instruction_does_not_hide_the_length_of_a_word() -> None:
 def test_lengths_of_long_prompts_fall_into_classes_of_about_two_percent() -> None:
     predictor = ObservedQuantiles(SETTINGS, LOOP)
     for _ in range(4):
-        predictor.observe("a", 4000, 7)
+        predictor.observe(_completion(4000, 7))
     assert predictor.predict(_prompt("a", 4010)).predictor.endswith("/prompt_length")
     assert not predictor.predict(_prompt("a", 4200)).predictor.endswith("/prompt_length")
 
@@ -63,7 +68,7 @@ def test_the_upper_estimate_covers_the_share_it_promises() -> None:
     rng = random.Random(1)
     lengths = [rng.randint(1, 900) for _ in range(100)]
     for length in lengths:
-        predictor.observe("a", 10, length)
+        predictor.observe(_completion(10, length))
     estimate = predictor.predict(_prompt())
     assert sum(length <= estimate.upper for length in lengths) == 90
     assert sum(length <= estimate.median for length in lengths) == 50
@@ -72,7 +77,7 @@ def test_the_upper_estimate_covers_the_share_it_promises() -> None:
 def test_the_bucket_is_that_of_the_upper_estimate() -> None:
     predictor = ObservedQuantiles(SETTINGS, LOOP)
     for length in (10, 10, 10, 300):
-        predictor.observe("a", 10, length)
+        predictor.observe(_completion(10, length))
     estimate = predictor.predict(_prompt())
     assert (estimate.median, estimate.bucket) == (10, 2)
 
@@ -84,10 +89,19 @@ def test_old_lengths_are_forgotten() -> None:
     assert (len(recent), recent.quantile(0.99), recent.quantile(0.01)) == (3, 3, 1)
 
 
+def test_the_longest_fifth_ranks_from_four_fifths_on() -> None:
+    recent = RecentLengths(100)
+    assert recent.rank(5) == 0.5
+    for length in range(1, 101):
+        recent.add(length)
+    assert [length for length in range(1, 101) if recent.rank(length) >= 0.8] == list(range(81, 101))
+    assert (recent.rank(0), recent.rank(1000)) == (0.0, 1.0)
+
+
 def test_estimates_stay_between_one_token_and_the_limit() -> None:
     predictor = ObservedQuantiles(SETTINGS, LOOP)
     for length in (0, 0, 5000, 5000):
-        predictor.observe("a", 10, length)
+        predictor.observe(_completion(10, length))
     estimate = predictor.predict(_prompt())
     assert (estimate.median, estimate.upper) == (1, 1000)
 
@@ -96,7 +110,7 @@ def test_the_constant_predictor_never_learns() -> None:
     predictor = build_predictor(SETTINGS.model_copy(update={"predictor": "constant"}), LOOP)
     before = predictor.predict(_prompt())
     for _ in range(50):
-        predictor.observe("a", 10, 7)
+        predictor.observe(_completion(10, 7))
     assert predictor.predict(_prompt()) == before
     assert isinstance(build_predictor(SETTINGS, LOOP), ObservedQuantiles)
 

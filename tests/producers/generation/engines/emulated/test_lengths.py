@@ -18,7 +18,7 @@ def _drawn(settings: LengthTraceSettings) -> list[int]:
 
 
 def _prompt(number: int, **columns: object) -> Prompt:
-    return Prompt(prompt_id=f"d/{number}", dataset="d", content="x", columns=columns)  # type: ignore[arg-type]
+    return Prompt(prompt_id=f"d/{number}", dataset="d", content="x", columns=columns)
 
 
 def test_a_length_depends_on_the_names_and_the_seed_alone() -> None:

@@ -1,0 +1,1 @@
+"""A light predictor that learns: gradient-boosted quantiles over features of the prompt, fitted as a run goes on."""

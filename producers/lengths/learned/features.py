@@ -1,0 +1,91 @@
+"""A prompt as numbers: sizes, its numbers in order, character counts, hashed n-grams and its data set.
+
+It does not know lengths. ``LAYOUT`` changes whenever a column means something else, and saved models with it.
+"""
+
+import math
+import re
+import zlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.messages.prompts import Prompt
+
+LAYOUT = 1
+SHOWN_CHARACTERS = 12_000
+"""Of a longer text the beginning and the end are read, so that the cost of a prompt stays bounded."""
+MAX_WORDS = 512
+FIRST_NUMBERS, LAST_NUMBERS = 6, 4
+CHARACTERS, BIGRAMS, WORDS = 128, 64, 64
+SIZES = 18
+ROW_WIDTH = SIZES + FIRST_NUMBERS + LAST_NUMBERS + CHARACTERS + BIGRAMS + WORDS
+
+Row = NDArray[np.float32]
+_TOKEN = re.compile(r"[^\W\d_]+|\d+")
+
+
+def text_features(prompt: Prompt) -> Row:
+    """What the prompt itself says, float32 [ROW_WIDTH]."""
+    text = prompt.text
+    shown = text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS // 2] + text[-SHOWN_CHARACTERS // 2 :]
+    tokens = _TOKEN.findall(shown)
+    words = [token for token in tokens if not token.isdecimal()]
+    numbers = [_magnitude(token) for token in tokens if token.isdecimal()]
+    codes = np.frombuffer(shown.encode("utf-8", "replace"), np.uint8)
+    return np.concatenate(
+        [
+            np.array(_sizes(prompt, text, shown, words, numbers) + _in_order(numbers), np.float32),
+            np.bincount(codes & (CHARACTERS - 1), minlength=CHARACTERS).astype(np.float32),
+            _bigrams(codes),
+            _hashed_words(words[:MAX_WORDS]),
+        ]
+    )
+
+
+def _sizes(prompt: Prompt, text: str, shown: str, words: list[str], numbers: list[float]) -> list[float]:
+    turns = 1 if isinstance(prompt.content, str) else len(prompt.content)
+    last_turn = len(text) if isinstance(prompt.content, str) else len(prompt.content[-1].content)
+    dataset = zlib.crc32(prompt.dataset.encode())
+    return [
+        float(len(text)),
+        float(len(words)),
+        float(len(set(words))),
+        float(max(map(len, words), default=0)),
+        float(sum(map(len, words))),
+        float(len(numbers)),
+        sum(numbers),
+        max(numbers, default=-1.0),
+        min(numbers, default=-1.0),
+        sum(numbers) / len(numbers) if numbers else -1.0,
+        float(sum(character.isdecimal() for character in shown)),
+        float(shown.count("\n")),
+        float(sum(character.isupper() for character in shown)),
+        float(len(shown) - sum(map(len, shown.split()))),
+        float(turns),
+        float(last_turn),
+        float(dataset & 0xFFFF),
+        float(dataset >> 16),
+    ]
+
+
+def _magnitude(digits: str) -> float:
+    """log1p of a number as written; very long ones by the count of their digits."""
+    return math.log1p(int(digits)) if len(digits) <= 18 else len(digits) * math.log(10)
+
+
+def _in_order(numbers: list[float]) -> list[float]:
+    """The first and the last numbers; a template has its parameters at the same places."""
+    first = (numbers + [-1.0] * FIRST_NUMBERS)[:FIRST_NUMBERS]
+    last = ([-1.0] * LAST_NUMBERS + numbers)[-LAST_NUMBERS:]
+    return first + last
+
+
+def _bigrams(codes: NDArray[np.uint8]) -> Row:
+    pairs = codes[:-1].astype(np.uint32) * 31 + codes[1:]
+    return np.bincount((pairs * np.uint32(2654435761)) >> np.uint32(26), minlength=BIGRAMS).astype(np.float32)
+
+
+def _hashed_words(words: list[str]) -> Row:
+    places = [zlib.crc32(word.lower().encode("utf-8", "replace")) % WORDS for word in words]
+    return np.bincount(np.array(places, np.int64), minlength=WORDS).astype(np.float32)

@@ -1,0 +1,132 @@
+"""What earlier completions say: the level of each data set, and how a prompt that repeats compares with it.
+
+Lengths are learned relative to their data set's level, in logarithms: which prompts are the longer ones belongs to the
+prompts and lasts, while the level moves with the policy and is followed at once, between two fits. What the model
+already explains does not move the level, so a few long prompts in a row do not; and a step has a fixed size, so the
+level settles where half of the completions are longer than predicted, however long the longest get.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SETTLED = 128
+"""Completions of a data set after which its level is one; until then it is their mean."""
+OWN_STEP, SHARED_STEP = 1 / 1024, 1 / 512
+"""Of one completion, on its data set's level and on what all levels share: a policy that doubles takes 240."""
+MAX_PROMPTS = 65_536
+RECENT = 32
+"""Completions of a prompt over which its past is averaged."""
+CARRY_WINDOW = 1024
+DOUBT, ENOUGH = 1.0, 4.0
+
+
+@dataclass(slots=True)
+class _Level:
+    mean: float = 0.0
+    count: int = 0
+
+
+class Levels:
+    """By data set, and over all."""
+
+    def __init__(self) -> None:
+        self._levels: dict[str, _Level] = {}
+        self._all = _Level()
+        self._shared = 0.0
+
+    def count(self, dataset: str) -> int:
+        """Completions seen of a data set."""
+        level = self._levels.get(dataset)
+        return 0 if level is None else level.count
+
+    def of(self, dataset: str) -> float:
+        """The data set's level; that of all for one never seen."""
+        return self._levels.get(dataset, self._all).mean + self._shared
+
+    def add(self, dataset: str, length: int, explained: float | None = None) -> None:
+        """Note a length in tokens; ``explained``: how far over its level the model had seen it, if there was one."""
+        value = math.log(max(1, length))
+        for level in (self._levels.setdefault(dataset, _Level()), self._all):
+            error = value - (explained or 0.0) - level.mean - self._shared
+            level.count += 1
+            if level.count <= SETTLED or explained is None:
+                level.mean += error / min(level.count, SETTLED)
+            else:
+                level.mean += math.copysign(OWN_STEP, error)
+        if explained is not None and self._levels[dataset].count > SETTLED:
+            self._shared += math.copysign(SHARED_STEP, value - explained - self.of(dataset))
+
+    def dump(self) -> dict[str, tuple[float, int]]:
+        """For a file: data set to level and count."""
+        return {dataset: (self.of(dataset), level.count) for dataset, level in self._levels.items()}
+
+    def load(self, dumped: Mapping[str, tuple[float, int]]) -> None:
+        """Take over what was dumped, as the levels to start from."""
+        self._shared = 0.0
+        self._levels = {dataset: _Level(mean, count) for dataset, (mean, count) in dumped.items()}
+        total = sum(level.count for level in self._levels.values())
+        mean = sum(level.mean * level.count for level in self._levels.values()) / max(1, total)
+        self._all = _Level(mean, total)
+
+
+@dataclass(slots=True)
+class _Past:
+    count: int = 0
+    mean: float = 0.0
+
+
+@dataclass(slots=True)
+class _Carry:
+    """Sums of past × outcome and of past squared, decayed: their ratio is the least-squares share."""
+
+    product: float = 0.0
+    square: float = DOUBT
+
+    def add(self, past: float, outcome: float) -> None:
+        keep = 1 - 1 / CARRY_WINDOW
+        self.product = self.product * keep + past * outcome
+        self.square = self.square * keep + past * past
+
+
+class PromptHistory:
+    """Of the prompts seen most recently, how far their completions were from what the model says of their text.
+
+    How much of that carries over to the next time is learned too, by how often the prompt was seen: all of it where
+    lengths repeat, little where the samples of a prompt differ much.
+    """
+
+    def __init__(self, limit: int = MAX_PROMPTS) -> None:
+        self._limit = limit
+        self._past: OrderedDict[str, _Past] = OrderedDict()
+        self._carries: dict[int, _Carry] = {}
+
+    def __len__(self) -> int:
+        return len(self._past)
+
+    def recall(self, prompt_id: str) -> tuple[int, float]:
+        """Completions seen of the prompt, and their mean distance from the model, in logarithms."""
+        past = self._past.get(prompt_id)
+        return (0, 0.0) if past is None else (past.count, past.mean)
+
+    def effect(self, seen: tuple[int, float]) -> float:
+        """What to add to the model's prediction for a prompt with such a past."""
+        count, mean = seen
+        # A prompt seen fewer times carries over less, so its share is a safe guess while little is known of ours.
+        for often in range(count.bit_length(), 0, -1):
+            carry = self._carries.get(often)
+            if carry is not None and carry.square >= ENOUGH:
+                return mean * min(1.0, max(0.0, carry.product / carry.square))
+        return 0.0
+
+    def add(self, prompt_id: str, distance: float, seen: tuple[int, float]) -> None:
+        """Note a completion's distance from the model; ``seen``: the prompt's past before its group."""
+        if seen[0]:
+            self._carries.setdefault(seen[0].bit_length(), _Carry()).add(seen[1], distance)
+        past = self._past.setdefault(prompt_id, _Past())
+        past.count += 1
+        past.mean += (distance - past.mean) / min(past.count, RECENT)
+        self._past.move_to_end(prompt_id)
+        if len(self._past) > self._limit:
+            self._past.popitem(last=False)

@@ -1,0 +1,148 @@
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from producers.generation.engines.emulated.curve import DecodeCurve
+from producers.generation.engines.emulated.engine import EmulatedEngine
+from producers.generation.engines.emulated.settings import DecodeSettings, LengthTraceSettings
+from producers.generation.rollout.completion import Completion
+from schemas.errors import EngineError, WeightsError
+from schemas.identifiers import PolicyVersion
+from schemas.messages.prompts import Prompt, SamplingParams
+from schemas.messages.trajectories import FinishReason
+from schemas.ports.engine import GenerationRequest
+from tests.producers.generation.engines.emulated.stepwise import Completion as Expected
+from tests.producers.generation.engines.emulated.stepwise import simulate
+
+BY_COLUMN = LengthTraceSettings(source="column")
+STEP = DecodeSettings(step_s=1.0, batch_scale=1e9)
+FIRST, SECOND = PolicyVersion(1, 0), PolicyVersion(1, 1)
+
+
+def request(number: int, length: int, prompt: int = 4, limit: int = 100_000) -> GenerationRequest:
+    asked = Prompt(prompt_id=f"d/{number}", dataset="d", content="x", columns={"length": length})
+    return GenerationRequest(f"d/{number}/0/0", [1] * prompt, SamplingParams(max_completion_length=limit), asked)
+
+
+@asynccontextmanager
+async def running(decode: DecodeSettings, scale: float, slots: int = 8) -> AsyncIterator[EmulatedEngine]:
+    engine = EmulatedEngine(decode, BY_COLUMN, scale, slots, max_model_len=100_000)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def collect(engine: EmulatedEngine, asked: GenerationRequest) -> Completion:
+    completion = Completion()
+    async for delta in engine.generate(asked):
+        completion.extend(delta)
+    return completion
+
+
+def weights(directory: Path) -> Path:
+    (directory / "model.safetensors").write_bytes(b"")
+    return directory
+
+
+async def test_wall_clock_is_emulated_time_over_the_scale() -> None:
+    decode, scale, slots = DecodeSettings(prefill_s_per_token=1e-3), 20.0, 4
+    expected = [Expected(0.0, 4, 300 + 37 * number) for number in range(12)]
+    simulate(DecodeCurve(decode), slots, expected, [])
+    measured: dict[int, float] = {}
+
+    async def one(engine: EmulatedEngine, number: int) -> None:
+        await collect(engine, request(number, expected[number].length))
+        measured[number] = (time.monotonic() - began) * scale
+
+    async with running(decode, scale, slots) as engine:
+        began = time.monotonic()
+        await asyncio.gather(*(one(engine, number) for number in range(len(expected))))
+    ends = [completion.finish or 0.0 for completion in expected]
+    assert all(measured[number] >= end - 0.02 * scale for number, end in enumerate(ends))
+    assert max(measured.values()) == pytest.approx(max(ends), rel=0.05)
+
+
+async def test_a_late_wake_up_delays_no_later_step() -> None:
+    async with running(STEP, scale=100.0, slots=1) as engine:
+        began = time.monotonic()
+        waiting = [asyncio.create_task(collect(engine, request(number, 10))) for number in range(8)]
+        await asyncio.sleep(0.15)
+        time.sleep(0.3)
+        await asyncio.gather(*waiting)
+        assert time.monotonic() - began == pytest.approx(0.8, abs=0.1)
+
+
+async def test_every_token_has_the_version_of_its_step(tmp_path: Path) -> None:
+    async with running(STEP, scale=100.0) as engine:
+        await engine.adopt(weights(tmp_path), FIRST)
+        task = asyncio.create_task(collect(engine, request(0, 40)))
+        await asyncio.sleep(0.2)
+        await engine.adopt(tmp_path, SECOND)
+        completion = await task
+    spans = completion.version_spans()
+    assert [span.version for span in spans] == [FIRST, SECOND]
+    assert (spans[0].start, spans[1].end, spans[0].end) == (0, 40, spans[1].start)
+    assert 15 <= spans[1].start <= 35
+    assert len(completion.arrays()[0]) == len(completion.arrays()[1]) == 40
+
+
+async def test_adoption_takes_its_time_and_stalls_what_runs(tmp_path: Path) -> None:
+    decode = STEP.model_copy(update={"adopt_s": 30.0})
+    async with running(decode, scale=100.0) as engine:
+        began = time.monotonic()
+        task = asyncio.create_task(collect(engine, request(0, 20)))
+        await asyncio.sleep(0.05)
+        await engine.adopt(weights(tmp_path), FIRST)
+        assert time.monotonic() - began >= 0.34
+        await task
+        assert time.monotonic() - began >= 0.49
+
+
+async def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    async with running(STEP, scale=100.0) as engine:
+        with pytest.raises(WeightsError, match=r"expected a \.safetensors file for 1-0"):
+            await engine.adopt(tmp_path, FIRST)
+
+
+async def test_the_length_limit_ends_a_completion() -> None:
+    async with running(STEP, scale=1e4) as engine:
+        cut = await collect(engine, request(0, 50, limit=20))
+        whole = await collect(engine, request(0, 20, limit=20))
+        long_prompt = await collect(engine, request(0, 50, prompt=99_990))
+    assert [len(one.arrays()[0]) for one in (cut, whole, long_prompt)] == [20, 20, 10]
+    assert [one.finish_reason for one in (cut, whole, long_prompt)] == [
+        FinishReason.LENGTH,
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+    ]
+
+
+async def test_closing_the_iterator_frees_the_slot() -> None:
+    async with running(STEP.model_copy(update={"chunk_tokens": 5}), scale=100.0, slots=1) as engine:
+        async with aclosing(engine.generate(request(0, 10_000))) as deltas:  # type: ignore[type-var]
+            assert len((await anext(deltas)).token_ids) == 5
+        async with asyncio.timeout(2):
+            await collect(engine, request(1, 10))
+
+
+async def test_closing_fails_what_runs_and_what_is_asked_later(tmp_path: Path) -> None:
+    async with running(STEP, scale=1.0) as engine:
+        task = asyncio.create_task(collect(engine, request(0, 1000)))
+        await asyncio.sleep(0.01)
+        await engine.close()
+        await engine.close()
+        for refused in (task, collect(engine, request(1, 1)), engine.adopt(weights(tmp_path), FIRST)):
+            with pytest.raises(EngineError):
+                await refused
+
+
+async def test_a_prompt_that_fills_the_context_is_refused() -> None:
+    async with running(STEP, scale=100.0) as engine:
+        with pytest.raises(EngineError, match=r"max_model_len, got 100000 in request d/0/0/0"):
+            await collect(engine, request(0, 5, prompt=100_000))

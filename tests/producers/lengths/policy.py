@@ -1,0 +1,39 @@
+"""A small policy for tests: what a prompt asks for shows in its text, and samples vary around it."""
+
+import math
+import random
+from collections.abc import Iterable
+
+from producers.lengths.completion import Completion
+from producers.lengths.learning import LearnedLengths
+from schemas.messages.prompts import Prompt
+
+SAMPLES = 4
+
+
+def prompt_of(index: int, *, dataset: str = "", seed: int = 0) -> Prompt:
+    rng = random.Random(f"{seed}/{index}")
+    dataset = dataset or rng.choice(["sort", "spell"])
+    size = rng.randint(2, 40)
+    text = f"Sort these {size} numbers." if dataset == "sort" else f"Spell backward: {'ab' * size}"
+    return Prompt(prompt_id=f"{dataset}/{index}", dataset=dataset, content=text, columns={"size": size})
+
+
+def typical(prompt: Prompt) -> float:
+    size = prompt.columns["size"]
+    assert isinstance(size, int)
+    return 20.0 * size if prompt.dataset == "sort" else 5.0 + size
+
+
+def teach(
+    predictor: LearnedLengths, indices: Iterable[int], *, growth: float = 1.0, version: int = 0, limit: int = 10**6
+) -> None:
+    """Groups one after the other; every fit that begins is waited for, so that tests repeat."""
+    rng = random.Random(version)
+    for index in indices:
+        prompt = prompt_of(index)
+        predictor.predict(prompt)
+        for _ in range(SAMPLES):
+            length = min(limit, max(1, round(typical(prompt) * growth * math.exp(rng.gauss(0, 0.2)))))
+            predictor.observe(Completion(prompt, f"{index}/{version}", length, version, censored=length == limit))
+            predictor.wait()

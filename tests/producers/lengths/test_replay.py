@@ -1,0 +1,88 @@
+from collections.abc import Callable
+from typing import Any
+
+from producers.dispatch.recovery import rebuild
+from producers.dispatch.state import DispatchState
+from producers.lengths.completion import Completion
+from producers.lengths.constant import ConstantLength
+from producers.lengths.learning import LearnedLengths
+from producers.lengths.replay import replay
+from producers.lengths.settings import LengthSettings
+from schemas.errors import BusUnavailable
+from schemas.messages.trajectories import FinishReason, Trajectory
+from schemas.ports.memory_bus import MemoryBus, MemorySubscription
+from schemas.wire.topics import TRAJECTORIES, WORK_ORDERS
+from tests.producers.dispatch.scene import FAST, LOOP, Scene, order, trajectory
+
+SETTINGS = LengthSettings(predictor="learned", learn_after=64, min_observations=8)
+
+
+def _taught() -> LearnedLengths:
+    return LearnedLengths(SETTINGS, LOOP)
+
+
+async def _publish(scene: Scene, sample: Trajectory, partition: int = 0) -> None:
+    await scene.send(TRAJECTORIES, sample, sample.group_id, partition)
+
+
+async def _replay(scene: Scene, predictor: LearnedLengths, skip: Callable[[str], bool] = lambda group: False) -> int:
+    return await replay(scene.bus, "r", predictor, skip=skip)
+
+
+async def test_what_the_topic_holds_is_learned_again_after_a_restart() -> None:
+    scene, predictor = Scene(), _taught()
+    for position in range(40):
+        for index in range(2):
+            await _publish(scene, trajectory(order(f"toy/{position}/0"), index, length=5 + position % 4))
+    assert await _replay(scene, predictor) == 80
+    predictor.wait()
+    assert predictor.model is not None
+    assert predictor.predict(order("toy/99/0").prompt).predictor == "learned/v1"
+
+
+async def test_repeats_aborts_and_skipped_groups_are_not_learned() -> None:
+    scene = Scene()
+    for _ in range(2):
+        await _publish(scene, trajectory(order("toy/0/0"), 0))
+    await _publish(scene, trajectory(order("toy/0/0"), 1, reason=FinishReason.ABORT))
+    await _publish(scene, trajectory(order("toy/1/0"), 0))
+    assert await _replay(scene, _taught(), skip=lambda group: group == "toy/1/0") == 1
+
+
+async def test_a_predictor_that_learns_nothing_reads_nothing() -> None:
+    scene = Scene()
+    await _publish(scene, trajectory(order("toy/0/0"), 0))
+    predictor = ConstantLength(LengthSettings(), LOOP)
+    assert await replay(scene.bus, "r", predictor, skip=lambda group: False) == 0
+
+
+async def test_a_broken_bus_is_no_reason_to_stop() -> None:
+    class _Down(MemoryBus):
+        async def subscribe(self, *arguments: Any, **named: Any) -> MemorySubscription:
+            raise BusUnavailable("expected a broker, got none")
+
+    assert await replay(_Down(), "r", _taught(), skip=lambda group: False) == 0
+
+
+async def test_a_rebuilt_dispatcher_has_learned_each_sample_once() -> None:
+    """Of a trained group from the topic's past, of one in flight as the flight's sample."""
+    scene = Scene()
+    await scene.step(0)
+    await scene.beat()
+    for name in ("toy/0/0", "toy/1/0"):
+        sent = order(name)
+        await scene.send(WORK_ORDERS, sent, sent.group_id, 0)
+        await scene.finish(sent)
+    await scene.step(1, ["toy/0/0"])
+    predictor = _Counting()
+    await rebuild(scene.bus, "r", DispatchState(LOOP, FAST, predictor), lambda: 0.0)
+    assert sorted(predictor.groups) == ["toy/0/0"] * 2 + ["toy/1/0"] * 2
+
+
+class _Counting(LearnedLengths):
+    def __init__(self) -> None:
+        super().__init__(SETTINGS, LOOP)
+        self.groups: list[str] = []
+
+    def observe(self, completion: Completion) -> None:
+        self.groups.append(completion.group_id)
