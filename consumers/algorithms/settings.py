@@ -1,4 +1,4 @@
-"""The settings of the GRPO family, RLOO included: which advantages, which loss, which correction for off-policy samples."""
+"""The settings of the GRPO family and RLOO: which advantages, loss, and correction for off-policy samples."""
 
 from typing import Annotated, Literal, Self
 

@@ -20,6 +20,7 @@ import structlog
 from consumers.batching.samples import Group
 from consumers.intake.frontier import Frontier
 from consumers.intake.judging.groups import Closed
+from consumers.intake.judging.patience import Patience
 from consumers.intake.ledger import Fates, Ledger
 from consumers.intake.measures import IntakeMeasures
 from consumers.intake.opening import IntakeStart, Opening, positions_and_ends_meet
@@ -36,8 +37,6 @@ from schemas.wire.topics import TRAJECTORIES
 log = structlog.get_logger()
 
 POLL_S = 0.2
-STALL_S = 5.0
-"""Most of one round that counts against a group's time-out: when this process stood still, nobody else was late."""
 ROUND = 32
 """Records judged before other tasks of the event loop get their turn."""
 
@@ -84,8 +83,7 @@ class Intake:
         self._ready: list[tuple[float, str, Group]] = []
         self._arrived = asyncio.Event()
         self._end: StreamRLError | None = None
-        self._listened_s = 0.0
-        self._looked_at = clock()
+        self._patience = Patience(clock)
         self._paused = False
         self._ends: dict[TopicPartition, int] | None = None
         self._subscription: Subscription | None = None
@@ -241,12 +239,13 @@ class Intake:
         for index, record in enumerate(records):
             if self._ledger.read(record):
                 self._measures.observe_record(len(record.value or b""))
-                if (closed := self._sorter.take(record, self._listened_s)) is not None:
+                if (closed := self._sorter.take(record, self._patience.listened_s)) is not None:
                     self._close_group(closed)
             if index % ROUND == ROUND - 1:
                 await asyncio.sleep(0)
-        self._listen(caught_up=len(records) < limit)
-        for closed in self._sorter.assembler.expire(self._listened_s):
+        caught_up = len(records) < limit and not self._paused
+        await self._patience.listen(self._subscription, len(records), caught_up=caught_up)
+        for closed in self._sorter.assembler.expire(self._patience.listened_s):
             self._close_group(closed)
         await self._rejects.send()
         await self._look_for_the_ends(self._subscription)
@@ -262,13 +261,6 @@ class Intake:
         if self._ends and (self._paused or positions_and_ends_meet(await subscription.positions(), self._ends)):
             self._ends = {}
             self._arrived.set()
-
-    def _listen(self, *, caught_up: bool) -> None:
-        """Let the groups' clock go on for this round, unless their samples may be waiting on the topic."""
-        now = self._clock()
-        if caught_up and not self._paused:
-            self._listened_s += min(max(0.0, now - self._looked_at), STALL_S)
-        self._looked_at = now
 
     def _apply_back_pressure(self, subscription: Subscription) -> None:
         wanted = self._settings.should_pause(self._paused, self.pending_bytes, has_ready=bool(self._ready))

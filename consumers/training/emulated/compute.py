@@ -21,14 +21,12 @@ class EmulatedDevice:
     """Works on one thing after the other; ``time_scale`` emulated seconds take one second."""
 
     def __init__(self, time_scale: float, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self.busy_s = 0.0
         self._time_scale = time_scale
         self._monotonic = monotonic
         self._free_at = self._returns_at = monotonic()
 
     def launch(self, seconds: float) -> None:
         """Work for so many emulated seconds, after what was launched before."""
-        self.busy_s += seconds
         self._free_at = max(self._free_at, self._monotonic()) + seconds / self._time_scale
         self._returns_at = max(self._returns_at, self._free_at - RUN_AHEAD_S)
 

@@ -45,7 +45,7 @@ class EmulatedPolicy:
         self._weights = weights
         self._checkpoints = checkpoints
         self._step = restored.state.manifest.step if restored else 0
-        self._booked_s = device.busy_s
+        self._gathered_s = 0.0
         remove_leftovers(weights.root)
 
     @property
@@ -60,17 +60,20 @@ class EmulatedPolicy:
 
     def accumulate(self, batch: MicroBatch) -> None:
         """Launch a forward and backward pass."""
-        self._device.launch(forward_backward_s(batch, self._durations))
+        seconds = forward_backward_s(batch, self._durations)
+        self._gathered_s += seconds
+        self._device.launch(seconds)
 
     def discard(self) -> None:
-        """Nothing was gathered; what was launched still takes its time."""
+        """Nothing is undone: what was launched still takes its time."""
+        self._gathered_s = 0.0
 
     def finish_step(self, reward_deviation: float) -> StepOutcome:
         """Wait for the micro-batches, and for the optimizer."""
         self._device.finish(self._durations.optimizer_step_s)
         self._step += 1
-        before, self._booked_s = self._booked_s, self._device.busy_s
-        return StepOutcome(True, "", {"loss": 0.0, "emulated/train_s": self._booked_s - before})
+        train_s, self._gathered_s = self._gathered_s + self._durations.optimizer_step_s, 0.0
+        return StepOutcome(True, "", {"loss": 0.0, "emulated/train_s": train_s})
 
     def digests(self) -> dict[str, str]:
         """None are made: there is nothing to compare."""
