@@ -1,0 +1,1 @@
+"""The whole loop in one process: production classes on a simulated bus, a virtual clock, and faults from a seed."""

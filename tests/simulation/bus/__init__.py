@@ -1,0 +1,1 @@
+"""A broker in memory that loses, delays and repeats what a Kafka broker may, and keeps what it must."""

@@ -1,0 +1,134 @@
+"""The simulated bus as one process sees it: publishers and subscriptions on shared logs, with faults from the seed."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from typing import TypeVar
+
+from schemas.errors import BusError, BusUnavailable, DataLossRefused
+from schemas.ports.bus import Start, TopicPartition
+from tests.simulation.bus.broker import Broker
+from tests.simulation.bus.events import Events
+from tests.simulation.bus.faults import PERFECT, Chances
+from tests.simulation.bus.reading import SimSubscription, lost
+from tests.simulation.bus.transactions import SimTransactionalPublisher
+from tests.simulation.bus.writing import SimPublisher
+from tests.simulation.virtual_time import PROCESS, Killed
+
+Client = TypeVar("Client")
+
+
+@dataclass(eq=False)
+class SimBus:
+    """One for all processes of a simulation. ``is_over``: nobody is served any more."""
+
+    clock: Callable[[], float] = time.time
+    chances: Chances = field(default_factory=lambda: Chances(PERFECT, Random(0)))
+    is_over: bool = False
+    broker: Broker = field(init=False)
+    events: Events = field(init=False)
+    _names: dict[str, "count[int]"] = field(default_factory=dict)
+    _contexts: dict[object, Context] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.broker = Broker(self.clock)
+        self.events = Events(self.clock)
+
+    @property
+    def is_perfect(self) -> bool:
+        """Whether nothing takes time and nothing fails."""
+        return self.chances.rates is PERFECT
+
+    def create_topic(self, name: str, partitions: int) -> None:
+        """Add a topic; existing ones are left alone."""
+        self.broker.create_topic(name, partitions)
+
+    async def publisher(self, client_id: str) -> SimPublisher:
+        """A publisher of a new session."""
+        await self.connected("a publisher")
+        return self._owned(SimPublisher(self, self._named(client_id)))
+
+    async def transactional(self, transactional_id: str) -> SimTransactionalPublisher:
+        """The newest holder of the id."""
+        await self.connected("a transactional publisher")
+        epoch = self.broker.fence(transactional_id)
+        name = self._named(transactional_id)
+        self.events.add("fence", name, epoch)
+        return self._owned(SimTransactionalPublisher(self, name, transactional_id, epoch))
+
+    async def subscribe(
+        self,
+        topics: Iterable[str],
+        *,
+        client_id: str,
+        start: Start = "earliest",
+        partitions: Iterable[int] | None = None,
+        group_id: str | None = None,
+    ) -> SimSubscription:
+        """A subscription placed where ``start`` says."""
+        wanted = None if partitions is None else set(partitions)
+        await self.connected("a subscription")
+        logs = [log for topic in topics for log in self.broker.logs(topic)]
+        assigned = [log.tp for log in logs if wanted is None or log.tp.partition in wanted]
+        name = self._named(client_id)
+        placed = {tp: self._start_of(tp, start) for tp in assigned}
+        self.events.add("subscribe", name, tuple(placed.items()))
+        return SimSubscription(self, name, placed, group_id)
+
+    def _start_of(self, tp: TopicPartition, start: Start) -> int:
+        log = self.broker.log(tp)
+        if start == "earliest":
+            return log.first
+        if start == "latest":
+            return log.stable
+        offset = start.get(tp, log.first)
+        if offset < log.first:
+            raise lost(tp, offset, log.first)
+        if offset > len(log.slots):
+            end = len(log.slots)
+            raise DataLossRefused(
+                f"expected offset {offset} of {tp.topic}/{tp.partition}, the log ends at {end}",
+                [(tp.topic, tp.partition, end, offset)],
+            )
+        return offset
+
+    async def connected(self, what: str) -> None:
+        """The broker answers, sooner or later.
+
+        Raises:
+            BusUnavailable: it does not within the time-out.
+        """
+        self.check_caller()
+        if self.is_perfect:
+            return
+        rates = self.chances.rates
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + rates.connect_timeout_s
+        await asyncio.sleep(self.chances.latency())
+        while not self.broker.is_up:
+            if loop.time() >= deadline:
+                raise BusUnavailable(f"expected {what} from the broker, got no answer in {rates.connect_timeout_s} s")
+            await asyncio.sleep(rates.connect_timeout_s / 4)
+
+    def check_caller(self) -> None:
+        """Serve nobody who is dead, and nobody once the simulation is over."""
+        if self.is_over:
+            raise BusError("the simulation is over")
+        process = PROCESS.get()
+        if process is not None and process.is_dead:
+            raise Killed
+
+    def context_of(self, client: object) -> Context:
+        """The context of the process that opened a client: answers reach it there, unless it is dead or stopped."""
+        return self._contexts[client]
+
+    def _owned(self, client: Client) -> Client:
+        self._contexts[client] = copy_context()
+        return client
+
+    def _named(self, client_id: str) -> str:
+        return f"{client_id}#{next(self._names.setdefault(client_id, count(1)))}"

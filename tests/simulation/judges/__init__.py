@@ -1,0 +1,1 @@
+"""What must hold of everything that a run left behind."""

@@ -1,0 +1,96 @@
+"""What a finished world left behind, put before the judges: bus history, ledger, audit."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from schemas.errors import WireError
+from schemas.messages.base import Message
+from schemas.messages.reports import RefusedStep, SkipRecord, StepReport
+from schemas.messages.trajectories import Trajectory
+from schemas.ports.bus import Record
+from schemas.wire.topics import SKIPS, STEPS, TRAJECTORIES
+from tests.simulation.bus.broker import Broker, committed
+from tests.simulation.bus.events import digest_of
+from tests.simulation.history import Acknowledged, BusHistory, Delivered, Problem, judge_bus
+from tests.simulation.judges.audit import audit
+from tests.simulation.judges.ledger import Checkpoint, Evidence, Spot, judge_training
+from tests.simulation.parts.checkpoints import SimCheckpoints
+from tests.simulation.worlds.crew import RUN
+from tests.simulation.worlds.world import World
+
+
+def judge(world: World) -> list[Problem]:
+    """Everything that is wrong, the processes' own complaints first."""
+    return [*world.problems, *judge_bus(bus_history(world)), *judge_training(evidence(world)), *audit(world)]
+
+
+def bus_history(world: World) -> BusHistory:
+    """Of the whole bus."""
+    broker, events = world.bus.broker, world.bus.events
+    logs = [log for partitions in broker.topics.values() for log in partitions]
+    return BusHistory(
+        logs={(log.tp.topic, log.tp.partition): {r.offset: digest_of(r.value) for r in committed(log)} for log in logs},
+        acknowledged=[Acknowledged(*ack) for ack in events.acknowledged],
+        delivered=[Delivered(*who, offsets) for who, offsets in events.delivered.items()],
+        first={(log.tp.topic, log.tp.partition): log.first for log in logs},
+    )
+
+
+def evidence(world: World) -> Evidence:
+    """Of the one algorithm there is."""
+    broker, setup = world.bus.broker, world.setup
+    newest = SimCheckpoints(world.crew.place, setup.keep_checkpoints, lambda name: None).newest()
+    checkpoint = None
+    if newest is not None:
+        manifest = newest.state.manifest
+        frontier: Any = manifest.frontier
+        checkpoint = Checkpoint(manifest.policy_version, frontier, newest.state.saved.contents, manifest.skips.count)
+    return Evidence(
+        records=_trajectories(broker),
+        reports=[m for m in _messages(broker, STEPS.full_name(RUN)) if isinstance(m, StepReport | RefusedStep)],
+        rows=[m for m in _messages(broker, SKIPS.full_name(RUN)) if isinstance(m, SkipRecord)],
+        groups_per_step=setup.groups_per_step,
+        max_staleness=setup.max_staleness,
+        checkpoint=checkpoint,
+        gone=world.bus.broker.gone,
+    )
+
+
+def _trajectories(broker: Broker) -> dict[Spot, Trajectory | None]:
+    found: dict[Spot, Trajectory | None] = {}
+    for log in broker.logs(TRAJECTORIES.full_name(RUN)):
+        for record in committed(log):
+            message = _decoded(record)
+            found[record.partition, record.offset] = message if isinstance(message, Trajectory) else None
+    return found
+
+
+def _messages(broker: Broker, topic: str) -> list[Message]:
+    decoded = (_decoded(record) for log in broker.logs(topic) for record in committed(log))
+    return [message for message in decoded if message is not None]
+
+
+def _decoded(record: Record) -> Message | None:
+    try:
+        return record.message()
+    except WireError:
+        return None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Problems by what they mean for the promises."""
+
+    lost: int
+    trained_twice: int
+    audit_failures: int
+
+    @classmethod
+    def of(cls, problems: list[Problem]) -> "Counts":
+        """Sort problems."""
+        rules = [problem.rule for problem in problems]
+        return cls(
+            sum(rule in ("lost", "lost write") for rule in rules),
+            sum(rule == "duplicate effect" for rule in rules),
+            sum(rule in ("ledger", "phantom", "contents", "frontier", "audit") for rule in rules),
+        )

@@ -1,0 +1,222 @@
+"""Checkpoints in memory, with the production rules of naming, order, fencing and pruning, written piece by piece.
+
+``before_write`` is called before every piece that becomes durable, with its name; it may raise ``Killed`` (the process
+dies there) or ``OSError``. So a checkpoint can break off at every one of its writes.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from consumers.training.persistence.catalogue import read_entries, read_manifests, superfluous
+from consumers.training.persistence.lineage import Lineage, claim_lineage
+from consumers.training.persistence.locations import Slot
+from consumers.training.persistence.manifest import CheckpointManifest, encode_manifest
+from schemas.errors import CheckpointError
+from schemas.messages.reports import RecordRef
+
+Contents = tuple[RecordRef, ...]
+BeforeWrite = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SavedPieces:
+    """What a checkpoint holds: the model's contents, the intake's snapshot, the report."""
+
+    contents: Contents
+    intake: str
+    report: bytes
+
+
+@dataclass
+class MemoryPlace:
+    """The disk or object store; survives every process. ``by_lineage``: names as an object store has them."""
+
+    by_lineage: bool
+    numbers: set[int] = field(default_factory=set)
+    pieces: dict[str, dict[str, Any]] = field(default_factory=dict)
+    slots_by_name: dict[str, Slot] = field(default_factory=dict)
+    scratch: Path = Path()
+
+    def __str__(self) -> str:
+        return "memory"
+
+    def claims(self) -> list[int]:
+        """Numbers claimed so far."""
+        return list(self.numbers)
+
+    def claim(self, number: int, content: bytes) -> bool:
+        """Claim a number."""
+        is_free = number not in self.numbers
+        self.numbers.add(number)
+        return is_free
+
+    def clear_leftovers(self) -> None:
+        """Pieces without a manifest stay: nobody reads them."""
+
+    def slot(self, lineage: int, step: int) -> Slot:
+        """Where a checkpoint belongs."""
+        return Slot(f"lineage_{lineage}/step_{step}", step, lineage) if self.by_lineage else Slot(f"step_{step}", step)
+
+    def slots(self) -> list[Slot]:
+        """Places with a manifest; the others are uploads that never ended."""
+        return [self.slots_by_name[name] for name, pieces in self.pieces.items() if "manifest" in pieces]
+
+    def damage_newest(self) -> bool:
+        """Change a byte of the newest manifest, if there is an older checkpoint to fall back on."""
+        manifests = read_manifests(self)
+        if len(manifests) < 2:
+            return False
+        pieces = self.pieces[self.slot(manifests[0].lineage, manifests[0].step).name]
+        pieces["manifest"] = b"[" + pieces["manifest"][1:]
+        return True
+
+    def address(self, slot: Slot) -> str:
+        """Its name."""
+        return slot.name
+
+    def manifest(self, slot: Slot) -> bytes | None:
+        """The manifest's bytes, if there is one."""
+        data: bytes | None = self.pieces.get(slot.name, {}).get("manifest")
+        return data
+
+    @contextmanager
+    def staging(self, slot: Slot, lineage: int) -> Iterator[Path]:
+        """There are no files."""
+        yield Path()
+
+    def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> None:
+        """See ``put``, which takes pieces instead of files."""
+        raise AssertionError("a simulated checkpoint has no files")
+
+    def fetch(self, slot: Slot, manifest: CheckpointManifest) -> Path:
+        """There are no files."""
+        raise AssertionError("a simulated checkpoint has no files")
+
+    def remove(self, slot: Slot) -> None:
+        """Forget a checkpoint."""
+        self.pieces.pop(slot.name, None)
+
+    def put(
+        self,
+        slot: Slot,
+        saved: SavedPieces,
+        manifest: CheckpointManifest,
+        fence: Callable[[], None],
+        before_write: BeforeWrite,
+    ) -> None:
+        """Piece by piece, as an object store does, or aside and by one rename, as a directory does."""
+        staged: dict[str, Any] = {}
+        if self.by_lineage:
+            self.slots_by_name[slot.name] = slot
+            staged = self.pieces.setdefault(slot.name, {})
+            before_write("remove manifest")
+            staged.pop("manifest", None)
+        for name in ("contents", "intake", "report"):
+            before_write(name)
+            staged[name] = getattr(saved, name)
+        fence()
+        if not self.by_lineage and slot.name in self.pieces:
+            before_write("put aside")
+            aside = self.pieces.pop(slot.name)
+            fence()
+            self._named(slot, staged, manifest, before_write, aside)
+        else:
+            self._named(slot, staged, manifest, before_write, None)
+
+    def _named(
+        self, slot: Slot, staged: dict[str, Any], manifest: CheckpointManifest, before_write: BeforeWrite, aside: Any
+    ) -> None:
+        try:
+            before_write("manifest")
+        except BaseException:
+            if aside is not None:  # the next start puts it back
+                self.pieces[slot.name] = aside
+            raise
+        staged["manifest"] = encode_manifest(manifest)
+        self.slots_by_name[slot.name] = slot
+        self.pieces[slot.name] = staged
+        before_write("after manifest")
+
+
+@dataclass(frozen=True)
+class SimState:
+    """A verified checkpoint's pieces."""
+
+    manifest: CheckpointManifest
+    saved: SavedPieces
+
+    @property
+    def intake(self) -> Mapping[str, Any]:
+        """The intake's snapshot."""
+        found: Mapping[str, Any] = json.loads(self.saved.intake)
+        return found
+
+    @property
+    def report(self) -> bytes:
+        """The step report, encoded."""
+        return self.saved.report
+
+
+@dataclass(frozen=True)
+class SimRestored:
+    """A verified checkpoint."""
+
+    state: SimState
+
+
+@dataclass
+class SimCheckpoints:
+    """One process's view of the place; the newest ``keep`` of the chain stay."""
+
+    place: MemoryPlace
+    keep: int
+    before_write: BeforeWrite
+
+    def claim_lineage(self, *, now: float) -> Lineage:
+        """Take the run over."""
+        newest = max((manifest.lineage for manifest in read_manifests(self.place)), default=0)
+        try:
+            self.before_write("claim")
+            lineage = claim_lineage(self.place, at_least=newest + 1, now=now)
+            self.before_write("after claim")
+        except OSError as error:
+            raise CheckpointError(f"expected to claim a lineage, got: {error}") from error
+        return lineage
+
+    def newest(self) -> SimRestored | None:
+        """By lineage and then step; pieces are whole whenever there is a manifest.
+
+        Raises:
+            CheckpointError: no manifest is sound.
+        """
+        entries = read_entries(self.place)
+        for entry in entries:
+            if entry.manifest is not None:
+                found = self.place.pieces[entry.slot.name]
+                pieces = SavedPieces(found["contents"], found["intake"], found["report"])
+                return SimRestored(SimState(entry.manifest, pieces))
+        if entries:
+            raise CheckpointError(f"expected a checkpoint that verifies, got: {entries[0].problem}")
+        return None
+
+    def write(self, saved: SavedPieces, manifest: CheckpointManifest, lineage: Any) -> str:
+        """Write a checkpoint and prune.
+
+        Raises:
+            CheckpointError: a write failed; earlier checkpoints are as they were.
+            Superseded: a newer lineage exists.
+        """
+        slot = self.place.slot(manifest.lineage, manifest.step)
+        try:
+            self.place.put(slot, saved, manifest, lineage.check, self.before_write)
+        except OSError as error:
+            raise CheckpointError(f"expected to write {slot.name}, got: {error}") from error
+        with suppress(OSError):
+            for old in superfluous(read_entries(self.place), manifest, self.keep):
+                self.before_write("prune")
+                self.place.remove(old)
+        return slot.name

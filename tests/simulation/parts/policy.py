@@ -1,0 +1,100 @@
+"""A policy whose weights are the records that entered its gradient, in order; and the place where it computes.
+
+So what the surviving model contains can be compared with the topic, record by record.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, ParamSpec, TypeVar
+
+import xxhash
+
+from consumers.algorithms.credit import ModelLimits
+from consumers.batching.samples import MicroBatch
+from consumers.training.persistence.manifest import CheckpointManifest
+from consumers.training.ports import Lineage, StepOutcome
+from schemas.identifiers import PolicyVersion
+from schemas.messages.reports import RecordRef
+from tests.simulation.parts.checkpoints import SavedPieces, SimCheckpoints
+from tests.simulation.parts.sampling import VOCABULARY
+from tests.simulation.parts.weights import WeightShelf
+from tests.simulation.virtual_time import Killed
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass
+class SimPolicy:
+    """``bad_gradient``: probability that a step is refused for a gradient that is not finite."""
+
+    shelf: WeightShelf
+    store: SimCheckpoints
+    chance: Random
+    bad_gradient: float = 0.0
+    contents: list[RecordRef] = field(default_factory=list)
+    gathered: list[RecordRef] = field(default_factory=list)
+    step: int = 0
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What the model can take."""
+        return ModelLimits(vocabulary=VOCABULARY, positions=1 << 20)
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        """Add the records of a micro-batch."""
+        self.gathered += batch.refs
+
+    def discard(self) -> None:
+        """Drop what was gathered."""
+        self.gathered.clear()
+
+    def finish_step(self, reward_deviation: float) -> StepOutcome:
+        """Take what was gathered into the weights."""
+        if self.chance.random() < self.bad_gradient:
+            self.discard()
+            return StepOutcome(False, "expected a finite gradient, got nan", {"loss": 0.0})
+        self.contents += self.gathered
+        self.discard()
+        self.step += 1
+        return StepOutcome(True, "", {"loss": 0.0})
+
+    def digests(self) -> dict[str, str]:
+        """Of the one tensor there is."""
+        return {"contents": xxhash.xxh3_128_hexdigest(repr(self.contents).encode())}
+
+    def export(self, version: PolicyVersion, now: float) -> str:
+        """Put the weights on the shelf."""
+        return self.shelf.put(version, str(len(self.contents)))
+
+    def checkpoint(
+        self, manifest: CheckpointManifest, intake: Mapping[str, Any], report: bytes, lineage: Lineage
+    ) -> str:
+        """Write a checkpoint of this moment."""
+        return self.store.write(SavedPieces(tuple(self.contents), json.dumps(intake), report), manifest, lineage)
+
+
+@dataclass
+class SimCompute:
+    """Runs calls in virtual time, ``call_s`` each on average; one in fifty takes much longer."""
+
+    chance: Random
+    call_s: float
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The call's result. A process that is killed inside it never comes back from it."""
+        async with self.lock:
+            draw = self.chance.random()
+            await asyncio.sleep(self.call_s * (30 * draw if draw > 0.98 else draw))
+            try:
+                return call(*args, **kwargs)
+            except Killed:
+                await asyncio.get_running_loop().create_future()
+                raise
+
+    def close(self) -> None:
+        """Nothing is held."""

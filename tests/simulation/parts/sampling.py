@@ -1,0 +1,126 @@
+"""An engine, its tokenizer, a scorer and prompts that take virtual time and fail by chance. They know no model."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import xxhash
+
+from producers.rewards.runner import ScoreRequest, Scores
+from schemas.errors import EngineError
+from schemas.identifiers import PolicyVersion, make_prompt_id
+from schemas.messages.prompts import Prompt
+from schemas.messages.trajectories import FinishReason
+from schemas.ports.engine import GenerationRequest, TokenDelta
+
+VOCABULARY = 64
+
+
+@dataclass(frozen=True)
+class SamplingFaults:
+    """Probabilities per completion: a failing engine, an aborted completion, a reward that fails or does not apply."""
+
+    engine: float = 0.0
+    abort: float = 0.0
+    reward_error: float = 0.0
+    no_reward: float = 0.0
+    unloadable: float = 0.0
+
+
+@dataclass
+class SimEngine:
+    """Samples completions whose length depends on the request alone, in two pieces, ``token_s`` per token."""
+
+    chance: Random
+    faults: SamplingFaults
+    max_num_seqs: int
+    token_s: float
+    longest: int
+    name: str = "simulated"
+    version: PolicyVersion | None = None
+
+    def __post_init__(self) -> None:
+        self._slots = asyncio.Semaphore(self.max_num_seqs)
+
+    async def start(self) -> None:
+        """Take a moment."""
+        await asyncio.sleep(0.2 * self.chance.random())
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """One completion."""
+        draw = xxhash.xxh32_intdigest(request.request_id.encode())
+        length = 1 + draw % self.longest
+        async with self._slots:
+            await asyncio.sleep(self.token_s * length / 2)
+            if self.chance.random() < self.faults.engine:
+                raise EngineError(f"simulated failure of {request.request_id}")
+            half = length // 2
+            if half:
+                yield self._delta(draw, half)
+            await asyncio.sleep(self.token_s * length / 2)
+            aborted = self.chance.random() < self.faults.abort
+            yield self._delta(draw, length - half, FinishReason.ABORT if aborted else FinishReason.STOP)
+
+    def _delta(self, draw: int, length: int, reason: FinishReason | None = None) -> TokenDelta:
+        assert self.version is not None, "generation before the first weights"
+        return TokenDelta([(draw + n) % VOCABULARY for n in range(length)], [-0.5] * length, self.version, reason)
+
+    async def adopt(self, directory: Path, version: PolicyVersion) -> None:
+        """Swap weights between two pieces."""
+        await asyncio.sleep(0.02)
+        self.version = version
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class SimTokenizer:
+    """Three tokens per prompt."""
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """By the prompt's name."""
+        return [xxhash.xxh32_intdigest(prompt.prompt_id.encode()) % VOCABULARY, 1, 2]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """How many there are."""
+        return f"{len(token_ids)} tokens"
+
+
+@dataclass
+class SimRewards:
+    """One reward; the same completion always gets the same, failures aside."""
+
+    chance: Random
+    faults: SamplingFaults
+    names: tuple[str, ...] = ("length",)
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """0 to 3, none, or an error."""
+        await asyncio.sleep(0.005)
+        draw = self.chance.random()
+        if draw < self.faults.reward_error:
+            return Scores({"length": None}, {"length": "simulated failure"})
+        if draw < self.faults.reward_error + self.faults.no_reward:
+            return Scores({"length": None}, {})
+        return Scores({"length": float(sum(request.completion_ids) % 4)}, {})
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+@dataclass(frozen=True)
+class SimPrompts:
+    """``size`` prompts, over and over again."""
+
+    size: int
+
+    def prompt_at(self, position: int) -> tuple[Prompt, int]:
+        """The prompt at a position and the pass over the data it belongs to."""
+        data_pass, index = divmod(position, self.size)
+        name = make_prompt_id("sim", index)
+        return Prompt(prompt_id=name, dataset="sim", content=f"prompt {index}"), data_pass

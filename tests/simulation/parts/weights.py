@@ -1,0 +1,57 @@
+"""Weight versions in memory: what the trainer exported last, and how a worker gets at it. Knows no files."""
+
+import asyncio
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from producers.generation.weights.fetcher import WeightsFetcher
+from schemas.errors import ChecksumMismatch, WeightsError
+from schemas.identifiers import PolicyVersion
+from schemas.messages.control import WeightsReady
+
+
+@dataclass
+class WeightShelf:
+    """The newest ``keep`` versions, by the sha256 of their manifest; shared by all processes."""
+
+    keep: int = 4
+    versions: dict[PolicyVersion, str] = field(default_factory=dict)
+
+    def put(self, version: PolicyVersion, content: str) -> str:
+        """Store a version; its sha256."""
+        digest = self.versions[version] = hashlib.sha256(f"{version} {content}".encode()).hexdigest()
+        for old in sorted(self.versions)[: -self.keep]:
+            del self.versions[old]
+        return digest
+
+
+class SimFetcher(WeightsFetcher):
+    """Fetches from the shelf; fails with a probability."""
+
+    def __init__(self, shelf: WeightShelf, chance: Random, failing: float) -> None:
+        super().__init__(Path())
+        object.__setattr__(self, "shelf", shelf)
+        object.__setattr__(self, "chance", chance)
+        object.__setattr__(self, "failing", failing)
+
+    shelf: WeightShelf
+    chance: Random
+    failing: float
+
+    async def fetch(self, ready: WeightsReady, attempt: int = 0) -> Path:
+        """A name of the version."""
+        await asyncio.sleep(0.02 + 0.1 * self.chance.random())
+        if self.chance.random() < self.failing:
+            raise WeightsError("simulated failure of a relay")
+        found = self.shelf.versions.get(ready.version)
+        if found is None:
+            raise WeightsError(f"expected {ready.version} on the shelf, it holds {sorted(self.shelf.versions)}")
+        if found != ready.manifest_sha256:
+            raise ChecksumMismatch(f"expected {ready.manifest_sha256} of {ready.version}, got {found}")
+        return Path(str(ready.version))
+
+    def keep_only(self, versions: Iterable[PolicyVersion]) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,143 @@
+"""Makes the processes of a run: production classes with simulated parts. Each call gives one fresh life of a role."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.batching.settings import BatchingSettings
+from consumers.intake.settings import IntakeSettings
+from consumers.training.ports import Restored
+from consumers.training.resuming.points import Point
+from consumers.training.settings import TrainingSettings
+from consumers.training.trainer import Trainer
+from coordinator.coordinator import Coordinator
+from coordinator.settings import CoordinatorSettings
+from producers.dispatch.dispatcher import Dispatcher
+from producers.dispatch.settings import DispatchSettings
+from producers.generation.settings import GenerationSettings
+from producers.generation.worker import GenerationWorker
+from producers.lengths.observed import ObservedQuantiles
+from producers.lengths.settings import LengthSettings
+from schemas.settings import LoopSettings
+from schemas.wire.topics import CATALOGUE
+from tests.simulation.bus.sim_bus import SimBus
+from tests.simulation.parts.checkpoints import BeforeWrite, MemoryPlace, SimCheckpoints, SimRestored
+from tests.simulation.parts.policy import SimCompute, SimPolicy
+from tests.simulation.parts.sampling import SimEngine, SimPrompts, SimRewards, SimTokenizer
+from tests.simulation.parts.weights import SimFetcher, WeightShelf
+from tests.simulation.worlds.scenarios import Setup
+
+RUN = "sim"
+GROUP_TIMEOUT_S = 8.0
+Life = Callable[[asyncio.Event], Awaitable[None]]
+
+
+@dataclass
+class Crew:
+    """What outlives the processes: the bus, the place of the checkpoints, the weights; and the settings of all."""
+
+    setup: Setup
+    bus: SimBus
+    clock: Callable[[], float]
+    place: MemoryPlace = field(init=False)
+    shelf: WeightShelf = field(default_factory=WeightShelf)
+    loop: LoopSettings = field(init=False)
+
+    def __post_init__(self) -> None:
+        setup = self.setup
+        self.place = MemoryPlace(setup.by_lineage)
+        self.loop = LoopSettings(
+            groups_per_step=setup.groups_per_step,
+            num_generations=setup.num_generations,
+            max_staleness=setup.max_staleness,
+            max_completion_length=16,
+            bucket_boundaries=(8,),
+            shards=setup.shards,
+        )
+        for topic in CATALOGUE:
+            self.bus.create_topic(topic.full_name(RUN), topic.partition_count(self.loop.trajectory_partitions))
+
+    def roles(self) -> list[str]:
+        """Everybody the run needs."""
+        return ["trainer", "coordinator", "dispatcher", *(f"worker-{n}" for n in range(self.setup.workers))]
+
+    def life(self, role: str, chance: Random, before_write: BeforeWrite, reached: Callable[[Point], None]) -> Life:
+        """A fresh life of a role."""
+        if role == "trainer":
+            return self._trainer(chance, before_write, reached)
+        if role == "coordinator":
+            settings = CoordinatorSettings(heartbeat_timeout_s=3.0, finish_patience_s=5.0)
+            return Coordinator(self.bus, RUN, settings, clock=self.clock).run
+        if role == "dispatcher":
+            return self._dispatcher()
+        return self._worker(role, chance)
+
+    def _trainer(self, chance: Random, before_write: BeforeWrite, reached: Callable[[Point], None]) -> Life:
+        setup = self.setup
+        checkpoints = SimCheckpoints(self.place, setup.keep_checkpoints, before_write)
+
+        def open_policy(restored: Restored | None) -> SimPolicy:
+            policy = SimPolicy(self.shelf, checkpoints, chance, setup.bad_gradient)
+            if isinstance(restored, SimRestored):
+                policy.contents = list(restored.state.saved.contents)
+                policy.step = restored.state.manifest.step
+            return policy
+
+        return Trainer(
+            bus=self.bus,
+            run_name=RUN,
+            loop=self.loop,
+            algorithm=AlgorithmSettings(dynamic_sampling=setup.dynamic_sampling),
+            training=TrainingSettings(
+                max_steps=setup.max_steps,
+                checkpoint_every=setup.checkpoint_every,
+                keep_checkpoints=setup.keep_checkpoints,
+                weight_sync_steps=setup.weight_sync_steps,
+            ),
+            intake=IntakeSettings(
+                group_timeout_s=GROUP_TIMEOUT_S,
+                orphan_lineage="skip" if setup.orphans == "skip" else "train",
+                max_undecodable_share=1.0,
+                max_unrewarded_share=1.0,
+                max_consecutive_poison=10_000,
+                accept_loss=setup.accept_loss,
+            ),
+            batching=BatchingSettings(token_budget=64),
+            reward_weights={},
+            checkpoints=checkpoints,
+            open_policy=open_policy,
+            open_compute=lambda: SimCompute(chance, setup.compute_s),
+            reached=reached,
+            clock=self.clock,
+        ).run
+
+    def _dispatcher(self) -> Life:
+        return Dispatcher(
+            self.bus,
+            RUN,
+            self.loop,
+            DispatchSettings(lease_s=3.0, max_attempts=20),
+            SimPrompts(self.setup.prompts),
+            ObservedQuantiles(LengthSettings(), self.loop),
+            clock=self.clock,
+        ).run
+
+    def _worker(self, role: str, chance: Random) -> Life:
+        setup = self.setup
+        return GenerationWorker(
+            self.bus,
+            RUN,
+            self.loop,
+            GenerationSettings(drain_grace_s=2.0, max_undelivered=32, standstill_s=2.0),
+            role,
+            SimEngine(chance, setup.sampling, setup.slots, setup.token_s, self.loop.max_completion_length),
+            SimTokenizer(),
+            SimRewards(chance, setup.sampling),
+            Path(),
+            clock=self.clock,
+            monotonic=self.clock,
+            open_fetcher=lambda cache, timeout_s, offset: SimFetcher(self.shelf, chance, setup.failing_fetch),
+        ).run

@@ -1,0 +1,243 @@
+"""Does harm to a world, act by act, as its seed says; then makes everything whole again and waits for the end."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import fields, replace
+from random import Random
+
+from schemas.messages.control import OperatorCommand
+from schemas.ports.bus import Outgoing, TopicPartition
+from schemas.wire.topics import COMMANDS, TRAJECTORIES
+from tests.simulation.bus.faults import FaultRates
+from tests.simulation.history import Problem
+from tests.simulation.worlds.crew import RUN
+from tests.simulation.worlds.scenarios import CALM, Harm
+from tests.simulation.worlds.world import Incarnation, World
+
+QUIET = replace(CALM, latency_s=0.01)
+POISON = (b"", b"\xff" * 12, b"\x00\x00\x00\x7fabc", None, b"\x04\x00\x00\x00\x81\xa1a\x01")
+LAST_WORDS_S = 20.0
+
+
+class Nemesis:
+    """Acts on one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._chance = Random(f"nemesis/{world.setup.scenario}/{world.setup.seed}")
+        self._acts = [(field.name, getattr(world.setup.harm, field.name)) for field in fields(Harm)]
+        self._zombies: list[Incarnation] = []
+        self._pending: set[asyncio.Task[None]] = set()
+
+    async def torment(self) -> None:
+        """Harm for a while, then heal; returns when the run has ended, or should have."""
+        world, setup = self._world, self._world.setup
+        for role in world.crew.roles():
+            world.start(role)
+        names, weights = zip(*self._acts, strict=True)
+        until = world.loop.time() + setup.harm_for_s
+        while sum(weights) > 0 and world.loop.time() < until and not (world.is_announced_finished or world.problems):
+            await asyncio.sleep(setup.harm_every_s * (0.3 + 1.4 * self._chance.random()))
+            act = self._chance.choices(names, weights)[0]
+            await getattr(self, f"_{act}")()
+        if not sum(weights):
+            await self._until_finished(setup.harm_for_s)
+        await self._heal()
+        if not await self._until_finished(setup.patience_s) and setup.must_finish:
+            living = sorted(life.process.name for life in world.alive)
+            detail = f"not finished {setup.patience_s} s after the last fault: {living}"
+            world.problems.append(Problem("liveness", detail))
+        await self._close()
+
+    async def _until_finished(self, seconds: float) -> bool:
+        world, until = self._world, self._world.loop.time() + seconds
+        while world.loop.time() < until:
+            if world.problems or (world.is_announced_finished and not world.of_role("trainer")):
+                return True
+            if world.setup.harm.pause_flow and int(world.loop.time()) % 5 == 0:
+                await self._command("resume")  # a coordinator that is not there does not hear it
+            await asyncio.sleep(0.5)
+        return False
+
+    async def _heal(self) -> None:
+        world = self._world
+        world.note("heal", "nemesis")
+        world.bus.chances.rates = self._quiet(world.setup.rates)
+        if self._pending:
+            await asyncio.wait(self._pending)
+        world.bus.broker.restart()
+        for life in [*world.alive]:
+            life.die_at_write = life.fail_at_write = life.die_at_point = None
+            if life.process.is_stopped:
+                world.thaw(life)
+
+    def _quiet(self, rates: FaultRates) -> FaultRates:
+        return replace(QUIET, delivery_timeout_s=rates.delivery_timeout_s)
+
+    async def _close(self) -> None:
+        """Everybody who is left is asked to end, and must."""
+        world = self._world
+        world.is_closing = True
+        await asyncio.sleep(1.0)
+        for life in world.alive:
+            life.stop.set()
+        until = world.loop.time() + LAST_WORDS_S
+        while world.alive and world.loop.time() < until:
+            await asyncio.sleep(0.25)
+        for life in world.alive:
+            world.problems.append(Problem("stop", f"{life.process.name} did not end in {LAST_WORDS_S} s when asked"))
+
+    def _one(self, role: str) -> Incarnation | None:
+        """A living, running one of a role (or of all workers)."""
+        found = [life for life in self._world.alive if life.role.startswith(role) and not life.process.is_stopped]
+        return self._chance.choice(found) if found else None
+
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        async def wait_and_act() -> None:
+            await asyncio.sleep(seconds)
+            act()
+
+        task = asyncio.create_task(wait_and_act())
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
+
+    def _draw(self, low: float, high: float) -> float:
+        return low + (high - low) * self._chance.random()
+
+    async def _kill(self, role: str) -> None:
+        if (life := self._one(role)) is not None:
+            self._world.kill(life)
+
+    async def _pause(self, role: str, low: float, high: float) -> None:
+        if (life := self._one(role)) is not None:
+            self._world.freeze(life)
+            self._later(self._draw(low, high), lambda: self._world.thaw(life))
+
+    async def _replace(self, role: str) -> None:
+        """Stop one as SIGSTOP does, start another in its place, and let the first go on as a zombie."""
+        if (life := self._one(role)) is not None:
+            self._world.freeze(life)
+            life.is_replaced = True
+            await asyncio.sleep(self._draw(0.0, 2.0))
+            self._world.start(life.role)
+            self._later(self._draw(0.1, 6.0), lambda: self._world.thaw(life))
+
+    async def _ask_to_stop(self, role: str) -> None:
+        if (life := self._one(role)) is not None:
+            self._world.note("stop", life.process.name)
+            life.stop.set()
+
+    async def _kill_trainer(self) -> None:
+        life = self._one("trainer")
+        if life is not None and self._chance.random() < 0.6:
+            life.die_at_point = self._chance.randint(0, 30)
+        elif life is not None:
+            self._world.kill(life)
+
+    async def _kill_in_write(self) -> None:
+        if (life := self._one("trainer")) is not None:
+            life.die_at_write = self._chance.randint(0, 12)
+
+    async def _fail_write(self) -> None:
+        if (life := self._one("trainer")) is not None:
+            life.fail_at_write = self._chance.randint(0, 12)
+
+    async def _stop_trainer(self) -> None:
+        await self._ask_to_stop("trainer")
+
+    async def _zombie_trainer(self) -> None:
+        await self._replace("trainer")
+
+    async def _second(self, role: str) -> None:
+        """Two of a role at once, neither of them stopped."""
+        if (life := self._one(role)) is not None:
+            self._world.start(life.role)
+
+    async def _second_trainer(self) -> None:
+        await self._second("trainer")
+
+    async def _damage_checkpoint(self) -> None:
+        if self._world.crew.place.damage_newest():
+            self._world.note("damage", "nemesis")
+
+    async def _kill_worker(self) -> None:
+        await self._kill("worker")
+
+    async def _pause_worker(self) -> None:
+        await self._pause("worker", 0.5, 8.0)
+
+    async def _zombie_worker(self) -> None:
+        await self._replace("worker")
+
+    async def _second_worker(self) -> None:
+        await self._second("worker")
+
+    async def _stop_worker(self) -> None:
+        await self._ask_to_stop("worker")
+
+    async def _kill_dispatcher(self) -> None:
+        await self._kill("dispatcher")
+
+    async def _pause_dispatcher(self) -> None:
+        await self._pause("dispatcher", 0.5, 8.0)
+
+    async def _zombie_dispatcher(self) -> None:
+        await self._replace("dispatcher")
+
+    async def _second_dispatcher(self) -> None:
+        await self._second("dispatcher")
+
+    async def _kill_coordinator(self) -> None:
+        await self._kill("coordinator")
+
+    async def _zombie_coordinator(self) -> None:
+        await self._replace("coordinator")
+
+    async def _second_coordinator(self) -> None:
+        await self._second("coordinator")
+
+    async def _broker_outage(self) -> None:
+        broker = self._world.bus.broker
+        if broker.is_up:
+            self._world.note("broker down", "nemesis")
+            broker.is_up = False
+            self._later(self._draw(0.3, 6.0), broker.restart)
+
+    async def _pause_flow(self) -> None:
+        await self._command("pause")
+        self._later(self._draw(0.5, 3.0), lambda: None)
+        await asyncio.sleep(self._draw(0.5, 3.0))
+        await self._command("resume")
+
+    async def _command(self, action: str) -> None:
+        command = OperatorCommand.model_validate({"action": action, "sent_at": self._world.loop.time()})
+        topic = COMMANDS.full_name(RUN)
+        self._world.note("command", action)
+        self._world.bus.broker.append(TopicPartition(topic, 0), Outgoing.of(topic, command, key=action))
+
+    async def _poison(self) -> None:
+        """Somebody writes what no trajectory is."""
+        broker, topic = self._world.bus.broker, TRAJECTORIES.full_name(RUN)
+        log = self._chance.choice(broker.logs(topic))
+        value = self._chance.choice(POISON)
+        headers = (("schema", b"trajectory"), ("schema-version", self._chance.choice([b"1", b"9", b"x"])))
+        self._world.note("poison", "nemesis", *log.tp, len(log.slots))
+        broker.append(log.tp, Outgoing(log.tp.topic, value, "poison", None, headers))
+
+    async def _repeat_record(self) -> None:
+        """A record arrives once more, there or in another partition, soon or long after."""
+        broker, topic = self._world.bus.broker, TRAJECTORIES.full_name(RUN)
+        logs = broker.logs(topic)
+        held = [slot.record for log in logs for slot in log.slots[log.first :] if slot.record is not None]
+        if held:
+            record, log = self._chance.choice(held), self._chance.choice(logs)
+            self._world.note("repeat", "nemesis", record.partition, record.offset, *log.tp, len(log.slots))
+            broker.append(log.tp, Outgoing(topic, record.value, record.key, None, record.headers))
+
+    async def _retention(self) -> None:
+        """The broker deletes the older half of a partition."""
+        broker = self._world.bus.broker
+        log = self._chance.choice(broker.logs(TRAJECTORIES.full_name(RUN)))
+        before = log.first + (len(log.slots) - log.first) // 2
+        self._world.note("retention", "nemesis", *log.tp, before)
+        broker.expire(log.tp, before)

@@ -1,0 +1,184 @@
+"""What a seed means: the shape of a run, its rates of faults, and who does what harm. Pure."""
+
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from tests.simulation.bus.faults import FaultRates
+from tests.simulation.parts.sampling import SamplingFaults
+
+NO_FAULTS = SamplingFaults()
+CALM = FaultRates(latency_s=0.004)
+LOSSY = replace(
+    CALM, request_lost=0.05, ack_lost=0.08, refused=0.02, late=0.7, slow_poll=0.1, empty_poll=0.05, latency_s=0.01
+)
+TORN = replace(LOSSY, txn_unanswered=0.3, txn_refused=0.15)
+
+
+@dataclass(frozen=True)
+class Harm:
+    """How often, by name of the act; acts are drawn in proportion to these weights."""
+
+    kill_trainer: float = 0.0
+    kill_in_write: float = 0.0
+    fail_write: float = 0.0
+    stop_trainer: float = 0.0
+    zombie_trainer: float = 0.0
+    second_trainer: float = 0.0
+    damage_checkpoint: float = 0.0
+    kill_worker: float = 0.0
+    pause_worker: float = 0.0
+    zombie_worker: float = 0.0
+    second_worker: float = 0.0
+    stop_worker: float = 0.0
+    kill_dispatcher: float = 0.0
+    pause_dispatcher: float = 0.0
+    zombie_dispatcher: float = 0.0
+    second_dispatcher: float = 0.0
+    kill_coordinator: float = 0.0
+    zombie_coordinator: float = 0.0
+    second_coordinator: float = 0.0
+    broker_outage: float = 0.0
+    poison: float = 0.0
+    repeat_record: float = 0.0
+    pause_flow: float = 0.0
+    retention: float = 0.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One simulated run."""
+
+    seed: int
+    scenario: str
+    rates: FaultRates
+    harm: Harm
+    sampling: SamplingFaults = NO_FAULTS
+    bad_gradient: float = 0.0
+    failing_fetch: float = 0.0
+    workers: int = 2
+    slots: int = 4
+    groups_per_step: int = 2
+    num_generations: int = 2
+    max_staleness: int = 1
+    max_steps: int = 6
+    checkpoint_every: int = 2
+    keep_checkpoints: int = 2
+    weight_sync_steps: int = 1
+    shards: int = 1
+    prompts: int = 1000
+    token_s: float = 0.05
+    compute_s: float = 0.05
+    by_lineage: bool = False
+    orphans: str = "train"
+    dynamic_sampling: bool = False
+    accept_loss: bool = False
+    harm_every_s: float = 1.5
+    harm_for_s: float = 15.0
+    patience_s: float = 240.0
+    must_finish: bool = True
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A kind of harm; ``vary`` changes what was drawn for the run's shape."""
+
+    rates: FaultRates
+    harm: Harm
+    sampling: SamplingFaults = NO_FAULTS
+    vary: dict[str, object] = field(default_factory=dict)
+
+
+_TRAINER = Harm(kill_trainer=2, kill_in_write=3, stop_trainer=1, fail_write=1, damage_checkpoint=0.7)
+SCENARIOS: dict[str, Scenario] = {
+    "calm": Scenario(CALM, Harm()),
+    "lossy": Scenario(LOSSY, Harm(repeat_record=1)),
+    "outages": Scenario(CALM, Harm(broker_outage=1)),
+    "trainer-crashes": Scenario(CALM, _TRAINER, vary={"harm_every_s": 1.0}),
+    "trainer-crashes-lossy": Scenario(TORN, replace(_TRAINER, broker_outage=0.5)),
+    "torn-transactions": Scenario(TORN, Harm(kill_trainer=1, kill_coordinator=1, zombie_coordinator=1)),
+    "zombie-trainers": Scenario(TORN, Harm(zombie_trainer=2, second_trainer=1, kill_trainer=1, kill_in_write=1)),
+    "workers": Scenario(LOSSY, Harm(kill_worker=2, pause_worker=1, stop_worker=1), vary={"workers": 3}),
+    "zombie-workers": Scenario(LOSSY, Harm(zombie_worker=2, second_worker=1, kill_worker=1, repeat_record=1)),
+    "control-plane": Scenario(
+        TORN,
+        Harm(
+            kill_dispatcher=2,
+            pause_dispatcher=1,
+            zombie_dispatcher=1,
+            second_dispatcher=0.5,
+            kill_coordinator=2,
+            zombie_coordinator=1,
+            second_coordinator=0.5,
+            pause_flow=1,
+        ),
+    ),
+    "poison": Scenario(
+        LOSSY,
+        Harm(poison=3, repeat_record=2, kill_trainer=1),
+        SamplingFaults(engine=0.02, abort=0.05, reward_error=0.08, no_reward=0.05),
+        {"bad_gradient": 0.15, "failing_fetch": 0.2},
+    ),
+    "retention": Scenario(  # the dispatcher is not told of groups that were deleted, and may wait for them for ever
+        CALM,
+        Harm(retention=2, kill_trainer=1, pause_worker=0.5),
+        vary={"accept_loss": True, "must_finish": False, "patience_s": 30.0},
+    ),
+    "everything": Scenario(
+        TORN,
+        Harm(
+            kill_trainer=2,
+            kill_in_write=2,
+            fail_write=0.5,
+            stop_trainer=0.5,
+            zombie_trainer=1,
+            damage_checkpoint=0.3,
+            kill_worker=1.5,
+            pause_worker=0.5,
+            zombie_worker=1,
+            second_worker=0.3,
+            stop_worker=0.5,
+            kill_dispatcher=1,
+            pause_dispatcher=0.5,
+            zombie_dispatcher=0.5,
+            kill_coordinator=1,
+            zombie_coordinator=0.5,
+            broker_outage=1,
+            poison=1,
+            repeat_record=1,
+        ),
+        SamplingFaults(engine=0.01, abort=0.02, reward_error=0.03, no_reward=0.02),
+        {"bad_gradient": 0.05, "failing_fetch": 0.1},
+    ),
+}
+
+
+def draw_setup(seed: int, scenario: str | None = None) -> Setup:
+    """The run that a seed stands for; without a name, the scenarios take turns."""
+    name = scenario or list(SCENARIOS)[seed % len(SCENARIOS)]
+    kind = SCENARIOS[name]
+    chance = Random(f"{name}/{seed}")
+    groups, samples = chance.choice([1, 2, 2, 3]), chance.choice([1, 2, 2, 3])
+    drawn = Setup(
+        seed=seed,
+        scenario=name,
+        rates=kind.rates,
+        harm=kind.harm,
+        sampling=kind.sampling,
+        workers=chance.choice([1, 2, 2, 3]),
+        slots=chance.choice([2, 4, 8]),
+        groups_per_step=groups,
+        num_generations=samples,
+        max_staleness=chance.choice([0, 1, 1, 2, 4]),
+        max_steps=chance.choice([4, 6, 8]),
+        checkpoint_every=chance.choice([1, 2, 3]),
+        keep_checkpoints=chance.choice([2, 3]),
+        shards=chance.choice([1, 2]),
+        prompts=chance.choice([7, 1000]),
+        token_s=chance.choice([0.02, 0.05, 0.15]),
+        compute_s=chance.choice([0.02, 0.1]),
+        by_lineage=chance.random() < 0.5,
+        orphans=chance.choice(["train", "train", "skip"]),
+        dynamic_sampling=samples > 1 and chance.random() < 0.2,
+    )
+    drawn = replace(drawn, weight_sync_steps=chance.randint(1, min(2, drawn.max_staleness + 1)))
+    return replace(drawn, **kind.vary)  # type: ignore[arg-type]

@@ -1,0 +1,211 @@
+"""One simulated run: processes on the simulated bus, restarted as a supervisor would, and everything they leave behind.
+
+A process is killed (never runs again, not even to clean up), stopped and resumed, asked to end, or ends by itself.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from random import Random
+
+from consumers.training.resuming.points import Point
+from schemas.errors import DataLossRefused, LifecycleError, StreamRLError, Superseded
+from schemas.messages.control import RunFinished, WeightsReady
+from schemas.wire.topics import CONTROL
+from tests.simulation.bus.faults import Chances
+from tests.simulation.bus.sim_bus import SimBus
+from tests.simulation.history import Problem
+from tests.simulation.virtual_time import OUTSIDE, PROCESS, START, Killed, Process, VirtualLoop
+from tests.simulation.worlds.crew import RUN, Crew
+from tests.simulation.worlds.scenarios import Setup
+
+BACK_OFF_S = 0.7
+
+
+@dataclass(eq=False)
+class Incarnation:
+    """One life of a role. ``die_at_write``: the number of writes after which it is killed in the next one."""
+
+    role: str
+    process: Process
+    stop: asyncio.Event
+    task: "asyncio.Task[None]"
+    die_at_write: int | None = None
+    fail_at_write: int | None = None
+    die_at_point: int | None = None
+    has_ended: bool = False
+    is_replaced: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it lives, stopped or not."""
+        return not self.has_ended and not self.process.is_dead
+
+
+@dataclass(eq=False)
+class World:
+    """The processes of one run. ``is_closing``: nobody is restarted any more."""
+
+    setup: Setup
+    loop: VirtualLoop
+    make_crew: Callable[..., Crew] = Crew
+    bus: SimBus = field(init=False)
+    crew: Crew = field(init=False)
+    alive: list[Incarnation] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    is_closing: bool = False
+    has_finished: bool = False
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        chance = Random(f"bus/{self.setup.scenario}/{self.setup.seed}")
+        self.bus = SimBus(self.loop.time, Chances(self.setup.rates, chance))
+        self.crew = self.make_crew(self.setup, self.bus, self.loop.time)
+        self._chance = Random(f"parts/{self.setup.scenario}/{self.setup.seed}")
+        self._count = 0
+
+    def note(self, what: str, who: str, *details: object) -> None:
+        """Into the trace."""
+        self.bus.events.add(what, who, *details)
+
+    def start(self, role: str) -> Incarnation:
+        """A new life of a role."""
+        self._count += 1
+        process = Process(f"{role}~{self._count}")
+        context = copy_context()
+        context.run(PROCESS.set, process)
+        incarnation = Incarnation(role, process, asyncio.Event(), None)  # type: ignore[arg-type]
+        self.alive.append(incarnation)
+        self.note("start", process.name)
+        chance = Random(self._chance.random())
+        incarnation.task = self.loop.create_task(self._live(incarnation, chance), context=context)
+        return incarnation
+
+    async def _live(self, life: Incarnation, chance: Random) -> None:
+        """Runs in the process."""
+        error: BaseException | None = None
+        try:
+            writes, points = _Counter(), _Counter()
+            run = self.crew.life(
+                life.role, chance, lambda name: self._write(life, writes, name), lambda p: self._reach(life, points, p)
+            )
+            await run(life.stop)
+        except Killed:
+            return
+        except asyncio.CancelledError:
+            raise
+        except BaseException as caught:
+            error = caught
+        if life.process.is_dead or self.bus.is_over:
+            return
+        self.loop.call_soon(self._ended, life, error, context=OUTSIDE)
+
+    def _write(self, life: Incarnation, writes: "_Counter", name: str) -> None:
+        """Before a checkpoint's piece becomes durable."""
+        if life.process.is_dead:
+            raise Killed
+        writes.value += 1
+        self.note("write", life.process.name, name)
+        if life.fail_at_write is not None and writes.value > life.fail_at_write:
+            life.fail_at_write = None
+            raise OSError("no space left on the simulated device")
+        if life.die_at_write is not None and writes.value > life.die_at_write:
+            self.kill(life, f"before write of {name}")
+            raise Killed
+
+    def _reach(self, life: Incarnation, points: "_Counter", point: Point) -> None:
+        """At a named point of the trainer."""
+        if life.process.is_dead:
+            raise Killed
+        points.value += 1
+        if life.die_at_point is not None and points.value > life.die_at_point:
+            self.kill(life, f"at {point.value}")
+            raise Killed
+
+    def _ended(self, life: Incarnation, error: BaseException | None) -> None:
+        """A process ended by itself."""
+        life.has_ended = True
+        self.alive.remove(life)
+        self.note("end", life.process.name, type(error).__name__, str(error)[:300] if error else "")
+        if error is not None and not _is_expected(error, self.setup.accept_loss):
+            when = self.loop.time() - START
+            self.problems.append(Problem("crash", f"{life.process.name} at {when:.2f} s: {_described(error)}"))
+        if error is None and life.role == "trainer" and not life.stop.is_set():
+            self.has_finished = True
+        if error is not None or not self.is_announced_finished:
+            self._restart_later(life.role)
+
+    def _restart_later(self, role: str) -> None:
+        if not self.is_closing and not (role == "trainer" and self.has_finished):
+            delay = BACK_OFF_S * (0.5 + self._chance.random())
+            self.loop.call_later(delay, self._restart, role, context=OUTSIDE)
+
+    def _restart(self, role: str) -> None:
+        if not self.is_closing and not self._is_filled(role) and not (role == "trainer" and self.has_finished):
+            self.restarts += 1
+            self.start(role)
+
+    def kill(self, life: Incarnation, where: str = "") -> None:
+        """SIGKILL; a supervisor starts the role again."""
+        if life.is_running:
+            self.note("kill", life.process.name, where)
+            self.loop.kill(life.process)
+            self.alive.remove(life)
+            self._restart_later(life.role)
+
+    def freeze(self, life: Incarnation) -> None:
+        """SIGSTOP."""
+        self.note("freeze", life.process.name)
+        self.loop.freeze(life.process)
+
+    def thaw(self, life: Incarnation) -> None:
+        """SIGCONT."""
+        if life.is_running:
+            self.note("thaw", life.process.name)
+            self.loop.thaw(life.process)
+
+    def _is_filled(self, role: str) -> bool:
+        return any(not life.is_replaced for life in self.of_role(role))
+
+    def of_role(self, role: str) -> list[Incarnation]:
+        """Living ones, oldest first."""
+        return [life for life in self.alive if life.role == role]
+
+    @property
+    def is_announced_finished(self) -> bool:
+        """Whether everybody was told that the run has finished, and no newer weights since."""
+        if not self.has_finished:
+            return False
+        (control,) = self.bus.broker.logs(CONTROL.full_name(RUN))
+        messages = (record.message() for record in reversed(control.read(0, 1 << 30)[0]))
+        last = next((message for message in messages if isinstance(message, WeightsReady | RunFinished)), None)
+        return isinstance(last, RunFinished)
+
+
+@dataclass
+class _Counter:
+    value: int = 0
+
+
+def _is_expected(error: BaseException, may_lose: bool) -> bool:
+    """Errors that the faults explain; a broken invariant, or anything that is not ours, is a finding."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_expected(inner, may_lose) for inner in error.exceptions)
+    if isinstance(error, LifecycleError) or not isinstance(error, StreamRLError):
+        return False
+    if isinstance(error, DataLossRefused):
+        return may_lose
+    if isinstance(error, Superseded):
+        return True
+    cause = error.__cause__
+    known = StreamRLError | TimeoutError | OSError | BaseExceptionGroup
+    return cause is None or isinstance(cause, known)
+
+
+def _described(error: BaseException) -> str:
+    parts = [repr(error)]
+    while (cause := error.__cause__ or error.__context__) is not None and len(parts) < 5:
+        parts.append(repr(cause))
+        error = cause
+    return " <- ".join(parts)
