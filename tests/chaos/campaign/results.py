@@ -1,0 +1,139 @@
+"""The results file: valid after every single run, so that a campaign that was cut short still tells what it found."""
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from deploy.broker.jvm.jars import KAFKA_VERSION
+from tests.chaos.checking.recovery import Recovery
+from tests.chaos.runs.chaos_run import Outcome
+
+PACKAGES = ("aiokafka", "torch", "transformers", "obstore")
+
+
+@dataclass
+class Results:
+    """Sums over everything done so far; ``write`` puts them into the file."""
+
+    path: Path
+    seeds: int = 0
+    runs: int = 0
+    runs_failed: int = 0
+    lost: int = 0
+    trained_twice: int = 0
+    audit_failures: int = 0
+    produced: int = 0
+    trained: int = 0
+    skipped: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    crash_points: int = 0
+    bit_equal: int = 0
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    recoveries: list[Recovery] = field(default_factory=list)
+    simulation: dict[str, Any] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    def add_run(self, outcome: Outcome) -> None:
+        findings = outcome.findings
+        self.runs += 1
+        self.runs_failed += not outcome.passed
+        self.lost += findings.lost
+        self.trained_twice += findings.trained_twice
+        self.audit_failures += bool(outcome.audit_problems)
+        self.produced += findings.produced
+        self.trained += findings.trained
+        for reason, count in findings.skipped.items():
+            self.skipped[reason] += count
+        self.recoveries += outcome.recoveries
+        if not outcome.passed:
+            self.failures.append(
+                {
+                    "plan": str(outcome.plan),
+                    "reproduce": outcome.plan.command,
+                    "directory": str(outcome.directory),
+                    "problems": outcome.all_problems[:10],
+                }
+            )
+        self.write()
+
+    def add_crash_point(self, name: str, problems: list[str], bit_equal: bool) -> None:
+        self.crash_points += 1
+        self.bit_equal += bit_equal
+        if problems:
+            self.failures.append({"plan": f"crash point: {name}", "problems": problems[:10]})
+        self.write()
+
+    def add_crash_point_baseline(self, problems: list[str]) -> None:
+        if problems:
+            self.failures.append({"plan": "undisturbed trainer on the static topic", "problems": problems[:10]})
+
+    def add_simulation(self, found: Mapping[str, Any]) -> None:
+        """``found``: what ``tests.simulation`` says of its seeds."""
+        self.seeds += found["seeds"]
+        self.lost += found["lost"]
+        self.trained_twice += found["trained_twice"]
+        self.audit_failures += found["audit_failures"]
+        self.simulation = {"seeds_per_minute": found["per_minute"], "failed": len(found["failures"])}
+        self.failures += [
+            {
+                "plan": f"simulated seed {failure['seed']}, {failure['scenario']}",
+                "reproduce": failure["command"],
+                "problems": [f"{failure['rule']}: {failure['detail']}"],
+            }
+            for failure in found["failures"][:20]
+        ]
+        self.write()
+
+    def recovery_s(self) -> dict[str, dict[str, float | int]]:
+        """By fault: seconds from its end to the next optimizer step."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for each in self.recoveries:
+            if each.step_s is not None:
+                found[each.fault].append(each.step_s)
+        return {
+            fault: {"median": round(statistics.median(values), 2), "max": round(max(values), 2), "n": len(values)}
+            for fault, values in sorted(found.items())
+        }
+
+    def write(self) -> None:
+        content = {
+            "seeds": self.seeds,
+            "runs": self.runs,
+            "runs_failed": self.runs_failed,
+            "lost": self.lost,
+            "trained_twice": self.trained_twice,
+            "audit_failures": self.audit_failures,
+            "trajectories": {"produced": self.produced, "trained": self.trained, "skipped": dict(self.skipped)},
+            "recovery_s": self.recovery_s(),
+            "crash_points": self.crash_points,
+            "bit_equal": self.bit_equal,
+            "simulation": self.simulation,
+            "failures": self.failures,
+            "hardware": hardware(),
+            "versions": versions(),
+            "seconds": round(time.monotonic() - self.began, 1),
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_suffix(".draft")
+        draft.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(draft, self.path)
+
+
+def hardware() -> str:
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = {line.partition(": ")[2] for line in lines if line.startswith("model name")}
+    return f"{os.cpu_count()} cores ({', '.join(sorted(names)) or platform.machine()}), {memory_gib:.0f} GiB"
+
+
+def versions() -> dict[str, str]:
+    found = {name: version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), "kafka": KAFKA_VERSION, **found}

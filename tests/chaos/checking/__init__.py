@@ -1,0 +1,1 @@
+"""What must hold after every run, read from the topics and checkpoints alone."""

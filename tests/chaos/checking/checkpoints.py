@@ -1,0 +1,29 @@
+"""What the newest sound checkpoint of a run says about the stream. Knows nothing of tensors."""
+
+from typing import Any
+
+from consumers.training.persistence.catalogue import read_manifests
+from consumers.training.persistence.locations import CheckpointLocation, open_location
+from tests.chaos.checking.checker import Durable, Finished
+from tests.chaos.runs.setting import Setting
+
+
+def location_of(setting: Setting) -> CheckpointLocation:
+    """Where the run keeps its checkpoints."""
+    named = setting.settings.training.checkpoint_location or setting.directory.checkpoints
+    return open_location(named, setting.directory.path / "cache")
+
+
+def newest_checkpoint(setting: Setting) -> Durable | None:
+    """None before the first."""
+    manifests = read_manifests(location_of(setting))
+    if not manifests:
+        return None
+    frontier: dict[str, Any] = manifests[0].frontier
+    return Durable(
+        manifests[0].step,
+        {
+            int(number): Finished(int(found["low"]), frozenset(int(offset) for offset in found["done"]))
+            for number, found in frontier.items()
+        },
+    )

@@ -1,0 +1,68 @@
+"""A server that runs trainers as forked processes, each built by deploy/wiring, each perhaps with a point to die at.
+
+One JSON object a line: in, ``{"config", "log", "point"}``; out, ``{"code"}``, negative for a signal. Forking saves each
+trainer the seconds of importing torch. The point is armed in the forked process only.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from deploy.settings.loading import load_settings
+from schemas.errors import StreamRLError
+from tests.chaos.crashing.points import CrashPoint, arm
+
+
+def serve() -> None:
+    import deploy.wiring.process
+    import deploy.wiring.trainer  # noqa: F401
+
+    for line in sys.stdin:
+        job = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _become_trainer(job)
+        _, status = os.waitpid(pid, 0)
+        print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
+def _become_trainer(job: dict[str, object]) -> NoReturn:
+    code = 1
+    log = os.open(str(job["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    try:
+        if job["point"]:
+            arm(CrashPoint(**job["point"]))  # type: ignore[arg-type]
+        code = _train(Path(str(job["config"])))
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _train(config: Path) -> int:
+    from deploy.cli.app import _first_of_ours
+    from deploy.wiring.process import run_role
+
+    try:
+        run_role("trainer", load_settings(config, []), "")
+    except StreamRLError as error:
+        print(f"error: {error}")
+        return error.exit_code
+    except ExceptionGroup as group:
+        ours = _first_of_ours(group)
+        if ours is None:
+            raise
+        print(f"error: {ours}")
+        return ours.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,115 @@
+"""Where a trainer may be killed: at the nth pass of a point that it names itself, or around a call of the real code."""
+
+import functools
+import importlib
+import inspect
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+BUILD_TRAINER = "deploy.wiring.trainer:build_trainer"
+
+
+@dataclass(frozen=True)
+class CrashPoint:
+    """``target``: a value of ``resuming.points.Point``, or ``module:name`` or ``module:Class.name``.
+
+    ``nth`` counts from 1 those calls of which one argument, as text, contains ``argument`` (a regular expression).
+    ``resumed``: of a trainer that goes on after a crash, instead of the first one.
+    """
+
+    name: str
+    target: str
+    moment: Literal["before", "after"] = "after"
+    nth: int = 1
+    argument: str = ""
+    resumed: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def arm(point: CrashPoint) -> None:
+    """From now on this process kills itself when it comes to the point.
+
+    Raises:
+        AttributeError: the code has no such function any more.
+        ValueError: the trainer names no such point any more.
+    """
+    die = _Death(point)
+    if ":" in point.target:
+        _replace(point.target, lambda function: _deadly(function, die))
+    else:
+        from consumers.training.resuming.points import Point
+
+        wanted = Point(point.target)
+
+        def reached(passed: Point) -> None:
+            if passed is wanted:
+                die.after(die.is_due(()))
+
+        _replace(BUILD_TRAINER, lambda build: _watching(build, reached))
+
+
+def _replace(target: str, change: Callable[[Any], Any]) -> None:
+    module_name, _, path = target.partition(":")
+    holder: Any = importlib.import_module(module_name)
+    *parents, name = path.split(".")
+    for parent in parents:
+        holder = getattr(holder, parent)
+    setattr(holder, name, change(getattr(holder, name)))
+
+
+def _watching(build: Callable[..., Any], reached: Callable[[Any], None]) -> Callable[..., Any]:
+    def building(*args: Any) -> Any:
+        trainer = build(*args)
+        trainer.reached = reached
+        return trainer
+
+    return building
+
+
+class _Death:
+    def __init__(self, point: CrashPoint) -> None:
+        self._point = point
+        self._calls = 0
+
+    def is_due(self, args: tuple[Any, ...]) -> bool:
+        if self._point.argument and not any(re.search(self._point.argument, str(each)) for each in args):
+            return False
+        self._calls += 1
+        return self._calls == self._point.nth
+
+    def before(self, due: bool) -> None:
+        self.after(due and self._point.moment == "before")
+
+    def after(self, due: bool) -> None:
+        if due:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _deadly(function: Callable[..., Any], die: _Death) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def waiting(*args: Any, **kwargs: Any) -> Any:
+            due = die.is_due(args)
+            die.before(due)
+            result = await function(*args, **kwargs)
+            die.after(due)
+            return result
+
+        return waiting
+
+    @functools.wraps(function)
+    def calling(*args: Any, **kwargs: Any) -> Any:
+        due = die.is_due(args)
+        die.before(due)
+        result = function(*args, **kwargs)
+        die.after(due)
+        return result
+
+    return calling

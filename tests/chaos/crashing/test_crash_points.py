@@ -1,0 +1,47 @@
+"""A trainer that was killed in its commit and started again leaves the weights of one that was not, bit for bit."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.campaign.campaign import problems_of
+from tests.chaos.crashing.commit import POINTS, SAMPLE
+from tests.chaos.crashing.points import CrashPoint
+from tests.chaos.crashing.trial import KILLED, STEPS, Trained, Trials, codes_of
+from tests.pipeline.tiny_model import save_tiny_model
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(120)]
+
+UNDISTURBED: dict[str, Trained] = {}
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory, bootstrap_servers: str) -> Iterator[Trials]:
+    root = tmp_path_factory.mktemp("crashing")
+    prepared = Trials.prepare(root, save_tiny_model(root / "model"), bootstrap_servers)
+    yield prepared
+    prepared.server.close()
+
+
+async def undisturbed(trials: Trials) -> Trained:
+    if trials.address not in UNDISTURBED:
+        UNDISTURBED[trials.address] = await trials.run(None)
+    return UNDISTURBED[trials.address]
+
+
+async def test_an_undisturbed_trainer_takes_all_steps_and_balances(trials: Trials) -> None:
+    whole = await undisturbed(trials)
+    assert problems_of(whole, whole, (0,)) == []
+    assert len(whole.trained) == STEPS * 2 * 4
+
+
+@pytest.mark.parametrize("point", [point for point in POINTS if point.name in SAMPLE], ids=str)
+async def test_a_trainer_killed_at_a_point_of_its_commit_resumes_bit_equal(trials: Trials, point: CrashPoint) -> None:
+    whole = await undisturbed(trials)
+    assert problems_of(await trials.kill_at(point), whole, codes_of(point)) == []
+
+
+async def test_a_trainer_killed_three_times_in_a_row_resumes_bit_equal(trials: Trials) -> None:
+    whole = await undisturbed(trials)
+    points = [point for point in POINTS if point.name in SAMPLE and not point.resumed][:3]
+    assert problems_of(await trials.run(*points, None), whole, (KILLED, KILLED, KILLED, 0)) == []

@@ -1,0 +1,148 @@
+"""One trial: the static topic under a new name, a trainer killed at a point, one that finishes, and the comparison."""
+
+import asyncio
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from deploy.bus.topic_admin import apply_topics
+from schemas.ports.bus import Outgoing
+from tests.chaos.checking.audited import audit_problems
+from tests.chaos.checking.books import read_books
+from tests.chaos.checking.checker import check
+from tests.chaos.checking.checkpoints import newest_checkpoint
+from tests.chaos.crashing.commit import BEFORE_RESUMING
+from tests.chaos.crashing.points import CrashPoint
+from tests.chaos.crashing.workload import GENERATIONS, PARTITIONS, make_records, publish
+from tests.chaos.runs.setting import Setting, make_setting
+from tests.pipeline.local_run import ENVIRONMENT
+
+STEPS = 7
+GROUPS_PER_STEP = 2
+GROUPS = STEPS * GROUPS_PER_STEP + 4
+KILLED = -9
+
+
+def codes_of(point: CrashPoint) -> tuple[int, ...]:
+    """How the trainers of ``Trials.kill_at`` have to end."""
+    return (KILLED, KILLED, 0) if point.resumed else (KILLED, 0)
+
+
+TRAINING_S = 90.0
+SECTIONS: dict[str, dict[str, Any]] = {
+    "rewards": {"functions": ["tests.pipeline.letter_reward:share_of_a"]},
+    "loop": {"groups_per_step": GROUPS_PER_STEP, "num_generations": GENERATIONS, "max_staleness": 50, "shards": 2},
+    "training": {"max_steps": STEPS, "checkpoint_every": 2, "learning_rate": 1e-3, "threads": 1},
+    "intake": {"max_undecodable_share": 0.5},
+    "algorithm": {"dynamic_sampling": True},
+}
+
+
+@dataclass
+class TrainerServer:
+    """Runs trainers one after the other; see ``crashing_trainer``."""
+
+    process: "subprocess.Popen[str]"
+
+    @classmethod
+    def start(cls) -> Self:
+        import os
+
+        command = [sys.executable, "-m", "tests.chaos.crashing.crashing_trainer"]
+        return cls(
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **ENVIRONMENT, "MKL_NUM_THREADS": "1"},
+            )
+        )
+
+    async def train(self, setting: Setting, point: CrashPoint | None) -> int:
+        """The exit code of a trainer."""
+        job = {
+            "config": str(setting.directory.config),
+            "log": str(setting.directory.logs / "trainer.log"),
+            "point": asdict(point) if point else None,
+        }
+        return await asyncio.wait_for(asyncio.to_thread(self._exchange, job), TRAINING_S)
+
+    def _exchange(self, job: dict[str, Any]) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        return int(json.loads(self.process.stdout.readline())["code"])
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a whole trial left: digests of every tensor, the books' problems, and how the processes ended."""
+
+    codes: tuple[int, ...]
+    tensors: dict[str, str]
+    trained: tuple[str, ...]
+    problems: tuple[str, ...] = field(default=())
+
+
+@dataclass
+class Trials:
+    """All trials share a broker, a model, the records and the server."""
+
+    root: Path
+    model: Path
+    address: str
+    server: TrainerServer
+    records: Sequence[Outgoing]
+    count: int = 0
+
+    @classmethod
+    def prepare(cls, root: Path, model: Path, address: str) -> Self:
+        return cls(root, model, address, TrainerServer.start(), make_records(model, GROUPS))
+
+    async def kill_at(self, point: CrashPoint) -> Trained:
+        """A trainer killed at the point, and one that finishes; ``codes_of`` says how they must end."""
+        before = (BEFORE_RESUMING,) if point.resumed else ()
+        return await self.run(*before, point, None)
+
+    async def run(self, *points: CrashPoint | None) -> Trained:
+        """Trainers one after the other on one run, each killed at its point; none lets one go to the end."""
+        self.count += 1
+        name = f"trial-{self.count}"
+        setting = make_setting(self.root / name, self.model, name, self.address, 0, SECTIONS)
+        await apply_topics(self.address, name, PARTITIONS)
+        await publish(self.address, name, self.records)
+        codes = tuple([await self.server.train(setting, point) for point in points])
+        books = await read_books(self.address, name)
+        findings = check(books, newest_checkpoint(setting), GROUPS_PER_STEP, STEPS)
+        problems = [*findings.problems, *await audit_problems(setting, self.address, findings)]
+        order = tuple(ref.trajectory_id for step in findings.steps for batch in step.micro_batches for ref in batch)
+        return Trained(codes, tensor_digests(newest_directory(setting)), order, tuple(problems))
+
+
+def newest_directory(setting: Setting) -> Path | None:
+    """The directory of the last step's checkpoint."""
+    found = setting.directory.checkpoints / f"step_{STEPS}"
+    return found if found.exists() else None
+
+
+def tensor_digests(checkpoint: Path | None) -> dict[str, str]:
+    """sha256 of the bytes of every tensor of the model and the optimizer; empty without a checkpoint."""
+    from safetensors import safe_open
+
+    digests: dict[str, str] = {}
+    for path in sorted(checkpoint.rglob("*.safetensors")) if checkpoint else ():
+        with safe_open(path, framework="numpy") as file:
+            for name in sorted(file.keys()):
+                digests[f"{path.name}:{name}"] = hashlib.sha256(file.get_tensor(name).tobytes()).hexdigest()
+    return digests

@@ -1,0 +1,1 @@
+"""What can go wrong, by name, and the schedules that seeds make of it."""

@@ -1,0 +1,1 @@
+"""One run under test: its broker, its processes, its topics."""

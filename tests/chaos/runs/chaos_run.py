@@ -1,0 +1,185 @@
+"""One run under test, from its topics to its verdict: started, hit by its plan's faults, checked, cleaned away."""
+
+import asyncio
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.checking.audited import audit_by_command, audit_problems
+from tests.chaos.checking.books import read_books
+from tests.chaos.checking.checker import Findings, check
+from tests.chaos.checking.checkpoints import newest_checkpoint
+from tests.chaos.checking.recovery import FaultTime, Recovery, recoveries
+from tests.chaos.checking.witness import Witness
+from tests.chaos.faults.plan import Event, Plan
+from tests.chaos.runs.brokers import Broker
+from tests.chaos.runs.fleet import Fleet, FleetFailed
+from tests.chaos.runs.setting import GROUPS_PER_STEP, Setting, create_topics, make_setting
+
+PATIENCE_S = 150.0
+TICK_S = 0.05
+COMMAND_EVERY = 10
+"""Runs after which the audit is also called as a command; that takes seconds."""
+
+
+@dataclass
+class Outcome:
+    """What came of a run; ``problems`` is empty when it passed."""
+
+    plan: Plan
+    directory: Path
+    seconds: float = 0.0
+    findings: Findings = field(default_factory=Findings)
+    audit_problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    recoveries: list[Recovery] = field(default_factory=list)
+    restarts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems and not self.audit_problems and not self.findings.problems
+
+    @property
+    def all_problems(self) -> list[str]:
+        return self.problems + self.findings.problems + [f"audit: {line}" for line in self.audit_problems]
+
+
+@dataclass
+class ChaosRun:
+    """What faults act upon. ``expected_end``: text with which the supervised trainer must end, none for a good end.
+
+    ``is_whole``: nobody deleted the topic that the books are about.
+    """
+
+    plan: Plan
+    broker: Broker
+    setting: Setting
+    fleet: Fleet
+    times: list[FaultTime] = field(default_factory=list)
+    cleanups: list[Callable[[], Any]] = field(default_factory=list)
+    expected_end: str | None = None
+    reaches_last_step: bool = True
+    is_whole: bool = True
+
+    def step(self) -> int:
+        """The step of the newest line of metrics: where the trainer is."""
+        path = self.setting.directory.metrics
+        lines = path.read_text().splitlines() if path.exists() else []
+        whole = [line for line in lines[-2:] if line.endswith("}")]
+        return int(json.loads(whole[-1])["step"]) if whole else 0
+
+    async def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise FleetFailed(f"no {what} in {timeout_s} s")
+            await asyncio.sleep(TICK_S)
+
+    async def until_step(self, step: int, timeout_s: float = 60.0) -> None:
+        await self.until(lambda: self.step() >= step, f"step {step}", timeout_s)
+
+
+async def execute(plan: Plan, broker: Broker, root: Path, model: Path, relay_port: int) -> Outcome:
+    """The whole life of one run. Its directory stays if it failed."""
+    began = time.monotonic()
+    name = f"{plan.fault.name}-{plan.seed}"
+    setting = make_setting(root / name, model, name, broker.address, relay_port, plan.settings)
+    run = ChaosRun(plan, broker, setting, Fleet(setting.specs))
+    witness = Witness(setting.settings.kafka, setting.name)
+    outcome = Outcome(plan, root / name)
+    try:
+        for prepare in plan.preparations:
+            prepare(run)
+        await create_topics(setting)
+        witness.start()
+        await _drive(run)
+    except Exception as error:  # whatever went wrong is this run's result
+        outcome.problems.append(f"{type(error).__name__}: {error}")
+    finally:
+        left = await run.fleet.close()
+        outcome.problems += [f"process {pid} is left behind" for pid in left]
+        await broker.mend()
+        await witness.stop()
+        await _judge(run, witness, outcome)
+        for cleanup in reversed(run.cleanups):
+            cleanup()
+    outcome.restarts = Counter(run.fleet.restarts)
+    outcome.seconds = time.monotonic() - began
+    if outcome.passed:
+        shutil.rmtree(outcome.directory, ignore_errors=True)
+    return outcome
+
+
+async def _drive(run: ChaosRun) -> None:
+    run.fleet.start()
+    injecting = asyncio.create_task(_inject_all(run))
+    watching = asyncio.create_task(_watch(run.fleet))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.wait({injecting, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            await injecting
+            ended = asyncio.create_task(run.fleet.trainer_ended())
+            await asyncio.wait({ended, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            reason = await ended
+    except TimeoutError as error:
+        raise FleetFailed(f"not over after {PATIENCE_S} s, at step {run.step()}") from error
+    finally:
+        for task in (injecting, watching):
+            task.cancel()
+        await asyncio.gather(injecting, watching, return_exceptions=True)
+    if (reason is None) != (run.expected_end is None) or (run.expected_end or "") not in (reason or ""):
+        raise FleetFailed(f"expected the trainer to end with {run.expected_end!r}, got {reason!r}")
+
+
+async def _inject_all(run: ChaosRun) -> None:
+    await asyncio.gather(*(_inject(run, event) for event in run.plan.events))
+
+
+async def _inject(run: ChaosRun, event: Event) -> None:
+    await run.until_step(event.at_step, PATIENCE_S)
+    await asyncio.sleep(event.after_s)
+    began = time.time()
+    ended = await event.fault.inject(run, event)
+    run.times.append(FaultTime(event.fault.name, began, ended or time.time(), event.target))
+
+
+async def _watch(fleet: Fleet) -> None:
+    """Note every pid, and end when a process other than the trainer cannot be kept alive."""
+    while True:
+        for name in fleet.roles:
+            fleet.pid(name)
+        fleet.check_others()
+        await asyncio.sleep(TICK_S)
+
+
+async def _judge(run: ChaosRun, witness: Witness, outcome: Outcome) -> None:
+    setting = run.setting
+    try:
+        books = await read_books(run.broker.address, setting.name)
+        durable = newest_checkpoint(setting)
+        last_step = setting.last_step if run.reaches_last_step else None
+        if run.is_whole:
+            outcome.findings = check(books, durable, GROUPS_PER_STEP, last_step)
+        outcome.problems += [f"witness: {line}" for line in await witness.problems(run.broker.address)]
+        outcome.audit_problems = await _audited(run, outcome.findings)
+        outcome.recoveries = recoveries(books, run.times)
+    except Exception as error:
+        outcome.problems.append(f"checking failed: {type(error).__name__}: {error}")
+
+
+async def _audited(run: ChaosRun, findings: Findings) -> list[str]:
+    if not run.is_whole:
+        return []
+    problems = await audit_problems(run.setting, run.broker.address, findings)
+    if run.plan.seed % COMMAND_EVERY == 0:
+        problems += await audit_by_command(run.setting)
+    return problems

@@ -1,0 +1,94 @@
+"""How a run under test is set up: small, and slow enough that faults happen in the middle of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+
+from deploy.bus.topic_admin import apply_topics
+from deploy.runs.children import child_specs
+from deploy.runs.directory import RunDirectory
+from deploy.settings.loading import as_toml, load_settings
+from deploy.settings.tree import Settings
+from deploy.supervisor.child import ChildSpec
+from schemas.wire.topics import STEPS, TRAJECTORIES, Topic
+from tests.pipeline.local_run import write_config
+
+MAX_STEPS = 40
+GROUPS_PER_STEP = 2
+SECTIONS: Mapping[str, Mapping[str, Any]] = {
+    "rewards": {"functions": ["tests.chaos.runs.slow_reward:share_of_a"]},
+    "loop": {"groups_per_step": GROUPS_PER_STEP},
+    "dispatch": {"lease_s": 3.0},
+    "coordinator": {"heartbeat_timeout_s": 5.0},
+    "generation": {"max_num_seqs": 16, "heartbeat_interval_s": 0.25},
+    "training": {"max_steps": MAX_STEPS, "checkpoint_every": 3},
+    "intake": {"group_timeout_s": 20.0},
+    "kafka": {"request_timeout_ms": 4000, "delivery_timeout_ms": 8000},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Settings of a run, its directory, and the commands of its processes."""
+
+    settings: Settings
+    directory: RunDirectory
+    specs: tuple[ChildSpec, ...]
+
+    @property
+    def name(self) -> str:
+        return self.settings.run.name
+
+    @property
+    def last_step(self) -> int:
+        return self.settings.training.max_steps
+
+
+def make_setting(
+    root: Path, model: Path, name: str, address: str, relay_port: int, changes: Mapping[str, Mapping[str, Any]]
+) -> Setting:
+    """``changes`` to sections come on top of ours."""
+    sections = {name: {**SECTIONS.get(name, {}), **changes.get(name, {})} for name in {*SECTIONS, *changes}}
+    root.mkdir(parents=True, exist_ok=True)
+    settings = load_settings(write_config(root, model, name, **sections), [])
+    kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
+    relay = settings.relay.model_copy(update={"port": relay_port})
+    settings = settings.model_copy(update={"kafka": kafka, "relay": relay})
+    directory = RunDirectory(settings.run.path)
+    directory.create()
+    directory.config.write_text(as_toml(settings))
+    return Setting(settings, directory, tuple(child_specs(directory, settings.run.workers, [])))
+
+
+async def create_topics(setting: Setting) -> None:
+    """The run's topics; the broker's clock stamps what recovery times are read from."""
+    kafka = setting.settings.kafka
+    assert kafka.bootstrap_servers is not None
+    await apply_topics(kafka.bootstrap_servers, setting.name, setting.settings.loop.trajectory_partitions)
+    await stamp_by_broker(kafka.bootstrap_servers, setting.name, (STEPS, TRAJECTORIES))
+
+
+async def stamp_by_broker(address: str, run: str, topics: tuple[Topic, ...]) -> None:
+    admin = AIOKafkaAdminClient(bootstrap_servers=address)
+    await admin.start()
+    try:
+        replicas = min(3, len((await admin.describe_cluster())["brokers"]))
+        await admin.alter_configs(
+            [
+                ConfigResource(
+                    ConfigResourceType.TOPIC,
+                    topic.full_name(run),
+                    configs={
+                        **topic.configs(replication_factor=replicas),
+                        "message.timestamp.type": "LogAppendTime",
+                    },
+                )
+                for topic in topics
+            ]
+        )
+    finally:
+        await admin.close()

@@ -1,0 +1,75 @@
+from pathlib import Path
+
+import pytest
+
+from deploy.bus.kafka_bus import KafkaBus
+from deploy.bus.settings import KafkaSettings
+from producers.generation.engines.emulated.lengths import trace_length
+from producers.generation.engines.emulated.settings import LengthTraceSettings
+from schemas.messages.trajectories import Trajectory
+from schemas.wire.topics import TRAJECTORIES
+from tests.pipeline.accounts import read_accounts, read_all
+from tests.pipeline.local_run import LocalRun
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+
+NAME = "emulated-test"
+CONFIG = """
+[run]
+directory = "{directory}"
+name = "{name}"
+workers = 2
+[data]
+dataset = "chain_sum"
+[loop]
+groups_per_step = 8
+num_generations = 4
+max_staleness = 1
+max_completion_length = 3000
+bucket_boundaries = [500, 1000]
+[generation]
+engine = "emulated"
+max_num_seqs = 16
+[training]
+backend = "emulated"
+max_steps = 4
+[emulation]
+time_scale = 50.0
+[emulation.decode]
+adopt_s = 0.5
+chunk_tokens = 400
+[emulation.training]
+forward_backward_s_per_token = 1e-4
+"""
+
+
+async def test_the_whole_pipeline_runs_without_a_model(tmp_path: Path, bootstrap_servers: str) -> None:
+    config = tmp_path / "emulated.toml"
+    config.write_text(CONFIG.format(directory=tmp_path, name=NAME))
+    run = LocalRun.start(config, NAME, f"--kafka.bootstrap_servers={bootstrap_servers}")
+    try:
+        assert run.wait() == 0, run.text()[-4000:]
+    finally:
+        run.end()
+    accounts = await read_accounts(bootstrap_servers, NAME)
+    assert [report.step for report in accounts.steps] == [1, 2, 3, 4]
+    assert len(accounts.trained) == 4 * 8 * 4
+    assert set(accounts.trained.values()) == {1}
+    assert not accounts.dead_letters
+    assert {version.name for version in (run.directory / "weights").iterdir()} >= {"1-3", "1-4"}
+    for report in accounts.steps:
+        assert report.metrics["emulated/train_s"] > 0
+    await _lengths_and_times_are_those_of_the_settings(bootstrap_servers)
+
+
+async def _lengths_and_times_are_those_of_the_settings(bootstrap_servers: str) -> None:
+    records = await read_all(KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers)), NAME, TRAJECTORIES)
+    trajectories = [message for record in records if isinstance(message := record.message(), Trajectory)]
+    assert len(trajectories) >= 4 * 8 * 4
+    for one in trajectories:
+        length = trace_length(LengthTraceSettings(), one.group_id, one.sample_index, None)
+        assert len(one.token_ids) == min(length, 3000)
+        assert one.finish_reason == ("stop" if length <= 3000 else "length")
+        fastest_s = 0.01 * (1 + 1 / 64) * len(one.token_ids) / 50.0
+        assert one.finished_at - one.started_at > 0.98 * fastest_s - 0.002
+    assert any(len(one.version_spans) > 1 for one in trajectories)
