@@ -1,12 +1,15 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test check bench bench-transport fmt lock clean
+.PHONY: help setup setup-vllm demo test check chaos soak bench bench-transport bench-protocol bench-audit bench-lengths fmt lock clean
 SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ENGINE ?= transformers
 SEED ?= 0
 ARGS ?=
+RUNS ?= 50
+SEEDS ?= 10000
+MINUTES ?= 30
 UV_VERSION := 0.13.9
 
 ifeq ($(ENGINE),vllm)
@@ -35,7 +38,22 @@ check: .venv/ready  ## lint, formatting, types, import layers and the README's t
 	.venv/bin/mypy
 	.venv/bin/python -m pytest -q tests/architecture
 
-bench: bench-transport  ## run every benchmark
+chaos: .venv/ready  ## break real brokers and processes, and a simulation of the loop (RUNS=50 SEEDS=10000)
+	.venv/bin/python -m tests.chaos --runs $(RUNS) --seeds $(SEEDS) $(ARGS)
+
+soak: .venv/ready  ## one long run with a kill every 20 s (MINUTES=30)
+	.venv/bin/python -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)
+
+bench: bench-transport bench-protocol bench-audit bench-lengths  ## run every benchmark
+
+bench-protocol: .venv/ready  ## what exactly-once training costs the trainer
+	.venv/bin/python -m benchmarks.protocol $(ARGS)
+
+bench-audit: .venv/ready  ## how long the audit of 100,000 trajectories takes
+	.venv/bin/python -m benchmarks.audit $(ARGS)
+
+bench-lengths: .venv/ready  ## how well output lengths are predicted
+	.venv/bin/python -m benchmarks.lengths $(ARGS)
 
 bench-transport: .venv/ready  ## our Kafka path against a Redis stream and JSONL files
 	@command -v redis-server >/dev/null || { echo "installing redis-server"; \

@@ -141,7 +141,8 @@ async def test_aborted_records_leave_gaps_and_reading_goes_on_and_is_not_taken_f
     subscription = await patient.subscribe([topic], client_id="reader")
     consumer = subscription._consumer
     records = await read(subscription, 3)
-    assert [(record.offset, record.value) for record in records] == [(2, b"0"), (5, b"1"), (8, b"2")]
+    assert [record.value for record in records] == [b"0", b"1", b"2"]
+    assert all(offset in (3 * n + 1, 3 * n + 2) for n, offset in enumerate(record.offset for record in records))
     for _ in range(22):  # longer than the stall time-out; the log ends in aborted records and markers
         assert await subscription.poll(timeout_s=0.2) == []
     assert subscription._consumer is consumer
