@@ -36,7 +36,11 @@ class Scene:
             self.bus.create_topic(topic.full_name(RUN), topic.partition_count(LOOP.trajectory_partitions))
 
     def intake(
-        self, after: IntakeStart | None = None, weights: dict[str, float] | None = None, **settings: Any
+        self,
+        after: IntakeStart | None = None,
+        weights: dict[str, float] | None = None,
+        algorithm: str = "grpo",
+        **settings: Any,
     ) -> Intake:
         return Intake(
             self.bus,
@@ -44,7 +48,7 @@ class Scene:
             LOOP,
             IntakeSettings(**settings),
             reward_weights=weights or {},
-            algorithm="grpo",
+            algorithm=algorithm,
             current_version=lambda: self.version,
             start=after,
             clock=lambda: self.now,
