@@ -15,6 +15,8 @@ from schemas.settings import LoopSettings
 
 log = structlog.get_logger()
 
+SILENCE_S = 10.0
+
 
 @dataclass
 class IntakeMeasures:
@@ -27,6 +29,7 @@ class IntakeMeasures:
     latency_s: float = 0.0
     trajectories: int = 0
     since: float = field(init=False)
+    ask_again_at: float = 0.0
     last_lag: dict[TopicPartition, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,10 +66,16 @@ class IntakeMeasures:
         return found
 
     async def lag(self, subscription: Subscription, frontier: Frontier) -> dict[TopicPartition, int]:
-        """Records on the topic that are not finished, read or not; the last known if nobody answers."""
+        """Records on the topic that are not finished, read or not; the last known if nobody answers.
+
+        After a silence the broker is not asked again at once: the trainer must not wait for a display.
+        """
+        if self.clock() < self.ask_again_at:
+            return dict(self.last_lag)
         try:
             ends, positions = await subscription.end_offsets(), await subscription.positions()
         except BusError as error:
+            self.ask_again_at = self.clock() + SILENCE_S
             log.warning("lag not known", error=str(error))
             return dict(self.last_lag)
         self.last_lag = {

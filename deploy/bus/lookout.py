@@ -16,9 +16,16 @@ from schemas.ports.bus import TopicPartition
 log = structlog.get_logger()
 
 
+DEAF_AFTER = 2
+"""So many times in a row the broker answered and the consumer did not: aiokafka's update of metadata can die unseen,
+and then whoever waits for it waits for ever, while records go on coming."""
+
+
 class _Answer(NamedTuple):
+    """``ends`` None: the broker is there, but this consumer cannot ask it for offsets."""
+
     counts: dict[str, int]
-    ends: Positions
+    ends: Positions | None
 
 
 class Lookout:
@@ -32,6 +39,7 @@ class Lookout:
         self._watch = StallWatch(self._timeout_s, reader.settings.stall_rebuilds)
         self._missing: frozenset[str] = frozenset()
         self._asking: asyncio.Task[_Answer | None] | None = None
+        self._deaf = 0
         self._due_at = 0.0
 
     def is_due(self) -> bool:
@@ -53,13 +61,18 @@ class Lookout:
             asking, self._asking = self._asking, None
             if (answer := asking.result()) is not None:
                 self._judge_topics(answer.counts)
-                return self._judge_positions(self._watch.told(now, answer.ends), positions)
+                self._deaf = self._deaf + 1 if answer.ends is None else 0
+                if answer.ends is not None:
+                    return self._judge_positions(self._watch.told(now, answer.ends), positions)
+                if self._deaf >= DEAF_AFTER:
+                    return self._judge_positions(list(self._partitions), positions)
         if self._asking is None and self._watch.should_ask(now):
             self._asking = asyncio.create_task(self._ask(consumer))
         return []
 
     def replaced(self, stuck: Collection[TopicPartition]) -> None:
         """A new consumer took over."""
+        self._deaf = 0
         self._watch.rebuilt(asyncio.get_running_loop().time(), stuck)
 
     async def close(self) -> None:
@@ -71,11 +84,15 @@ class Lookout:
     async def _ask(self, consumer: AIOKafkaConsumer) -> _Answer | None:
         try:
             counts = await partitions_seen_by(consumer._client, self._reader.settings)  # noqa: SLF001
-            there = [tp for tp in self._partitions if tp.partition < counts.get(tp.topic, 0)]
-            ends = dict.fromkeys(self._partitions, 0) | await self._reader.offsets(consumer.end_offsets, there)
         except BusError as error:
             log.warning("the broker does not answer a reader", client_id=self._reader.client_id, error=str(error))
             return None
+        there = [tp for tp in self._partitions if tp.partition < counts.get(tp.topic, 0)]
+        try:
+            ends = dict.fromkeys(self._partitions, 0) | await self._reader.offsets(consumer.end_offsets, there)
+        except BusError as error:
+            log.warning("a reader gets no offsets", client_id=self._reader.client_id, error=str(error))
+            return _Answer(counts, None)
         return _Answer(counts, ends)
 
     def _judge_topics(self, counts: dict[str, int]) -> None:

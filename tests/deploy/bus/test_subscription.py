@@ -179,3 +179,23 @@ async def delete_before(servers: str, topic: str, offset: int) -> None:
     await admin.start()
     await admin.delete_records({KafkaPartition(topic, 0): RecordsToDelete(before_offset=offset)})
     await admin.close()
+
+
+async def test_a_reader_that_gets_no_offsets_any_more_is_replaced(bootstrap_servers: str, topic: str) -> None:
+    settings = KafkaSettings(bootstrap_servers=bootstrap_servers, stall_timeout_ms=500, connect_timeout_ms=1000)
+    bus = KafkaBus(settings)
+    subscription = await bus.subscribe([topic], client_id="deaf")
+    deaf = subscription._consumer
+    # aiokafka's update of metadata died: nobody will ever end this wait, while fetching goes on
+    deaf._client._md_update_fut = asyncio.get_running_loop().create_future()
+    await publish(bus, topic, b"1")
+    values = []
+    async with asyncio.timeout(20):
+        while subscription._consumer is deaf:
+            values += [record.value for record in await subscription.poll(timeout_s=0.1)]
+    await publish(bus, topic, b"2")
+    while len(values) < 2:
+        values += [record.value for record in await subscription.poll(timeout_s=0.1)]
+    assert values == [b"1", b"2"]
+    assert (await subscription.end_offsets())[TopicPartition(topic, 0)] == 2
+    await subscription.close()
