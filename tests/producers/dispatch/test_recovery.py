@@ -96,7 +96,7 @@ async def test_trajectories_that_were_consumed_are_not_read_again() -> None:
     subscribe = scene.bus.subscribe
 
     async def noted(topics, **named):  # type: ignore[no-untyped-def]
-        opened.append(named["start"])
+        opened.append(named.get("start"))
         return await subscribe(topics, **named)
 
     scene.bus.subscribe = noted  # type: ignore[method-assign]
@@ -106,6 +106,39 @@ async def test_trajectories_that_were_consumed_are_not_read_again() -> None:
     flight = state.flights.get("toy/3/0")
     assert flight is not None
     assert flight.missing == {1}
+
+
+async def test_samples_that_expired_before_they_were_trained_count_as_missing_again() -> None:
+    scene = Scene()
+    await scene.step(0)
+    await _order(scene, 0)
+    consumed = tuple(await scene.finish(order("toy/0/0")))
+    await scene.send(STEPS, step_report(1, ["toy/0/0"], refs=consumed), "grpo")
+    await _order(scene, 1, number=1)
+    await scene.finish(order("toy/1/0"))
+    row = skip_record("toy/1/0", 0, SkipReason.RETENTION_EXPIRED, step=1)
+    lost = row.replace(group_id=None, trajectory_id=None, offset=2, end_offset=4)
+    await scene.send(SKIPS, lost)
+    subscribe = scene.bus.subscribe
+
+    async def expired(topics, **named):  # type: ignore[no-untyped-def]
+        subscription = await subscribe(topics, **named)
+
+        async def beginning_offsets() -> dict[TopicPartition, int]:
+            return await subscription.end_offsets()
+
+        if named.get("start") is None:
+            subscription.beginning_offsets = beginning_offsets  # type: ignore[method-assign]
+        return subscription
+
+    scene.bus.subscribe = expired  # type: ignore[method-assign]
+    state, _ = await _rebuilt(scene)
+    flight = state.flights.get("toy/1/0")
+    assert flight is not None
+    assert flight.missing == {0, 1}
+    assert not state.has_lost_samples
+    state.observe(lost, time.time())
+    assert state.has_lost_samples
 
 
 async def test_a_trainer_that_resumed_gets_its_groups_back_after_our_restart_too() -> None:
