@@ -10,6 +10,7 @@ Invariants, each with a test of its name:
 """
 
 import asyncio
+import contextlib
 import heapq
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -214,10 +215,12 @@ class Intake:
             log.warning("offsets not committed; only lag displays are affected", error=str(error))
 
     async def close(self) -> None:
-        """Release the clients."""
+        """Release the clients; whatever ended the reading, the rows that say why go out first."""
         if self._subscription is not None:
             await self._subscription.close()
         if self._rejects.publisher is not None:
+            with contextlib.suppress(BusError):
+                await self._rejects.send()
             await self._rejects.publisher.close()
 
     async def _open(self) -> None:

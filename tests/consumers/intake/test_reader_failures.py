@@ -153,3 +153,13 @@ async def test_a_group_is_finished_once_and_only_if_it_was_handed_out() -> None:
         with pytest.raises(LifecycleError, match="handed out"):
             intake.mark_skipped(group, SkipReason.STALE, "again")
         assert (intake.fates().skipped, intake.fates().trained) == (2, 0)
+
+
+async def test_when_too_much_is_bad_the_rows_that_say_why_are_on_the_topic() -> None:
+    scene = Scene()
+    async with scene.running(scene.intake(max_consecutive_poison=3)) as intake:
+        for _ in range(4):
+            await scene.send(Outgoing(scene.topic, b"junk", None, 0))
+        with pytest.raises(StreamRLError, match="undecodable"):
+            await next_group(intake)
+    assert [skip.reason for skip in scene.skips()] == [SkipReason.POISON] * 4
