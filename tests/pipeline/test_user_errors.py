@@ -75,7 +75,7 @@ async def test_a_reward_function_that_fails_ends_the_run_with_the_reason_on_ever
     start: Start, bootstrap_servers: str, function: str, reason: str
 ) -> None:
     run = start(
-        "--intake.max_consecutive_poison=12",
+        "--intake.max_consecutive_poison=60",
         "--rewards.timeout_s=0.2",
         "--run.max_restarts=0",
         rewards={"functions": [f"tests.pipeline.letter_reward:{function}"]},
