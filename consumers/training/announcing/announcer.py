@@ -15,7 +15,8 @@ from schemas.ports.bus import Bus, Outgoing, Publisher, TopicPartition, Transact
 
 log = structlog.get_logger()
 
-ATTEMPTS = 10
+ATTEMPTS = 70
+"""With the pauses between them, more than ten minutes in which a broker may come back."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 
@@ -41,6 +42,7 @@ class Announcer(Protocol):
         Raises:
             Superseded: a newer trainer has taken over.
             DeliveryUnknown: no attempt was answered in time.
+            BusUnavailable: the broker was away for too long.
             BusError: the broker does not take them.
         """
         ...
@@ -80,7 +82,7 @@ class TransactionalAnnouncer:
             except (DeliveryUnknown, BusUnavailable) as error:
                 failures += 1
                 if failures == ATTEMPTS:
-                    raise
+                    raise _given_up(error) from error
                 log.warning("announcement unanswered, trying again", attempt=failures, error=str(error))
                 await self._discard()
                 await self.pause(min(FIRST_PAUSE_S * 2 ** (failures - 1), LONGEST_PAUSE_S))
@@ -154,3 +156,10 @@ async def open_announcer(bus: Bus, kind: Literal["transaction", "plain"], run_na
     if kind == "plain":
         return PlainAnnouncer(await bus.publisher(name))
     return TransactionalAnnouncer(bus, name, f"{run_name}.{algorithm}", await bus.transactional(name))
+
+
+def _given_up(error: DeliveryUnknown | BusUnavailable) -> DeliveryUnknown | BusUnavailable:
+    """A broker that was there and is gone is not the user's mistake, so a supervisor may start this process again."""
+    if isinstance(error, DeliveryUnknown):
+        return error
+    return BusUnavailable(f"expected the broker to come back, it did not answer {ATTEMPTS} times: {error}")
