@@ -17,6 +17,8 @@ log = structlog.get_logger()
 
 ATTEMPTS = 70
 """With the pauses between them, more than ten minutes in which a broker may come back."""
+SENDS = 10
+"""Of one record without a transaction; each waits for its own deadline."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 
@@ -130,11 +132,11 @@ class PlainAnnouncer:
             await self._publish(record)
 
     async def _publish(self, record: Outgoing) -> None:
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, SENDS + 1):
             try:
                 await self.publisher.publish(record)
             except DeliveryUnknown as error:
-                if attempt == ATTEMPTS:
+                if attempt == SENDS:
                     raise
                 log.warning("announcement unanswered, sending it again", attempt=attempt, error=str(error))
                 await self.check()
