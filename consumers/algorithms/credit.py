@@ -13,6 +13,7 @@ from consumers.algorithms.advantages import (
 )
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.samples import Group, Sample, TrainingSample
+from schemas.messages.reports import SkipReason
 from schemas.messages.trajectories import FinishReason
 
 
@@ -60,6 +61,15 @@ def _advantages(rewards: Rewards, settings: AlgorithmSettings) -> Rewards:
     if settings.name == "rloo":
         return leave_one_out_advantages(rewards)
     return group_advantages(rewards, scale=settings.scale_rewards == "group")
+
+
+def refusal_of(credit: Credit, settings: AlgorithmSettings) -> tuple[SkipReason, str] | None:
+    """Why none of a group goes into a step, or none if it does."""
+    if settings.dynamic_sampling and credit.deviation == 0.0:
+        return SkipReason.ZERO_ADVANTAGE, "all rewards of the group are equal"
+    if not credit.training_samples:
+        return SkipReason.FILTERED, credit.left_out[0][1]
+    return None
 
 
 def _barred(sample: Sample, settings: AlgorithmSettings, limits: ModelLimits) -> str | None:

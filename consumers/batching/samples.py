@@ -1,5 +1,6 @@
 """What passes from intake to the trainer: samples, groups, and micro-batches as plain arrays. Knows no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,20 @@ class MicroBatch:
     lengths: NDArray[np.int64]
     temperatures: NDArray[np.float32]
     refs: tuple[RecordRef, ...]
+
+    def take(self, rows: Sequence[int]) -> "MicroBatch":
+        """Only these rows, in this order, at the same width."""
+        wanted = list(rows)
+        return MicroBatch(
+            input_ids=self.input_ids[wanted],
+            attention_mask=self.attention_mask[wanted],
+            loss_mask=self.loss_mask[wanted],
+            behaviour_logprobs=self.behaviour_logprobs[wanted],
+            advantages=self.advantages[wanted],
+            lengths=self.lengths[wanted],
+            temperatures=self.temperatures[wanted],
+            refs=tuple(self.refs[row] for row in wanted),
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -7,13 +7,12 @@ Invariants:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
 from consumers.batching.micro_batcher import MicroBatcher
 from consumers.batching.settings import BatchingSettings
-from consumers.intake.frontier import Frontier
 from consumers.intake.opening import IntakeStart
 from consumers.intake.reader import Intake
 from consumers.training.accounting.reporting import Ancestry, Weights, first_report
@@ -45,7 +44,7 @@ log = structlog.get_logger()
 class Incarnation:
     """``version`` is that of the weights in memory, and changes on the event loop only.
 
-    ``durable_frontier``: of the newest checkpoint, where a restart goes on; the live one is ``Intake.frontier``.
+    The durable frontier is the newest manifest's, where a restart goes on; the live one is ``Intake.frontier``.
     ``report``: of the last step taken; ``refused_in_a_row``: gradients since then that were not applied.
     """
 
@@ -63,7 +62,6 @@ class Incarnation:
     reached: Reached
     version: PolicyVersion
     checkpointed_step: int
-    durable_frontier: Frontier = field(default_factory=Frontier)
     tokens_seen: int = 0
     report: StepReport | None = None
     refused_in_a_row: int = 0
@@ -151,7 +149,6 @@ class Incarnation:
         document = intake_document(snapshot)
         place = await self.compute(self.policy.checkpoint, manifest, document, encode(self.report), self.lineage)
         self.checkpointed_step = self.policy.step
-        self.durable_frontier = snapshot.frontier
         self.reached(Point.CHECKPOINT_WRITTEN)
         log.info("checkpoint written", step=self.policy.step, place=place)
 
@@ -223,7 +220,6 @@ class Beginning:
             reached=self.reached,
             version=PolicyVersion(lineage.number, policy.step),
             checkpointed_step=policy.step,
-            durable_frontier=start.frontier,
             tokens_seen=manifest.tokens_seen if manifest else 0,
         )
         await life.begin(restored, start)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import structlog
 
-from consumers.algorithms.credit import Credit, credit_group
+from consumers.algorithms.credit import credit_group, refusal_of
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.samples import Group, MicroBatch
 from consumers.batching.settings import BatchingSettings
@@ -163,7 +163,7 @@ class Trainer:
                 return None
             self.reached(Point.GROUP_TAKEN)
             credit = credit_group(group, self.algorithm, limits)
-            if (refusal := self._refusal(credit)) is not None:
+            if (refusal := refusal_of(credit, self.algorithm)) is not None:
                 intake.mark_skipped(group, *refusal)
                 self.reached(Point.GROUP_SKIPPED)
                 continue
@@ -181,13 +181,6 @@ class Trainer:
         life.batcher.clear()
         await life.compute(life.policy.discard)
         self.reached(Point.GRADIENT_DROPPED)
-
-    def _refusal(self, credit: Credit) -> tuple[SkipReason, str] | None:
-        if self.algorithm.dynamic_sampling and credit.deviation == 0.0:
-            return SkipReason.ZERO_ADVANTAGE, "all rewards of the group are equal"
-        if not credit.training_samples:
-            return SkipReason.FILTERED, credit.left_out[0][1]
-        return None
 
     async def _backward(self, life: Incarnation, gathered: GatheredStep, batch: MicroBatch) -> None:
         with gathered.watch.measure("forward_backward"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from consumers.algorithms.advantages import deviation
-from consumers.algorithms.credit import Credit, ModelLimits, credit_group
+from consumers.algorithms.credit import Credit, ModelLimits, credit_group, refusal_of
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batcher import MicroBatcher
 from consumers.batching.samples import Group, MicroBatch, TrainingSample, collate
@@ -77,26 +77,13 @@ def rows_of(batch: MicroBatch, wanted: set[str]) -> MicroBatch | None:
         return batch
     if not rows:
         return None
-    return MicroBatch(
-        input_ids=batch.input_ids[rows],
-        attention_mask=batch.attention_mask[rows],
-        loss_mask=batch.loss_mask[rows],
-        behaviour_logprobs=batch.behaviour_logprobs[rows],
-        advantages=batch.advantages[rows],
-        lengths=batch.lengths[rows],
-        temperatures=batch.temperatures[rows],
-        refs=tuple(batch.refs[row] for row in rows),
-    )
+    return batch.take(rows)
 
 
 def _credits(groups: Iterable[Group], algorithm: AlgorithmSettings, limits: ModelLimits) -> list[Credit]:
     """Of the groups that these settings let into a step."""
     credits = [credit_group(group, algorithm, limits) for group in groups]
-    return [
-        credit
-        for credit in credits
-        if credit.training_samples and not (algorithm.dynamic_sampling and credit.deviation == 0.0)
-    ]
+    return [credit for credit in credits if refusal_of(credit, algorithm) is None]
 
 
 def _samples(credits: Iterable[Credit]) -> dict[str, TrainingSample]:

@@ -9,7 +9,6 @@ Invariants:
 - a_superseded_writer_publishes_nothing: the lineage is checked right before the manifest becomes visible.
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -206,11 +205,6 @@ def load_checkpoint(directory: Path) -> Restored:
     except (OSError, SafetensorError, ValueError, CheckpointError) as error:
         raise CheckpointError(f"expected a whole checkpoint at {directory}, got: {error}") from error
     return Restored(directory, state)
-
-
-def config_hash(*sections: Any) -> str:
-    """Checksum of settings sections, to notice that a run is resumed under others."""
-    return hashlib.sha256(b"\n".join(section.model_dump_json().encode() for section in sections)).hexdigest()
 
 
 def _write_state(directory: Path, state: TrainerState) -> None:

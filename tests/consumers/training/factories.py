@@ -110,18 +110,6 @@ def split_micro_batch(batch: MicroBatch, sizes: Sequence[int]) -> list[MicroBatc
     parts = []
     start = 0
     for size in sizes:
-        rows = slice(start, start + size)
-        parts.append(
-            MicroBatch(
-                input_ids=batch.input_ids[rows],
-                attention_mask=batch.attention_mask[rows],
-                loss_mask=batch.loss_mask[rows],
-                behaviour_logprobs=batch.behaviour_logprobs[rows],
-                advantages=batch.advantages[rows],
-                lengths=batch.lengths[rows],
-                refs=batch.refs[rows],
-                temperatures=batch.temperatures[rows],
-            )
-        )
+        parts.append(batch.take(range(start, start + size)))
         start += size
     return parts

@@ -5,8 +5,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.training.persistence.checkpoint import CheckpointStore, config_hash, load_checkpoint
+from consumers.training.persistence.checkpoint import CheckpointStore, load_checkpoint
 from consumers.training.persistence.lineage import Lineage
 from consumers.training.persistence.locations import CheckpointLocation
 from schemas.errors import CheckpointError, Superseded
@@ -157,8 +156,3 @@ def test_a_checkpoint_without_a_model_is_refused(local_place: Place) -> None:
     store_at(local_place).write(state_of(1, 2), lambda directory: None, begin(local_place))
     with pytest.raises(CheckpointError, match="lists no model"):
         load_checkpoint(local_place.root / "checkpoints" / "step_2")
-
-
-def test_the_config_hash_changes_with_the_settings() -> None:
-    assert config_hash(AlgorithmSettings()) == config_hash(AlgorithmSettings())
-    assert config_hash(AlgorithmSettings()) != config_hash(AlgorithmSettings(beta=0.1))

@@ -55,6 +55,11 @@ def test_without_a_checkpoint_an_intake_begins_at_the_beginning() -> None:
     assert intake_start(None, {}, lineage=1) == IntakeStart(tally=SkipTally(1))
 
 
+def test_the_config_marks_change_with_the_settings() -> None:
+    assert config_marks({"algorithm": AlgorithmSettings()}) == config_marks({"algorithm": AlgorithmSettings()})
+    assert config_marks({"algorithm": AlgorithmSettings()}) != config_marks({"algorithm": AlgorithmSettings(beta=0.1)})
+
+
 def test_changed_settings_are_named_by_their_section() -> None:
     before = config_marks({"algorithm": AlgorithmSettings(), "training": TrainingSettings()})
     after = config_marks({"algorithm": AlgorithmSettings(), "training": TrainingSettings(max_steps=7)})
