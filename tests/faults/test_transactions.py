@@ -78,28 +78,34 @@ async def test_a_commit_through_a_bad_network_is_unknown_in_time_and_repeating_i
 async def test_a_broker_killed_in_the_middle_of_transactions_leaves_each_whole(
     faulty: FaultyCluster, topic: str
 ) -> None:
-    bus = bus_of(faulty)
+    bus, count = bus_of(faulty), 1_000
     holder = await bus.transactional("trainer")
     again: set[bytes] = set()
 
     async def commit_all() -> None:
-        for n in range(300):
+        for n in range(count):
             if await commit_until_known(holder, pair(topic, b"%d" % n)) > 1:
                 again.add(b"%d" % n)
 
     committing = asyncio.create_task(commit_all())
-    for _ in range(2):
-        await asyncio.sleep(1.0)
-        faulty.cluster.kill_node(0)
-        await asyncio.to_thread(faulty.cluster.restart_node, 0)
-    await asyncio.wait_for(committing, 60)
-    await holder.commit(pair(topic, b"end"))
+    try:
+        for away_s in (0.0, 6.0):  # the second outage outlasts a transaction's deadline, so that one is repeated
+            await asyncio.sleep(1.0)
+            faulty.cluster.kill_node(0)
+            assert not committing.done(), "expected the broker to die while commits are under way"
+            await asyncio.sleep(away_s)
+            await asyncio.to_thread(faulty.cluster.restart_node, 0)
+        await asyncio.wait_for(committing, 60)
+        await holder.commit(pair(topic, b"end"))
+    finally:
+        committing.cancel()
+        await asyncio.wait([committing])
+        await holder.close()
     values = await values_at_the_end(bus, topic, b"end")
     assert values[0] == values[1]
-    assert list(dict.fromkeys(values[0])) == [*(b"%d" % n for n in range(300)), b"end"]
+    assert list(dict.fromkeys(values[0])) == [*(b"%d" % n for n in range(count)), b"end"]
     assert {value for value in values[0] if values[0].count(value) > 1} <= again
     assert again
-    await holder.close()
 
 
 async def test_an_open_transaction_is_never_read_and_holds_readers_up_until_the_next_holder_opens(
