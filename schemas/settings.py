@@ -1,6 +1,6 @@
 """The settings that producers and consumers must agree on; each room's own settings live beside the room."""
 
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -28,7 +28,17 @@ class LoopSettings(Section):
 
     groups_per_step: Annotated[int, Field(ge=1, description="Prompts (groups) in one optimizer step.")] = 32
     num_generations: Annotated[int, Field(ge=1, description="Completions sampled per prompt.")] = 8
-    max_staleness: Annotated[int, Field(ge=0, description="Most optimizer steps a trained token may be old.")] = 4
+    mode: Annotated[
+        Literal["synchronous", "stream", "one_step_async", "trajectory_async"],
+        Field(
+            description="synchronous: generate a whole batch, then train it; stream: train it while it is generated; "
+            "one_step_async: generate the next batch meanwhile; trajectory_async: never wait for a batch."
+        ),
+    ] = "trajectory_async"
+    max_staleness: Annotated[
+        int,
+        Field(ge=0, description="trajectory_async: most optimizer steps a trained token may be old."),
+    ] = 4
     max_prompt_length: Annotated[
         int, Field(ge=1, description="Longest prompt in tokens; longer ones end in error.")
     ] = 1024
@@ -59,9 +69,20 @@ class LoopSettings(Section):
         return self.num_buckets * self.shards
 
     @property
+    def staleness_bound(self) -> int:
+        """Most optimizer steps a trained token may be old: what the mode says, or ``max_staleness``."""
+        match self.mode:
+            case "synchronous" | "stream":
+                return 0
+            case "one_step_async":
+                return 1
+            case "trajectory_async":
+                return self.max_staleness
+
+    @property
     def max_groups_in_flight(self) -> int:
-        """Groups admitted and not yet consumed, at most: (max_staleness + 1) × groups_per_step."""
-        return (self.max_staleness + 1) * self.groups_per_step
+        """Groups admitted and not yet consumed, at most: (staleness_bound + 1) × groups_per_step."""
+        return (self.staleness_bound + 1) * self.groups_per_step
 
     def bucket_of(self, length: int) -> int:
         """The bucket of an output length: the number of boundaries at or below it."""

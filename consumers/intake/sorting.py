@@ -41,7 +41,7 @@ class Sorter:
         finished: Mapping[str, Place],
     ) -> None:
         groups = max(1_000, 8 * loop.max_groups_in_flight)
-        self.rule = StalenessRule(loop.max_staleness, settings.orphan_lineage, current_version())
+        self.rule = StalenessRule(loop.staleness_bound, settings.orphan_lineage, current_version())
         self.dedupe = DedupeWindow(groups * loop.num_generations)
         self.dedupe.restore(finished)
         self.assembler = GroupAssembler(settings.group_timeout_s, groups)

@@ -70,10 +70,10 @@ class Trainer:
     reached: Reached = ignore
 
     def __post_init__(self) -> None:
-        if self.training.weight_sync_steps > self.loop.max_staleness + 1:
+        if self.training.weight_sync_steps > self.loop.staleness_bound + 1:
             raise SettingsError(
-                f"expected training.weight_sync_steps of at most loop.max_staleness + 1 = "
-                f"{self.loop.max_staleness + 1}, got {self.training.weight_sync_steps}: "
+                f"expected training.weight_sync_steps of at most the staleness bound (loop.mode, loop.max_staleness) "
+                f"+ 1 = {self.loop.staleness_bound + 1}, got {self.training.weight_sync_steps}: "
                 "generation would wait for weights that are never exported; lower it"
             )
 

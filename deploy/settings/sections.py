@@ -5,9 +5,10 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from consumers.training.emulated.settings import EmulatedTrainingSettings
-from producers.generation.engines.emulated.settings import DecodeSettings, LengthTraceSettings
+from producers.generation.engines.emulated.settings import LengthTraceSettings
 from schemas.identifiers import is_plain_name
+from schemas.profiles.decode import DecodeSettings
+from schemas.profiles.training import TrainingCosts
 from schemas.settings import Section
 
 
@@ -56,7 +57,7 @@ class EmulationSettings(Section):
     time_scale: Annotated[float, Field(gt=0, description="Emulated seconds in one second of the wall clock.")] = 100.0
     decode: DecodeSettings = DecodeSettings()
     lengths: LengthTraceSettings = LengthTraceSettings()
-    training: EmulatedTrainingSettings = EmulatedTrainingSettings()
+    training: TrainingCosts = TrainingCosts()
 
 
 class EvaluationSettings(Section):

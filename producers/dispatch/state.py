@@ -52,7 +52,7 @@ class DispatchState:
         self._settings = settings
         self._previous = ""
         self.loop = loop
-        self.ledger = AdmissionLedger(loop.groups_per_step, loop.max_staleness)
+        self.ledger = AdmissionLedger(loop.groups_per_step, loop.staleness_bound)
         self.flights = FlightTable()
         self.fleet = Fleet(settings.lease_s)
         self.predictor = predictor

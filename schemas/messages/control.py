@@ -52,6 +52,14 @@ class WorkerClaimed(Control):
     incarnation: ShortText
 
 
+class FleetTarget(Control):
+    """So many generation workers are wanted; whoever runs workers starts or drains some. The last one holds."""
+
+    kind: Literal["fleet_target"] = "fleet_target"
+    workers: Annotated[int, Field(ge=0, le=4096)]
+    reason: ShortText = ""
+
+
 class RunFinished(Control):
     """The trainer has taken its last step; every process may end."""
 
@@ -61,7 +69,7 @@ class RunFinished(Control):
 
 
 ControlMessage = Annotated[
-    WeightsReady | FlowControl | DrainWorker | WorkerClaimed | RunFinished, Field(discriminator="kind")
+    WeightsReady | FlowControl | DrainWorker | WorkerClaimed | FleetTarget | RunFinished, Field(discriminator="kind")
 ]
 control_adapter: TypeAdapter[ControlMessage] = TypeAdapter(ControlMessage)
 
@@ -75,6 +83,8 @@ def control_key(message: Control) -> str:
             return f"drain/{message.worker_id}"
         case WorkerClaimed():
             return f"worker/{message.worker_id}"
+        case FleetTarget():
+            return "fleet"
         case RunFinished():
             return "finished"
         case _:

@@ -43,12 +43,16 @@ class Prompt(Part):
 
 
 class LengthEstimate(Part):
-    """Predicted output length in tokens. Advice only: a wrong one costs time, never correctness."""
+    """Predicted output length in tokens. Advice only: a wrong one costs time, never correctness.
+
+    ``boundaries_version``: of the bucket boundaries that the bucket was found with; 0 for those of the settings.
+    """
 
     median: Annotated[int, Field(ge=1)]
     upper: Annotated[int, Field(ge=1)]
     bucket: Annotated[int, Field(ge=0)]
     predictor: ShortText
+    boundaries_version: Annotated[int, Field(ge=0)] = 0
 
 
 class SamplingParams(Part):

@@ -15,7 +15,6 @@ from torch import Tensor
 from consumers.algorithms.credit import ModelLimits
 from consumers.batching.samples import MicroBatch
 from consumers.training.emulated.compute import EmulatedDevice
-from consumers.training.emulated.settings import EmulatedTrainingSettings
 from consumers.training.persistence.checkpoint import CheckpointStore, TrainerState
 from consumers.training.persistence.files import remove_leftovers
 from consumers.training.persistence.lineage import Lineage
@@ -24,6 +23,7 @@ from consumers.training.persistence.weight_export import WEIGHTS, WeightStore
 from consumers.training.ports import Lineage as Claim
 from consumers.training.ports import Restored, StepOutcome
 from schemas.identifiers import PolicyVersion
+from schemas.profiles.training import TrainingCosts
 
 NO_LIMIT = 1 << 30
 CONFIG = json.dumps({"model_type": "emulated"})
@@ -34,7 +34,7 @@ class EmulatedPolicy:
 
     def __init__(
         self,
-        durations: EmulatedTrainingSettings,
+        durations: TrainingCosts,
         device: EmulatedDevice,
         weights: WeightStore,
         checkpoints: CheckpointStore,
@@ -99,7 +99,7 @@ class EmulatedPolicy:
         (directory / "config.json").write_text(CONFIG)
 
 
-def forward_backward_s(batch: MicroBatch, durations: EmulatedTrainingSettings) -> float:
+def forward_backward_s(batch: MicroBatch, durations: TrainingCosts) -> float:
     """Emulated seconds of a micro-batch's forward and backward pass."""
     rows, width = batch.input_ids.shape
     tokens, squares = batch.num_tokens, int((batch.lengths.astype("int64") ** 2).sum())

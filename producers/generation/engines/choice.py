@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from producers.generation.engines.emulated.settings import DecodeSettings, LengthTraceSettings
+from producers.generation.engines.emulated.settings import LengthTraceSettings
 from producers.generation.settings import GenerationSettings
 from schemas.ports.engine import Engine
+from schemas.profiles.decode import DecodeSettings
 
 
 def build_emulated(

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import structlog
 
-from producers.generation.engines.emulated.curve import DecodeCurve
 from producers.generation.engines.emulated.lengths import trace_length
-from producers.generation.engines.emulated.settings import DecodeSettings, LengthTraceSettings
+from producers.generation.engines.emulated.settings import LengthTraceSettings
 from producers.generation.engines.emulated.timeline import Adopted, Grown, Sequence, Timeline
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.messages.trajectories import FinishReason
 from schemas.ports.engine import GenerationRequest, TokenDelta
+from schemas.profiles.decode import DecodeCurve, DecodeSettings
 
 log = structlog.get_logger()
 

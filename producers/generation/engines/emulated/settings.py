@@ -1,4 +1,4 @@
-"""``[emulation.decode]`` and ``[emulation.lengths]``: how fast an engine decodes, and how long completions are."""
+"""``[emulation.lengths]``: how long completions are."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -7,8 +7,6 @@ from pydantic import Field, model_validator
 
 from schemas.settings import Section
 
-Seconds = Annotated[float, Field(ge=0)]
-TablePoint = tuple[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]]
 Bin = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
 
 STREAMRL_BINS: tuple[Bin, ...] = (
@@ -19,40 +17,6 @@ STREAMRL_BINS: tuple[Bin, ...] = (
     (16069, 0.0078), (16704, 0.0107), (17339, 0.0088), (17972, 0.0107), (18607, 0.0059), (19241, 0.0088),
 )  # fmt: skip
 """Output lengths of StreamRL's evaluation (its figure 7, read off the picture): where a bin starts, its share."""
-
-
-class DecodeSettings(Section):
-    """``[emulation.decode]``: all times are emulated seconds; t(b) = step_s * (1 + b / batch_scale) unless a table."""
-
-    step_s: Annotated[float, Field(gt=0, description="Seconds of a decode step, before what the batch adds.")] = 0.01
-    batch_scale: Annotated[float, Field(gt=0, description="Running completions that double a decode step.")] = 64.0
-    table: Annotated[
-        tuple[TablePoint, ...],
-        Field(
-            description="In place of step_s and batch_scale: (batch size, seconds of a step), ascending; linear in "
-            "between, as the first before them, along the last two after them."
-        ),
-    ] = ()
-    context_s_per_token: Annotated[
-        Seconds, Field(description="Seconds a step takes longer for each token in the batch's key-value cache.")
-    ] = 0.0
-    prefill_s_per_token: Annotated[
-        Seconds, Field(description="Seconds for which a prompt token stalls the whole engine when it is admitted.")
-    ] = 0.0
-    adopt_s: Annotated[
-        Seconds, Field(description="Seconds for which new weights stall the engine, between two decode steps.")
-    ] = 0.0
-    chunk_tokens: Annotated[
-        int, Field(ge=0, description="Tokens of a completion handed over at once; 0: all of them at its end.")
-    ] = 0
-
-    @model_validator(mode="after")
-    def _ascending(self) -> Self:
-        batches = [batch for batch, _ in self.table]
-        seconds = [value for _, value in self.table]
-        if batches != sorted(set(batches)) or seconds != sorted(seconds):
-            raise ValueError(f"expected emulation.decode.table with ascending batches and seconds, got {self.table}")
-        return self
 
 
 class LengthTraceSettings(Section):

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from producers.generation.engines.emulated.curve import DecodeCurve
+from schemas.profiles.decode import DecodeCurve
 
 V = TypeVar("V")
 

@@ -6,16 +6,16 @@ import pytest
 
 from consumers.training.emulated.compute import EmulatedCompute, EmulatedDevice
 from consumers.training.emulated.policy import EmulatedPolicy, forward_backward_s
-from consumers.training.emulated.settings import EmulatedTrainingSettings
 from consumers.training.persistence.weight_export import WeightStore
 from consumers.training.trainer import Trainer
 from schemas.identifiers import PolicyVersion
 from schemas.messages.trajectories import Trajectory
+from schemas.profiles.training import TrainingCosts
 from schemas.wire.topics import TRAJECTORIES
 from tests.consumers.training.factories import make_micro_batch
 from tests.consumers.training.scene import RUN, Scene
 
-DURATIONS = EmulatedTrainingSettings(
+DURATIONS = TrainingCosts(
     forward_backward_s_per_token=0.5, forward_backward_s_per_micro_batch=1.0, optimizer_step_s=7.0, export_s=3.0
 )
 
@@ -25,7 +25,7 @@ def scene(tmp_path: Path) -> Scene:
     return Scene.make(tmp_path, Path("no model"))
 
 
-def emulated(scene: Scene, scale: float = 1000.0, durations: EmulatedTrainingSettings = DURATIONS) -> Trainer:
+def emulated(scene: Scene, scale: float = 1000.0, durations: TrainingCosts = DURATIONS) -> Trainer:
     device = EmulatedDevice(scale)
 
     def open_policy(restored: Any) -> EmulatedPolicy:
@@ -37,7 +37,7 @@ def emulated(scene: Scene, scale: float = 1000.0, durations: EmulatedTrainingSet
 def test_a_micro_batch_costs_by_its_tokens_their_squares_and_itself() -> None:
     batch = make_micro_batch(5)
     lengths = batch.lengths.astype(float)
-    plain = EmulatedTrainingSettings(
+    plain = TrainingCosts(
         forward_backward_s_per_token=2, forward_backward_s_per_squared_token=3, forward_backward_s_per_micro_batch=5
     )
     assert forward_backward_s(batch, plain) == pytest.approx(2 * lengths.sum() + 3 * (lengths**2).sum() + 5)

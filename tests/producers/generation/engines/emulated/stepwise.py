@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from producers.generation.engines.emulated.curve import DecodeCurve
+from schemas.profiles.decode import DecodeCurve
 
 
 @dataclass

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from producers.generation.engines.emulated.curve import DecodeCurve
 from producers.generation.engines.emulated.engine import EmulatedEngine
-from producers.generation.engines.emulated.settings import DecodeSettings, LengthTraceSettings
+from producers.generation.engines.emulated.settings import LengthTraceSettings
 from producers.generation.rollout.completion import Completion
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.messages.prompts import Prompt, SamplingParams
 from schemas.messages.trajectories import FinishReason
 from schemas.ports.engine import GenerationRequest
+from schemas.profiles.decode import DecodeCurve, DecodeSettings
 from tests.producers.generation.engines.emulated.stepwise import Completion as Expected
 from tests.producers.generation.engines.emulated.stepwise import simulate
 

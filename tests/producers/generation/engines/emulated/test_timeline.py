@@ -3,9 +3,8 @@ from itertools import groupby
 
 import pytest
 
-from producers.generation.engines.emulated.curve import DecodeCurve
-from producers.generation.engines.emulated.settings import DecodeSettings
 from producers.generation.engines.emulated.timeline import Adopted, Grown, Sequence, Timeline
+from schemas.profiles.decode import DecodeCurve, DecodeSettings
 from tests.producers.generation.engines.emulated.stepwise import Completion, simulate
 
 CURVES = [

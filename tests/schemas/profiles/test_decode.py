@@ -1,8 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from producers.generation.engines.emulated.curve import DecodeCurve
-from producers.generation.engines.emulated.settings import DecodeSettings
+from schemas.profiles.decode import DecodeCurve, DecodeSettings
 
 
 def test_the_formula_doubles_at_the_batch_scale() -> None:

@@ -1,4 +1,4 @@
-"""``[emulation.training]``: how long the acts of the trainer take, in emulated seconds."""
+"""How long the acts of a trainer take, in seconds."""
 
 from typing import Annotated
 
@@ -9,8 +9,8 @@ from schemas.settings import Section
 Seconds = Annotated[float, Field(ge=0)]
 
 
-class EmulatedTrainingSettings(Section):
-    """``[emulation.training]``: forward and backward cost per micro-batch, the other acts once each time."""
+class TrainingCosts(Section):
+    """Forward and backward cost per micro-batch, the other acts once each time; measured or assumed."""
 
     forward_backward_s_per_token: Annotated[
         Seconds, Field(description="Seconds for each token of prompts and completions in a micro-batch.")

@@ -1,4 +1,4 @@
-"""How long decode steps take, in emulated seconds: one step, many in a row, and how many fit. Pure.
+"""How long decode steps take, in seconds: one step, many in a row, and how many fit. Pure.
 
 A step of b completions whose caches hold C tokens takes t(b) + c * C; each step then adds b to C, so that k steps take
 k * t(b) + c * (k * C + b * k * (k - 1) / 2).
@@ -8,8 +8,48 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated, Self
 
-from producers.generation.engines.emulated.settings import DecodeSettings
+from pydantic import Field, model_validator
+
+from schemas.settings import Section
+
+Seconds = Annotated[float, Field(ge=0)]
+TablePoint = tuple[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]]
+
+
+class DecodeSettings(Section):
+    """Measured or assumed, all in seconds: t(b) = step_s * (1 + b / batch_scale) unless there is a table."""
+
+    step_s: Annotated[float, Field(gt=0, description="Seconds of a decode step, before what the batch adds.")] = 0.01
+    batch_scale: Annotated[float, Field(gt=0, description="Running completions that double a decode step.")] = 64.0
+    table: Annotated[
+        tuple[TablePoint, ...],
+        Field(
+            description="In place of step_s and batch_scale: (batch size, seconds of a step), ascending; linear in "
+            "between, as the first before them, along the last two after them."
+        ),
+    ] = ()
+    context_s_per_token: Annotated[
+        Seconds, Field(description="Seconds a step takes longer for each token in the batch's key-value cache.")
+    ] = 0.0
+    prefill_s_per_token: Annotated[
+        Seconds, Field(description="Seconds for which a prompt token stalls the whole engine when it is admitted.")
+    ] = 0.0
+    adopt_s: Annotated[
+        Seconds, Field(description="Seconds for which new weights stall the engine, between two decode steps.")
+    ] = 0.0
+    chunk_tokens: Annotated[
+        int, Field(ge=0, description="Tokens of a completion handed over at once; 0: all of them at its end.")
+    ] = 0
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        batches = [batch for batch, _ in self.table]
+        seconds = [value for _, value in self.table]
+        if batches != sorted(set(batches)) or seconds != sorted(seconds):
+            raise ValueError(f"expected a decode table with ascending batches and seconds, got {self.table}")
+        return self
 
 
 @dataclass(frozen=True)
