@@ -92,11 +92,16 @@ def our_errors(doing: str) -> Iterator[None]:
         raise BusError(f"{doing}: {error}") from error
 
 
+_answered: set[str] = set()
+"""Addresses at which a broker let this process in: if it is silent later, that is not the user's mistake."""
+
+
 async def started(client: Client, settings: KafkaSettings, timeout_s: float | None = None) -> Client:
     """Start a client within the connect time-out, or another one once somebody listens.
 
     Raises:
         BrokerUnreachable: nothing answers, or not as a Kafka broker that lets us in.
+        BusUnavailable: the same, where a broker answered this process before.
     """
     address = address_of(settings)
     try:
@@ -106,6 +111,8 @@ async def started(client: Client, settings: KafkaSettings, timeout_s: float | No
             await client.start()
     except (TimeoutError, OSError, errors.KafkaError) as error:
         await discard(client)
+        if address in _answered:
+            raise BusUnavailable(f"expected the broker at {address} to answer again, got {_cause(error)}") from error
         raise BrokerUnreachable(
             f"expected a Kafka broker at {address}, got {_cause(error)}; start one with `streamrl kafka up`, or check "
             "kafka.bootstrap_servers, kafka.security_protocol and the address that the broker advertises"
@@ -113,6 +120,7 @@ async def started(client: Client, settings: KafkaSettings, timeout_s: float | No
     except BaseException:
         await discard(client)
         raise
+    _answered.add(address)
     return client
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from deploy.bus.kafka_bus import KafkaBus
 from deploy.bus.settings import KafkaSettings
+from schemas.errors import BusUnavailable, UserError
 from tests.faults.cluster import FaultyCluster
 from tests.faults.traffic import Traffic, check
 
@@ -61,3 +62,17 @@ async def test_a_broker_that_hangs_loses_nothing_and_confirms_nothing_falsely(
     print(
         f"\nbroker SIGSTOP {seconds} s: records flow {flowing_s:.1f} s after SIGCONT, sent again {traffic.sent_again}"
     )
+
+
+async def test_a_broker_that_was_there_and_is_gone_is_not_the_users_mistake(faulty: FaultyCluster, topic: str) -> None:
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=faulty.bootstrap_servers, connect_timeout_ms=2_000))
+    faulty.proxy.refuse()
+    with pytest.raises(UserError, match="streamrl kafka up"):
+        await bus.publisher("first")
+    faulty.proxy.heal()
+    await (await bus.publisher("second")).close()
+    faulty.proxy.refuse()
+    with pytest.raises(BusUnavailable, match="to answer again") as raised:
+        await bus.publisher("third")
+    assert not isinstance(raised.value, UserError), "a supervisor starts the process again"
+    faulty.proxy.heal()
