@@ -60,13 +60,15 @@ class Announcer:
         await self._commit(message)
         return message
 
-    async def flow(self, mode: str, reason: str) -> None:
+    async def flow(self, mode: str, reason: str, command_offset: int) -> None:
         """Let everyone run, pause or drain."""
-        await self._commit(self._numbered(FlowControl, mode=mode, reason=reason))
+        await self._commit(self._numbered(FlowControl, mode=mode, reason=reason, command_offset=command_offset))
 
-    async def drain_worker(self, worker_id: str, reason: str) -> None:
+    async def drain_worker(self, worker_id: str, reason: str, command_offset: int) -> None:
         """Let one worker finish and leave."""
-        await self._commit(self._numbered(DrainWorker, worker_id=worker_id, reason=reason))
+        await self._commit(
+            self._numbered(DrainWorker, worker_id=worker_id, reason=reason, command_offset=command_offset)
+        )
 
     async def workers_claimed(self, holders: Mapping[str, str]) -> None:
         """Say which incarnation holds each of these worker ids."""

@@ -43,7 +43,7 @@ class Coordinator:
     async def run(self, stop: asyncio.Event) -> None:
         """Announce weights and flow until stopped.
 
-        Consumes: steps (from the beginning), recent heartbeats, operator commands (from now on).
+        Consumes: steps (from the beginning), recent heartbeats, operator commands (those not carried out yet).
         Produces: control.
         Waits for: any of the three.
         On failure: raises; a restart replays the topics and goes on. ``Superseded``: another coordinator took over.
@@ -58,7 +58,7 @@ class Coordinator:
     async def _serve(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
         """The topics are read after the older coordinator was fenced, so that nothing of it comes later."""
         state, steps = await recover(self.bus, self.run_name, self.client_id)
-        others = await subscribe_members(self.bus, self.run_name, self.client_id)
+        others = await subscribe_members(self.bus, self.run_name, self.client_id, state.obeyed)
         shift = Shift.of(self, state, publisher)
         log.info("coordinator ready", announced=str(state.ledger.announced), mode=state.mode, finished=state.finished)
         try:
@@ -170,7 +170,7 @@ class Shift:
             case Heartbeat() as heartbeat:
                 self._observe(heartbeat, at)
             case OperatorCommand() as command:
-                await self._obey(command)
+                await self._obey(command, record.offset)
 
     def _observe(self, heartbeat: Heartbeat, at: float) -> None:
         worker = heartbeat.worker_id
@@ -204,13 +204,13 @@ class Shift:
             log.warning("worker lost", worker=worker, silent_for_s=self.settings.heartbeat_timeout_s)
             self._lost.add(worker)
 
-    async def _obey(self, command: OperatorCommand) -> None:
+    async def _obey(self, command: OperatorCommand, offset: int) -> None:
         state = self.state
         decision = decide(command, state.mode, state.finished)
         if decision is None:
             log.warning("command changes nothing", action=command.action, mode=state.mode, finished=state.finished)
         elif decision.drain_worker is not None:
-            await self.announcer.drain_worker(decision.drain_worker, decision.reason)
+            await self.announcer.drain_worker(decision.drain_worker, decision.reason, offset)
         elif decision.mode is not None:
-            await self.announcer.flow(decision.mode, decision.reason)
+            await self.announcer.flow(decision.mode, decision.reason, offset)
             state.mode = decision.mode

@@ -12,7 +12,7 @@ import structlog
 from coordinator.versions import VersionLedger
 from schemas.errors import WireError
 from schemas.messages.base import Message
-from schemas.messages.control import Control, FlowControl, RunFinished, WeightsReady, WorkerClaimed
+from schemas.messages.control import Control, DrainWorker, FlowControl, RunFinished, WeightsReady, WorkerClaimed
 from schemas.messages.reports import StepReport
 from schemas.ports.bus import Bus, Record, Subscription
 from schemas.wire.topics import COMMANDS, CONTROL, HEARTBEATS, STEPS
@@ -25,13 +25,17 @@ RECENT_HEARTBEATS = 5_000
 
 @dataclass
 class Recovered:
-    """The state behind the control topic; the subscription goes on from where the replay ended."""
+    """The state behind the control topic; the subscription goes on from where the replay ended.
+
+    ``obeyed``: offset of the last operator's command that a message on the topic carried out, -1 before the first.
+    """
 
     ledger: VersionLedger
     mode: Literal["run", "pause", "drain"] = "run"
     finished: bool = False
     next_sequence: int = 0
     claims: dict[str, str] = field(default_factory=dict)
+    obeyed: int = -1
 
     def apply(self, message: Message) -> None:
         """Take one message of the control or steps topic into account."""
@@ -40,6 +44,9 @@ class Recovered:
                 self.announced(message)
             case FlowControl():
                 self.mode = message.mode
+                self.obeyed = max(self.obeyed, message.command_offset)
+            case DrainWorker():
+                self.obeyed = max(self.obeyed, message.command_offset)
             case RunFinished():
                 self.finished = True
             case WorkerClaimed():
@@ -72,16 +79,22 @@ async def recover(bus: Bus, run: str, client_id: str) -> tuple[Recovered, Subscr
     return state, steps
 
 
-async def subscribe_members(bus: Bus, run: str, client_id: str) -> Subscription:
-    """Recent heartbeats and all that follow; of the operators' commands only those from now on."""
+async def subscribe_members(bus: Bus, run: str, client_id: str, obeyed: int) -> Subscription:
+    """Recent heartbeats, the operators' commands behind the last obeyed one, and all that follows.
+
+    Commands that changed nothing are judged again, in the same order, and change nothing again.
+    """
     topics = [HEARTBEATS.full_name(run), COMMANDS.full_name(run)]
     now = await bus.subscribe(topics, client_id=client_id, start="latest")
     try:
         ends, first = await now.positions(), await now.beginning_offsets()
     finally:
         await now.close()
-    start = {tp: max(first[tp], ends[tp] - RECENT_HEARTBEATS) for tp in ends if tp.topic == topics[0]}
-    return await bus.subscribe(topics, client_id=client_id, start=ends | start)
+    start = {
+        tp: max(first[tp], ends[tp] - RECENT_HEARTBEATS if tp.topic == topics[0] else min(obeyed + 1, ends[tp]))
+        for tp in ends
+    }
+    return await bus.subscribe(topics, client_id=client_id, start=start)
 
 
 async def _replay(subscription: Subscription, state: Recovered) -> None:

@@ -29,19 +29,24 @@ class WeightsReady(Control):
 
 
 class FlowControl(Control):
-    """Workers and dispatcher go on (``run``), start nothing new (``pause``), or finish and leave (``drain``)."""
+    """Workers and dispatcher go on (``run``), start nothing new (``pause``), or finish and leave (``drain``).
+
+    ``command_offset``: of the operator's command that asked for it, -1 for none; later ones are not carried out yet.
+    """
 
     kind: Literal["flow"] = "flow"
     mode: Literal["run", "pause", "drain"]
     reason: ShortText = ""
+    command_offset: Annotated[int, Field(ge=-1)] = -1
 
 
 class DrainWorker(Control):
-    """One worker finishes what it holds and leaves."""
+    """One worker finishes what it holds and leaves. ``command_offset`` as in ``FlowControl``."""
 
     kind: Literal["drain_worker"] = "drain_worker"
     worker_id: ShortText
     reason: ShortText = ""
+    command_offset: Annotated[int, Field(ge=-1)] = -1
 
 
 class WorkerClaimed(Control):

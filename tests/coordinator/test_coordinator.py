@@ -1,3 +1,5 @@
+import asyncio
+
 from schemas.identifiers import PolicyVersion
 from schemas.messages.control import (
     DrainWorker,
@@ -86,3 +88,23 @@ async def test_one_worker_is_drained_under_a_key_of_its_own() -> None:
     (message,) = controls(bus)
     assert isinstance(message, DrainWorker)
     assert control_key(message) == "drain/w3"
+
+
+async def test_commands_sent_while_no_coordinator_lives_are_carried_out_once_and_in_order() -> None:
+    bus = new_bus()
+    for action in ("pause", "resume", "pause"):
+        await publish(bus, COMMANDS, OperatorCommand(action=action, sent_at=0.0))
+    for _ in range(2):
+        async with running(bus):
+            await until(lambda: len(controls(bus)) == 3)
+            await asyncio.sleep(0.05)
+    await publish(bus, COMMANDS, OperatorCommand(action="resume", sent_at=0.0))
+    async with running(bus):
+        await until(lambda: len(controls(bus)) == 4)
+    messages = [message for message in controls(bus) if isinstance(message, FlowControl)]
+    assert [(message.mode, message.command_offset) for message in messages] == [
+        ("pause", 0),
+        ("run", 1),
+        ("pause", 2),
+        ("run", 3),
+    ]
