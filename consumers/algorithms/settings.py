@@ -14,7 +14,7 @@ class AlgorithmSettings(Section):
         Literal["grpo", "rloo"],
         Field(
             description="Where advantages come from: rewards less their group's mean (grpo), or less the mean of the "
-            "group's other rewards (rloo). Also the key of the step reports."
+            "group's other rewards (rloo); either is 0 in a group of one. Also the key of the step reports."
         ),
     ] = "grpo"
     loss_type: Annotated[

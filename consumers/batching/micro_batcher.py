@@ -3,69 +3,76 @@
 Invariant every_sample_is_in_exactly_one_micro_batch: between two flushes, what went in came out once.
 """
 
+from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
+
+from consumers.batching.costs import CostModel, Lengths
+from consumers.batching.packing import Run, best_run, cheapest_runs
 from consumers.batching.samples import MicroBatch, TrainingSample, collate
 from consumers.batching.settings import BatchingSettings
 
 
+class _Held(NamedTuple):
+    """A sample in the order of the shelf: longest first, then by name."""
+
+    minus_length: int
+    trajectory_id: str
+    item: TrainingSample
+
+
 @dataclass
 class MicroBatcher:
-    """Holds samples until ``lookahead`` budgets are there, then cuts those that fill one budget with least padding."""
+    """Holds samples until there is a choice among ``lookahead`` budgets of them, then cuts the run with least padding.
+
+    ``whole_batches``: nothing is cut before the flush, which then sees all samples of the step.
+    """
 
     settings: BatchingSettings
-    pending: list[TrainingSample] = field(default_factory=list)
+    whole_batches: bool = False
+    _held: list[_Held] = field(default_factory=list)
+    _tokens: int = 0
 
     def add(self, samples: Iterable[TrainingSample]) -> list[MicroBatch]:
-        """Take samples in; the micro-batches that became full."""
-        self.pending += samples
-        self._sort()
-        full: list[MicroBatch] = []
-        while self._tokens() > self.settings.token_budget * self.settings.lookahead and len(self.pending) > 1:
-            full.append(self._cut(self._densest()))
-        return full
+        """Take samples in; the micro-batches that are due."""
+        for item in samples:
+            length = item.sample.length
+            insort(self._held, _Held(-length, item.sample.ref.trajectory_id, item))
+            self._tokens += length
+        due: list[MicroBatch] = []
+        while not self.whole_batches and self._tokens > self.settings.token_budget * self.settings.lookahead:
+            due.append(self._cut_best())
+        return due
+
+    def cut_for_idle(self) -> MicroBatch | None:
+        """The best micro-batch now, because nothing else is there to be done; none if less than a budget is held."""
+        is_enough = self._tokens >= self.settings.token_budget and not self.whole_batches
+        return self._cut_best() if is_enough else None
 
     def flush(self) -> list[MicroBatch]:
-        """Everything still held, as micro-batches within the budget."""
-        rest: list[MicroBatch] = []
-        while self.pending:
-            rest.append(self._cut(0))
+        """Everything still held, as the cheapest micro-batches within the budget, longest samples first."""
+        runs = cheapest_runs(self._lengths(), self.settings.token_budget, CostModel.of(self.settings))
+        rest = [self._collated(run) for run in runs]
+        self.clear()
         return rest
 
     def clear(self) -> None:
         """Forget what is held."""
-        self.pending.clear()
+        self._held.clear()
+        self._tokens = 0
 
-    def _sort(self) -> None:
-        self.pending.sort(key=lambda item: (-item.sample.length, item.sample.ref.trajectory_id))
+    def _cut_best(self) -> MicroBatch:
+        run = best_run(self._lengths(), self.settings.token_budget, CostModel.of(self.settings))
+        batch = self._collated(run)
+        del self._held[run.start : run.end]
+        self._tokens -= batch.num_tokens
+        return batch
 
-    def _tokens(self) -> int:
-        return sum(item.sample.length for item in self.pending)
+    def _lengths(self) -> Lengths:
+        return np.array([-each.minus_length for each in self._held], dtype=np.int64)
 
-    def _rows(self, longest: int) -> int:
-        """Samples whose padded size stays within the budget; one if it exceeds it alone."""
-        return max(1, self.settings.token_budget // max(1, longest))
-
-    def _densest(self) -> int:
-        """Where the run of samples starts that fills a budget with the smallest share of padding.
-
-        Cutting the longest instead would leave only short ones for the next long one to be padded with.
-        """
-        sums = [0, *accumulate(item.sample.length for item in self.pending)]
-        best, best_share = 0, 0.0
-        for start, item in enumerate(self.pending):
-            rows = self._rows(item.sample.length)
-            if start + rows > len(self.pending):
-                break  # shorter ones need even more rows
-            share = (sums[start + rows] - sums[start]) / max(1, rows * item.sample.length)
-            if share > best_share:
-                best, best_share = start, share
-        return best
-
-    def _cut(self, start: int) -> MicroBatch:
-        end = start + self._rows(self.pending[start].sample.length)
-        taken = self.pending[start:end]
-        del self.pending[start:end]
-        return collate(taken)
+    def _collated(self, run: Run) -> MicroBatch:
+        return collate([each.item for each in self._held[run.start : run.end]])

@@ -1,4 +1,4 @@
-"""``[batching]``: how large a micro-batch may be."""
+"""``[batching]``: how large a micro-batch may be, and what is taken to be costly in it."""
 
 from typing import Annotated
 
@@ -14,5 +14,28 @@ class BatchingSettings(Section):
         int, Field(ge=1, description="Most tokens of a micro-batch, padding included; a longer sample stands alone.")
     ] = 16_384
     lookahead: Annotated[
-        float, Field(ge=1, description="Budgets' worth of samples gathered before a micro-batch is cut by length.")
-    ] = 1.5
+        float,
+        Field(
+            ge=1,
+            description="Budgets' worth of samples among which a micro-batch is chosen by length while more samples "
+            "are there; a trainer with nothing to do takes what it has, from one budget's worth on.",
+        ),
+    ] = 4.0
+    launch_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="Fixed cost of a micro-batch, in budgets: the less it is, the more a small micro-batch without "
+            "padding is preferred to a full one with it.",
+        ),
+    ] = 0.03
+    quadratic_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="Share of a sequence's cost that grows with the square of its length, as attention's does, "
+            "in a sequence as long as the token budget.",
+        ),
+    ] = 0.2

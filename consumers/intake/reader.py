@@ -116,20 +116,25 @@ class Intake:
             await self.close()
 
     async def next_group(self) -> Group:
-        """The oldest ready group, by creation, without the samples that have become too old meanwhile.
+        """The oldest ready group, once there is one; raises what ``ready_group`` does."""
+        while (group := self.ready_group()) is None:
+            await self._arrived.wait()
+        return group
+
+    def ready_group(self) -> Group | None:
+        """The oldest ready group, by creation, without the samples that have become too old meanwhile; or none.
 
         Raises:
             StreamRLError: the reader ended; this is what ended it.
         """
-        while True:
-            if self._end is not None:
-                raise self._end
-            while self._ready and self._ends == {}:
-                _, _, group = heapq.heappop(self._ready)
-                if (fresh := self._still_fresh(group)) is not None:
-                    return fresh
-            self._arrived.clear()
-            await self._arrived.wait()
+        if self._end is not None:
+            raise self._end
+        while self._ready and self._ends == {}:
+            _, _, group = heapq.heappop(self._ready)
+            if (fresh := self._still_fresh(group)) is not None:
+                return fresh
+        self._arrived.clear()
+        return None
 
     def mark_skipped(self, group: Group, reason: SkipReason, detail: str) -> None:
         """The trainer does not train these samples of a group: rows are written and the records are finished.

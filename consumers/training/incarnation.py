@@ -181,6 +181,7 @@ class Beginning:
     algorithm: str
     training: TrainingSettings
     batching: BatchingSettings
+    whole_batches: bool
     sections: dict[str, Section]
     checkpoints: Checkpoints
     open_policy: OpenPolicy
@@ -214,7 +215,7 @@ class Beginning:
             ancestry=Ancestry(manifest.policy_version, manifest.skips.count) if manifest else Ancestry(None, 0),
             compute=compute,
             policy=policy,
-            batcher=MicroBatcher(self.batching),
+            batcher=MicroBatcher(self.batching, self.whole_batches),
             announcements=announcements,
             clock=self.clock,
             reached=self.reached,

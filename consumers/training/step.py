@@ -18,8 +18,8 @@ from consumers.algorithms.advantages import SCALE_EPSILON
 from consumers.algorithms.losses import BatchTotals, denominator, token_losses
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.samples import MicroBatch
-from consumers.training.logprobs import CompletionScorer
 from consumers.training.ports import StepOutcome
+from consumers.training.scoring.logprobs import CompletionScorer
 from consumers.training.settings import TrainingSettings
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")

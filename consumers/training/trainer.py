@@ -6,7 +6,7 @@ checkpoint, open the policy, export its weights, announce the checkpoint's repor
 One optimizer step, in this order:
  1. take a group, oldest first;
  2. give its samples their advantages, or skip it;
- 3. form micro-batches and add up their gradients while further groups arrive;
+ 3. form micro-batches and add up their gradients while further groups arrive (``gatherer``);
  4. at ``groups_per_step`` groups: normalise, clip, apply; or refuse, skip the groups, and say so;
  5. mark the step's records as finished on the live frontier;
  6. export the weights;
@@ -20,21 +20,21 @@ between these acts; a process that dies at any of them is resumed without loss o
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
-from consumers.algorithms.credit import credit_group, refusal_of
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.samples import Group, MicroBatch
 from consumers.batching.settings import BatchingSettings
 from consumers.intake.reader import Intake
 from consumers.intake.settings import IntakeSettings
 from consumers.training.accounting.gathering import GatheredStep
 from consumers.training.accounting.metrics import append_metrics, finite
 from consumers.training.accounting.reporting import refused_step, step_report
+from consumers.training.accounting.stopwatch import Span
+from consumers.training.gatherer import Gatherer
 from consumers.training.incarnation import Beginning, Incarnation
 from consumers.training.ports import Checkpoints, OpenCompute, OpenPolicy, StepOutcome
 from consumers.training.resuming.points import Point, Reached, ignore
@@ -45,9 +45,6 @@ from schemas.ports.bus import Bus
 from schemas.settings import LoopSettings
 
 log = structlog.get_logger()
-
-IDLE_S = 5.0
-"""How long a trainer waits for a group before it asks whether another has taken over."""
 
 
 @dataclass
@@ -76,6 +73,11 @@ class Trainer:
                 f"+ 1 = {self.loop.staleness_bound + 1}, got {self.training.weight_sync_steps}: "
                 "generation would wait for weights that are never exported; lower it"
             )
+        if self.loop.num_generations == 1 and self.algorithm.dynamic_sampling:
+            raise SettingsError(
+                "expected loop.num_generations of at least 2 with algorithm.dynamic_sampling, got 1: a group of one "
+                "sample has equal rewards, so every group would be skipped; raise the one or switch off the other"
+            )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until stopped.
@@ -86,6 +88,8 @@ class Trainer:
         On failure: raises; a restart goes on from the newest checkpoint under the next lineage.
         On stop: finishes the step if its batch is complete, drops its gradient otherwise, writes a checkpoint.
         """
+        if self.loop.num_generations == 1 and self.training.backend == "torch":
+            log.warning("groups of one sample have no baseline: all advantages are 0, and only a KL term learns")
         compute = self.open_compute()
         beginning = Beginning(
             bus=self.bus,
@@ -93,6 +97,7 @@ class Trainer:
             algorithm=self.algorithm.name,
             training=self.training,
             batching=self.batching,
+            whole_batches=self.loop.mode == "synchronous",
             sections={"loop": self.loop, "algorithm": self.algorithm, "intake": self.intake},
             checkpoints=self.checkpoints,
             open_policy=self.open_policy,
@@ -139,8 +144,9 @@ class Trainer:
         Consumes: groups. Produces: what ``run`` says. Waits for: groups.
         On failure: raises to ``run``. On stop: drops the gradient of an incomplete batch and returns.
         """
+        gatherer = Gatherer(life, intake, self.loop, self.algorithm, self.clock)
         while not life.is_finished:
-            gathered = await self._gather(life, intake, stop)
+            gathered = await gatherer.gather(stop)
             if gathered is None:
                 return
             with gathered.watch.measure("optimizer"):
@@ -150,43 +156,6 @@ class Trainer:
                 await self._finish_step(life, intake, gathered, outcome)
             else:
                 await self._refuse_step(life, intake, gathered, outcome)
-
-    async def _gather(self, life: Incarnation, intake: Intake, stop: asyncio.Event) -> GatheredStep | None:
-        """Numbers 1 to 3, until the batch is complete; none if stopped before that."""
-        gathered = GatheredStep(life.version)
-        limits = life.policy.limits
-        while len(gathered.groups) < self.loop.groups_per_step:
-            with gathered.watch.measure("wait_for_batch"):
-                group = await _next_group(life, intake, stop)
-            if group is None:
-                await self._drop(life)
-                return None
-            self.reached(Point.GROUP_TAKEN)
-            credit = credit_group(group, self.algorithm, limits)
-            if (refusal := refusal_of(credit, self.algorithm)) is not None:
-                intake.mark_skipped(group, *refusal)
-                self.reached(Point.GROUP_SKIPPED)
-                continue
-            gathered.add(group, credit)
-            self.reached(Point.GROUP_CREDITED)
-            for batch in life.batcher.add(credit.training_samples):
-                await self._backward(life, gathered, batch)
-        for batch in life.batcher.flush():
-            await self._backward(life, gathered, batch)
-        self.reached(Point.BATCH_GATHERED)
-        return gathered
-
-    async def _drop(self, life: Incarnation) -> None:
-        self.reached(Point.STOP_SEEN)
-        life.batcher.clear()
-        await life.compute(life.policy.discard)
-        self.reached(Point.GRADIENT_DROPPED)
-
-    async def _backward(self, life: Incarnation, gathered: GatheredStep, batch: MicroBatch) -> None:
-        with gathered.watch.measure("forward_backward"):
-            await life.compute(life.policy.accumulate, batch)
-        gathered.trained(batch)
-        self.reached(Point.GRADIENT_ADDED)
 
     async def _refuse_step(
         self, life: Incarnation, intake: Intake, gathered: GatheredStep, outcome: StepOutcome
@@ -238,16 +207,16 @@ class Trainer:
             if self.training.announce == "plain":
                 await intake.commit()
         late = {f"time/{act}": gathered.watch.seconds[act] for act in ("save_ckpt", "announce")}
-        self._write_metrics(life, metrics | late)
+        self._write_metrics(life, metrics | late, gathered.watch.spans)
         self.reached(Point.METRICS_WRITTEN)
         log.info("step", step=life.policy.step, reward=round(metrics.get("reward", 0.0), 4), version=str(life.version))
 
-    def _write_metrics(self, life: Incarnation, metrics: dict[str, float]) -> None:
+    def _write_metrics(self, life: Incarnation, metrics: dict[str, float], spans: Sequence[Span]) -> None:
         """For displays; the report has them too, so a full disk is not worth the step."""
         if self.run_dir is None:
             return
         try:
-            append_metrics(self.run_dir / "metrics.jsonl", life.policy.step, self.clock(), metrics)
+            append_metrics(self.run_dir / "metrics.jsonl", life.policy.step, self.clock(), metrics, spans)
         except OSError as error:
             log.error("metrics not written", step=life.policy.step, error=str(error))
 
@@ -257,6 +226,7 @@ class Trainer:
         timings = gathered.timings()
         return {
             **gathered.metrics.summary(),
+            **gathered.padding.summary(),
             **learned,
             **timings,
             **await intake.metrics(),
@@ -267,25 +237,3 @@ class Trainer:
             "lineage/number": float(life.lineage.number),
             "progress/step": float(life.policy.step),
         }
-
-
-async def _next_group(life: Incarnation, intake: Intake, stop: asyncio.Event) -> Group | None:
-    """The next group, or none once stopped. Meanwhile a failed announcement is raised, and a newer trainer noticed."""
-    while not stop.is_set():
-        getting, stopping = asyncio.ensure_future(intake.next_group()), asyncio.ensure_future(stop.wait())
-        announcing = life.announcements.under_way
-        try:
-            waited_for = {getting, stopping} if announcing is None else {getting, stopping, announcing}
-            finished, _ = await asyncio.wait(waited_for, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
-            if getting.done():
-                return getting.result()
-            if announcing is not None and announcing.done():
-                await life.announcements.settled()
-            if not finished:
-                await life.check_lineage()
-            if getting.done():  # it took a group while something else was waited for
-                return getting.result()
-        finally:
-            for waiting in (getting, stopping):
-                waiting.cancel()
-    return None

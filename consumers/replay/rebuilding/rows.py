@@ -11,7 +11,7 @@ from consumers.batching.samples import MicroBatch
 from consumers.intake.judging.staleness import staleness
 from consumers.replay.rebuilding.scratch_policy import ScratchPolicy
 from consumers.replay.steps.batches import Batch
-from consumers.training.logprobs import CompletionScorer
+from consumers.training.scoring.logprobs import CompletionScorer
 from schemas.identifiers import PolicyVersion
 
 

@@ -1,8 +1,5 @@
 """What one optimizer step has gathered so far: its groups, what entered the gradient, and where the time went. Pure."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,30 +7,10 @@ import numpy as np
 from consumers.algorithms.advantages import deviation
 from consumers.algorithms.credit import Credit
 from consumers.batching.samples import Group, MicroBatch, Sample
-from consumers.training.accounting.metrics import StepMetrics
+from consumers.training.accounting.metrics import PaddingMetrics, StepMetrics
+from consumers.training.accounting.stopwatch import Stopwatch
 from schemas.identifiers import PolicyVersion
 from schemas.messages.reports import RecordRef
-
-
-@dataclass
-class Stopwatch:
-    """Seconds by name of what was done."""
-
-    began: float = field(default_factory=time.perf_counter)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Add the block's duration."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def since_start(self) -> float:
-        """Seconds since this stopwatch was made."""
-        return time.perf_counter() - self.began
 
 
 @dataclass
@@ -41,13 +18,14 @@ class GatheredStep:
     """Grows group by group; ``version`` is of the weights that the gradient is computed with."""
 
     version: PolicyVersion
+    watch: Stopwatch = field(default_factory=Stopwatch)
     groups: list[Group] = field(default_factory=list)
     left_out: list[tuple[Group, str]] = field(default_factory=list)
     micro_batches: list[tuple[RecordRef, ...]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     tokens: int = 0
     metrics: StepMetrics = field(default_factory=StepMetrics)
-    watch: Stopwatch = field(default_factory=Stopwatch)
+    padding: PaddingMetrics = field(default_factory=PaddingMetrics)
 
     def add(self, group: Group, credit: Credit) -> None:
         """A group is in; samples that stay out of the gradient are kept by what keeps them out."""
@@ -59,10 +37,11 @@ class GatheredStep:
             by_detail.setdefault(detail, []).append(sample)
         self.left_out += [(replace(group, samples=tuple(found)), detail) for detail, found in by_detail.items()]
 
-    def trained(self, batch: MicroBatch) -> None:
-        """A micro-batch entered the gradient."""
+    def trained(self, batch: MicroBatch, shards: int) -> None:
+        """A micro-batch entered the gradient; ``shards``: partitions of a length bucket."""
         self.micro_batches.append(tuple(batch.refs))
         self.tokens += batch.num_tokens
+        self.padding.observe(batch, shards)
 
     @property
     def group_ids(self) -> tuple[str, ...]:

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from consumers.algorithms.credit import Credit
-from consumers.batching.samples import Group
+from consumers.batching.samples import Group, MicroBatch
 from consumers.intake.judging.staleness import staleness
+from consumers.training.accounting.stopwatch import Span
 from schemas.identifiers import PolicyVersion
 from schemas.messages.trajectories import FinishReason, Trajectory
 
@@ -51,6 +52,34 @@ class StepMetrics:
         }
 
 
+@dataclass
+class PaddingMetrics:
+    """Positions of micro-batches and the tokens on them, by length bucket of the row."""
+
+    positions: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    tokens: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    micro_batches: int = 0
+
+    def observe(self, batch: MicroBatch, shards: int) -> None:
+        """Note a micro-batch; a row's bucket is told by its partition."""
+        self.micro_batches += 1
+        width = batch.input_ids.shape[1]
+        for ref, length in zip(batch.refs, batch.lengths.tolist(), strict=True):
+            self.positions[ref.partition // shards] += width
+            self.tokens[ref.partition // shards] += length
+
+    def summary(self) -> dict[str, float]:
+        """Shares of padding, and how many micro-batches there were; empty if there was none."""
+        if not self.micro_batches:
+            return {}
+        by_bucket = {
+            f"padding/bucket_{bucket}": 1 - self.tokens[bucket] / count
+            for bucket, count in sorted(self.positions.items())
+        }
+        everything = 1 - sum(self.tokens.values()) / sum(self.positions.values())
+        return {"batching/micro_batches": float(self.micro_batches), "padding/all": everything, **by_bucket}
+
+
 def _by_reward_function(trajectories: Iterable[Trajectory]) -> dict[str, float]:
     values: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
@@ -82,8 +111,9 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
-def append_metrics(path: Path, step: int, now: float, metrics: Mapping[str, float]) -> None:
-    """Add one line of JSON: ``step``, ``time`` (seconds since the epoch), then the metrics."""
+def append_metrics(path: Path, step: int, now: float, metrics: Mapping[str, float], spans: Iterable[Span] = ()) -> None:
+    """Add one line of JSON: ``step``, ``time`` (since the epoch), the metrics, ``spans`` as [name, start, end]."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    stretches = [[span.name, round(span.start, 4), round(span.end, 4)] for span in spans]
     with path.open("a") as file:
-        file.write(json.dumps({"step": step, "time": now, **finite(metrics)}) + "\n")
+        file.write(json.dumps({"step": step, "time": now, **finite(metrics), "spans": stretches}) + "\n")

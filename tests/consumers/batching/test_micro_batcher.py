@@ -9,14 +9,19 @@ from tests.consumers.factories import training_sample
 
 Shape = tuple[int, int]
 shapes = st.tuples(st.integers(1, 6), st.integers(0, 40))
+FULL = {"launch_share": 0.9}
+"""Padding hardly matters: micro-batches are as full as they can be."""
 
 
 def offsets(batches: list[MicroBatch]) -> list[int]:
     return [ref.offset for batch in batches for ref in batch.refs]
 
 
-def run(groups: list[list[Shape]], budget: int, lookahead: float) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    batcher = MicroBatcher(BatchingSettings(token_budget=budget, lookahead=lookahead))
+def run(
+    groups: list[list[Shape]], budget: int, lookahead: float = 1.0, *, whole: bool = False, **changes: float
+) -> tuple[list[MicroBatch], list[MicroBatch]]:
+    settings = {"token_budget": budget, "lookahead": lookahead, **changes}
+    batcher = MicroBatcher(BatchingSettings.model_validate(settings), whole)
     early: list[MicroBatch] = []
     number = 0
     for group in groups:
@@ -28,23 +33,35 @@ def run(groups: list[list[Shape]], budget: int, lookahead: float) -> tuple[list[
     return early, batcher.flush()
 
 
-@given(st.lists(st.lists(shapes, max_size=8), max_size=12), st.integers(1, 120), st.floats(1, 4))
-def test_every_sample_is_in_exactly_one_micro_batch(groups: list[list[Shape]], budget: int, lookahead: float) -> None:
-    early, rest = run(groups, budget, lookahead)
+def padding_of(batches: list[MicroBatch]) -> float:
+    return 1 - sum(batch.num_tokens for batch in batches) / sum(batch.input_ids.size for batch in batches)
+
+
+@given(st.lists(st.lists(shapes, max_size=8), max_size=12), st.integers(1, 120), st.floats(1, 4), st.booleans())
+def test_every_sample_is_in_exactly_one_micro_batch(
+    groups: list[list[Shape]], budget: int, lookahead: float, whole: bool
+) -> None:
+    early, rest = run(groups, budget, lookahead, whole=whole)
     assert sorted(offsets(early + rest)) == list(range(sum(map(len, groups))))
     for batch in early + rest:
         assert batch.input_ids.size <= budget or len(batch.refs) == 1
 
 
 def test_a_sample_over_the_budget_stands_alone() -> None:
-    early, rest = run([[(1, 3), (1, 30), (1, 3)]], budget=10, lookahead=1.0)
+    early, rest = run([[(1, 3), (1, 30), (1, 3)]], budget=10, **FULL)
     assert sorted(len(batch.refs) for batch in early + rest) == [1, 2]
 
 
 def test_full_micro_batches_come_before_the_batch_is_whole() -> None:
-    early, rest = run([[(1, 4)] * 4] * 3, budget=20, lookahead=1.0)
+    early, rest = run([[(1, 4)] * 4] * 3, budget=20, **FULL)
     assert [len(batch.refs) for batch in early] == [4, 4]
     assert [len(batch.refs) for batch in rest] == [4]
+
+
+def test_whole_batches_are_cut_only_when_all_of_it_is_there() -> None:
+    early, rest = run([[(1, 4)] * 4] * 3, budget=20, whole=True, **FULL)
+    assert early == []
+    assert [len(batch.refs) for batch in rest] == [4, 4, 4]
 
 
 def test_samples_of_similar_length_share_a_micro_batch() -> None:
@@ -55,12 +72,10 @@ def test_samples_of_similar_length_share_a_micro_batch() -> None:
 
 def test_padding_stays_low_on_lengths_as_they_come() -> None:
     random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(4.5, 0.7, (64, 8)), 1, 1024).astype(int).tolist()
-    for lookahead, limit in ((1.5, 0.30), (4.0, 0.15)):
-        early, rest = run([[(20, tokens) for tokens in group] for group in lengths], 4096, lookahead)
-        held = sum(batch.input_ids.size for batch in early + rest)
-        padding = 1 - sum(batch.num_tokens for batch in early + rest) / held
-        assert padding < limit, (lookahead, padding)
+    lengths = np.clip(random.lognormal(6.9, 1.0, (256, 8)), 1, 10_000).astype(int).tolist()
+    for budget, limit in ((16_384, 0.055), (32_768, 0.05)):
+        early, rest = run([[(20, tokens) for tokens in group] for group in lengths], budget, lookahead=4.0)
+        assert padding_of(early + rest) < limit, budget
 
 
 def test_the_cut_does_not_depend_on_anything_but_the_samples() -> None:
@@ -69,6 +84,24 @@ def test_the_cut_does_not_depend_on_anything_but_the_samples() -> None:
     assert [offsets([batch]) for part in first for batch in part] == [
         offsets([batch]) for part in second for batch in part
     ]
+
+
+def test_a_trainer_with_nothing_to_do_gets_what_is_held_from_one_budget_on() -> None:
+    batcher = MicroBatcher(BatchingSettings(token_budget=20, lookahead=4.0, launch_share=0.9))
+    batcher.add([training_sample(number, prompt=1, tokens=4) for number in range(3)])
+    assert batcher.cut_for_idle() is None
+    batcher.add([training_sample(number, prompt=1, tokens=4) for number in range(3, 5)])
+    batch = batcher.cut_for_idle()
+    assert batch is not None
+    assert len(batch.refs) == 4
+    assert batcher.cut_for_idle() is None
+    assert sorted(offsets([batch, *batcher.flush()])) == [0, 1, 2, 3, 4]
+
+
+def test_a_whole_batch_is_not_begun_because_the_trainer_is_idle() -> None:
+    batcher = MicroBatcher(BatchingSettings(token_budget=20), whole_batches=True)
+    batcher.add([training_sample(number, prompt=1, tokens=4) for number in range(9)])
+    assert batcher.cut_for_idle() is None
 
 
 def test_what_is_cleared_does_not_come_back() -> None:

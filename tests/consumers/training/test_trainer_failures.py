@@ -230,7 +230,7 @@ def test_the_driver_needs_no_torch() -> None:
 async def test_a_trainer_that_waits_in_vain_notices_that_another_has_taken_over(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consumers.training.trainer.IDLE_S", 0.05)
+    monkeypatch.setattr("consumers.training.gatherer.IDLE_S", 0.05)
     older = asyncio.create_task(scene.trainer().run(asyncio.Event()))
     await scene.until_version(1, 0)
     scene.store().claim_lineage(now=0.0)

@@ -38,7 +38,7 @@ def test_the_deviation_is_of_the_rewards_of_all_groups() -> None:
 def test_timings_name_what_was_measured_and_the_share_of_training() -> None:
     gathered = GatheredStep(PolicyVersion(1, 0))
     batch = make_micro_batch(3)
-    gathered.trained(batch)
+    gathered.trained(batch, 1)
     gathered.watch.seconds |= {"forward_backward": 3.0, "optimizer": 1.0, "wait_for_batch": 4.0}
     gathered.watch.began -= 8.0
     found = gathered.timings()

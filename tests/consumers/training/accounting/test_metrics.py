@@ -6,11 +6,13 @@ import pytest
 
 from consumers.algorithms.credit import ModelLimits, credit_group
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.samples import Group, Sample
-from consumers.training.accounting.metrics import StepMetrics, append_metrics, finite
+from consumers.batching.samples import Group, Sample, TrainingSample, collate
+from consumers.training.accounting.metrics import PaddingMetrics, StepMetrics, append_metrics, finite
+from consumers.training.accounting.stopwatch import Span
 from schemas.identifiers import PolicyVersion
 from schemas.messages.reports import RecordRef
 from schemas.messages.trajectories import FinishReason, VersionSpan
+from tests.consumers.factories import sample
 from tests.consumers.training.factories import make_trajectory
 
 
@@ -69,10 +71,30 @@ def test_numbers_that_are_none_are_left_out() -> None:
 
 def test_each_step_is_a_line_of_json(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
-    append_metrics(path, 1, 10.0, {"reward": 0.5, "bad": math.nan})
+    append_metrics(path, 1, 10.0, {"reward": 0.5, "bad": math.nan}, [Span("optimizer", 9.0, 9.25)])
     append_metrics(path, 2, 11.0, {"reward": 0.6})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines == [{"step": 1, "time": 10.0, "reward": 0.5}, {"step": 2, "time": 11.0, "reward": 0.6}]
+    assert lines == [
+        {"step": 1, "time": 10.0, "reward": 0.5, "spans": [["optimizer", 9.0, 9.25]]},
+        {"step": 2, "time": 11.0, "reward": 0.6, "spans": []},
+    ]
+
+
+def test_padding_is_told_by_the_bucket_of_the_padded_row() -> None:
+    def item(partition: int, tokens: int) -> TrainingSample:
+        found = sample("d/0/0", partition, of=9, partition=partition, prompt=1, tokens=tokens)
+        return TrainingSample(found, 1.0)
+
+    padding = PaddingMetrics()
+    assert padding.summary() == {}
+    padding.observe(collate([item(0, 3), item(1, 1), item(2, 7)]), shards=2)
+    padding.observe(collate([item(3, 7)]), shards=2)
+    assert padding.summary() == {
+        "batching/micro_batches": 2.0,
+        "padding/all": 1 - (4 + 2 + 8 + 8) / 32,
+        "padding/bucket_0": 1 - (4 + 2) / 16,
+        "padding/bucket_1": 0.0,
+    }
 
 
 def test_staleness_compares_steps_across_lineages() -> None:

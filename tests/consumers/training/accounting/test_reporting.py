@@ -17,7 +17,7 @@ def gathered() -> GatheredStep:
     )
     found = Group("p/0/0", 0.0, samples)
     step.add(found, credit_group(found, AlgorithmSettings(), ModelLimits(vocabulary=20, positions=20)))
-    step.trained(make_micro_batch(2))
+    step.trained(make_micro_batch(2), 1)
     return step
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from consumers.training import logprobs
-from consumers.training.logprobs import CompletionScorer
 from consumers.training.model import load_model
+from consumers.training.scoring import logprobs
+from consumers.training.scoring.logprobs import CompletionScorer
 from tests.consumers.training.factories import VOCABULARY, make_micro_batch
 
 CPU = torch.device("cpu")

@@ -1,0 +1,133 @@
+"""Ways to make micro-batches of the same trajectories, and what each wastes."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from consumers.batching.costs import CostModel
+from consumers.batching.micro_batcher import MicroBatcher
+from consumers.batching.packing import cheapest_runs, split_to_multiple
+from consumers.batching.rounds import Round, deal, waiting_share
+from consumers.batching.samples import MicroBatch, TrainingSample, collate
+from consumers.batching.settings import BatchingSettings
+from consumers.training.accounting.metrics import PaddingMetrics
+
+RANKS = (2, 4, 8)
+Way = Callable[[Sequence[TrainingSample], BatchingSettings], list[MicroBatch]]
+
+
+def at_random(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> list[MicroBatch]:
+    """Filled in the order of arrival, each until the next sample would exceed the budget."""
+    found: list[MicroBatch] = []
+    pending: list[TrainingSample] = []
+    for item in arrivals:
+        width = max(each.sample.length for each in (*pending, item))
+        if pending and (len(pending) + 1) * width > settings.token_budget:
+            found.append(collate(pending))
+            pending = []
+        pending.append(item)
+    return [*found, collate(pending)]
+
+
+def streamed(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> list[MicroBatch]:
+    """As the trainer cuts them when there are always more samples than it can compute."""
+    batcher = MicroBatcher(settings)
+    found = [batch for item in arrivals for batch in batcher.add([item])]
+    return found + batcher.flush()
+
+
+def streamed_to_an_idle_trainer(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> list[MicroBatch]:
+    """As the trainer cuts them when it has nothing to do after each sample."""
+    batcher = MicroBatcher(settings)
+    found: list[MicroBatch] = []
+    for item in arrivals:
+        found += batcher.add([item])
+        if (batch := batcher.cut_for_idle()) is not None:
+            found.append(batch)
+    return found + batcher.flush()
+
+
+def whole(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> list[MicroBatch]:
+    """As the trainer cuts them in ``synchronous`` mode: all samples are known."""
+    batcher = MicroBatcher(settings, whole_batches=True)
+    batcher.add(arrivals)
+    return batcher.flush()
+
+
+@dataclass(frozen=True)
+class Waste:
+    """Of one way. ``padding``: share of positions; ``fill``: tokens of a micro-batch; ``excess``: cost of padding and
+    launches, over that of the samples by themselves; ``waiting``: by number of ranks, as they come and as dealt.
+    """
+
+    padding: float
+    by_bucket: dict[str, float]
+    micro_batches: int
+    fill: float
+    excess: float
+    waiting: dict[str, float]
+    us_per_sample: float
+
+    def row(self) -> dict[str, Any]:
+        """For the result file."""
+        numbers = {f"padding_{name}": value for name, value in self.by_bucket.items()} | {
+            f"waiting_{name}": value for name, value in self.waiting.items()
+        }
+        return {
+            "padding": round(self.padding, 4),
+            "micro_batches": self.micro_batches,
+            "mean_fill_tokens": round(self.fill),
+            "cost_over_useful": round(self.excess, 4),
+            "us_per_sample": round(self.us_per_sample, 1),
+            **{name: round(value, 4) for name, value in numbers.items()},
+        }
+
+
+def try_out(way: Way, arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> Waste:
+    """Cut, and look at what came of it."""
+    began = time.process_time()
+    batches = way(arrivals, settings)
+    taken_s = time.process_time() - began
+    model = CostModel.of(settings)
+    padding = PaddingMetrics()
+    for batch in batches:
+        padding.observe(batch, shards=1)
+    found = padding.summary()
+    costs = [model.of_rows(*batch.input_ids.shape) for batch in batches]
+    useful = sum(float(model.of_sequences(batch.lengths).sum()) for batch in batches)
+    return Waste(
+        padding=found["padding/all"],
+        by_bucket={name.removeprefix("padding/"): value for name, value in found.items() if "bucket" in name},
+        micro_batches=len(batches),
+        fill=sum(batch.num_tokens for batch in batches) / len(batches),
+        excess=sum(costs) / useful - 1,
+        waiting=_waiting(batches, costs, settings, is_whole=way is whole),
+        us_per_sample=taken_s / len(arrivals) * 1e6,
+    )
+
+
+def _waiting(
+    batches: Sequence[MicroBatch], costs: Sequence[float], settings: BatchingSettings, *, is_whole: bool
+) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for ranks in RANKS:
+        found[f"{ranks}_as_they_come"] = waiting_share(costs, _as_they_come(len(costs), ranks))
+        dealt = _evened_costs(batches, settings, ranks) if is_whole else list(costs)
+        found[f"{ranks}_dealt"] = waiting_share(dealt, deal(dealt, ranks))
+    return found
+
+
+def _as_they_come(count: int, ranks: int) -> list[Round]:
+    numbers = [*range(count), *[None] * (-count % ranks)]
+    return [tuple(numbers[first : first + ranks]) for first in range(0, len(numbers), ranks)]
+
+
+def _evened_costs(batches: Sequence[MicroBatch], settings: BatchingSettings, ranks: int) -> list[float]:
+    """Of the whole batch, cut into as many micro-batches as make whole rounds."""
+    model = CostModel.of(settings)
+    lengths = np.sort(np.concatenate([batch.lengths for batch in batches]))[::-1]
+    runs = split_to_multiple(cheapest_runs(lengths, settings.token_budget, model), ranks)
+    return [model.of_rows(run.end - run.start, int(lengths[run.start])) for run in runs]
