@@ -47,6 +47,8 @@ class AdmissionLedger:
         self._max_staleness = max_staleness
         self._base: dict[str, PolicyVersion] = {}
         self._missing: set[str] = set()
+        self._oldest_missing: int | None = None
+        self._is_oldest_known = True
         self._ended: deque[_Ended] = deque()
         self.current: PolicyVersion | None = None
         self._origin = 0
@@ -69,7 +71,10 @@ class AdmissionLedger:
     @property
     def oldest_missing(self) -> int | None:
         """Lowest base version number of the groups with samples missing; only these hold others back."""
-        return min((self._base[group_id].number for group_id in self._missing), default=None)
+        if not self._is_oldest_known:
+            self._is_oldest_known = True
+            self._oldest_missing = min((self._base[group_id].number for group_id in self._missing), default=None)
+        return self._oldest_missing
 
     def is_in_flight(self, group_id: str) -> bool:
         """Whether the group was admitted and has not ended."""
@@ -99,12 +104,15 @@ class AdmissionLedger:
             raise LifecycleError(f"expected a new group to admit, got {group_id}, which is in flight")
         if not self.may_admit(held):
             raise LifecycleError(f"expected room for {group_id} at version {held}, got {self._under_way()} under way")
-        self._base[group_id] = self._base_of(held)
+        self._base[group_id] = base = self._base_of(held)
+        oldest = self.oldest_missing
         self._missing.add(group_id)
+        self._oldest_missing = base.number if oldest is None else min(oldest, base.number)
 
     def produced(self, group_id: str) -> None:
         """Every sample of a group is on the trajectories topic."""
         self._missing.discard(group_id)
+        self._is_oldest_known = False
 
     def may_move(self, group_id: str, held: PolicyVersion) -> bool:
         """Whether a worker that holds this version may sample what is missing of a group."""
@@ -127,6 +135,7 @@ class AdmissionLedger:
         """Take a group into account that was admitted in an earlier life of the dispatcher."""
         self._base.setdefault(group_id, held)
         self._missing.add(group_id)
+        self._is_oldest_known = False
         self._lower(group_id, held)
 
     def is_undone(self, number: int, lineage: int) -> bool:
@@ -136,7 +145,7 @@ class AdmissionLedger:
     def end(self, group_id: str, number: int) -> bool:
         """A group ended at this version number, trained or not; false if it was not in flight."""
         base = self._base.pop(group_id, None)
-        self._missing.discard(group_id)
+        self.produced(group_id)
         if base is not None:
             self._ended.append(_Ended(group_id, base, number))
         return base is not None
@@ -144,7 +153,7 @@ class AdmissionLedger:
     def forget(self, group_id: str) -> None:
         """A group of which no sample exists is given up; it cannot come back."""
         self._base.pop(group_id, None)
-        self._missing.discard(group_id)
+        self.produced(group_id)
 
     def advance(self, version: PolicyVersion, trained: Iterable[str]) -> bool:
         """The trainer reached a version with these groups; false for a repeat or an orphaned lineage.
@@ -169,6 +178,7 @@ class AdmissionLedger:
         kept = deque(ended for ended in self._ended if ended.number <= version.number)
         self._base |= {ended.group_id: ended.base for ended in self._ended if ended.number > version.number}
         self._ended = kept
+        self._is_oldest_known = False
         for group_id, base in self._base.items():
             if base.lineage < version.lineage:
                 self._base[group_id] = PolicyVersion(version.lineage, min(base.number, version.number))
@@ -178,6 +188,7 @@ class AdmissionLedger:
         return PolicyVersion(held.lineage, min(held.number, self.current.number))
 
     def _lower(self, group_id: str, base: PolicyVersion) -> None:
+        self._is_oldest_known = False
         known = self._base[group_id]
         self._base[group_id] = PolicyVersion(min(known.lineage, base.lineage), min(known.number, base.number))
 

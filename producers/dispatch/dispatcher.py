@@ -1,8 +1,9 @@
 """The dispatcher's driver: reads the topics, sends orders. What to send is decided in the state it holds.
 
 Invariants:
-- no_prompt_is_left_out: the orders of one turn are committed in one transaction, by position, and each turn before the
-  next; so the topic never holds a later position without the earlier ones;
+- no_prompt_is_left_out: prompts are drawn by position, a window is sent whole before the next is drawn, and the orders
+  of a turn are committed in one transaction before the next turn. So what a dispatcher that ends leaves unsent lies
+  within a window's length below the cursor, and the next one finds it there and sends it first;
 - one_dispatcher_orders: all transactions are of one id, whose newest holder fences all older ones. A dispatcher that
   stood still while another took over orders nothing more.
 """
@@ -15,17 +16,20 @@ from functools import partial
 
 import structlog
 
-from producers.dispatch.flights import Flight
 from producers.dispatch.recovery import CLIENT_ID, message_of, rebuild
+from producers.dispatch.scheduler import Scheduler
 from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.state import DispatcherStatus, DispatchState
-from producers.dispatch.strategies import Candidate
+from producers.dispatch.state import TYPICAL_CURVE, DispatchState
+from producers.dispatch.status import DispatcherStatus, status_of
+from producers.dispatch.window.drafts import Drafts
+from producers.dispatch.window.orders import OrderForm
 from producers.lengths.predictor import LengthPredictor
-from producers.prompts.source import PromptSource
+from producers.prompts.sources.source import PromptSource
 from schemas.errors import BusUnavailable, DeliveryUnknown
-from schemas.identifiers import lane_of, make_group_id
-from schemas.messages.prompts import SamplingParams, WorkOrder
+from schemas.identifiers import lane_of
+from schemas.messages.prompts import WorkOrder
 from schemas.ports.bus import Bus, Outgoing, Subscription, TransactionalPublisher
+from schemas.profiles.decode import DecodeCurve
 from schemas.settings import LoopSettings
 from schemas.wire.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 
@@ -33,6 +37,8 @@ log = structlog.get_logger()
 
 TURN_BYTES = 8 << 20
 RETRY_S = 0.5
+LARGE_PLAN = 512
+"""Items times workers from which on a plan is made in a thread."""
 
 
 @dataclass
@@ -40,7 +46,8 @@ class Dispatcher:
     """One per run; a second one supersedes the first. A restart rebuilds everything from the topics.
 
     ``seed``: what the random numbers of all samples are drawn from; none leaves that to the engines. ``alive`` is
-    told, by name, of every turn of a loop.
+    told, by name, of every turn of a loop. ``curve``: a worker's decode steps, in seconds of the clock; its scale is
+    corrected by what arrives.
     """
 
     bus: Bus
@@ -52,15 +59,25 @@ class Dispatcher:
     clock: Callable[[], float] = time.time
     seed: int | None = None
     alive: Callable[[str], None] = lambda name: None
+    curve: DecodeCurve = TYPICAL_CURVE
     state: DispatchState = field(init=False)
+    scheduler: Scheduler = field(init=False)
+    _drafts: Drafts = field(init=False)
     _heard_at: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.state = DispatchState(self.loop, self.settings, self.predictor)
+        self._form = OrderForm(self.loop, self.seed)
+        self._begin()
+
+    def _begin(self) -> None:
+        """With empty hands."""
+        self.state = DispatchState(self.loop, self.settings, self.predictor, self.curve)
+        self.scheduler = Scheduler(self.state, self.settings)
+        self._drafts = Drafts(self.source, self.predictor, self.clock, lambda: self.alive("dispatch"))
 
     def status(self) -> DispatcherStatus:
         """A snapshot of what is under way."""
-        return self.state.status(self.clock())
+        return status_of(self.state, self.scheduler, self.clock())
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the workers supplied with prompts as far as staleness allows.
@@ -76,7 +93,7 @@ class Dispatcher:
         try:
             while await self._live(publisher, stop):
                 log.warning("samples expired before they were trained; they are looked for, and ordered again")
-                self.state = DispatchState(self.loop, self.settings, self.predictor)
+                self._begin()
         finally:
             await publisher.close()
         log.info("dispatcher ended", finished=self.state.finished, mode=self.state.mode, cursor=self.state.cursor)
@@ -142,13 +159,13 @@ class Dispatcher:
             group_id = flight.order.group_id
             if flight.order.attempt + 1 >= self.settings.max_attempts:
                 log.error("group given up", group=group_id, attempts=flight.order.attempt + 1)
-                self.state.give_up(flight)
+                self.state.give_up(flight, now)
                 continue
             missing = len(flight.missing)
             may_move = partial(self.state.ledger.may_move, group_id)
             worker = self.state.choose(missing, may_move, now, other_than=flight.order.worker_id)
             if worker is not None:
-                order = self._follow_up(flight, worker)
+                order = self._form.again(flight, worker)
                 log.warning("group ordered again", group=group_id, missing=missing, worker=worker.worker_id)
                 self.state.reassign(order, worker, now)
                 orders.append(order)
@@ -156,53 +173,41 @@ class Dispatcher:
 
     async def _add_new_orders(self, orders: list[WorkOrder], stop: asyncio.Event) -> bool:
         """Orders for new prompts, one turn's at most; true if there may be room for more."""
+        scheduler = self.scheduler
+        scheduler.begin_turn(self.clock())
+        if wanted := scheduler.wanted():
+            scheduler.add(await self._drafts.draw(self.state.positions.next(wanted)))
+        if scheduler.wants_plan():
+            await self._plan()
         size = 0
         for _ in range(self.settings.orders_per_turn):
+            if stop.is_set() or (found := scheduler.next()) is None:
+                return bool(scheduler.wanted()) or await self._draw_ahead()
+            draft, worker = found
             now = self.clock()
-            worker = self.state.choose(self.loop.num_generations, self.state.ledger.may_admit, now)
-            if worker is None or stop.is_set():
-                return False
-            order = await self._next_order(worker, now)
+            order = self._form.first(draft, worker, self.state.created_at(now))
             self.state.admit(order, worker, now)
+            scheduler.sent(worker)
             orders.append(order)
             size += len(order.prompt.text)
             if size > TURN_BYTES:
                 break
         return True
 
-    async def _next_order(self, worker: Candidate, now: float) -> WorkOrder:
-        position = self.state.cursor
-        prompt, data_pass = await asyncio.to_thread(self.source.prompt_at, position)
-        estimate = self.predictor.predict(prompt)
-        return WorkOrder(
-            group_id=make_group_id(prompt.prompt_id, data_pass),
-            worker_id=worker.worker_id,
-            position=position,
-            prompt=prompt,
-            estimate=estimate,
-            sampling=SamplingParams(
-                max_completion_length=self.loop.max_completion_length,
-                temperature=self.loop.temperature,
-                top_p=self.loop.top_p,
-                top_k=self.loop.top_k,
-                seed=self.seed,
-            ),
-            num_generations=self.loop.num_generations,
-            sample_indices=tuple(range(self.loop.num_generations)),
-            partition=self.loop.partition_of(estimate.bucket, position),
-            admitted_version=worker.version,
-            created_at=self.state.created_at(now),
-        )
+    async def _plan(self) -> None:
+        """Heartbeats and commits wait for it, other tasks of this process do not."""
+        began, make = self.clock(), self.scheduler.planner()
+        items, workers = len(self.scheduler.lanes), self.state.fleet.ready(began)
+        planned = await asyncio.to_thread(make) if items * len(workers) > LARGE_PLAN else make()
+        self.scheduler.adopt(planned)
+        log.debug("orders planned", items=items, finish_s=planned.finish_s, took_s=self.clock() - began)
 
-    @staticmethod
-    def _follow_up(flight: Flight, worker: Candidate) -> WorkOrder:
-        """The same group, partition and age, so that consumers see one group; only what is missing of it."""
-        return flight.order.replace(
-            worker_id=worker.worker_id,
-            sample_indices=tuple(sorted(flight.missing)),
-            attempt=flight.order.attempt + 1,
-            admitted_version=worker.version,
-        )
+    async def _draw_ahead(self) -> bool:
+        """Where drawing is slow, a slice of the next window, once most of this one is sent; true if there is more."""
+        window = self.loop.groups_per_step
+        if 4 * len(self.scheduler.lanes) > window or not self._drafts.is_slow(window):
+            return False
+        return await self._drafts.prepare(self.state.positions.upcoming(window))
 
     async def _commit(self, publisher: TransactionalPublisher, orders: list[WorkOrder], stop: asyncio.Event) -> None:
         """Send until the broker has them; a repeat under the same ids is dropped by whoever reads it twice."""
@@ -222,14 +227,4 @@ class Dispatcher:
 
     def _log_progress(self) -> None:
         status = self.status()
-        log.info(
-            "dispatch progress",
-            version=str(status.version),
-            mode=status.mode,
-            cursor=status.cursor,
-            in_flight=status.in_flight,
-            missing=status.missing,
-            workers=status.workers_ready,
-            reordered=status.reordered,
-            **status.lengths.fields(),
-        )
+        log.info("dispatch progress", **status.fields())

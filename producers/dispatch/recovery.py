@@ -4,11 +4,12 @@ Order matters, and rests on causes rather than on clocks: heartbeats and control
 trainer wrote (steps and skips, merged by the trainer's own time stamps), then trajectories. Of those, only the
 records are read that can belong to a group in flight: a group whose base version is b was sent after step b was
 reported, so everything that steps up to b consumed lies before its samples. Orders expire before steps and
-trajectories do, so the prompt cursor is the largest of what all three say.
+trajectories do, so the prompt cursor is the largest of what all three say. Positions below it that none of them
+names were drawn and never ordered, by a dispatcher that ended in the middle of a window; they come first again.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 import structlog
@@ -63,6 +64,14 @@ class _Trainer:
             for group_id in message.group_ids
         )
 
+    def named(self) -> Iterator[str]:
+        """Groups that the trainer has seen something of, so that there was an order for them."""
+        for _, message in self.records:
+            if isinstance(message, StepReport):
+                yield from message.group_ids
+            elif message.group_id is not None:
+                yield message.group_id
+
     def ends_by(self, number: int) -> dict[int, int]:
         """By trajectory partition: the offset behind everything that steps up to this number consumed."""
         ends: dict[int, int] = {}
@@ -93,10 +102,16 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
         state.observe(message, started)
     await replay(bus, run, state.predictor, skip=lambda group_id: state.flights.get(group_id) is not None)
     await _restore_samples(bus, run, state, trainer, positions)
+    state.positions.find_holes(trainer.named())
+    state.resume(clock())
     state.has_lost_samples = False  # what expired was not found just now, so it counts as missing
     state.forgive(clock() - started)
     log.info(
-        "dispatcher rebuilt", cursor=state.cursor, in_flight=state.ledger.in_flight, version=str(state.ledger.current)
+        "dispatcher rebuilt",
+        cursor=state.cursor,
+        unsent=len(state.positions.holes),
+        in_flight=state.ledger.in_flight,
+        version=str(state.ledger.current),
     )
     return positions
 
@@ -104,7 +119,7 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
 async def _restore_orders(bus: Bus, run: str, state: DispatchState, trained: frozenset[str]) -> None:
     async for record, order in _history(bus, [WORK_ORDERS.full_name(run)], "earliest", {}):
         if isinstance(order, WorkOrder) and order.group_id in trained:
-            state.cursor = max(state.cursor, order.position + 1)
+            state.positions.see(order.position)
         elif isinstance(order, WorkOrder):
             state.restore(order, record.timestamp)
 

@@ -1,5 +1,6 @@
 """``[dispatch]``: how orders are spread over workers, and when a worker counts as lost."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -11,9 +12,20 @@ class DispatchSettings(Section):
     """``[dispatch]``."""
 
     strategy: Annotated[
-        Literal["least_loaded", "round_robin"],
-        Field(description="Worker with the fewest predicted tokens per slot, or one after the other."),
-    ] = "least_loaded"
+        Literal["round_robin", "least_loaded", "lpt", "skewness_aware"],
+        Field(
+            description="round_robin: one worker after the other, and it stays so; least_loaded: the fewest predicted "
+            "tokens per slot; lpt: that, longest first; skewness_aware: that, with lanes for the longest."
+        ),
+    ] = "skewness_aware"
+    profile: Annotated[
+        Path | None,
+        Field(description="What `streamrl profile` measured of a worker; unset: the emulated curve, or a typical one."),
+    ] = None
+    adoption_patience_s: Annotated[
+        float,
+        Field(ge=0, description="With a staleness bound of 0 or 1: longest wait until all workers have new weights."),
+    ] = 5.0
     overcommit: Annotated[
         float,
         Field(ge=1.0, le=8.0, description="Sequences ordered per worker, as a multiple of what it samples at once."),
@@ -24,6 +36,6 @@ class DispatchSettings(Section):
         Field(gt=0, description="An order without a new sample for so long goes to another worker; doubles each time."),
     ] = 300.0
     max_attempts: Annotated[int, Field(ge=1, description="Times a group is ordered before it is given up.")] = 10
-    orders_per_turn: Annotated[int, Field(ge=1, description="Orders sent between two looks at the topics.")] = 64
+    orders_per_turn: Annotated[int, Field(ge=1, description="Orders sent between two looks at the topics.")] = 512
     poll_s: Annotated[float, Field(gt=0, le=5, description="Longest wait for news from the topics.")] = 0.25
     log_interval_s: Annotated[float, Field(gt=0, description="Time between two lines of progress in the log.")] = 10.0

@@ -1,20 +1,19 @@
-"""Everything the dispatcher knows, as one object that messages are applied to. Pure: no topics, no clock.
-
-``advice_only``: estimates choose a bucket and weigh the load; which prompts are sent, and when, holds without them.
-"""
+"""Everything the dispatcher knows of the run, as one object that messages are applied to. Pure: no topics, no clock."""
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from producers.dispatch.admission import AdmissionLedger
-from producers.dispatch.fleet import Fleet
-from producers.dispatch.flights import Flight, FlightTable
+from producers.dispatch.fleet.candidates import Candidate, least_loaded
+from producers.dispatch.fleet.flights import Flight, FlightTable
+from producers.dispatch.fleet.progress import Progress
+from producers.dispatch.fleet.workers import Fleet
 from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.strategies import STRATEGIES, Candidate
-from producers.lengths.calibration import Calibration, CalibrationReport
+from producers.dispatch.window.outcomes import Outcomes
+from producers.dispatch.window.positions import Positions
+from producers.lengths.calibration import Calibration
 from producers.lengths.completion import Completion
 from producers.lengths.predictor import LengthPredictor
 from schemas.identifiers import PolicyVersion
@@ -23,47 +22,46 @@ from schemas.messages.control import FlowControl, RunFinished
 from schemas.messages.prompts import WorkOrder
 from schemas.messages.reports import Heartbeat, SkipReason, SkipRecord, StepReport
 from schemas.messages.trajectories import FinishReason, Trajectory
+from schemas.profiles.decode import DecodeCurve, DecodeSettings
 from schemas.settings import LoopSettings
 
+TYPICAL_CURVE = DecodeCurve(DecodeSettings())
 LONGEST_PATIENCE = 8
 """Times ``order_timeout_s``, at most, that an order may take."""
 
 
-@dataclass(frozen=True, slots=True)
-class DispatcherStatus:
-    """A snapshot for logs and displays. ``in_flight`` counts groups, ``missing`` samples not yet on the topic."""
-
-    version: PolicyVersion | None
-    mode: str
-    cursor: int
-    admitted: int
-    reordered: int
-    given_up: int
-    in_flight: int
-    missing: int
-    workers_ready: int
-    lengths: CalibrationReport
-
-
 class DispatchState:
-    """Ledger, flights, fleet, predictor and cursor, kept in agreement."""
+    """Ledger, flights, fleet, progress, predictor and positions, kept in agreement."""
 
-    def __init__(self, loop: LoopSettings, settings: DispatchSettings, predictor: LengthPredictor) -> None:
+    def __init__(
+        self,
+        loop: LoopSettings,
+        settings: DispatchSettings,
+        predictor: LengthPredictor,
+        curve: DecodeCurve = TYPICAL_CURVE,
+    ) -> None:
         self._settings = settings
-        self._previous = ""
+        self.curve = curve
         self.loop = loop
         self.ledger = AdmissionLedger(loop.groups_per_step, loop.staleness_bound)
         self.flights = FlightTable()
         self.fleet = Fleet(settings.lease_s)
+        self.progress = Progress(curve, loop.max_completion_length)
+        self.positions = Positions(loop.groups_per_step)
+        self.outcomes = Outcomes()
         self.predictor = predictor
-        self.calibration = Calibration(loop)
+        self.calibration = Calibration(loop, buckets=predictor.buckets)
         self.mode: Literal["run", "pause", "drain"] = "run"
         self._early: list[SkipRecord] = []
         self.finished = False
         self.has_lost_samples = False
-        self.cursor = 0
         self._newest = 0.0
         self.admitted = self.reordered = self.given_up = 0
+
+    @property
+    def cursor(self) -> int:
+        """Prompts below this position were drawn."""
+        return self.positions.cursor
 
     def observe(self, message: Message, at: float) -> None:
         """Apply one message of any of the topics, read at this time."""
@@ -73,41 +71,58 @@ class DispatchState:
             case Trajectory():
                 self._produced(message, at)
             case StepReport():
-                self._stepped(message)
+                self._stepped(message, at)
             case SkipRecord():
-                self._skipped(message)
+                self._skipped(message, at)
             case FlowControl():
                 self.mode = message.mode
             case RunFinished() if self.ledger.current is None or message.step >= self.ledger.current.number:
                 self.finished = True
 
     def _produced(self, trajectory: Trajectory, at: float) -> None:
-        self.cursor = max(self.cursor, trajectory.position + 1)
+        self.positions.see(trajectory.position)
         flight = self.flights.produced(trajectory.group_id, trajectory.sample_index, at)
         if flight is None:
             return
+        length, sample = len(trajectory.token_ids), (trajectory.group_id, trajectory.sample_index)
+        if flight.worker_id == trajectory.worker_id:
+            self.progress.finished(flight.worker_id, sample, length, at)
+        elif flight.worker_id is not None:
+            self.progress.drop(flight.worker_id, [sample], at)
         if not flight.missing:
             self.ledger.produced(trajectory.group_id)
+            self.outcomes.over(trajectory.group_id, at)
         if trajectory.finish_reason is FinishReason.ABORT:
             return
-        length = len(trajectory.token_ids)
         self.predictor.observe(Completion.of(trajectory, flight.order.prompt))
         self.calibration.add(flight.order.estimate, length, trajectory.dataset)
 
-    def _stepped(self, report: StepReport) -> None:
-        self.cursor = max(self.cursor, report.prompt_cursor)
+    def _stepped(self, report: StepReport, at: float) -> None:
+        self.positions.pass_to(report.prompt_cursor)
         before = self.ledger.current
         if not self.ledger.advance(report.version, report.group_ids):
             return
         if before is not None and report.version.lineage > before.lineage:
             self.flights.forget_skips_after(report.version.number)
-        for group_id in report.group_ids:
-            self.flights.end(group_id)
+        self._end(report.group_ids, at)
         early, self._early = self._early, []
         for skip in early:
-            self._skipped(skip)
+            self._skipped(skip, at)
 
-    def _skipped(self, skip: SkipRecord) -> None:
+    def _end(self, group_ids: Iterable[str], at: float) -> None:
+        for group_id in group_ids:
+            if (flight := self.flights.get(group_id)) is not None and flight.missing:
+                self._leave(flight, at)
+            self.flights.end(group_id)
+            self.outcomes.over(group_id, at)
+
+    def _leave(self, flight: Flight, at: float) -> None:
+        """Its worker does not work on it any more."""
+        if flight.worker_id is not None:
+            self.progress.drop(flight.worker_id, flight.samples, at)
+            self.flights.release(flight)
+
+    def _skipped(self, skip: SkipRecord, at: float) -> None:
         """Rows of a lineage count once its first report is known: that one says what older lineages had undone."""
         if skip.lineage > self.ledger.lineage:
             self._early.append(skip)
@@ -119,7 +134,7 @@ class DispatchState:
             return
         if not self.ledger.is_undone(skip.step, skip.lineage) and self._is_skipped_whole(group_id, skip):
             self.ledger.end(group_id, skip.step)
-            self.flights.end(group_id)
+            self._end([group_id], at)
 
     def _is_skipped_whole(self, group_id: str, skip: SkipRecord) -> bool:
         """A group that a resumed trainer reads again is not known in detail: its first skip counts for all of it.
@@ -133,10 +148,16 @@ class DispatchState:
 
     def restore(self, order: WorkOrder, sent_at: float) -> None:
         """Apply an order of an earlier life of the dispatcher. Heartbeats must have been applied before."""
-        self.cursor = max(self.cursor, order.position + 1)
+        self.positions.see(order.position)
         self._newest = max(self._newest, order.created_at)
         self.ledger.restore(order.group_id, order.admitted_version)
         self.flights.send(order, self.fleet.incarnation_at(order.worker_id, sent_at), sent_at)
+
+    def resume(self, now: float) -> None:
+        """Everything was restored; how far the workers have got is reckoned from now on."""
+        for flight in self.flights.unfinished():
+            if flight.worker_id is not None and (heartbeat := self.fleet.get(flight.worker_id)) is not None:
+                self._work_on(flight.order, heartbeat.capacity, now)
 
     def created_at(self, now: float) -> float:
         """The next group's time stamp: later than all before, even if the clock went back; the bound rests on that."""
@@ -149,9 +170,9 @@ class DispatchState:
             LifecycleError: admission does not allow it.
         """
         self.ledger.admit(order.group_id, worker.version)
-        self.flights.send(order, worker.incarnation, now)
+        self._send(order, worker, now)
         self._newest = order.created_at
-        self.cursor = order.position + 1
+        self.positions.pass_to(order.position + 1)
         self.admitted += 1
 
     def reassign(self, order: WorkOrder, worker: Candidate, now: float) -> None:
@@ -161,12 +182,25 @@ class DispatchState:
             LifecycleError: the worker's weights are too old for the group.
         """
         self.ledger.move(order.group_id, worker.version)
-        self.flights.send(order, worker.incarnation, now)
+        if (flight := self.flights.get(order.group_id)) is not None:
+            self._leave(flight, now)
+        self._send(order, worker, now)
         self.reordered += 1
 
-    def give_up(self, flight: Flight) -> None:
+    def _send(self, order: WorkOrder, worker: Candidate, now: float) -> None:
+        self.flights.send(order, worker.incarnation, now)
+        self._work_on(order, worker.capacity, now)
+
+    def _work_on(self, order: WorkOrder, slots: int, now: float) -> None:
+        flight = self.flights.get(order.group_id)
+        assert flight is not None, "it was sent"
+        self.progress.send(order.worker_id, slots, flight.samples, order.estimate.median, now)
+
+    def give_up(self, flight: Flight, now: float) -> None:
         """A group was ordered too often. If samples of it exist, the trainer ends it; otherwise it ends here."""
         self.given_up += 1
+        self._leave(flight, now)
+        self.outcomes.over(flight.order.group_id, now)
         if self.flights.give_up(flight):
             self.ledger.forget(flight.order.group_id)
             self.flights.end(flight.order.group_id)
@@ -179,7 +213,7 @@ class DispatchState:
         """
         gone = [flight for flight in self.flights.unfinished() if not self._is_worked_on(flight, now)]
         for flight in gone:
-            self.flights.release(flight)
+            self._leave(flight, now)
         return gone
 
     def _is_worked_on(self, flight: Flight, now: float) -> bool:
@@ -205,17 +239,19 @@ class DispatchState:
         fits = functools.cache(may_take)
         candidates = [
             candidate
-            for candidate in map(self._candidate, self.fleet.ready(now))
+            for candidate in self.candidates(now)
             if candidate.has_room(samples, self._settings.overcommit) and fits(candidate.version)
         ]
-        if not candidates:
-            return None
         candidates = [candidate for candidate in candidates if candidate.worker_id != other_than] or candidates
-        chosen = STRATEGIES[self._settings.strategy](candidates, self._previous)
-        self._previous = chosen.worker_id
-        return chosen
+        return least_loaded(candidates) if candidates else None
 
-    def _candidate(self, heartbeat: Heartbeat) -> Candidate:
+    def candidates(self, now: float) -> list[Candidate]:
+        """The workers that take new orders, in the order of their names."""
+        ready = sorted(self.fleet.ready(now), key=lambda heartbeat: heartbeat.worker_id)
+        return [self.candidate(heartbeat) for heartbeat in ready]
+
+    def candidate(self, heartbeat: Heartbeat) -> Candidate:
+        """The worker of this heartbeat, with what it owes now."""
         sequences, tokens = self.flights.load(heartbeat.worker_id)
         return Candidate(
             worker_id=heartbeat.worker_id,
@@ -229,18 +265,3 @@ class DispatchState:
     def is_over(self, now: float) -> bool:
         """The run finished, or it drains and no living worker still owes a sample."""
         return self.finished or (self.mode == "drain" and len(self.lost(now)) == len(list(self.flights.unfinished())))
-
-    def status(self, now: float) -> DispatcherStatus:
-        """A snapshot."""
-        return DispatcherStatus(
-            version=self.ledger.current,
-            mode=self.mode,
-            cursor=self.cursor,
-            admitted=self.admitted,
-            reordered=self.reordered,
-            given_up=self.given_up,
-            in_flight=self.ledger.in_flight,
-            missing=sum(len(flight.missing) for flight in self.flights.unfinished()),
-            workers_ready=len(self.fleet.ready(now)),
-            lengths=self.calibration.report(),
-        )

@@ -31,7 +31,7 @@ def test_a_bounded_number_of_seeds_of_all_scenarios_keeps_every_promise() -> Non
 
 def test_every_scenario_does_the_harm_it_is_named_for() -> None:
     for name, scenario in SCENARIOS.items():
-        kinds = {kind for seed in range(3) for _, kind, _, _ in run_seed(seed, name, keep_trace=True).trace}
+        kinds = {kind for seed in range(5) for _, kind, _, _ in run_seed(seed, name, keep_trace=True).trace}
         if scenario.rates.ack_lost:
             assert {"unknown", "late", "refused"} & kinds, name
         if scenario.harm.kill_trainer:

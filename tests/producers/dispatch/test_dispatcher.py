@@ -7,6 +7,7 @@ from producers.dispatch.settings import DispatchSettings
 from producers.lengths.completion import Completion
 from producers.lengths.constant import ConstantLength
 from producers.lengths.learning import LearnedLengths
+from producers.lengths.measures.buckets import Buckets
 from producers.lengths.observed import ObservedQuantiles
 from producers.lengths.predictor import LengthPredictor
 from producers.lengths.settings import LengthSettings
@@ -446,10 +447,12 @@ async def test_orders_carry_the_seed_of_the_run(scene: Scene) -> None:
 class _Wild:
     """Always wrong, in a different way each time."""
 
+    buckets = Buckets(LOOP.bucket_boundaries)
+
     def __init__(self) -> None:
         self.calls = 0
 
-    def predict(self, prompt: Prompt) -> LengthEstimate:
+    def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
         self.calls += 1
         length = 1 if self.calls % 2 else 10**9
         return LengthEstimate(median=length, upper=length, bucket=self.calls % 4, predictor="wild")
@@ -467,10 +470,10 @@ class _Wild:
         _Wild(),
     ],
 )
-@pytest.mark.parametrize("strategy", ["least_loaded", "round_robin"])
+@pytest.mark.parametrize("strategy", ["least_loaded", "round_robin", "lpt", "skewness_aware"])
 async def test_estimates_are_advice_only(predictor: LengthPredictor, strategy: str) -> None:
-    """Whatever is predicted, the same prompts go out in the same order, each sample once."""
-    scene = Scene(predictor=predictor, settings=DispatchSettings(poll_s=0.01, strategy=strategy))  # type: ignore[arg-type]
+    """Whatever is predicted, the same prompts go out, each sample once, and all of a window before any later one."""
+    scene = Scene(predictor=predictor, settings=DispatchSettings(poll_s=0.01, strategy=strategy))
     await scene.beat("w1")
     await _started(scene)
     for number in range(2, 8, 2):
@@ -512,3 +515,65 @@ async def test_the_status_shows_what_is_under_way(scene: Scene) -> None:
     assert (status.workers_ready, status.version, status.mode) == (1, version(0), "run")
     assert (status.lengths.coverage, sum(status.lengths.predicted), sum(status.lengths.actual)) == (1.0, 2, 2)
     assert len(scene.bus.log(HEARTBEATS.full_name("r")).partitions[0]) == 1
+
+
+class _ByPosition:
+    """The later of two prompts is the longer."""
+
+    buckets = Buckets(LOOP.bucket_boundaries)
+
+    def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
+        length = 10 + int(prompt.prompt_id.rpartition("/")[2])
+        return LengthEstimate(median=length, upper=length, bucket=0, predictor="test")
+
+    def observe(self, completion: Completion) -> None:
+        """Nothing to learn."""
+
+
+async def test_no_prompt_is_left_out() -> None:
+    """The longest of a window goes first; the dispatcher ends before the others, and the next one sends them first."""
+    scene = Scene(predictor=_ByPosition(), settings=FAST.model_copy(update={"strategy": "lpt"}))
+    await scene.start()
+    await scene.step(0)
+    await scene.beat(capacity=2)
+    await scene.until(lambda: [order.position for order in scene.orders()] == [1])
+    await scene.end()
+    await scene.start()
+    await scene.beat(capacity=100)
+    await scene.until(lambda: len(scene.orders()) == BOUND)
+    records = scene.bus.log(WORK_ORDERS.full_name("r")).partitions[lane_of("w0")]
+    assert [record.key for record in records] == [f"toy/{n}/0" for n in (1, 0, 3, 2)]
+    await scene.end()
+
+
+async def test_a_trajectory_frees_its_slot_in_the_same_turn() -> None:
+    scene = Scene(settings=FAST.model_copy(update={"poll_s": 5.0, "overcommit": 1.0}))
+    await scene.start()
+    await scene.step(0)
+    await scene.beat(capacity=2)
+    await scene.until(lambda: len(scene.orders()) == 1)
+    for number in range(1, BOUND):
+        await scene.finish(scene.orders()[-1])
+        await scene.until(lambda number=number: len(scene.orders()) == number + 1, timeout_s=2.0)  # type: ignore[misc]
+    await scene.finish_run()
+    await scene.end()
+
+
+async def test_a_large_window_is_planned_and_sent_whole() -> None:
+    loop = LOOP.model_copy(update={"groups_per_step": 300, "num_generations": 1, "mode": "synchronous"})
+    scene = Scene(loop=loop, settings=FAST.model_copy(update={"strategy": "skewness_aware"}))
+    await scene.beat("w0")
+    await scene.beat("w1")
+    dispatcher = await scene.start()
+    await scene.step(0)
+    await scene.until(lambda: len(scene.orders()) == 250)
+    for order in scene.orders():
+        await scene.finish(order)
+    await scene.until(lambda: len(scene.orders()) == 300)
+    for order in scene.orders()[-60:]:
+        await scene.finish(order)
+    await scene.until(lambda: dispatcher.status().actual_s is not None)
+    status = dispatcher.status()
+    assert (status.unsent, status.cursor, len(status.lanes)) == (0, 300, 2)
+    assert status.fields()["queues"] == {"w0": 0, "w1": 0}
+    await scene.end()

@@ -172,3 +172,23 @@ async def test_an_old_end_of_the_run_does_not_end_its_continuation() -> None:
     await scene.finish_run()
     state, _ = await _rebuilt(scene)
     assert (state.finished, state.mode) == (False, "pause")
+
+
+async def test_prompts_of_a_window_that_were_never_ordered_come_first_again() -> None:
+    scene = Scene()
+    await scene.step(0)
+    for position in (0, 1, 3):
+        await _order(scene, position)
+    state, _ = await _rebuilt(scene)
+    assert (state.cursor, state.positions.holes) == (4, [2])
+
+
+async def test_orders_that_expired_are_known_by_what_came_of_them() -> None:
+    """Windows of two: of positions 2 and 3 no order is left. One was trained, of the other a sample was read."""
+    scene = Scene()
+    await scene.step(0)
+    await scene.finish(order("toy/3/0"), [0])
+    await scene.step(1, ["toy/2/0", "toy/1/0"], prompt_cursor=3)
+    state, _ = await _rebuilt(scene)
+    assert (state.cursor, state.positions.holes) == (4, [2])
+    assert "toy/2/0" in state.positions.ordered

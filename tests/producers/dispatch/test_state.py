@@ -1,7 +1,7 @@
 import pytest
 
+from producers.dispatch.fleet.candidates import Candidate
 from producers.dispatch.state import DispatchState
-from producers.dispatch.strategies import Candidate
 from producers.lengths.observed import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
 from schemas.messages.control import RunFinished
@@ -28,6 +28,10 @@ def state() -> DispatchState:
     state.observe(step_report(0), 0.0)
     state.observe(heartbeat(), 0.0)
     return state
+
+
+def _missing(state: DispatchState) -> int:
+    return sum(len(flight.missing) for flight in state.flights.unfinished())
 
 
 def _admit(state: DispatchState, number: int = 0) -> WorkOrder:
@@ -77,7 +81,7 @@ def test_an_incomplete_group_ends_although_a_sample_never_came(state: DispatchSt
     admitted = _admit(state)
     state.observe(trajectory(admitted, 0), 1.0)
     state.observe(skip_record(admitted.group_id, 0, SkipReason.GROUP_INCOMPLETE), 1.0)
-    assert (state.ledger.in_flight, state.status(1.0).missing) == (0, 0)
+    assert (state.ledger.in_flight, _missing(state)) == (0, 0)
 
 
 def test_records_that_do_not_decode_end_their_group_when_all_are_poison(state: DispatchState) -> None:
@@ -117,7 +121,7 @@ def test_a_group_that_was_given_up_holds_others_back_until_the_trainer_ends_it(s
     admitted = _admit(state)
     state.observe(trajectory(admitted, 0), 1.0)
     for flight in list(state.flights.unfinished()):
-        state.give_up(flight)
+        state.give_up(flight, 1.0)
     assert _holds_others_back(state)
     state.observe(step_report(1, [admitted.group_id]), 2.0)
     assert not _holds_others_back(state)
@@ -148,13 +152,13 @@ def test_lengths_are_learnt_from_whole_completions_only(state: DispatchState) ->
     state.observe(trajectory(admitted, 0, length=90), 1.0)
     state.observe(trajectory(admitted, 1, length=1, reason=FinishReason.ABORT), 1.0)
     assert state.predictor.predict(admitted.prompt).median == 7
-    assert state.status(1.0).lengths.observations == 1
-    assert state.status(1.0).missing == 0
+    assert state.calibration.report().observations == 1
+    assert _missing(state) == 0
 
 
 def test_a_trajectory_of_an_unknown_group_is_harmless(state: DispatchState) -> None:
     state.observe(trajectory(order("toy/9/0"), 0), 1.0)
-    assert state.status(1.0).lengths.observations == 0
+    assert state.calibration.report().observations == 0
 
 
 def test_a_group_of_which_nothing_exists_ends_when_it_is_given_up(state: DispatchState) -> None:
@@ -162,9 +166,9 @@ def test_a_group_of_which_nothing_exists_ends_when_it_is_given_up(state: Dispatc
     kept = _admit(state, 1)
     state.observe(trajectory(kept, 0), 1.0)
     for flight in list(state.flights.unfinished()):
-        state.give_up(flight)
+        state.give_up(flight, 1.0)
     assert state.ledger.is_in_flight(kept.group_id)
-    assert (state.ledger.in_flight, state.given_up, state.status(1.0).missing) == (1, 2, 0)
+    assert (state.ledger.in_flight, state.given_up, _missing(state)) == (1, 2, 0)
 
 
 def test_no_worker_is_chosen_without_room_or_fitting_weights(state: DispatchState) -> None:

@@ -51,6 +51,11 @@ class Fleet:
             if seen.heartbeat.state is WorkerState.READY and self._is_alive(seen, now)
         ]
 
+    def get(self, worker_id: str) -> Heartbeat | None:
+        """The worker's last heartbeat."""
+        seen = self._seen.get(worker_id)
+        return seen.heartbeat if seen is not None else None
+
     def incarnation_at(self, worker_id: str, at: float) -> str | None:
         """The worker's present incarnation, if it was there at that time already."""
         seen = self._seen.get(worker_id)

@@ -1,6 +1,6 @@
-"""Which of the workers with room gets the next order. Pure functions of the candidates."""
+"""A worker that may take an order, and whether and how soon. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from schemas.identifiers import PolicyVersion
@@ -8,7 +8,7 @@ from schemas.identifiers import PolicyVersion
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that may take an order: what it can sample at once, and what it still owes."""
+    """What a worker can sample at once, and what it still owes."""
 
     worker_id: str
     incarnation: str
@@ -21,11 +21,12 @@ class Candidate:
         """Whether a slot is free now, or the order stays within the overcommitted capacity."""
         return self.sequences < self.capacity or self.sequences + samples <= self.capacity * overcommit
 
+    def has_room_within(self, samples: int, concurrency: int) -> bool:
+        """Whether with the order it runs about so many; an idle worker takes any order."""
+        return self.capacity > 0 and (not self.sequences or self.sequences + (samples + 1) // 2 <= concurrency)
 
-Strategy = Callable[[Sequence[Candidate], str], Candidate]
 
-
-def least_loaded(candidates: Sequence[Candidate], previous: str) -> Candidate:
+def least_loaded(candidates: Iterable[Candidate]) -> Candidate:
     """The one with the fewest predicted tokens per slot; among equals, the one with the newest weights."""
     return min(
         candidates,
@@ -35,12 +36,3 @@ def least_loaded(candidates: Sequence[Candidate], previous: str) -> Candidate:
             worker.worker_id,
         ),
     )
-
-
-def round_robin(candidates: Sequence[Candidate], previous: str) -> Candidate:
-    """The one that follows the previous choice in the order of names."""
-    ordered = sorted(candidates, key=lambda worker: worker.worker_id)
-    return next((worker for worker in ordered if worker.worker_id > previous), ordered[0])
-
-
-STRATEGIES: dict[str, Strategy] = {"least_loaded": least_loaded, "round_robin": round_robin}

@@ -1,4 +1,4 @@
-from producers.dispatch.fleet import Fleet
+from producers.dispatch.fleet.workers import Fleet
 from schemas.messages.reports import WorkerState
 from tests.producers.dispatch.scene import heartbeat
 

@@ -31,6 +31,11 @@ class Flight:
         """Predicted tokens still to be sampled."""
         return len(self.missing) * self.order.estimate.median
 
+    @property
+    def samples(self) -> list[tuple[str, int]]:
+        """Group id and index of each sample missing, in order."""
+        return [(self.order.group_id, index) for index in sorted(self.missing)]
+
 
 class FlightTable:
     """All groups under way, and the load of each worker that follows from them."""

@@ -1,0 +1,188 @@
+"""What plans and corrections come to on a shop floor in virtual time, and when windows are drawn."""
+
+import random
+from collections.abc import Callable
+from statistics import fmean
+
+import pytest
+
+from producers.dispatch.scheduler import Scheduler
+from producers.dispatch.settings import DispatchSettings
+from producers.dispatch.state import DispatchState
+from producers.dispatch.window.drafts import Draft
+from producers.dispatch.window.orders import OrderForm
+from producers.lengths.constant import ConstantLength
+from producers.lengths.settings import LengthSettings
+from schemas.messages.prompts import LengthEstimate, Prompt
+from schemas.messages.reports import WorkerState
+from schemas.settings import LoopSettings
+from tests.producers.dispatch.floor import CURVE, Floor
+from tests.producers.dispatch.planning.lengths import benchmark_lengths, ideal_s
+from tests.producers.dispatch.scene import heartbeat, step_report
+
+COUNT, WORKERS, SLOTS = 256, 4, 16
+STRATEGIES = ["round_robin", "least_loaded", "lpt", "skewness_aware"]
+LOOP = LoopSettings(groups_per_step=4, num_generations=1, mode="stream", max_completion_length=100)
+
+
+def _finish(lengths: list[int], predicted: list[int], strategy: str, delay_s: float = 0.5) -> float:
+    return Floor(lengths, predicted, strategy, workers=WORKERS, slots=SLOTS, delay_s=delay_s).run()
+
+
+def _shuffled(lengths: list[int], seed: int) -> list[int]:
+    return random.Random(seed).sample(lengths, len(lengths))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_with_perfect_knowledge_the_finish_is_as_predicted_and_near_the_ideal(seed: int) -> None:
+    lengths = benchmark_lengths(COUNT, seed, cap=4000)
+    floor = Floor(lengths, lengths, "skewness_aware", workers=WORKERS, slots=SLOTS, delay_s=0.2)
+    finish = floor.run()
+    assert finish < 1.35 * ideal_s(lengths, WORKERS, SLOTS, CURVE)
+    assert finish < 0.85 * _finish(lengths, lengths, "round_robin")
+    assert floor.state.outcomes.predicted_s == pytest.approx(finish, rel=0.06)
+
+
+def test_a_random_ranker_costs_nothing_on_average() -> None:
+    """Corrections make up for lanes that hold the wrong prompts."""
+    ratios = []
+    for seed in range(6):
+        lengths = benchmark_lengths(COUNT, seed, cap=4000)
+        predicted = _shuffled(lengths, seed)
+        ratios.append(_finish(lengths, predicted, "skewness_aware") / _finish(lengths, predicted, "round_robin"))
+    assert fmean(ratios) <= 1.05
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_prompt_leaves_once_whatever_the_strategy(strategy: str) -> None:
+    lengths = benchmark_lengths(120, 3)
+    floor = Floor(lengths, _shuffled(lengths, 3), strategy, workers=3, slots=8)
+    floor.run()
+    assert sorted(order.position for order in floor.sent) == list(range(120))
+    assert {order.attempt for order in floor.sent} == {0}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_queue_of_a_worker_that_dies_is_for_the_others(strategy: str) -> None:
+    lengths = benchmark_lengths(120, 4, cap=4000)
+    floor = Floor(lengths, lengths, strategy, workers=3, slots=8, delay_s=0.1)
+    floor.run(dies_at=5.0)
+    assert len(floor.finished_at) == 120
+    again = [order for order in floor.sent if order.attempt]
+    assert 0 < len(again) <= 10
+    assert {order.worker_id for order in again} <= {"w1", "w2"}
+    assert sorted({order.position for order in floor.sent}) == list(range(120))
+
+
+def _scheduler(**settings: object) -> tuple[DispatchState, Scheduler]:
+    chosen = DispatchSettings.model_validate({"lease_s": 1e9, "adoption_patience_s": 5.0} | settings)
+    state = DispatchState(LOOP, chosen, ConstantLength(LengthSettings(), LOOP))
+    state.observe(step_report(0), 0.0)
+    return state, Scheduler(state, chosen)
+
+
+def _drafts(*positions: int) -> list[Draft]:
+    estimate = LengthEstimate(median=10, upper=10, bucket=0, predictor="test")
+    return [
+        Draft(n, Prompt(prompt_id=f"toy/{n}", dataset="toy", content="question"), f"toy/{n}/0", estimate)
+        for n in positions
+    ]
+
+
+def _send_all(state: DispatchState, scheduler: Scheduler, now: float = 0.0) -> list[tuple[int, str]]:
+    sent = []
+    while (found := scheduler.next()) is not None:
+        draft, worker = found
+        state.admit(OrderForm(LOOP, None).first(draft, worker, state.created_at(now)), worker, now)
+        scheduler.sent(worker)
+        sent.append((draft.position, worker.worker_id))
+    return sent
+
+
+def _wanted(scheduler: Scheduler, now: float) -> int:
+    scheduler.begin_turn(now)
+    return scheduler.wanted()
+
+
+def test_a_batch_waits_until_all_workers_hold_its_weights_but_not_for_ever() -> None:
+    state, scheduler = _scheduler()
+    state.observe(step_report(1), 0.0)
+    state.observe(heartbeat("w0", number=1), 0.0)
+    state.observe(heartbeat("w1", number=0), 0.0)
+    assert _wanted(scheduler, 1.0) == 0
+    assert _wanted(scheduler, 5.9) == 0
+    assert _wanted(scheduler, 6.0) == 4
+    state.observe(heartbeat("w1", number=1), 6.1)
+    assert _wanted(scheduler, 6.1) == 4
+
+
+def test_a_window_is_sent_before_the_next_is_drawn() -> None:
+    state, scheduler = _scheduler()
+    state.observe(heartbeat("w0", capacity=2), 0.0)
+    assert _wanted(scheduler, 0.0) == 4
+    scheduler.add(_drafts(0, 1, 2))
+    assert scheduler.wants_plan()
+    scheduler.adopt(scheduler.planner()())
+    assert _send_all(state, scheduler) == [(0, "w0"), (1, "w0")]
+    assert _wanted(scheduler, 1.0) == 0
+
+
+def test_a_worker_that_comes_later_gets_its_share() -> None:
+    state, scheduler = _scheduler(strategy="round_robin")
+    state.observe(heartbeat("w0", capacity=1), 0.0)
+    scheduler.begin_turn(0.0)
+    scheduler.add(_drafts(0, 1, 2))
+    scheduler.adopt(scheduler.planner()())
+    assert _send_all(state, scheduler) == [(0, "w0")]
+    state.observe(heartbeat("w1", capacity=1), 1.0)
+    scheduler.begin_turn(1.0)
+    assert scheduler.wants_plan()
+    scheduler.adopt(scheduler.planner()())
+    assert _send_all(state, scheduler) == [(2, "w1")]
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda state: state.observe(heartbeat("w0", state=WorkerState.DRAINING, capacity=1), 1.0),
+        lambda state: state.observe(heartbeat("w0", incarnation="b", state=WorkerState.STARTING, capacity=1), 1.0),
+    ],
+)
+def test_what_a_leaving_worker_was_not_sent_is_planned_anew(leave: Callable[[DispatchState], None]) -> None:
+    state, scheduler = _scheduler()
+    for name in ("w0", "w1"):
+        state.observe(heartbeat(name, capacity=1), 0.0)
+    scheduler.begin_turn(0.0)
+    scheduler.add(_drafts(0, 1, 2, 3))
+    scheduler.adopt(scheduler.planner()())
+    assert len(_send_all(state, scheduler)) == 2
+    leave(state)
+    scheduler.begin_turn(1.0)
+    assert scheduler.wants_plan()
+    scheduler.adopt(scheduler.planner()())
+    assert [(lane.worker_id, len(lane.queue)) for lane in scheduler.lanes] == [("w1", 2)]
+
+
+def test_a_worker_that_never_adopts_keeps_its_queue_only_for_so_long() -> None:
+    state, scheduler = _scheduler(strategy="round_robin")
+    for name in ("w0", "w1"):
+        state.observe(heartbeat(name, capacity=1), 0.0)
+    scheduler.begin_turn(0.0)
+    scheduler.add(_drafts(0, 1, 2, 3))
+    scheduler.adopt(scheduler.planner()())
+    _send_all(state, scheduler)
+    state.observe(step_report(1, [f"toy/{n}/0" for n in range(4)]), 1.0)
+    state.observe(heartbeat("w1", capacity=1, number=1), 1.0)
+    scheduler.begin_turn(2.0)
+    assert not scheduler.lanes.pool
+    scheduler.begin_turn(7.1)
+    assert [item.key for item in scheduler.lanes.pool] == [2]
+
+
+def test_prompts_that_an_earlier_life_ordered_are_left_out() -> None:
+    state, scheduler = _scheduler()
+    state.observe(heartbeat("w0"), 0.0)
+    state.positions.ordered = frozenset({"toy/1/0"})
+    scheduler.begin_turn(0.0)
+    scheduler.add(_drafts(0, 1, 2))
+    assert [item.key for item in scheduler.lanes.unsent()] == [0, 2]
