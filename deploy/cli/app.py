@@ -6,8 +6,10 @@ from typing import NoReturn
 
 import typer
 
-from deploy.cli import broker, control, processes, runs, settings
+from deploy.cli import broker, control, lengths, looking, processes, runs
 from deploy.cli.inspection import audit, dlq, export, replay
+from deploy.cli.sizing import plan, profile
+from deploy.cli.starting import init, settings
 from schemas.errors import StreamRLError
 
 app = typer.Typer(
@@ -19,9 +21,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+init.add_to(app)
 runs.add_to(app)
 processes.add_to(app)
 control.add_to(app)
+looking.add_to(app)
+profile.add_to(app)
+plan.add_to(app)
 audit.add_to(app)
 export.add_to(app)
 replay.add_to(app)
@@ -29,6 +35,7 @@ app.add_typer(broker.kafka, name="kafka")
 app.add_typer(broker.topics, name="topics")
 app.add_typer(dlq.dlq, name="dlq")
 app.add_typer(settings.config, name="config")
+app.add_typer(lengths.lengths, name="lengths")
 
 
 def main() -> None:

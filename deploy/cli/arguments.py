@@ -13,7 +13,7 @@ def split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     """The one configuration file, if any, and the overrides in order.
 
     Raises:
-        SettingsError: two files, or an option that is neither ours nor of the form --section.key.
+        SettingsError: two files, or an option where a value should stand.
     """
     config: Path | None = None
     overrides: list[str] = []
@@ -22,6 +22,8 @@ def split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
         if argument.startswith("--"):
             overrides.append(argument)
             if "=" not in argument and (value := next(rest, None)) is not None:
+                if value.startswith("--"):
+                    raise SettingsError(f"expected a value after {argument}, got {value}")
                 overrides.append(value)
         elif config is None:
             config = Path(argument)

@@ -9,7 +9,7 @@ from deploy.cli.arguments import OVERRIDES, USAGE, split
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    for command in (worker, trainer, coordinator, relay, dispatcher):
+    for command in (worker, trainer, coordinator, relay, dispatcher, ranker):
         app.command(context_settings=OVERRIDES, options_metavar="[OPTIONS]", epilog=f"Arguments: {USAGE}")(command)
 
 
@@ -39,6 +39,11 @@ def relay(context: typer.Context) -> None:
 def dispatcher(context: typer.Context) -> None:
     """The dispatcher: turns prompts into work orders, within the staleness bound."""
     _run("dispatcher", context)
+
+
+def ranker(context: typer.Context) -> None:
+    """The ranker: makes newer models of output length while the run goes on, for lengths.refit = "process"."""
+    _run("ranker", context)
 
 
 def _run(role: str, context: typer.Context, worker_id: str = "") -> None:

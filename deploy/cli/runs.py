@@ -1,5 +1,6 @@
 """The whole loop with one command, and the demo."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -13,13 +14,27 @@ def add_to(app: typer.Typer) -> None:
     app.command(context_settings=OVERRIDES, epilog="Arguments: [--section.key value]...")(demo)
 
 
-def run(context: typer.Context) -> None:
+def run(
+    context: typer.Context,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and start nothing; exit code 2 if a check fails.")
+    ] = False,
+) -> None:
     """Start broker, coordinator, relay, dispatcher, workers and trainer on this machine, and train."""
     config, overrides = split(context.args)
+    if dry_run:
+        raise typer.Exit(_dry_run(config, overrides))
     from deploy.runs.local import run_locally
     from deploy.settings.loading import load_settings
 
     raise typer.Exit(run_locally(load_settings(config, overrides)))
+
+
+def _dry_run(config: Path | None, overrides: list[str]) -> int:
+    from deploy.settings.loading import load_settings
+    from deploy.starting.dry_run import dry_run
+
+    return dry_run(load_settings(config, overrides), print)
 
 
 def demo(

@@ -1,15 +1,17 @@
-"""Layers → the validated tree, or one line that names the key, what was expected and the nearest right name."""
+"""Layers → the validated tree, and the tree → TOML. Sections that contradict each other are refused here."""
 
-import difflib
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from deploy.settings.layers import Tree, from_arguments, from_environment, from_toml, merged
+from deploy.settings.contradictions import meaningless_keys, refuse_contradictions
+from deploy.settings.given import Given
+from deploy.settings.layers import ENV_PREFIX, Tree, merged
 from deploy.settings.tree import Settings
+from deploy.settings.wording import known_keys, line_about
 from schemas.errors import SettingsError
 from schemas.settings import UNSET
 
@@ -20,12 +22,15 @@ def load_settings(config: Path | None, arguments: Sequence[str], defaults: Tree 
     Raises:
         SettingsError: an unknown key, a wrong value, or sections that contradict each other.
     """
-    toml = from_toml(config) if config else {}
-    return validated(merged(defaults or {}, toml, from_environment(), from_arguments(arguments)))
+    given = Given.read(config, arguments)
+    _refuse_lone_underscores(os.environ)
+    settings = validated(merged(defaults or {}, *given.layers), given)
+    refuse_contradictions(settings, given)
+    return settings
 
 
-def validated(tree: Tree) -> Settings:
-    """The typed tree.
+def validated(tree: Tree, given: Given | None = None) -> Settings:
+    """The typed tree; ``given`` tells an error where a key came from.
 
     Raises:
         SettingsError: see ``load_settings``.
@@ -33,13 +38,21 @@ def validated(tree: Tree) -> Settings:
     try:
         settings = Settings.model_validate(tree)
     except ValidationError as error:
-        raise SettingsError(_line(error)) from error
+        raise SettingsError(line_about(error, given)) from error
     _agree(settings)
     return settings
 
 
+def _refuse_lone_underscores(environ: Mapping[str, str]) -> None:
+    """A variable such as STREAMRL_LOOP_MODE would be taken for none of ours, and its value be lost in silence."""
+    names = {f"{ENV_PREFIX}{key.replace('.', '_')}".upper(): key for key in known_keys()}
+    for name in environ.keys() & names.keys():
+        right = ENV_PREFIX + names[name].replace(".", "__").upper()
+        raise SettingsError(f"expected two underscores between section and key, got {name}; did you mean {right}?")
+
+
 def _agree(settings: Settings) -> None:
-    if settings.loop.num_generations < 2:
+    if settings.loop.num_generations < 2 and settings.training.backend != "emulated":
         raise SettingsError(
             f"expected loop.num_generations >= 2 for group advantages, got {settings.loop.num_generations}"
         )
@@ -62,48 +75,22 @@ def _agree_on_emulation(settings: Settings) -> None:
         raise SettingsError("expected a value for model.path, got none; set it in the file or with --model.path ...")
 
 
-def _line(error: ValidationError) -> str:
-    first, *others = error.errors(include_url=False)
-    key = ".".join(str(part) for part in first["loc"])
-    more = f" ({len(others)} more)" if others else ""
-    if first["type"] == "extra_forbidden":
-        return f"unknown setting {key}{_nearest(first['loc'])}{more}; `streamrl config show` lists all"
-    if first["type"] == "missing":
-        return f"expected a value for {key}, got none; set it in the file or with --{key} ...{more}"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"setting {key}: {message[:1].lower()}{message[1:]}, got {first['input']!r:.200}{more}"
-
-
-def _nearest(location: tuple[int | str, ...]) -> str:
-    names = _names_beside(location)
-    close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
-    prefix = "".join(f"{part}." for part in location[:-1])
-    return f"; did you mean {prefix}{close[0]}?" if close else f"; there are {', '.join(names)}"
-
-
-def _names_beside(location: tuple[int | str, ...]) -> list[str]:
-    model: Any = Settings
-    for part in location[:-1]:
-        field = model.model_fields.get(str(part)) if _is_model(model) else None
-        model = field.annotation if field else None
-    return sorted(model.model_fields) if _is_model(model) else []
-
-
-def _is_model(model: Any) -> bool:
-    return isinstance(model, type) and issubclass(model, BaseModel)
-
-
 def as_toml(settings: Settings) -> str:
-    """The resolved tree as TOML; reading it back gives equal settings. What is unset by default is left out."""
-    return tomli_w.dumps(_with_words(settings, settings.model_dump(mode="json")))
+    """The resolved tree as TOML; reading it back gives the same run.
+
+    What is unset by default is left out, and so is what other settings make meaningless.
+    """
+    return tomli_w.dumps(_with_words(settings, settings.model_dump(mode="json"), meaningless_keys(settings)))
 
 
-def _with_words(model: BaseModel, values: Tree) -> Tree:
+def _with_words(model: BaseModel, values: Tree, meaningless: frozenset[str], prefix: str = "") -> Tree:
     tree: Tree = {}
     for name, value in values.items():
         part = getattr(model, name)
+        if prefix + name in meaningless:
+            continue
         if isinstance(part, BaseModel):
-            tree[name] = _with_words(part, value)
+            tree[name] = _with_words(part, value, meaningless, f"{prefix}{name}.")
         elif value is not None:
             tree[name] = value
         elif type(model).model_fields[name].default is not None:

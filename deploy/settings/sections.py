@@ -1,15 +1,16 @@
 """The sections that belong to no room: the run itself, the model or what stands in for it, and the evaluation."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from producers.generation.engines.emulated.settings import LengthTraceSettings
 from schemas.identifiers import is_plain_name
 from schemas.profiles.decode import DecodeSettings
+from schemas.profiles.profile import DeviceProfile
 from schemas.profiles.training import TrainingCosts
-from schemas.settings import Section
+from schemas.settings import UNSET, Section
 
 
 class RunSettings(Section):
@@ -19,6 +20,10 @@ class RunSettings(Section):
     directory: Annotated[Path, Field(description="Where runs keep their directories.")] = Path("runs")
     seed: Annotated[int, Field(ge=0, description="Seed of prompts, sampling and training.")] = 0
     workers: Annotated[int, Field(ge=0, le=256, description="Generation workers that `streamrl run` starts.")] = 2
+    max_workers: Annotated[
+        int | None,
+        Field(ge=1, le=256, description="Workers that it may add as lengths grow; unset: their number stays."),
+    ] = None
     max_restarts: Annotated[int, Field(ge=0, description="Restarts of one process before the run gives up.")] = 5
     watchdog_s: Annotated[
         float, Field(gt=0, description="A process that makes no progress for so long ends, and is started anew.")
@@ -31,6 +36,12 @@ class RunSettings(Section):
         if not is_plain_name(name):
             raise ValueError(f"expected 1 to 64 of a-z, 0-9, '.', '_' and '-', got {name!r}")
         return name
+
+    @model_validator(mode="after")
+    def _grows(self) -> Self:
+        if self.max_workers is not None and self.max_workers < max(1, self.workers):
+            raise ValueError(f"expected run.max_workers >= run.workers ({self.workers}), got {self.max_workers}")
+        return self
 
     @property
     def path(self) -> Path:
@@ -55,9 +66,28 @@ class EmulationSettings(Section):
     """``[emulation]``: in place of a model, for ``generation.engine`` and ``training.backend`` = "emulated"."""
 
     time_scale: Annotated[float, Field(gt=0, description="Emulated seconds in one second of the wall clock.")] = 100.0
+    profile: Annotated[
+        Path | None,
+        Field(description="What `streamrl profile` measured; emulation.decode and emulation.training come from it."),
+    ] = None
     decode: DecodeSettings = DecodeSettings()
     lengths: LengthTraceSettings = LengthTraceSettings()
     training: TrainingCosts = TrainingCosts()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _profiled(cls, values: Any) -> Any:
+        """Decoding and training take the profile's times; sections that say otherwise are refused."""
+        if not isinstance(values, dict) or values.get("profile") in (None, UNSET):
+            return values
+        profile = DeviceProfile.read(Path(values["profile"]))
+        for name, measured in (("decode", profile.decode), ("training", profile.training)):
+            if name in values and type(measured).model_validate(values[name]) != measured:
+                raise ValueError(
+                    f"expected emulation.{name} to come from the profile {values['profile']}, "
+                    f"got other values for it; leave out one of the two"
+                )
+        return values | {"decode": profile.decode, "training": profile.training}
 
 
 class EvaluationSettings(Section):

@@ -4,8 +4,10 @@ from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
 from consumers.intake.settings import IntakeSettings
 from consumers.training.settings import TrainingSettings
+from coordinator.scaling.settings import ScalingSettings
 from coordinator.settings import CoordinatorSettings, RelaySettings
 from deploy.bus.settings import KafkaSettings
+from deploy.metrics.settings import MetricsSettings, TrackingSettings
 from deploy.settings.sections import EmulationSettings, EvaluationSettings, ModelSettings, RunSettings
 from producers.dispatch.settings import DispatchSettings
 from producers.generation.settings import GenerationSettings
@@ -35,6 +37,9 @@ class Settings(Section):
     training: TrainingSettings = TrainingSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
     relay: RelaySettings = RelaySettings()
+    scaling: ScalingSettings = ScalingSettings()
     kafka: KafkaSettings = KafkaSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    tracking: TrackingSettings = TrackingSettings()
     emulation: EmulationSettings = EmulationSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

@@ -1,1 +1,1 @@
-"""Where prompts come from: reasoning-gym data sets and jsonl files, read by position."""
+"""Where prompts come from: reasoning-gym data sets and stored ones, read by position."""

@@ -23,17 +23,24 @@ _GRIDS_OF_TUPLES = {"arc_agi", "rearc"}
 
 
 def make_prompt(
-    settings: DataSettings, *, dataset: str, index: int, content: Any, columns: Mapping[str, Any]
+    settings: DataSettings,
+    *,
+    dataset: str,
+    index: int,
+    content: Any,
+    columns: Mapping[str, Any],
+    where: str | None = None,
 ) -> Prompt:
-    """The prompt at an index of a data set, worded as the settings say.
+    """The prompt at an index of a data set, worded as the settings say; ``where``: its place in an error's words.
 
     Raises:
         DataError: the content is neither text nor chat turns, or the prompt is too large for the bus.
     """
-    where = make_prompt_id(dataset, index)
+    prompt_id = make_prompt_id(dataset, index)
+    where = where or prompt_id
     try:
         prompt = Prompt(
-            prompt_id=where,
+            prompt_id=prompt_id,
             dataset=dataset,
             content=_worded(settings, content, where),
             columns={str(name): json_safe(value) for name, value in columns.items()},

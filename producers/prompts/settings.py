@@ -1,6 +1,5 @@
-"""``[data]``: which prompts there are, in which order, and how they are worded."""
+"""``[data]``: which prompts there are, in which order, and how they are worded. Knows no file format."""
 
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -33,11 +32,8 @@ class MixturePart(Section):
 class DataSettings(Section):
     """``[data]``."""
 
-    source: Annotated[
-        Literal["reasoning_gym", "jsonl"], Field(description="Generate prompts, or read them from a file.")
-    ] = "reasoning_gym"
     dataset: Annotated[
-        DatasetName | None, Field(description="Name of a reasoning-gym data set; of a file, its stem unless given.")
+        DatasetName | None, Field(description="Name of a reasoning-gym data set, which generates prompts.")
     ] = None
     options: Annotated[
         dict[str, JsonValue], Field(description="Options of the reasoning-gym data set, such as min_terms.")
@@ -46,16 +42,35 @@ class DataSettings(Section):
         dict[DatasetName, MixturePart],
         Field(description="Several reasoning-gym data sets: name to weight, or to {weight, options}."),
     ] = {}
-    size: Annotated[int, Field(ge=1, description="Prompts in one pass over generated data.")] = 10_000
+    size: Annotated[int, Field(ge=1, description="Prompts in one pass over generated ones.")] = 10_000
     seed: Annotated[
         int | None,
         Field(ge=0, description="Seed of the prompts; the run's unless given. Seeds nearer than size share prompts."),
     ] = None
-    path: Annotated[Path | None, Field(description="The jsonl file: one object a line.")] = None
-    columns: Annotated[
-        dict[str, str],
-        Field(description="Renames columns of the file; one column must be, or become, 'prompt'."),
-    ] = {}
+    path: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Stored prompts: a jsonl, parquet, csv or json file, a directory of them, or a hub data set.",
+        ),
+    ] = None
+    subset: Annotated[str | None, Field(description="Configuration of the data set at path, such as 'main'.")] = None
+    split: Annotated[
+        str, Field(min_length=1, description="Split of the data set at path; also a slice such as 'train[:1000]'.")
+    ] = "train"
+    format: Annotated[
+        Literal["trl", "verl", "openrlhf"],
+        Field(
+            description="Where rows keep prompt and answer: prompt, answer (trl); prompt, reward_model.ground_truth "
+            "(verl); input, label (openrlhf). Text or a list of {role, content}; other columns go to the rewards."
+        ),
+    ] = "trl"
+    prompt_column: Annotated[
+        str | None, Field(min_length=1, description="Column of the prompt, if not the format's; dots lead inside.")
+    ] = None
+    answer_column: Annotated[
+        str | None, Field(min_length=1, description="Column that rewards get as 'answer', if not the format's.")
+    ] = None
     filter: Annotated[
         str | None,
         Field(pattern=r"^[^:]+:[^:]+$", description="package.module:function (entry) -> bool; false leaves it out."),
@@ -75,12 +90,14 @@ class DataSettings(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.source == "jsonl" and self.path is None:
-            raise ValueError("expected data.path with data.source = 'jsonl', got none")
-        if self.source == "jsonl" and (self.options or self.mixture):
-            raise ValueError("expected data.options and data.mixture only with data.source = 'reasoning_gym'")
-        if self.source == "reasoning_gym" and (self.dataset is None) == (not self.mixture):
-            raise ValueError("expected either data.dataset or data.mixture, got both or neither")
+        named = [name for name in ("path", "dataset", "mixture") if getattr(self, name)]
+        if len(named) != 1:
+            got = " and ".join(f"data.{name}" for name in named) or "none"
+            raise ValueError(
+                f"expected one of data.path (stored prompts), data.dataset and data.mixture (generated ones), got {got}"
+            )
+        if self.path and self.options:
+            raise ValueError("expected no data.options with data.path; they belong to data.dataset")
         if self.mixture and self.options:
             raise ValueError("expected options inside each data set of data.mixture, got data.options as well")
         if PLACEHOLDER not in self.prompt_template:

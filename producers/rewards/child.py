@@ -58,12 +58,12 @@ class Pipes:
         os.killpg(0, signal.SIGKILL)
 
 
-def main(function: str, timeout_s: float) -> None:
+def main(function: str, timeout_s: float, options: str = "{}") -> None:
     """Load, greet, serve."""
     pipes = Pipes.take_over()
     _die_with_the_worker()
     try:
-        scorer = load_scorer(function)
+        scorer = load_scorer(function, options)
     except UserError as error:
         pipes.reply("failed", " ".join(str(error).split()))
         return
@@ -129,4 +129,4 @@ async def _judged_async(scorer: Scorer, task: bytes) -> verdict.Verdict:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), *sys.argv[3:])

@@ -4,7 +4,7 @@ import warnings
 from functools import cache
 
 from producers.prompts.entries import scoring_entry
-from producers.prompts.gym import GymDataset, open_dataset
+from producers.prompts.sources.gym import GymDataset, open_dataset
 from producers.rewards.loading import Task
 
 

@@ -48,12 +48,22 @@ def offenders(unanswered: list[Job], *, is_async: bool) -> tuple[list[Job], list
 class FunctionLane:
     """Calls to one function, in order of arrival."""
 
-    def __init__(self, function: str, name: str, *, timeout_s: float, load_timeout_s: float, concurrency: int) -> None:
+    def __init__(
+        self,
+        function: str,
+        name: str,
+        *,
+        timeout_s: float,
+        load_timeout_s: float,
+        concurrency: int,
+        options: str = "{}",
+    ) -> None:
         self.function = function
         self.name = name
         self._timeout_s = timeout_s
         self._load_timeout_s = load_timeout_s
         self._concurrency = concurrency
+        self._options = options
         self._numbers = count()
         self._waiting: deque[Job] = deque()
         self._suspects: deque[Job] = deque()
@@ -103,7 +113,11 @@ class FunctionLane:
 
     async def _load(self) -> RewardProcess:
         process = await RewardProcess.start(
-            self.function, self.name, timeout_s=self._timeout_s, load_timeout_s=self._load_timeout_s
+            self.function,
+            self.name,
+            timeout_s=self._timeout_s,
+            load_timeout_s=self._load_timeout_s,
+            options=self._options,
         )
         self._is_async = process.is_async
         return process

@@ -5,11 +5,13 @@ A task is one completion with its prompt, as a plain map: ``prompt`` (text, or c
 """
 
 import inspect
+import json
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from producers.rewards.builtin.names import BUILT_IN, BuiltInOptions
 from schemas.errors import RewardLoadError, UserError
 from schemas.import_path import load_function
 
@@ -26,14 +28,18 @@ class Scorer:
     is_async: bool
 
 
-def load_scorer(function: str) -> Scorer:
-    """The data set's own scorer for ``dataset``, else the function behind the import path.
+def load_scorer(function: str, options: str = "{}") -> Scorer:
+    """The data set's own scorer for ``dataset``, one that comes along, or the function behind the import path.
+
+    ``options``: ``BuiltInOptions`` as JSON.
 
     Raises:
         RewardLoadError: it cannot be imported, or cannot be called with keyword arguments.
     """
     if function == DATASET:
         return _dataset_scorer()
+    if function in BUILT_IN:
+        return _built_in_scorer(function, BuiltInOptions(**json.loads(options)))
     loaded = load_function(function, RewardLoadError)
     is_async = inspect.iscoroutinefunction(loaded) or inspect.iscoroutinefunction(type(loaded).__call__)
     return Scorer(bind(loaded, function), is_async)
@@ -47,6 +53,15 @@ def _dataset_scorer() -> Scorer:
     except (ImportError, UserError) as error:
         raise RewardLoadError(f"expected to load the data set's own scorer, got: {error}") from error
     return Scorer(score, is_async=False)
+
+
+def _built_in_scorer(name: str, options: BuiltInOptions) -> Scorer:
+    from producers.rewards.builtin.choice import built_in
+
+    try:
+        return Scorer(bind(built_in(name, options), name), is_async=False)
+    except ImportError as error:
+        raise RewardLoadError(f"expected the library of reward {name!r} to be installed, got: {error}") from error
 
 
 def bind(function: Callable[..., Any], path: str) -> Callable[[Task], Any]:

@@ -32,14 +32,16 @@ class RewardProcess:
     is_async: bool = False
 
     @classmethod
-    async def start(cls, function: str, name: str, *, timeout_s: float, load_timeout_s: float) -> Self:
+    async def start(
+        cls, function: str, name: str, *, timeout_s: float, load_timeout_s: float, options: str = "{}"
+    ) -> Self:
         """Start the process and wait until the function is loaded.
 
         Raises:
             RewardLoadError: it cannot be imported, is no function, ends the process or takes too long.
         """
         try:
-            process = await _spawn(function, timeout_s)
+            process = await _spawn(function, timeout_s, options)
         except OSError as error:
             raise RewardLoadError(f"expected to start a process for reward {function}, got: {error}") from error
         output = asyncio.create_task(_log_output(process, name))
@@ -108,12 +110,12 @@ class RewardProcess:
         return f"its process ended with exit code {code}"
 
 
-async def _spawn(function: str, timeout_s: float) -> asyncio.subprocess.Process:
+async def _spawn(function: str, timeout_s: float, options: str) -> asyncio.subprocess.Process:
     """Start the process; cancelled half-way, it still ends what it started."""
     python_path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
     spawning = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "producers.rewards.child", function, str(timeout_s)),
+            *(sys.executable, "-P", "-m", "producers.rewards.child", function, str(timeout_s), options),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -5,9 +5,10 @@ one-line reason, and the other functions and completions are scored as if nothin
 """
 
 import asyncio
+import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import msgpack
 
@@ -38,6 +39,7 @@ class RewardRunner:
 
     def __init__(self, settings: RewardSettings) -> None:
         self.names = settings.names
+        options = json.dumps(asdict(settings.built_in_options))
         self._lanes = [
             FunctionLane(
                 function,
@@ -45,6 +47,7 @@ class RewardRunner:
                 timeout_s=settings.timeout_s,
                 load_timeout_s=settings.load_timeout_s,
                 concurrency=settings.concurrency,
+                options=options,
             )
             for function, name in zip(settings.functions, settings.names, strict=True)
         ]

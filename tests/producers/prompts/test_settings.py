@@ -15,10 +15,11 @@ def test_a_bare_number_in_a_mixture_is_a_weight() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "either data.dataset or data.mixture"),
-        ({"dataset": "gcd", "mixture": {"lcm": 1}}, "either data.dataset or data.mixture"),
-        ({"source": "jsonl"}, "expected data.path"),
-        ({"source": "jsonl", "path": "a.jsonl", "options": {"a": 1}}, "only with data.source"),
+        ({}, "expected one of data.path .*, got none"),
+        ({"dataset": "gcd", "mixture": {"lcm": 1}}, "got data.dataset and data.mixture"),
+        ({"dataset": "gcd", "path": "a.jsonl"}, "got data.path and data.dataset"),
+        ({"path": "a.jsonl", "options": {"a": 1}}, "no data.options with data.path"),
+        ({"path": "a.jsonl", "format": "ver"}, "format"),
         ({"dataset": "gcd", "options": {"seed": 1}}, "directly in \\[data\\]"),
         ({"mixture": {"gcd": {"options": {"size": 1}}}}, "directly in \\[data\\]"),
         ({"dataset": "gcd", "prompt_template": "Q:"}, "prompt_template"),

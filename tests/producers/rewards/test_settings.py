@@ -23,8 +23,16 @@ def test_weights_are_one_unless_given() -> None:
         {"functions": ("dataset",), "weights": (1.0, 2.0)},
         {"functions": ("dataset",), "weights": (float("nan"),)},
         {"timeout_s": 0},
+        {"format_pattern": "("},
+        {"answer_pattern": "[a"},
     ],
 )
 def test_contradictions_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         RewardSettings.model_validate(wrong)
+
+
+def test_a_misspelt_name_of_a_reward_that_comes_along_is_named_with_the_nearest() -> None:
+    with pytest.raises(ValidationError, match="did you mean 'math_verify'"):
+        RewardSettings(functions=("mathverify",))
+    assert RewardSettings(functions=("math_verify", "format")).names == ("math_verify", "format")

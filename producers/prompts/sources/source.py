@@ -2,9 +2,9 @@
 
 from typing import Protocol
 
-from producers.prompts.gym import ReasoningGymSource
-from producers.prompts.jsonl import JsonlSource
 from producers.prompts.settings import DataSettings
+from producers.prompts.sources.gym import ReasoningGymSource
+from producers.prompts.sources.stored import StoredSource
 from schemas.messages.prompts import Prompt
 
 
@@ -27,10 +27,10 @@ def open_source(settings: DataSettings, *, run_seed: int = 0) -> PromptSource:
     """The source that the settings name; ``run_seed`` holds where ``data.seed`` is not given.
 
     Raises:
-        DataError: the data set or file cannot be read.
+        DataError: the data set or file cannot be read, or one of its rows holds no prompt.
         SettingsError: the filter cannot be loaded.
     """
     seed = run_seed if settings.seed is None else settings.seed
-    if settings.path is not None and settings.source == "jsonl":
-        return JsonlSource(settings, settings.path, seed)
+    if settings.path is not None:
+        return StoredSource(settings, settings.path, seed)
     return ReasoningGymSource(settings, seed)

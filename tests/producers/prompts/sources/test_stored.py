@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from producers.prompts.jsonl import JsonlSource
 from producers.prompts.settings import DataSettings
+from producers.prompts.sources.stored import StoredSource
 from schemas.errors import DataError
 
 
@@ -18,9 +18,8 @@ def _write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def _source(path: Path, seed: int = 0, **settings: Any) -> JsonlSource:
-    values = {"source": "jsonl", "path": path, **settings}
-    return JsonlSource(DataSettings.model_validate(values), path, seed)
+def _source(path: Path, seed: int = 0, **settings: Any) -> StoredSource:
+    return StoredSource(DataSettings.model_validate({"path": str(path), **settings}), str(path), seed)
 
 
 @pytest.fixture
@@ -56,12 +55,7 @@ def test_the_filter_leaves_lines_out_without_renaming_the_others(numbers: Path) 
     assert sorted(prompt.columns["n"] for prompt in kept) == list(range(0, 30, 3))  # type: ignore[type-var]
     assert all(prompt.prompt_id == f"numbers/{prompt.columns['n'] + 1}" for prompt in kept)  # type: ignore[operator]
     assert source.prompt_at(10)[1] == 1
-
-
-def test_columns_are_renamed(tmp_path: Path) -> None:
-    path = _write(tmp_path / "a.jsonl", [{"question": [{"role": "user", "content": "hi"}], "solution": "x"}])
-    prompt = _source(path, columns={"question": "prompt", "solution": "answer"}, dataset="mine").prompt_at(0)[0]
-    assert (prompt.text, prompt.columns, prompt.dataset) == ("hi", {"answer": "x"}, "mine")
+    assert len(source) == 10
 
 
 def test_blank_lines_are_no_prompts(tmp_path: Path) -> None:
@@ -70,15 +64,28 @@ def test_blank_lines_are_no_prompts(tmp_path: Path) -> None:
     assert {source.prompt_at(position)[0].prompt_id for position in range(2)} == {"a/1", "a/3"}
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"text": "x"}', '{"prompt": 3}', '{"prompt": "x", "y": NaN}'])
-def test_a_malformed_line_is_named_with_its_file(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("{", "expected a JSON object"),
+        ("[1]", "expected a JSON object"),
+        ('{"text": "x"}', r"column 'prompt'.*got columns \['text'\]; set data.prompt_column"),
+        ('{"prompt": 3}', "got int"),
+        ('{"prompt": " "}', "got an empty text"),
+        ('{"prompt": []}', "got an empty list"),
+        ('{"prompt": [{"role": "user"}]}', "got turn 1 without text as content"),
+        ('{"prompt": "x", "y": NaN}', "expected a JSON object"),
+    ],
+)
+def test_a_malformed_line_is_named_with_its_file(tmp_path: Path, line: str, wrong: str) -> None:
     path = _write(tmp_path / "bad.jsonl", [{"prompt": "fine"}, line])
-    with pytest.raises(DataError, match=r"bad\.jsonl, line 2"):
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2") as caught:
         _source(path)
+    assert caught.match(wrong)
 
 
 def test_a_file_that_is_missing_or_empty_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.path"):
+    with pytest.raises(DataError, match=r"data\.path.*no such file"):
         _source(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="at least one prompt"):
         _source(_write(tmp_path / "empty.jsonl", []))
@@ -91,8 +98,15 @@ def test_a_file_that_changes_under_the_run_is_noticed(numbers: Path) -> None:
         source.prompt_at(0)
 
 
-def test_a_file_name_that_cannot_name_prompts_asks_for_a_name(tmp_path: Path) -> None:
-    path = _write(tmp_path / "my data.jsonl", [{"prompt": "x"}])
-    with pytest.raises(DataError, match=r"set data\.dataset"):
-        _source(path)
-    assert _source(path, dataset="mine").prompt_at(0)[0].prompt_id == "mine/1"
+def test_a_prompt_that_is_too_large_for_the_bus_is_named_by_its_line(tmp_path: Path) -> None:
+    source = _source(_write(tmp_path / "large.jsonl", [{"prompt": "x", "y": "y" * (3 << 20)}]))
+    with pytest.raises(DataError, match=r"bytes of prompt and columns at .*large\.jsonl, line 1"):
+        source.prompt_at(0)
+
+
+def test_messages_and_a_system_prompt_make_a_chat(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    path = _write(tmp_path / "chat.jsonl", [{"prompt": turns, "answer": "x"}])
+    prompt = _source(path, system_prompt="Be brief.").prompt_at(0)[0]
+    assert [turn.role for turn in prompt.content if not isinstance(turn, str)] == ["system", "user"]
+    assert prompt.columns == {"answer": "x"}

@@ -1,0 +1,1 @@
+"""What this hardware can do, and what a run would need."""

@@ -1,0 +1,1 @@
+"""Commands for the first minutes: files to begin with, and the settings explained."""

@@ -1,0 +1,133 @@
+"""The `datasets` library on local files; its cache lies in the test's own directory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+
+from producers.prompts.rows.opening import open_table, plain_name
+from producers.prompts.settings import DataSettings
+from producers.prompts.sources.stored import StoredSource
+from schemas.errors import DataError
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "data_source": "mine",
+        "prompt": [{"role": "user", "content": f"{n}+1?"}],
+        "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+        "extra_info": {"index": n},
+    }
+    for n in range(9)
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def _parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def _source(path: Path | str, **settings: Any) -> StoredSource:
+    return StoredSource(DataSettings.model_validate({"path": str(path), **settings}), str(path), 0)
+
+
+def test_a_parquet_file_of_verl_is_read_at_any_position(tmp_path: Path) -> None:
+    source = _source(_parquet(tmp_path / "train.parquet", ROWS), format="verl")
+    drawn = [source.prompt_at(position)[0] for position in range(9)]
+    assert sorted(prompt.text for prompt in drawn) == [f"{n}+1?" for n in range(9)]
+    third = next(prompt for prompt in drawn if prompt.prompt_id == "train/3")
+    assert (third.text, third.columns["answer"], third.columns["extra_info"]) == ("3+1?", "4", {"index": 3})
+    assert source.prompt_at(9)[1] == 1
+
+
+def test_csv_json_and_compressed_jsonl_hold_the_same_prompts(tmp_path: Path) -> None:
+    rows = [{"input": f"p{n}", "label": n} for n in range(3)]
+    pyarrow.csv.write_csv(pa.Table.from_pylist(rows), tmp_path / "a.csv")
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    import gzip
+
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    for name in ("a.csv", "a.json", "a.jsonl.gz"):
+        source = _source(tmp_path / name, format="openrlhf")
+        found = {(prompt.text, prompt.columns["answer"]) for prompt, _ in map(source.prompt_at, range(3))}
+        assert found == {("p0", 0), ("p1", 1), ("p2", 2)}
+
+
+def test_a_directory_has_splits_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    import datasets
+
+    folder = tmp_path_factory.mktemp("data")  # the library takes a folder named after this test for a test split
+    _parquet(folder / "train.parquet", ROWS)
+    _parquet(folder / "test.parquet", ROWS[:2])
+    assert len(_source(folder, format="verl")) == 9
+    assert len(_source(folder, format="verl", split="test")) == 2
+    assert len(_source(folder, format="verl", split="train[:4]")) == 4
+    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"prompt": "p"}])})
+    saved.save_to_disk(folder / "saved")
+    assert len(_source(folder / "saved")) == 1
+    with pytest.raises(DataError, match=r"Unknown split .test.*set data\.split"):
+        _source(folder / "saved", split="test")
+
+
+def test_a_row_without_a_prompt_is_named_by_file_and_row(tmp_path: Path) -> None:
+    path = _parquet(tmp_path / "bad.parquet", [{"prompt": "p"}, {"prompt": None}])
+    with pytest.raises(DataError, match=r"bad\.parquet, row 1, got nothing"):
+        _source(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "settings", "message"),
+    [
+        ("a.parquet", "no parquet", {}, r"data set at data\.path .*a\.parquet"),
+        ("a.txt", "text", {}, r"expected a file that ends in \.arrow, \.csv"),
+        ("a.jsonl", "{}", {"split": "test"}, r'data\.split = "train" with a jsonl file'),
+        ("a.csv", "prompt\nx\n", {"split": "test"}, r"Unknown split .*set data\.split"),
+        ("a.csv", "prompt\nx\n", {"subset": "main"}, r"expected no data\.subset"),
+    ],
+)
+def test_what_cannot_be_read_says_so_in_one_line(
+    tmp_path: Path, name: str, content: str, settings: dict[str, Any], message: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message) as caught:
+        _source(tmp_path / name, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unreachable_hub_is_named_in_one_line() -> None:
+    code = (
+        "from producers.prompts.rows.tables import open_hub\nfrom schemas.errors import DataError\n"
+        "try: open_hub('nobody/nothing', None, 'train', 'nothing')\nexcept DataError as error: print(error)"
+    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.count("\n") == 1
+    assert "'nobody/nothing'" in done.stdout
+    assert done.stdout.rstrip().endswith("name a local file, or a data set that can be reached")
+
+
+def test_a_local_name_without_a_file_is_not_looked_for_on_the_hub() -> None:
+    for path in ("missing.parquet", "./missing", "/missing/dir", "a/b/c"):
+        with pytest.raises(DataError, match="no such file"):
+            open_table(DataSettings.model_validate({"path": path}), path)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("a/my data.jsonl", "my-data"), ("gsm8k-v1.1.parquet", "gsm8k-v1.1"), ("openai/gsm8k", "gsm8k"), ("/", "prompts")],
+)
+def test_prompts_get_a_plain_name(path: str, name: str) -> None:
+    assert plain_name(path) == name
