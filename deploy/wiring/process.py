@@ -6,12 +6,15 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import structlog
 import uvloop
 
+from deploy.metrics.companions import Companion, beside
+from deploy.metrics.measuring.exporting import exported
+from deploy.metrics.tracking.tracker import tracking_of
 from deploy.settings.tree import Settings
 from deploy.wiring.broker import broker_for
 from deploy.wiring.collector import settle_collector
@@ -34,6 +37,13 @@ class Watched(Protocol):
     alive: Callable[[str], None]
 
 
+@runtime_checkable
+class Worker(Protocol):
+    """A role of which there are several."""
+
+    worker_id: str
+
+
 Build = Callable[[Settings, str], Loop]
 
 
@@ -43,24 +53,29 @@ def run_role(role: str, settings: Settings, worker_id: str) -> None:
     Raises:
         UserError: something the user can mend.
     """
-    configure_logging()
+    names = {"run": settings.run.name, "process": worker_id or role}
+    configure_logging(names)
     with broker_for(settings.kafka.bootstrap_servers, print) as address:
         named = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
-        loop = _builder(role)(named, worker_id)
+        built = _builder(role)(named, worker_id)
+        if isinstance(built, Worker):
+            names["process"] = names["worker"] = built.worker_id
         watchdog = Watchdog(settings.run.watchdog_s)
-        if isinstance(loop, Watched):
-            loop.alive = watchdog.alive
-        settle_collector()
-        uvloop.run(_until_stopped(loop, watchdog))
+        with exported(role, names["process"], built, named) as (loop, companions):
+            if isinstance(loop, Watched):
+                loop.alive = watchdog.alive
+            settle_collector()
+            uvloop.run(_until_stopped(loop, watchdog, [*companions, *tracking_of(role, named)]))
 
 
-async def _until_stopped(loop: Loop, watchdog: Watchdog) -> None:
+async def _until_stopped(loop: Loop, watchdog: Watchdog, companions: Sequence[Companion]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, stop)
     watching = asyncio.create_task(watchdog.watch())
     try:
-        await loop.run(stop)
+        async with beside(companions):
+            await loop.run(stop)
     finally:
         watching.cancel()
         await asyncio.wait({watching})
@@ -87,16 +102,23 @@ def _builder(role: str) -> Build:
             from deploy.wiring.dispatcher import build_dispatcher
 
             return build_dispatcher
+        case "ranker":
+            from deploy.wiring.dispatcher import build_ranker
+
+            return build_ranker
         case "coordinator" | "relay":
             from deploy.wiring.coordinator import build_coordinator, build_relay
 
             return build_coordinator if role == "coordinator" else build_relay
         case _:
-            raise UserError(f"expected one of worker, trainer, dispatcher, coordinator, relay, got {role!r}")
+            raise UserError(f"expected one of worker, trainer, dispatcher, ranker, coordinator, relay, got {role!r}")
 
 
-def configure_logging() -> None:
-    """Structured lines on standard output: coloured for a terminal, logfmt otherwise; libraries from WARNING on."""
+def configure_logging(names: Mapping[str, str] | None = None) -> None:
+    """Structured lines on standard output: coloured for a terminal, logfmt otherwise; libraries from WARNING on.
+
+    ``names`` stand in every line, of whatever thread or task, unless the line itself has another value for them.
+    """
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     renderer: structlog.typing.Processor = (
@@ -107,6 +129,7 @@ def configure_logging() -> None:
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            _with_names(names or {}),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,
@@ -118,3 +141,12 @@ def configure_logging() -> None:
     logging.basicConfig(level=logging.WARNING, format="timestamp=%(asctime)s level=%(levelname)s event=%(message)r")
     # A group's coordinator is looked up before the broker has one; the client tries again by itself.
     logging.getLogger("aiokafka.consumer.group_coordinator").setLevel(logging.CRITICAL)
+
+
+def _with_names(names: Mapping[str, str]) -> structlog.typing.Processor:
+    def add(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        for name, value in names.items():
+            event.setdefault(name, value)
+        return event
+
+    return add

@@ -12,7 +12,7 @@ from deploy.demo.task import (
     training_entries,
 )
 from producers.prompts.settings import DataSettings
-from producers.prompts.source import open_source
+from producers.prompts.sources.source import open_source
 
 
 def data_settings() -> DataSettings:

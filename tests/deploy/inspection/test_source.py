@@ -22,7 +22,7 @@ def made_run(parent: Path, **kafka: str) -> PastRun:
         {
             "run": {"name": "r", "directory": str(parent)},
             "model": {"path": "m"},
-            "data": {"source": "jsonl", "path": "p.jsonl"},
+            "data": {"path": "p.jsonl"},
             "kafka": kafka,
         }
     )

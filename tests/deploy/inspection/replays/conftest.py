@@ -46,7 +46,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
             {
                 "run": {"name": RUN, "directory": str(directory.parent)},
                 "model": {"path": str(model)},
-                "data": {"source": "jsonl", "path": "prompts.jsonl"},
+                "data": {"path": "prompts.jsonl"},
                 "loop": LOOP.model_dump(),
                 "batching": BATCHING.model_dump(),
                 "algorithm": algorithm.model_dump(),

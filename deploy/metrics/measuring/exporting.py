@@ -1,0 +1,112 @@
+"""Exports the figures of one process: its meters, the endpoint, and what is looked at beside its work.
+
+Invariant measuring_ends_nothing: whatever fails here is logged; the role goes on.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import structlog
+
+from deploy.bus.cluster.groups import committed_offsets
+from deploy.bus.kafka_bus import KafkaBus
+from deploy.metrics.companions import Companion, stopped_within
+from deploy.metrics.endpoint import endpoint
+from deploy.metrics.measuring.roles import Look, measure
+from deploy.metrics.meters import Meters
+from deploy.settings.tree import Settings
+from schemas.errors import BusError
+from schemas.wire.topics import TRAJECTORIES
+
+log = structlog.get_logger()
+
+LOOK_EVERY_S = 2.0
+NOTES = ".prometheus"
+"""Where Prometheus finds the processes of all runs: it takes a wildcard for files only."""
+
+
+@contextmanager
+def exported(role: str, process: str, loop: Any, settings: Settings) -> Iterator[tuple[Any, list[Companion]]]:
+    """The role with its meters on, and what is to run beside it. Without ``metrics.port``: the role as it is.
+
+    Raises:
+        UserError: no port is free.
+    """
+    if not settings.metrics.port:
+        yield loop, []
+        return
+    meters = Meters(settings.run.name)
+    loop, looks = measure(role, loop, meters)
+    meters.set(1, "build_info", metadata.version("streamrl"), process, role)
+    companions: list[Companion] = [Looking(meters, looks).run]
+    if role == "coordinator":
+        companions.append(LagSampler(meters, settings).run)
+    host, port = settings.metrics.host, settings.metrics.port
+    note = settings.run.directory / NOTES / f"{settings.run.name}-{process}.json"
+    with endpoint(meters.registry, host, port, process, note):
+        yield loop, companions
+
+
+@dataclass
+class Looking:
+    """Looks every two seconds, and notes how late it comes to do so."""
+
+    meters: Meters
+    looks: Sequence[Look]
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Look until stopped.
+
+        Consumes: what the role knows. Produces: gauges. Waits for: the interval.
+        On failure: logs it once for each look, and looks no more there. On stop: returns at once.
+        """
+        clock, looks = asyncio.get_running_loop().time, list(self.looks)
+        while True:
+            due = clock() + LOOK_EVERY_S
+            if await stopped_within(stop, LOOK_EVERY_S):
+                return
+            self.meters.set(max(0.0, clock() - due), "event_loop_lag_seconds")
+            for look in tuple(looks):
+                try:
+                    look()
+                except Exception:
+                    log.exception("a part of the metrics is given up")
+                    looks.remove(look)
+
+
+@dataclass
+class LagSampler:
+    """Consumer lag as the broker knows it, from committed offsets: also while the trainer is away."""
+
+    meters: Meters
+    settings: Settings
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Ask until stopped.
+
+        Consumes: nothing. Produces: gauges. Waits for: the interval, the broker.
+        On failure: the gauges go, and the broker is asked again. On stop: returns within one question.
+        """
+        while not await stopped_within(stop, self.settings.metrics.lag_interval_s):
+            try:
+                await self._ask()
+            except BusError as error:
+                log.warning("consumer lag not known", error=str(error))
+                self.meters.forget("consumer_lag_records")
+
+    async def _ask(self) -> None:
+        kafka, topic = self.settings.kafka, TRAJECTORIES.full_name(self.settings.run.name)
+        committed = await committed_offsets(kafka, {topic})
+        subscription = await KafkaBus(kafka).subscribe([topic], client_id="streamrl-lag", start="latest")
+        try:
+            ends = await subscription.end_offsets()
+        finally:
+            await subscription.close()
+        for group, offsets in committed.items():
+            for tp, end in ends.items():
+                lag = max(0, end - offsets.get(tp, 0))
+                self.meters.set(lag, "consumer_lag_records", TRAJECTORIES.name, str(tp.partition), group)

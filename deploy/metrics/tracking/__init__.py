@@ -1,0 +1,1 @@
+"""Step reports into experiment trackers: TensorBoard, Weights & Biases, trackio."""

@@ -1,0 +1,1 @@
+"""`streamrl doctor`: what may keep a run from working, and how to mend it."""

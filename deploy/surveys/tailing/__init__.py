@@ -1,0 +1,1 @@
+"""`streamrl tail`: the records of a topic, decoded, filtered, one line each."""

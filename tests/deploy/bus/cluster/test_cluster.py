@@ -1,0 +1,45 @@
+import time
+
+import pytest
+
+from deploy.bus.cluster.codecs import CODECS, codec_problem
+from deploy.bus.cluster.facts import ask_cluster
+from deploy.bus.cluster.groups import committed_offsets
+from deploy.bus.cluster.release import release_at
+from deploy.bus.cluster.times import offsets_since
+from deploy.bus.kafka_bus import KafkaBus
+from deploy.bus.settings import KafkaSettings
+from schemas.ports.bus import Outgoing, TopicPartition
+from tests.contract.topics import create_topic
+
+
+@pytest.mark.parametrize(("level", "release"), [(0, None), (7, "3.3"), (19, "3.7"), (25, "4.0"), (99, "4.3")])
+def test_a_release_is_known_by_the_highest_level_of_its_metadata(level: int, release: str | None) -> None:
+    assert release_at(level) == release
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_codec_reads_back_what_it_wrote(codec: str) -> None:
+    assert codec_problem(codec) is None
+
+
+@pytest.mark.kafka
+async def test_a_cluster_tells_of_itself_its_groups_and_offsets_by_time(bootstrap_servers: str) -> None:
+    settings = KafkaSettings(bootstrap_servers=bootstrap_servers)
+    await create_topic(bootstrap_servers, "asked", 2)
+    facts = await ask_cluster(settings, lambda name: name == "asked")
+    assert (facts.topics["asked"].partitions, facts.topics["asked"].leaderless) == (2, 0)
+    assert (facts.number("socket.request.max.bytes") or 0) >= 100 << 20
+    assert facts.number("no.such.setting") is None
+    bus, before = KafkaBus(settings), time.time()
+    publisher = await bus.publisher("w")
+    await publisher.publish(Outgoing("asked", b"x", "k", 0))
+    await publisher.close()
+    first, second = TopicPartition("asked", 0), TopicPartition("asked", 1)
+    assert await offsets_since(settings, [first, second], before - 60) == {first: 0, second: 0}
+    assert await offsets_since(settings, [first, second], before + 60) == {first: 1, second: 0}
+    reader = await bus.subscribe(["asked"], client_id="r", group_id="asked.grpo")
+    await reader.commit({first: 1})
+    await reader.close()
+    assert await committed_offsets(settings, {"asked"}) == {"asked.grpo": {first: 1}}
+    assert await committed_offsets(settings, {"other"}) == {}
