@@ -11,6 +11,7 @@ rest be planned anew, whereas a lane that is reserved for too long a completion 
 from collections.abc import Sequence
 
 from producers.dispatch.planning.baselines import lpt, round_robin
+from producers.dispatch.planning.doubt import Doubt, as_given, cautious
 from producers.dispatch.planning.makespan import predicted_finish
 from producers.dispatch.planning.plans import Item, Plan, Worker
 from producers.dispatch.planning.spreading import all_slots, longest_first, spread
@@ -25,18 +26,30 @@ def skewness_aware(
 ) -> Plan:
     """The plan with the earliest predicted finish; never later than that of ``round_robin`` or of ``lpt``.
 
-    ``patience_s``: a finish before that is worth nothing, so no capacity is given up for it.
+    Where lengths are in doubt, that is the mean over draws of them, and the long tail is also planned at its upper
+    estimates. ``patience_s``: a finish before that is worth nothing, so no capacity is given up for it.
     """
-    best = min(
-        (strategy(items, workers, curve) for strategy in (lpt, round_robin)),
-        key=lambda plan: predicted_finish(plan, curve),
-    )
+    doubt = Doubt(items)
+    views = [list(items)]
+    if (careful := cautious(items)) != views[0]:
+        views.append(careful)
+    plans = [round_robin(items, workers, curve)]
+    for view in views:
+        ordered = longest_first(view)
+        plans.append(as_given(spread(ordered, workers, all_slots(workers), curve), items))
+    best = min(plans, key=lambda plan: doubt.finish_s(plan, curve))
+    if not items or doubt.finish_s(best, curve) <= patience_s:
+        return best
+    with_lanes = (as_given(_with_lanes(view, workers, curve, patience_s), items) for view in views)
+    return min((best, *with_lanes), key=lambda plan: doubt.finish_s(plan, curve))
+
+
+def _with_lanes(items: Sequence[Item], workers: Sequence[Worker], curve: DecodeCurve, patience_s: float) -> Plan:
+    """The best of the enumerated targets, if lengths are as these items say."""
+    best = lpt(items, workers, curve)
     finish = predicted_finish(best, curve)
     ordered = longest_first(items)
-    if not ordered or finish <= patience_s:
-        return best
-    low = max(_least_s(ordered, workers, curve), patience_s)
-    high = finish
+    low, high = max(_least_s(ordered, workers, curve), patience_s), finish
     for _ in range(2):
         width = (high - low) / TARGETS
         if width <= 0:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from producers.dispatch.planning.doubt import Doubt
 from producers.dispatch.planning.makespan import predicted_finish
 from producers.dispatch.planning.plans import Item, Lane, Plan, Worker
 from producers.dispatch.planning.skewness import skewness_aware
@@ -35,9 +36,10 @@ def test_every_prompt_is_dispatched_once(items: list[Item], workers: list[Worker
 def test_lanes_are_never_predicted_worse_than_round_robin_or_lpt(
     items: list[Item], workers: list[Worker], curve: DecodeCurve
 ) -> None:
-    finish = predicted_finish(skewness_aware(items, workers, curve), curve)
+    doubt = Doubt(items)
+    finish = doubt.finish_s(skewness_aware(items, workers, curve), curve)
     for name in ("round_robin", "lpt"):
-        assert finish <= predicted_finish(STRATEGIES[name](items, workers, curve), curve)
+        assert finish <= doubt.finish_s(STRATEGIES[name](items, workers, curve), curve)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
