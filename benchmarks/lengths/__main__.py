@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lengths.report import environment, write_readme
+from benchmarks.lengths.language import fine_tuned
+from benchmarks.lengths.report import WORKLOADS, environment, write_readme
 from benchmarks.lengths.trial import ask, judge, predictors, teach
-from benchmarks.lengths.workload import Policy, Task, prompts
+from benchmarks.lengths.workload import Policy, Task
 from producers.lengths.learning import LearnedLengths
 
 HERE = Path(__file__).parent
@@ -24,19 +26,22 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lengths", description=__doc__)
     parser.add_argument("--taught", type=int, default=2000, help="prompts seen, eight completions each")
     parser.add_argument("--held-out", type=int, default=1500, help="prompts never seen that are predicted")
+    parser.add_argument("--epochs", type=float, default=8.0, help="passes of the language model over what was taught")
     parser.add_argument("--seed", type=int, default=700_000)
     parser.add_argument("--results", type=Path, default=HERE.parent / "results" / "lengths.json")
     parser.add_argument("--readme", type=Path, default=HERE / "README.md")
     options = parser.parse_args(arguments)
     began = time.monotonic()
-    drawn = prompts(options.taught + options.held_out, options.seed)
     rows: list[dict[str, Any]] = []
-    for policy in (Policy("synthetic"), Policy("answers")):
-        tasks = [policy.task(prompt) for prompt in drawn]
-        rows += _held_out(policy, tasks[: options.taught], tasks[options.taught :], options.seed)
-        rows += _repeats(policy, tasks[: options.taught], options.seed)
-    synthetic = [Policy("synthetic").task(prompt) for prompt in drawn]
-    rows += _drift(synthetic[: options.taught], synthetic[options.taught :], options.seed)
+    for policy in map(Policy, WORKLOADS):
+        tasks = policy.tasks(options.taught + options.held_out, options.seed)
+        taught, held_out = tasks[: options.taught], tasks[options.taught :]
+        rows += _held_out(policy, taught, held_out, options.seed)
+        rows += _language_model(policy, taught, held_out, options)
+        if policy.name in ("synthetic", "answers"):
+            rows += _repeats(policy, taught, options.seed)
+        if policy.name == "synthetic":
+            rows += _drift(taught, held_out, options.seed)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.write_text(json.dumps(rows, indent=1) + "\n")
     write_readme(options.readme, rows, environment(options, time.monotonic() - began))
@@ -53,6 +58,21 @@ def _held_out(policy: Policy, taught: Sequence[Task], held_out: Sequence[Task], 
                 cost = _cost(took) if dataset == "all" else {}
                 yield _row(policy, situation, dataset, name) | judged.row() | cost
             _say(policy, situation, name)
+
+
+def _language_model(
+    policy: Policy, taught: Sequence[Task], held_out: Sequence[Task], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Fine-tuned once to the same completions that the others were taught, as `streamrl lengths fit` does it."""
+    began = time.thread_time()
+    with tempfile.TemporaryDirectory(prefix="streamrl-lengths-") as scratch:
+        predictor = fine_tuned(policy, taught, options.seed, options.epochs, Path(scratch))
+    seconds = time.thread_time() - began
+    estimates, took = ask(predictor, held_out)
+    for dataset, judged in judge(estimates, policy, held_out, options.seed).items():
+        cost = {**_cost(took), "fit_s": round(seconds, 1)} if dataset == "all" else {}
+        yield _row(policy, "held out", dataset, "language_model") | judged.row() | cost
+    _say(policy, "held out", "language_model")
 
 
 def _repeats(policy: Policy, taught: Sequence[Task], seed: int) -> Iterator[dict[str, Any]]:

@@ -8,34 +8,37 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lengths.workload import LIMIT, Policy, Task
+from benchmarks.lengths.workload import Policy, Task
 from producers.lengths.completion import Completion
 from producers.lengths.learning import LearnedLengths
-from producers.lengths.observed import RecentLengths
+from producers.lengths.measures.buckets import Buckets
+from producers.lengths.measures.recent import RecentLengths
+from producers.lengths.measures.scores import kendall_tau, recall_of_longest
 from producers.lengths.predictor import LengthPredictor, build_predictor
-from producers.lengths.scores import kendall_tau, recall_of_longest
 from producers.lengths.settings import LengthSettings
 from schemas.messages.prompts import LengthEstimate, Prompt
 from schemas.settings import LoopSettings
 
-SAMPLES = 8
-LOOP = LoopSettings(max_completion_length=LIMIT)
 BUILT = ("constant", "observed_quantiles", "learned")
 
 
 class PerDataset:
     """The baseline that knows only which data set a prompt is of: its recent quantiles."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy) -> None:
+        self.buckets = Buckets(())
+        self._limit = policy.limit
         self._seen: dict[str, RecentLengths] = {}
 
-    def predict(self, prompt: Prompt) -> LengthEstimate:
+    def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
         """The data set's quantiles; half the limit for one never seen."""
         seen = self._seen.get(prompt.dataset)
         median, upper = (
-            (LIMIT // 2, LIMIT) if seen is None else (max(1, seen.quantile(0.5)), max(1, seen.quantile(0.9)))
+            (self._limit // 2, self._limit)
+            if seen is None
+            else (max(1, seen.quantile(0.5)), max(1, seen.quantile(0.9)))
         )
-        return LengthEstimate(median=median, upper=upper, bucket=LOOP.bucket_of(upper), predictor="per_dataset")
+        return LengthEstimate(median=median, upper=upper, bucket=0, predictor="per_dataset")
 
     def observe(self, completion: Completion) -> None:
         """Note the length."""
@@ -46,12 +49,14 @@ class Perfect:
     """Knows what a prompt is about, hidden difficulty included, but not the luck of a sample: the most one can know."""
 
     def __init__(self, policy: Policy, tasks: Sequence[Task]) -> None:
+        self.buckets = Buckets(())
+        self._limit = policy.limit
         self._typical = {task.prompt.prompt_id: task.typical * policy.growth for task in tasks}
 
-    def predict(self, prompt: Prompt) -> LengthEstimate:
+    def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
         """The median of the policy itself."""
-        length = max(1, min(LIMIT, round(self._typical.get(prompt.prompt_id, 1))))
-        return LengthEstimate(median=length, upper=length, bucket=LOOP.bucket_of(length), predictor="perfect")
+        length = max(1, min(self._limit, round(self._typical.get(prompt.prompt_id, 1))))
+        return LengthEstimate(median=length, upper=length, bucket=0, predictor="perfect")
 
     def observe(self, completion: Completion) -> None:
         """Knows already."""
@@ -59,11 +64,13 @@ class Perfect:
 
 @dataclass(frozen=True)
 class Judged:
-    """Over some prompts. ``recall``: of the longest 20 %, of prompts by their mean and of samples by themselves."""
+    """``recall``: of the longest 20 % (or 10, 5), of prompts by their mean, of samples by themselves."""
 
     prompts: int
     recall_prompts: float
     recall_samples: float
+    recall_prompts_10: float
+    recall_prompts_5: float
     tau: float
     coverage: float | None
 
@@ -75,12 +82,17 @@ class Judged:
         }
 
 
+def loop_of(policy: Policy) -> LoopSettings:
+    """The settings that a predictor of these lengths asks for."""
+    return LoopSettings(max_completion_length=policy.limit)
+
+
 def predictors(policy: Policy, tasks: Sequence[Task]) -> dict[str, LengthPredictor]:
     """All that are compared, untaught; ``tasks`` are for the one that knows."""
     built: dict[str, LengthPredictor] = {
-        name: build_predictor(LengthSettings.model_validate({"predictor": name}), LOOP) for name in BUILT
+        name: build_predictor(LengthSettings.model_validate({"predictor": name}), loop_of(policy)) for name in BUILT
     }
-    return {**built, "per_dataset": PerDataset(), "perfect": Perfect(policy, tasks)}
+    return {**built, "per_dataset": PerDataset(policy), "perfect": Perfect(policy, tasks)}
 
 
 def teach(predictor: LengthPredictor, policy: Policy, tasks: Sequence[Task], seed: int, version: int = 0) -> None:
@@ -88,10 +100,10 @@ def teach(predictor: LengthPredictor, policy: Policy, tasks: Sequence[Task], see
     rng = random.Random(f"teach/{seed}/{version}")
     for number, task in enumerate(tasks):
         predictor.predict(task.prompt)
-        for _ in range(SAMPLES):
+        for _ in range(policy.samples):
             length = policy.sample(task, rng)
             group = f"{task.prompt.prompt_id}/{version}/{number}"
-            predictor.observe(Completion(task.prompt, group, length, version, censored=length == LIMIT))
+            predictor.observe(Completion(task.prompt, group, length, version, censored=length == policy.limit))
             if isinstance(predictor, LearnedLengths):
                 predictor.wait()
 
@@ -109,12 +121,12 @@ def ask(predictor: LengthPredictor, tasks: Sequence[Task]) -> tuple[list[LengthE
 def judge(
     estimates: Sequence[LengthEstimate], policy: Policy, tasks: Sequence[Task], seed: int, *, covers: bool = True
 ) -> dict[str, Judged]:
-    """By data set and over ``all``: the estimates against ``SAMPLES`` completions of each prompt."""
+    """By data set and over ``all``: the estimates against ``policy.samples`` completions of each prompt."""
     rng = random.Random(f"judge/{seed}")
-    lengths = np.array([[policy.sample(task, rng) for _ in range(SAMPLES)] for task in tasks], np.float64)
+    lengths = np.array([[policy.sample(task, rng) for _ in range(policy.samples)] for task in tasks], np.float64)
     medians = np.array([estimate.median for estimate in estimates], np.float64)
     uppers = np.array([estimate.upper for estimate in estimates], np.float64)
-    names = np.array([task.prompt.dataset for task in tasks])
+    names = np.array([task.kind for task in tasks])
     return {
         name: _judged(medians[chosen], uppers[chosen], lengths[chosen], covers)
         for name in ("all", *sorted(set(names)))
@@ -127,7 +139,9 @@ def _judged(medians: Any, uppers: Any, lengths: Any, covers: bool) -> Judged:
     return Judged(
         prompts=len(means),
         recall_prompts=recall_of_longest(medians, means) or 0.0,
-        recall_samples=recall_of_longest(np.repeat(medians, SAMPLES), lengths.ravel()) or 0.0,
+        recall_samples=recall_of_longest(np.repeat(medians, lengths.shape[1]), lengths.ravel()) or 0.0,
+        recall_prompts_10=recall_of_longest(medians, means, 0.1) or 0.0,
+        recall_prompts_5=recall_of_longest(medians, means, 0.05) or 0.0,
         tau=kendall_tau(medians, means) or 0.0,
         coverage=float((lengths <= uppers[:, None]).mean()) if covers else None,
     )

@@ -1,17 +1,22 @@
-"""The task set, and two policies that give its prompts lengths. All figures were fixed before anything was fitted.
+"""The task sets, and policies that give their prompts lengths. All figures were fixed before anything was fitted.
 
 ``synthetic``: tokens by what the task has to write or search, times lognormal noise of the prompt (hidden difficulty)
 and of the sample, and one sample in thirty that rambles (Pareto). ``answers``: the length of the data set's own answer
 text, in bytes as a byte-level tokenizer would see it; no noise, but nothing in it was made up for this purpose.
+``mixed``: the same for the task set that training is compared on, all of it one data set as in a run. ``lognormal``:
+the prompts of the emulated studies, one completion each.
 """
 
 import math
 import random
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from benchmarks.lengths import synthetic as lognormal
+from benchmarks.peers import tasks as mixed
 from producers.prompts.settings import DataSettings
-from producers.prompts.source import open_source
+from producers.prompts.sources.source import open_source
 from schemas.messages.prompts import Prompt
 
 LIMIT = 4096
@@ -45,6 +50,12 @@ class Task:
 
     prompt: Prompt
     typical: float
+    part: str = ""
+
+    @property
+    def kind(self) -> str:
+        """What the tables tell apart: a part of the task set, or a data set."""
+        return self.part or self.prompt.dataset
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,29 @@ class Policy:
     name: str
     growth: float = 1.0
 
+    @property
+    def samples(self) -> int:
+        """Completions of a prompt."""
+        return 1 if self.name == "lognormal" else 8
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of a completion."""
+        return 10 * lognormal.MEDIAN if self.name == "lognormal" else LIMIT
+
+    def tasks(self, count: int, seed: int) -> list["Task"]:
+        """So many prompts of the policy's task set with their typical lengths."""
+        if self.name == "lognormal":
+            rows = lognormal.prompts(count, seed)
+            return [Task(_prompt("lognormal", number, row), row["length"], "") for number, row in enumerate(rows)]
+        if self.name == "mixed":
+            entries = islice(mixed.entries(seed, "train"), count)
+            return [
+                Task(_prompt("mixed", number, row), len(row["answer"]) + 1.0, row["part"])
+                for number, row in enumerate(entries)
+            ]
+        return [self.task(prompt) for prompt in prompts(count, seed)]
+
     def task(self, prompt: Prompt) -> Task:
         """The prompt with its typical length, of which the hidden difficulty is a part."""
         if self.name == "answers":
@@ -62,18 +96,22 @@ class Policy:
         return Task(prompt, _work(prompt) * math.exp(hidden))
 
     def sample(self, task: Task, rng: random.Random) -> int:
-        """Tokens of one completion, at most ``LIMIT``."""
+        """Tokens of one completion, at most ``limit``."""
         length = task.typical * self.growth
         if self.name == "synthetic":
             length *= math.exp(rng.gauss(0, SAMPLE_NOISE))
             length *= 1 + rng.paretovariate(1.5) if rng.random() < RAMBLING_SHARE else 1
-        return max(1, min(LIMIT, round(length)))
+        return max(1, min(self.limit, round(length)))
+
+
+def _prompt(dataset: str, number: int, row: dict[str, Any]) -> Prompt:
+    return Prompt(prompt_id=f"{dataset}/{number}", dataset=dataset, content=row["prompt"])
 
 
 def prompts(count: int, seed: int) -> list[Prompt]:
     """So many prompts of the mixture, each data set alike often."""
     settings = DataSettings.model_validate(
-        {"source": "reasoning_gym", "size": count, "mixture": {name: {"options": o} for name, o in MIXTURE.items()}}
+        {"size": count, "mixture": {name: {"options": o} for name, o in MIXTURE.items()}}
     )
     source = open_source(settings, run_seed=seed)
     return [source.prompt_at(position)[0] for position in range(count)]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.arguments import OVERRIDES, USAGE, split
+from deploy.cli.configuration.arguments import OVERRIDES, USAGE, split
 
 
 def add_to(app: typer.Typer) -> None:

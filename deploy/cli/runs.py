@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from deploy.cli.arguments import OVERRIDES, USAGE, split
+from deploy.cli.configuration.arguments import OVERRIDES, USAGE, split
 
 
 def add_to(app: typer.Typer) -> None:

@@ -8,8 +8,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from producers.lengths.observed import RecentLengths
-from producers.lengths.scores import kendall_tau, recall_of_longest
+from producers.lengths.measures.buckets import Buckets
+from producers.lengths.measures.recent import RecentLengths
+from producers.lengths.measures.scores import kendall_tau, recall_of_longest
 from schemas.messages.prompts import LengthEstimate
 from schemas.settings import LoopSettings
 
@@ -33,7 +34,7 @@ class CalibrationReport:
 
     ``coverage``: share at or below the upper estimate; ``mean_abs_error``: of the median, in tokens. ``ours``,
     ``constant`` and ``per_dataset`` compare the orders; ``made_by`` counts estimates by predictor, so that a fallback
-    shows. What cannot be said yet is none.
+    shows. ``boundaries``: of the buckets now, in tokens. What cannot be said yet is none.
     """
 
     observations: int
@@ -45,6 +46,8 @@ class CalibrationReport:
     constant: Ranking
     per_dataset: Ranking
     made_by: dict[str, int]
+    boundaries_version: int
+    boundaries: tuple[int, ...]
 
     def fields(self) -> dict[str, object]:
         """For a line of the log: shares rounded, baselines by name."""
@@ -59,24 +62,28 @@ class CalibrationReport:
             "lengths_by": self.made_by,
             "buckets_predicted": self.predicted,
             "buckets_actual": self.actual,
+            "boundaries_version": self.boundaries_version,
+            "boundaries": self.boundaries,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """An estimate, the baselines' medians and upper estimates at the time, and the length that came of it."""
+    """An estimate, the baselines' medians and upper estimates at the time, and the length and bucket it came to."""
 
     estimate: LengthEstimate
     per_dataset: tuple[int, int]
     constant: tuple[int, int]
     length: int
+    bucket: int
 
 
 class Calibration:
     """Compares each estimate with the length that came of it."""
 
-    def __init__(self, loop: LoopSettings, window: int = 2048) -> None:
+    def __init__(self, loop: LoopSettings, window: int = 2048, buckets: Buckets | None = None) -> None:
         self._loop = loop
+        self._buckets = buckets or Buckets(loop.bucket_boundaries)
         self._window = window
         self._outcomes: deque[_Outcome] = deque(maxlen=window)
         self._by_dataset: dict[str, RecentLengths] = {}
@@ -86,7 +93,8 @@ class Calibration:
         """Note the actual output length in tokens behind an estimate. The baselines learn it afterwards."""
         alike = self._by_dataset.setdefault(dataset, RecentLengths(self._window))
         constant = self._guess(self._all)
-        self._outcomes.append(_Outcome(estimate, self._guess(alike), constant, output_length))
+        bucket = self._buckets.of(output_length)
+        self._outcomes.append(_Outcome(estimate, self._guess(alike), constant, output_length, bucket))
         alike.add(output_length)
         self._all.add(output_length)
 
@@ -105,11 +113,13 @@ class Calibration:
             coverage=ours.coverage,
             mean_abs_error=error / len(seen) if seen else None,
             predicted=self._by_bucket([outcome.estimate.bucket for outcome in seen]),
-            actual=self._by_bucket([self._loop.bucket_of(outcome.length) for outcome in seen]),
+            actual=self._by_bucket([outcome.bucket for outcome in seen]),
             ours=ours,
             constant=Ranking(*_order([1] * len(seen), seen), constant.coverage),
             per_dataset=self._ranking(seen, [outcome.per_dataset for outcome in seen]),
             made_by=dict(Counter(outcome.estimate.predictor.partition("/")[0] for outcome in seen)),
+            boundaries_version=self._buckets.version,
+            boundaries=self._buckets.boundaries.lengths,
         )
 
     def _ranking(self, seen: Sequence[_Outcome], guesses: Sequence[tuple[int, int]]) -> Ranking:

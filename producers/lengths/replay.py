@@ -1,6 +1,7 @@
-"""Lets a predictor that learns read again, at the start, what the trajectories topic still holds of the newest past.
+"""Lets a predictor that learns, or whose buckets do, read at the start what the trajectories topic still holds.
 
-It does not know the dispatcher; groups that are fed to the predictor in another way are left to that.
+Of a long past only the newest is read. It does not know the dispatcher; groups that are fed to the predictor in
+another way are left to that.
 """
 
 from collections.abc import Callable
@@ -48,7 +49,7 @@ async def replay(bus: Bus, run: str, predictor: LengthPredictor, *, skip: Callab
 
     ``skip``: groups, by id, whose completions reach the predictor otherwise.
     """
-    if not isinstance(predictor, LearnedLengths):
+    if not isinstance(predictor, LearnedLengths) and not predictor.buckets.are_fitted:
         return 0
     try:
         completions = await _read(bus, TRAJECTORIES.full_name(run), skip)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from deploy.cli.arguments import OVERRIDES, USAGE, split
+from deploy.cli.configuration.arguments import OVERRIDES, USAGE, split
 
 Measured = Annotated[Path | None, typer.Option(help="What `streamrl profile` measured; else [emulation] is believed.")]
 Price = Annotated[float, typer.Option(min=0.0, help="Of a device for an hour, in any currency.")]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.arguments import OVERRIDES, USAGE, split
+from deploy.cli.configuration.arguments import OVERRIDES, USAGE, split
 
 config = typer.Typer(help="Show and explain the settings.", no_args_is_help=True)
 

@@ -63,9 +63,10 @@ class Levels:
         return {dataset: (self.of(dataset), level.count) for dataset, level in self._levels.items()}
 
     def load(self, dumped: Mapping[str, tuple[float, int]]) -> None:
-        """Take over what was dumped, as the levels to start from."""
+        """Take over what was dumped, as the levels to go on from; of other data sets ours stay."""
+        known = {**self.dump(), **dumped}
         self._shared = 0.0
-        self._levels = {dataset: _Level(mean, count) for dataset, (mean, count) in dumped.items()}
+        self._levels = {dataset: _Level(mean, count) for dataset, (mean, count) in known.items()}
         total = sum(level.count for level in self._levels.values())
         mean = sum(level.mean * level.count for level in self._levels.values()) / max(1, total)
         self._all = _Level(mean, total)

@@ -17,9 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from producers.lengths.learned.features import LAYOUT, ROW_WIDTH
+from producers.lengths.learned.features import LAYOUT, ROW_WIDTH, text_features
 from producers.lengths.learned.forest import Forest
 from schemas.errors import MalformedFrame
+from schemas.messages.prompts import Prompt
 
 log = structlog.get_logger()
 
@@ -37,6 +38,16 @@ class LengthModel:
     version: int
     policy_version: int
     observations: int
+
+    @property
+    def name(self) -> str:
+        """How estimates call it."""
+        return f"learned/v{self.version}"
+
+    def quantiles(self, prompt: Prompt) -> tuple[float, float]:
+        """Median and upper of the logarithm of length over its data set's level, by the prompt's text."""
+        median, upper = map(float, self.forest.predict(text_features(prompt)))
+        return median, upper
 
 
 class _About(BaseModel):
@@ -74,9 +85,11 @@ def save(model: LengthModel, levels: Levels, folder: Path) -> Path:
     return path
 
 
-def load_newest(folder: Path) -> tuple[LengthModel, Levels] | None:
+def load_newest(folder: Path, newer_than: int = 0) -> tuple[LengthModel, Levels] | None:
     """The newest file that can be used; none if there is none. Files that cannot be used are left alone."""
-    for _, path in _files(folder):
+    for version, path in _files(folder):
+        if version <= newer_than:
+            break
         try:
             return load(path)
         except (MalformedFrame, OSError) as error:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.arguments import split
+from deploy.cli.configuration.arguments import split
 from schemas.errors import SettingsError
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from producers.lengths.completion import Completion
 from producers.lengths.learning import LearnedLengths
+from producers.lengths.measures.scores import kendall_tau, recall_of_longest
 from producers.lengths.predictor import build_predictor
-from producers.lengths.scores import kendall_tau, recall_of_longest
 from producers.lengths.settings import LengthSettings
 from schemas.messages.prompts import LengthEstimate, Prompt
 from schemas.settings import LoopSettings
@@ -136,7 +136,7 @@ def test_no_peeking(taught: LearnedLengths) -> None:
     prompt = prompt_of(0)
     for length in (10, 500, 1000):
         predictor.observe(Completion(prompt, "g/0", length))
-    rows = predictor._memory.snapshot(predictor._levels).rows
+    rows = predictor._upkeep.memory.snapshot(predictor._levels).rows  # type: ignore[union-attr]
     assert len(rows) == 3
     assert (rows == rows[0]).all()
 

@@ -4,7 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from producers.lengths.completion import Completion
-from producers.lengths.observed import ObservedQuantiles, RecentLengths
+from producers.lengths.measures.recent import RecentLengths
+from producers.lengths.observed import ObservedQuantiles
 from producers.lengths.predictor import build_predictor
 from producers.lengths.settings import LengthSettings
 from schemas.messages.prompts import Prompt

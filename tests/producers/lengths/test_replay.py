@@ -6,6 +6,7 @@ from producers.dispatch.state import DispatchState
 from producers.lengths.completion import Completion
 from producers.lengths.constant import ConstantLength
 from producers.lengths.learning import LearnedLengths
+from producers.lengths.predictor import build_predictor
 from producers.lengths.replay import replay
 from producers.lengths.settings import LengthSettings
 from schemas.errors import BusUnavailable
@@ -47,6 +48,17 @@ async def test_repeats_aborts_and_skipped_groups_are_not_learned() -> None:
     await _publish(scene, trajectory(order("toy/0/0"), 1, reason=FinishReason.ABORT))
     await _publish(scene, trajectory(order("toy/1/0"), 0))
     assert await _replay(scene, _taught(), skip=lambda group: group == "toy/1/0") == 1
+
+
+async def test_boundaries_that_were_fitted_are_fitted_again_after_a_restart() -> None:
+    scene = Scene()
+    for position in range(80):
+        await _publish(scene, trajectory(order(f"toy/{position}/0"), 0, length=5 + position))
+    predictor = build_predictor(LengthSettings(buckets="fitted", learn_after=64), LOOP)
+    assert await replay(scene.bus, "r", predictor, skip=lambda group: False) == 80
+    estimate = predictor.predict(order("toy/99/0").prompt)
+    assert estimate.boundaries_version == predictor.buckets.version > 0
+    assert predictor.buckets.boundaries.lengths[0] < 64
 
 
 async def test_a_predictor_that_learns_nothing_reads_nothing() -> None:

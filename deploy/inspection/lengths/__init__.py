@@ -1,0 +1,1 @@
+"""`streamrl lengths`: rankers fitted to recorded trajectories."""

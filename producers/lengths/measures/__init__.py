@@ -1,0 +1,1 @@
+"""What lengths are measured by: recent quantiles, buckets, and scores of an order."""

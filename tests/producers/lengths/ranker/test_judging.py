@@ -1,0 +1,21 @@
+import pytest
+
+from producers.lengths.ranker.judging import Guess, baselines, judge
+
+
+def test_recall_tau_and_coverage_are_given_by_data_set_and_over_all() -> None:
+    guesses = [Guess("ab"[length % 2], length, length + 10, length) for length in range(1, 201)]
+    judged = judge(guesses)
+    assert set(judged) == {"all", "a", "b"}
+    assert judged["all"].recall == (1.0, 1.0, 1.0)
+    assert (judged["a"].tau, judged["b"].coverage, judged["all"].completions) == (1.0, 1.0, 200)
+    assert judge([]) == {}
+
+
+def test_the_baselines_know_only_quantiles_of_what_was_taught() -> None:
+    taught = {"a": list(range(1, 101)), "b": [1000] * 100}
+    said = baselines(taught, [("a", 5), ("b", 1000), ("new", 7)], 0.9)
+    assert [(guess.median, guess.upper) for guess in said["per_dataset"]] == [(50, 90), (1000, 1000), (100, 1000)]
+    assert {(guess.median, guess.upper) for guess in said["constant"]} == {(100, 1000)}
+    judged = judge(said["constant"])["all"]
+    assert judged.fields()["coverage"] == pytest.approx(1.0)

@@ -1,0 +1,127 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from producers.lengths.completion import Completion
+from producers.lengths.learning import LearnedLengths
+from producers.lengths.ranker.ranker import Ranker
+from producers.lengths.settings import LengthSettings
+from schemas.messages.control import RunFinished
+from schemas.messages.trajectories import FinishReason
+from schemas.ports.bus import Outgoing
+from schemas.wire.topics import CONTROL, TRAJECTORIES
+from tests.producers.dispatch.scene import LOOP, Scene, order, trajectory
+
+
+class _Student:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.learned: list[tuple[str, int]] = []
+        self.told: list[str] = []
+
+    def observe(self, completion: Completion) -> None:
+        self.learned.append((completion.group_id, completion.length))
+
+    def hold(self, held: bool) -> None:
+        self.told.append(f"{'held' if held else 'free'} after {len(self.learned)}")
+
+    def wait(self) -> None:
+        """Never busy."""
+
+    def close(self) -> None:
+        self.told.append("closed")
+
+
+async def _publish(scene: Scene, group: str, sample: int = 0, **more: object) -> None:
+    record = trajectory(order(group), sample, **more)  # type: ignore[arg-type]
+    await scene.send(TRAJECTORIES, record, group, 0)
+
+
+@asynccontextmanager
+async def _running(scene: Scene, student: _Student) -> AsyncIterator[Ranker]:
+    ranker, stop = Ranker(scene.bus, "r", student), asyncio.Event()
+    task = asyncio.create_task(ranker.run(stop))
+    try:
+        yield ranker
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, 5)
+
+
+async def _until(student: _Student, count: int) -> None:
+    async with asyncio.timeout(5):
+        while len(student.learned) < count or len(student.told) < 2:
+            await asyncio.sleep(0.01)
+
+
+async def test_completions_of_the_past_and_new_ones_are_learned_once() -> None:
+    scene, student = Scene(), _Student()
+    await _publish(scene, "toy/0/0", length=5)
+    async with _running(scene, student):
+        await _until(student, 1)
+        for _ in range(2):
+            await _publish(scene, "toy/1/0", length=7)
+        await _publish(scene, "toy/2/0", reason=FinishReason.ABORT)
+        await _publish(scene, "toy/3/0", length=9)
+        await _until(student, 3)
+    assert student.learned == [("toy/0/0", 5), ("toy/1/0", 7), ("toy/3/0", 9)]
+    assert student.told[-1] == "closed"
+
+
+async def test_the_past_makes_no_version() -> None:
+    scene, student = Scene(), _Student()
+    for position in range(20):
+        await _publish(scene, f"toy/{position}/0")
+    async with _running(scene, student):
+        await _until(student, 20)
+    assert student.told == ["held after 0", "free after 20", "closed"]
+
+
+async def test_it_ends_with_the_run_and_records_that_cannot_be_read_are_passed_over() -> None:
+    scene, student = Scene(), _Student()
+    ranker = Ranker(scene.bus, "r", student)
+    task = asyncio.create_task(ranker.run(asyncio.Event()))
+    await asyncio.sleep(0.05)
+    publisher = await scene.bus.publisher("x")
+    await publisher.publish(Outgoing(TRAJECTORIES.full_name("r"), b"noise", None, partition=0))
+    await _publish(scene, "toy/0/0")
+    await _until(student, 1)
+    await scene.send(CONTROL, RunFinished(sequence=1, sent_at=0.0, step=3), "finished", 0)
+    await asyncio.wait_for(task, 5)
+    assert ranker.learned == 1
+
+
+async def test_nobody_waits_for_the_ranker(tmp_path: Path) -> None:
+    """It dies at a completion and leaves a file that is no model: predictions go on, and no topic has changed."""
+    scene, clock = Scene(), [0.0]
+    taking = LengthSettings(predictor="learned", refit="process", model_dir=tmp_path, learn_after=64)
+    predictor = LearnedLengths(taking, LOOP, clock=lambda: clock[0])
+    fitting = LearnedLengths(taking.model_copy(update={"refit": "thread"}), LOOP)
+    for position in range(64):
+        await _publish(scene, f"toy/{position}/0", length=5 + position)
+        fitting.observe(Completion(order(f"toy/{position}/0").prompt, f"toy/{position}/0", 5 + position))
+    fitting.wait()
+    clock[0] += 10
+    predictor.predict(order().prompt)
+    predictor.wait()
+    before = predictor.predict(order().prompt)
+    records = {name: [len(log) for log in topic.partitions] for name, topic in scene.bus.logs.items()}
+
+    class _Dying(_Student):
+        def observe(self, completion: Completion) -> None:
+            (tmp_path / "lengths-00000002.safetensors").write_bytes(b"half")
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        await Ranker(scene.bus, "r", _Dying()).run(asyncio.Event())
+    clock[0] += 10
+    predictor.predict(order().prompt)
+    predictor.wait()
+    assert predictor.predict(order().prompt) == before
+    assert before.predictor == "learned/v1"
+    assert (predictor.failures, predictor.failed_fits) == (0, 0)
+    assert records == {name: [len(log) for log in topic.partitions] for name, topic in scene.bus.logs.items()}
