@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test check chaos soak bench bench-transport bench-protocol bench-audit bench-lengths fmt lock clean
+.PHONY: help setup setup-vllm demo test check chaos soak bench bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-profile bench-plan fmt lock clean
 SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -44,7 +44,7 @@ chaos: .venv/ready  ## break real brokers and processes, and a simulation of the
 soak: .venv/ready  ## one long run with a kill every 20 s (MINUTES=30)
 	.venv/bin/python -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)
 
-bench: bench-transport bench-protocol bench-audit bench-lengths  ## run every benchmark
+bench: bench-transport bench-protocol bench-audit bench-lengths bench-packing  ## run every benchmark
 
 bench-protocol: .venv/ready  ## what exactly-once training costs the trainer
 	.venv/bin/python -m benchmarks.protocol $(ARGS)
@@ -54,6 +54,15 @@ bench-audit: .venv/ready  ## how long the audit of 100,000 trajectories takes
 
 bench-lengths: .venv/ready  ## how well output lengths are predicted
 	.venv/bin/python -m benchmarks.lengths $(ARGS)
+
+bench-packing: .venv/ready  ## how much of the micro-batches is padding
+	.venv/bin/python -m benchmarks.packing $(ARGS)
+
+bench-profile: .venv/ready .venv-vllm/ready  ## how well the emulated engine's curve model fits vLLM and transformers
+	.venv/bin/python -m benchmarks.profile $(ARGS)
+
+bench-plan: .venv/ready  ## what `streamrl plan` predicts against what the emulated pipeline delivers
+	.venv/bin/python -m benchmarks.plan $(ARGS)
 
 bench-transport: .venv/ready  ## our Kafka path against a Redis stream and JSONL files
 	@command -v redis-server >/dev/null || { echo "installing redis-server"; \

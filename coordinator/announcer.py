@@ -16,6 +16,7 @@ from schemas.errors import BusUnavailable, DeliveryUnknown
 from schemas.messages.control import (
     Control,
     DrainWorker,
+    FleetTarget,
     FlowControl,
     RunFinished,
     WeightsReady,
@@ -69,6 +70,10 @@ class Announcer:
         await self._commit(
             self._numbered(DrainWorker, worker_id=worker_id, reason=reason, command_offset=command_offset)
         )
+
+    async def fleet_target(self, workers: int, reason: str) -> None:
+        """Say how many workers are wanted."""
+        await self._commit(self._numbered(FleetTarget, workers=workers, reason=reason))
 
     async def workers_claimed(self, holders: Mapping[str, str]) -> None:
         """Say which incarnation holds each of these worker ids."""

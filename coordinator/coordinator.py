@@ -15,6 +15,9 @@ from coordinator.announcer import Announcer
 from coordinator.flow import decide
 from coordinator.membership import Membership, Standing
 from coordinator.recovery import Recovered, message_of, recover, subscribe_members
+from coordinator.scaling.rule import Bounds
+from coordinator.scaling.settings import ScalingSettings
+from coordinator.scaling.watch import FleetWatch
 from coordinator.settings import CoordinatorSettings
 from schemas.identifiers import PolicyVersion
 from schemas.messages.control import OperatorCommand
@@ -29,9 +32,21 @@ LOOPS = ("steps", "members")
 REMIND_S = 2.0
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """``overlaps``: whether generation goes on while a step is trained."""
+
+    bounds: Bounds
+    settings: ScalingSettings
+    overlaps: bool
+
+
 @dataclass
 class Coordinator:
-    """One per run; a second one supersedes the first. ``alive`` is told, by name, of every turn of a loop."""
+    """One per run; a second one supersedes the first. ``alive`` is told, by name, of every turn of a loop.
+
+    ``scaling``: None where the number of workers stays as it is.
+    """
 
     bus: Bus
     run_name: str
@@ -39,9 +54,10 @@ class Coordinator:
     clock: Callable[[], float] = time.time
     client_id: str = "coordinator"
     alive: Callable[[str], None] = lambda name: None
+    scaling: Scaling | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Announce weights and flow until stopped.
+        """Announce weights, flow and wanted workers until stopped.
 
         Consumes: steps (from the beginning), recent heartbeats, operator commands (those not carried out yet).
         Produces: control.
@@ -86,6 +102,7 @@ class Shift:
     members: Membership
     old_finish: PolicyVersion | None
     began: float
+    watch: FleetWatch | None
     _reminded: dict[str, float] = field(default_factory=dict)
     _lost: set[str] = field(default_factory=set)
 
@@ -107,25 +124,28 @@ class Shift:
             Membership(settings.heartbeat_timeout_s),
             latest.version if latest is not None and latest.finished else None,
             clock(),
+            _watch(coordinator.scaling, state.wanted_workers),
         )
 
     async def steps_loop(self, steps: Subscription, stop: asyncio.Event) -> None:
         """Turn step reports into announcements.
 
-        Consumes: steps. Produces: control (weights ready, run finished). Waits for: the trainer.
+        Consumes: steps. Produces: control (weights ready, wanted workers, run finished). Waits for: the trainer.
         On failure: raises to ``run``. On stop: returns within one poll.
         """
         await self._announce_weights()
         while not stop.is_set():
             self.alive(LOOPS[0])
             records = await steps.poll(timeout_s=POLL_S)
-            for record in records:
-                message = message_of(record)
-                if message is not None:
-                    self.state.apply(message)
+            messages = [message for record in records if (message := message_of(record)) is not None]
+            for message in messages:
+                self.state.apply(message)
                 if isinstance(message, StepReport) and not self.state.ledger.is_newest(message):
                     log.warning("report of an older lineage ignored", version=str(message.version))
             await self._announce_weights()
+            for message in messages:
+                if isinstance(message, StepReport):
+                    await self._scale(message)
             if not records:
                 await self._announce_end()
 
@@ -134,6 +154,11 @@ class Shift:
         if report is not None:
             self.state.announced(await self.announcer.weights_ready(report))
             log.info("weights announced", version=str(report.version), step=report.step)
+
+    async def _scale(self, report: StepReport) -> None:
+        if self.watch is not None and (decision := self.watch.stepped(report)) is not None:
+            log.info("workers wanted", count=decision.workers, reason=decision.reason)
+            await self.announcer.fleet_target(decision.workers, decision.reason)
 
     async def _announce_end(self) -> None:
         """Once nothing follows: a resumed trainer repeats its last report before the one that says that it goes on."""
@@ -176,6 +201,8 @@ class Shift:
         worker = heartbeat.worker_id
         if self.members.is_former(heartbeat):
             self._remind(heartbeat, at)
+        elif self.watch is not None:
+            self.watch.heard(heartbeat)
         if (standing := self.members.observe(heartbeat, at)) is not None:
             log.info("worker changed", worker=worker, standing=standing.value)
             self._lost.discard(worker)
@@ -203,6 +230,8 @@ class Shift:
         for worker in set(self.members.with_standing(Standing.LOST, self.clock())) - self._lost:
             log.warning("worker lost", worker=worker, silent_for_s=self.settings.heartbeat_timeout_s)
             self._lost.add(worker)
+            if self.watch is not None:
+                self.watch.lost(worker)
 
     async def _obey(self, command: OperatorCommand, offset: int) -> None:
         state = self.state
@@ -214,3 +243,10 @@ class Shift:
         elif decision.mode is not None:
             await self.announcer.flow(decision.mode, decision.reason, offset)
             state.mode = decision.mode
+
+
+def _watch(scaling: Scaling | None, wanted: int | None) -> FleetWatch | None:
+    if scaling is None:
+        return None
+    fewest = scaling.bounds.fewest
+    return FleetWatch(scaling.bounds, scaling.settings, scaling.overlaps, fewest if wanted is None else wanted)

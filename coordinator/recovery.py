@@ -12,7 +12,15 @@ import structlog
 from coordinator.versions import VersionLedger
 from schemas.errors import WireError
 from schemas.messages.base import Message
-from schemas.messages.control import Control, DrainWorker, FlowControl, RunFinished, WeightsReady, WorkerClaimed
+from schemas.messages.control import (
+    Control,
+    DrainWorker,
+    FleetTarget,
+    FlowControl,
+    RunFinished,
+    WeightsReady,
+    WorkerClaimed,
+)
 from schemas.messages.reports import StepReport
 from schemas.ports.bus import Bus, Record, Subscription
 from schemas.wire.topics import COMMANDS, CONTROL, HEARTBEATS, STEPS
@@ -34,6 +42,7 @@ class Recovered:
     mode: Literal["run", "pause", "drain"] = "run"
     finished: bool = False
     next_sequence: int = 0
+    wanted_workers: int | None = None
     claims: dict[str, str] = field(default_factory=dict)
     obeyed: int = -1
 
@@ -47,6 +56,8 @@ class Recovered:
                 self.obeyed = max(self.obeyed, message.command_offset)
             case DrainWorker():
                 self.obeyed = max(self.obeyed, message.command_offset)
+            case FleetTarget():
+                self.wanted_workers = message.workers
             case RunFinished():
                 self.finished = True
             case WorkerClaimed():

@@ -60,7 +60,7 @@ async def _write(directory: RunDirectory, servers: str, records: int, tokens: in
     state = directory.checkpoints / f"step_{manifest.step}" / STATE
     state.mkdir(parents=True)
     (state / MANIFEST).write_bytes(encode_manifest(manifest))
-    config = f'[run]\nname = "{RUN}"\n[model]\npath = "none"\n[data]\nsource = "jsonl"\npath = "none"\n'
+    config = f'[run]\nname = "{RUN}"\n[model]\npath = "none"\n[data]\npath = "none"\n'
     directory.config.write_text(config)
 
 

@@ -27,7 +27,6 @@ def _defaults(engine: str, seed: int) -> dict[str, Any]:
     return {
         "run": {"name": f"demo-{engine}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}", "seed": seed, "workers": 2},
         "data": {
-            "source": "reasoning_gym",
             "dataset": DATASET,
             "options": OPTIONS,
             "filter": "deploy.demo.task:is_training_entry",

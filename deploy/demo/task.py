@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from producers.prompts.gym import open_dataset
+from producers.prompts.sources.gym import open_dataset
 
 DATASET = "spell_backward"
 OPTIONS: dict[str, JsonValue] = {"min_word_len": 3, "max_word_len": 10}

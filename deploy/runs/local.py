@@ -5,7 +5,9 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -17,11 +19,13 @@ from deploy.observation.state import RunState
 from deploy.reporting.report import write_report
 from deploy.reporting.samples import Samples, read_samples
 from deploy.reporting.summary import build_summary, summary_lines, write_summary
-from deploy.runs.children import child_specs
+from deploy.runs.children import child_specs, worker_spec
 from deploy.runs.directory import RunDirectory
 from deploy.runs.evaluation import Evaluation, evaluate
 from deploy.settings.loading import as_toml
 from deploy.settings.tree import Settings
+from deploy.supervisor.child import ChildSpec
+from deploy.supervisor.fleet import Fleet
 from deploy.supervisor.supervisor import Supervisor
 from deploy.wiring.broker import broker_for
 from deploy.wiring.process import configure_logging
@@ -75,32 +79,42 @@ async def _train(settings: Settings, directory: RunDirectory, address: str) -> T
     await apply_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
     port = settings.relay.port or _free_port(settings.relay.host)
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
-    specs = child_specs(directory, settings.run.workers, overrides)
+    specs = child_specs(directory, settings.run.workers, overrides, ranker=settings.lengths.refit == "process")
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
     bus = KafkaBus(kafka)
     observer = Observer(bus, settings.run.name)
     stop = _stop_on_signals()
     print(f"broker {address}; join with: streamrl worker {directory.config} {overrides[0]}")
     began = time.monotonic()
-    await _supervise(supervisor, observer, settings.training.max_steps, stop)
+    fleet = None
+    if settings.run.max_workers is not None:
+        spec_of = partial(_worker_spec, directory, overrides)
+        fleet = Fleet(bus, settings.run.name, supervisor, spec_of, settings.run.workers, settings.run.max_workers)
+    await _supervise(supervisor, observer, fleet, settings.training.max_steps, stop)
     seconds = time.monotonic() - began
     samples = await read_samples(bus, settings.run.name)
     return Trained(observer.state, samples, seconds, supervisor.restarts, supervisor.finished.is_set())
 
 
-async def _supervise(supervisor: Supervisor, observer: Observer, max_steps: int, stop: asyncio.Event) -> None:
+def _worker_spec(directory: RunDirectory, overrides: Sequence[str], number: int) -> ChildSpec:
+    return worker_spec(directory, number, overrides)
+
+
+async def _supervise(
+    supervisor: Supervisor, observer: Observer, fleet: Fleet | None, max_steps: int, stop: asyncio.Event
+) -> None:
     over, shown = asyncio.Event(), asyncio.Event()
-    watching = asyncio.create_task(observer.run(over))
+    watching = [asyncio.create_task(loop.run(over)) for loop in (observer, fleet) if loop is not None]
     showing = asyncio.create_task(show_progress(observer.state, max_steps, supervisor, shown))
     try:
         await supervisor.run(stop)
     finally:
         over.set()
-        results = [*await asyncio.gather(watching, return_exceptions=True)]
+        results = [*await asyncio.gather(*watching, return_exceptions=True)]
         shown.set()
         results += await asyncio.gather(showing, return_exceptions=True)
         for error in (result for result in results if isinstance(result, Exception)):
-            log.warning("the display failed; the run itself did not", error=str(error))
+            log.warning("the display or the fleet's size failed; the run itself did not", error=str(error))
 
 
 def _stop_on_signals() -> asyncio.Event:

@@ -21,15 +21,23 @@ _BY_EXIT_CODE: dict[int, type[StreamRLError]] = {
 
 @dataclass
 class Supervisor:
-    """Starts children in order. ``children`` holds the living ones by name; ``restarts`` counts by name."""
+    """Starts children in order.
+
+    ``children`` holds the living ones by name, ``ended`` the names of those that are not kept alive any more;
+    ``restarts`` counts by name.
+    """
 
     specs: Sequence[ChildSpec]
     max_restarts: int
     grace_s: float
     children: dict[str, Child] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     ending: asyncio.Event = field(default_factory=asyncio.Event)
+    _joined: asyncio.Event = field(default_factory=asyncio.Event)
+    _watchers: "list[asyncio.Task[None]]" = field(default_factory=list)
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run every child until the essential one ends well or ``stop`` is set.
@@ -40,22 +48,40 @@ class Supervisor:
             code that it had itself. One that was superseded does so only if it is essential.
         On stop: SIGTERM to all, SIGKILL to what is left when the grace period ends.
         """
-        watchers = [asyncio.create_task(self._keep_alive(spec, stop)) for spec in self.specs]
+        self._stop = stop
+        for spec in self.specs:
+            self.join(spec)
         waiters = [asyncio.create_task(event.wait()) for event in (stop, self.finished)]
         try:
-            await asyncio.wait([*watchers, *waiters], return_when=asyncio.FIRST_COMPLETED)
-            while not stop.is_set() and not self.finished.is_set() and not _failure(watchers):
-                await asyncio.wait([*waiters, *_unfinished(watchers)], return_when=asyncio.FIRST_COMPLETED)
+            while not stop.is_set() and not self.finished.is_set() and not _failure(self._watchers):
+                self._joined.clear()
+                joining = asyncio.create_task(self._joined.wait())
+                unfinished = _unfinished(self._watchers)
+                await asyncio.wait([*waiters, joining, *unfinished], return_when=asyncio.FIRST_COMPLETED)
+                joining.cancel()
         finally:
             self.ending.set()
             await self._end_all()
-            for task in [*watchers, *waiters]:
+            for task in [*self._watchers, *waiters]:
                 task.cancel()
-            await asyncio.gather(*watchers, *waiters, return_exceptions=True)
-        if (failure := _failure(watchers)) is not None:
+            await asyncio.gather(*self._watchers, *waiters, return_exceptions=True)
+        if (failure := _failure(self._watchers)) is not None:
             raise failure
 
+    def join(self, spec: ChildSpec) -> None:
+        """Start one more process, and keep it alive with the others; nothing once the run is ending."""
+        if not self._over(self._stop):
+            self.ended.discard(spec.name)
+            self._watchers.append(asyncio.create_task(self._keep_alive(spec, self._stop)))
+            self._joined.set()
+
     async def _keep_alive(self, spec: ChildSpec, stop: asyncio.Event) -> None:
+        try:
+            await self._live(spec, stop)
+        finally:
+            self.ended.add(spec.name)
+
+    async def _live(self, spec: ChildSpec, stop: asyncio.Event) -> None:
         policy = RestartPolicy(self.max_restarts)
         while not self._over(stop):
             child = self.children[spec.name] = await Child.start(spec)

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from coordinator.coordinator import Coordinator
+from coordinator.coordinator import Coordinator, Scaling
 from coordinator.settings import CoordinatorSettings
 from schemas.messages.base import Message
 from schemas.messages.control import Control
@@ -34,11 +34,11 @@ def controls(bus: MemoryBus) -> list[Control]:
 
 @asynccontextmanager
 async def running(
-    bus: MemoryBus, clock: Callable[[], float] = time.time, **settings: float
+    bus: MemoryBus, clock: Callable[[], float] = time.time, scaling: Scaling | None = None, **settings: float
 ) -> AsyncIterator["asyncio.Task[None]"]:
     """A coordinator that is ready; at the end it is stopped, and fails the test if it failed."""
     stop = asyncio.Event()
-    coordinator = Coordinator(bus, "r", CoordinatorSettings(relays=RELAYS, **settings), clock)
+    coordinator = Coordinator(bus, "r", CoordinatorSettings(relays=RELAYS, **settings), clock, scaling=scaling)
     task = asyncio.create_task(coordinator.run(stop))
     await asyncio.sleep(0.05)
     try:

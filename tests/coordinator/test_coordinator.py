@@ -1,17 +1,24 @@
 import asyncio
 
+from coordinator.coordinator import Scaling
+from coordinator.scaling.rule import Bounds
+from coordinator.scaling.settings import ScalingSettings
 from schemas.identifiers import PolicyVersion
 from schemas.messages.control import (
     DrainWorker,
+    FleetTarget,
     FlowControl,
     OperatorCommand,
     RunFinished,
     WeightsReady,
+    WorkerClaimed,
     control_key,
 )
+from schemas.messages.reports import StepReport
 from schemas.ports.bus import Outgoing
-from schemas.wire.topics import COMMANDS, STEPS
-from tests.coordinator.factories import step_report
+from schemas.ports.memory_bus import MemoryBus
+from schemas.wire.topics import COMMANDS, HEARTBEATS, STEPS
+from tests.coordinator.factories import heartbeat, step_report
 from tests.coordinator.scene import RELAYS, controls, new_bus, publish, running
 from tests.fakes.waiting import until
 
@@ -108,3 +115,26 @@ async def test_commands_sent_while_no_coordinator_lives_are_carried_out_once_and
         ("pause", 2),
         ("run", 3),
     ]
+
+
+async def test_a_long_wait_of_the_trainer_asks_for_one_more_worker_once() -> None:
+    bus, scaling = new_bus(), Scaling(Bounds(1, 3), ScalingSettings(settle_steps=0), overlaps=True)
+
+    def waiting(number: int) -> StepReport:
+        metrics = {"time/step": 10.0, "time/wait_for_batch": 9.0}
+        return step_report(1, number).replace(metrics=metrics, group_ids=(f"g{number}",))
+
+    async with running(bus, scaling=scaling):
+        await publish(bus, HEARTBEATS, heartbeat())
+        await until(lambda: any(isinstance(message, WorkerClaimed) for message in controls(bus)))
+        for number in (1, 2, 3):
+            await publish(bus, STEPS, waiting(number))
+            await until(lambda number=number: _announced(bus) == number)
+        await asyncio.sleep(0.1)
+    targets = [message.workers for message in controls(bus) if isinstance(message, FleetTarget)]
+    assert targets == [2]
+
+
+def _announced(bus: MemoryBus) -> int:
+    versions = [message.version.number for message in controls(bus) if isinstance(message, WeightsReady)]
+    return max(versions, default=0)

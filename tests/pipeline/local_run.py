@@ -22,7 +22,7 @@ def write_config(directory: Path, model: Path, name: str, /, **sections: dict[st
     settings: dict[str, dict[str, Any]] = {
         "run": {"name": name, "directory": str(directory), "workers": 2},
         "model": {"path": str(model)},
-        "data": {"source": "jsonl", "path": str(directory / "prompts.jsonl")},
+        "data": {"path": str(directory / "prompts.jsonl")},
         "rewards": {"functions": ["tests.pipeline.letter_reward:share_of_a"]},
         "loop": {
             "groups_per_step": 4,

@@ -62,6 +62,27 @@ async def test_the_whole_pipeline_runs_without_a_model(tmp_path: Path, bootstrap
     await _lengths_and_times_are_those_of_the_settings(bootstrap_servers)
 
 
+@pytest.mark.parametrize(("mode", "bound"), [("synchronous", 0), ("stream", 0), ("one_step_async", 1)])
+async def test_groups_of_one_sample_go_through_every_mode_within_its_bound(
+    tmp_path: Path, bootstrap_servers: str, mode: str, bound: int
+) -> None:
+    name = f"emulated-{mode}".replace("_", "-")
+    config = tmp_path / "emulated.toml"
+    config.write_text(
+        CONFIG.format(directory=tmp_path, name=name).replace("num_generations = 4", "num_generations = 1")
+    )
+    run = LocalRun.start(config, name, f"--kafka.bootstrap_servers={bootstrap_servers}", f"--loop.mode={mode}")
+    try:
+        assert run.wait() == 0, run.text()[-4000:]
+    finally:
+        run.end()
+    accounts = await read_accounts(bootstrap_servers, name)
+    assert [len(report.group_ids) for report in accounts.steps] == [8, 8, 8, 8]
+    assert set(accounts.trained.values()) == {1}
+    assert max(report.metrics["off_policy/max"] for report in accounts.steps) <= bound
+    assert not accounts.skipped
+
+
 async def _lengths_and_times_are_those_of_the_settings(bootstrap_servers: str) -> None:
     records = await read_all(KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers)), NAME, TRAJECTORIES)
     trajectories = [message for record in records if isinstance(message := record.message(), Trajectory)]

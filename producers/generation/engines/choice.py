@@ -1,11 +1,15 @@
 """Builds the engine that the settings name; imports nothing heavy before it is asked to."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from producers.generation.engines.emulated.settings import LengthTraceSettings
 from producers.generation.settings import GenerationSettings
 from schemas.ports.engine import Engine
 from schemas.profiles.decode import DecodeSettings
+
+if TYPE_CHECKING:
+    from producers.generation.engines.decoder import Decoder
 
 
 def build_emulated(
@@ -23,13 +27,22 @@ def build_engine(settings: GenerationSettings, model_path: str | Path) -> Engine
     Raises:
         ModelError: the engine's library is not installed.
     """
-    assert settings.engine != "emulated", "which build_emulated builds, of other settings"
     from producers.generation.engines.threaded import ThreadedEngine
 
+    return ThreadedEngine(build_decoder(settings, model_path), settings.max_num_seqs, settings.chunk_tokens)
+
+
+def build_decoder(settings: GenerationSettings, model_path: str | Path) -> "Decoder[Any]":
+    """What the engine named by ``settings.engine`` computes with, without the engine's thread; not loaded yet.
+
+    Raises:
+        ModelError: the engine's library is not installed.
+    """
+    assert settings.engine != "emulated", "which build_emulated builds, of other settings"
     if settings.engine == "vllm":
         from producers.generation.engines.vllm_decoder import VllmDecoder
 
-        return ThreadedEngine(VllmDecoder(str(model_path), settings), settings.max_num_seqs, settings.chunk_tokens)
+        return VllmDecoder(str(model_path), settings)
     from producers.generation.engines.slots.decoder import SlotDecoder
 
-    return ThreadedEngine(SlotDecoder(str(model_path), settings), settings.max_num_seqs, settings.chunk_tokens)
+    return SlotDecoder(str(model_path), settings)

@@ -382,3 +382,12 @@ def test_a_token_chunk_carries_its_arrays_too() -> None:
     chunk = examples()["token-chunk"]
     assert isinstance(chunk, TokenChunk)
     assert list(TokenChunk.array_fields()) == ["token_ids", "logprobs"]
+
+
+@pytest.mark.parametrize("name", examples())
+def test_headers_are_readable_text(name: str) -> None:
+    """So that kcat and Kafka UI show them."""
+    for key, content in headers_of(examples()[name]):
+        assert key.isprintable()
+        assert key.isascii()
+        assert content.decode("ascii").isprintable()

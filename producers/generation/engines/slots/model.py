@@ -34,7 +34,7 @@ class SlotModel:
         self._lowest = torch.finfo(self._model.dtype).min
         self.cache = SlotCache(facts.config.get_text_config().num_hidden_layers)
         self._indices = torch.arange(1, device=self.device)
-        _check_reach(model_path, facts)
+        check_reach(model_path, facts)
         self._check_attention(model_path, facts)
 
     def prefill(self, prefixes: Sequence[Sequence[int]], rows: Sequence[range]) -> None:
@@ -106,7 +106,8 @@ class SlotModel:
             raise _unsupported(model_path, f"log-probs that differ by {difference:.3g} from a plain forward pass")
 
 
-def _check_reach(model_path: str, facts: ModelFacts) -> None:
+def check_reach(model_path: str, facts: ModelFacts) -> None:
+    """Raises ModelError for a model some of whose layers do not see the whole context."""
     text = facts.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention", "sliding_attention"])
     window = getattr(text, "sliding_window", None)

@@ -1,0 +1,115 @@
+"""StreamRL on the plan, in all its processes, embedded Kafka included: ``streamrl run`` in one mode or the other."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from benchmarks.peers.contenders.launching import launch
+from benchmarks.peers.contenders.plan import Plan, Saved, Trained
+
+RUN = "run"
+KEPT = 1_000_000
+TUNED: dict[str, dict[str, dict[str, Any]]] = {
+    "trajectory_async": {
+        "run": {"workers": 1},
+        "loop": {"max_staleness": 3},
+        "generation": {"max_num_seqs": 64, "threads": 1},
+        "training": {"threads": 1},
+    },
+    "synchronous": {
+        "run": {"workers": 1},
+        "generation": {"max_num_seqs": 128, "threads": 2},
+        "training": {"threads": 2},
+    },
+}
+"""The best settings found for each mode on two cores; see the README for what was tried."""
+
+
+def train(mode: str, plan: Plan, overrides: dict[str, dict[str, Any]] | None = None) -> Trained:
+    """Run it. ``overrides`` replace settings by section.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    plan.output.mkdir(parents=True)
+    config = plan.output / "streamrl.toml"
+    config.write_text(tomli_w.dumps(settings(mode, plan, overrides or {})))
+    command = [sys.executable, "-W", "ignore", "-m", "deploy.cli.app", "run", str(config)]
+    launched = launch(command, {}, plan.cores, plan.limit_s, plan.output / "output.log")
+    if launched.exit_code not in (0, None):
+        raise RuntimeError(f"expected {mode} to train, got exit code {launched.exit_code}; see {plan.output}")
+    steps = _steps(plan.output / RUN / "metrics.jsonl", launched.began)
+    store = plan.output / RUN / "weights"
+    versions = {int(folder.name.rpartition("-")[2]): folder for folder in store.iterdir() if folder.is_dir()}
+    saved = [
+        Saved(int(row["step"]), row["seconds"], versions[int(row["step"])])
+        for row in steps
+        if row["step"] in versions and (row["step"] % plan.save_every == 0 or row is steps[-1])
+    ]
+    return Trained(f"streamrl {mode}", plan.seed, tuple(saved), tuple(steps), launched.exit_code == 0)
+
+
+def settings(mode: str, plan: Plan, overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The configuration file."""
+    same = plan.hyperparameters
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": RUN, "directory": str(plan.output), "seed": plan.seed},
+        "model": {"path": str(plan.policy)},
+        "data": {"path": str(plan.prompts)},
+        "rewards": {"functions": ["benchmarks.peers.tasks:verified"]},
+        "loop": {
+            "mode": mode,
+            "groups_per_step": same.groups_per_step,
+            "num_generations": same.num_generations,
+            "max_prompt_length": same.max_prompt_length,
+            "max_completion_length": same.max_completion_length,
+            "temperature": same.temperature,
+            "bucket_boundaries": [8, 24, 80],
+            "shards": 1,
+        },
+        "batching": {"token_budget": 4096},
+        "algorithm": {
+            "loss_type": same.loss_type,
+            "scale_rewards": same.scale_rewards,
+            "epsilon": same.epsilon,
+            "epsilon_high": same.epsilon_high,
+            "beta": same.beta,
+        },
+        "training": {
+            "max_steps": same.max_steps,
+            "learning_rate": same.learning_rate,
+            "adam_beta2": same.adam_beta2,
+            "warmup_steps": same.warmup_steps,
+            "max_grad_norm": same.max_grad_norm,
+            "checkpoint_every": same.max_steps,
+            "keep_weight_versions": KEPT,
+        },
+    }
+    for layer in (TUNED[mode], overrides):
+        for section, values in layer.items():
+            tree[section] = tree.get(section, {}) | values
+    return tree
+
+
+def _steps(metrics: Path, began: float) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [
+        {"step": row["step"], "seconds": row["time"] - began}
+        | {ours: row[theirs] for ours, theirs in MEASURES.items() if theirs in row}
+        for row in rows
+    ]
+
+
+MEASURES = {
+    "reward": "reward",
+    "mean_length": "completions/mean_length",
+    "max_length": "completions/max_length",
+    "staleness": "off_policy/mean",
+    "waited_s": "time/wait_for_batch",
+    "forward_backward_s": "time/forward_backward",
+    "step_s": "time/step",
+}
+"""Our names of measures, and those of the run's metrics."""

@@ -1,0 +1,90 @@
+"""TRL's GRPOTrainer on the plan, as its owner sees it: its environment, its settings, what it left behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.contenders.launching import REPOSITORY, launch
+from benchmarks.peers.contenders.plan import Plan, Saved, Trained
+
+ENVIRONMENT = REPOSITORY / ".venv-trl"
+REQUIREMENTS = Path(__file__).parents[1] / "requirements-trl.txt"
+TUNED: dict[str, Any] = {
+    "threads": 2,
+    "micro_batch": 32,
+    "continuous_batching": False,
+    "cache_implementation": None,
+}
+"""The best settings found on two cores; see the README for what was tried."""
+MEASURES = {
+    "reward": "reward",
+    "mean_length": "completions/mean_length",
+    "max_length": "completions/max_length",
+    "step_s": "step_time",
+}
+"""Our names of measures, and those of TRL's log."""
+
+
+def ensure_environment() -> Path:
+    """The interpreter of TRL's environment, made from the pinned requirements unless it is there already.
+
+    Raises:
+        subprocess.CalledProcessError: it could not be made.
+    """
+    python, made = ENVIRONMENT / "bin" / "python", ENVIRONMENT / "requirements.txt"
+    if not made.exists() or made.read_text() != REQUIREMENTS.read_text():
+        uv = str(Path(sys.executable).with_name("uv"))
+        print(f"installing TRL into {ENVIRONMENT.name}", flush=True)
+        subprocess.run([uv, "venv", "-q", "--clear", "--python", sys.executable, str(ENVIRONMENT)], check=True)
+        options = ("--compile-bytecode", "--no-deps", "--python", str(python))
+        subprocess.run([uv, "pip", "install", "-q", *options, "-r", str(REQUIREMENTS)], check=True)
+        made.write_text(REQUIREMENTS.read_text())
+    return python
+
+
+def versions() -> dict[str, str]:
+    """Versions of what matters in TRL's environment."""
+    pinned = dict(line.split("==") for line in REQUIREMENTS.read_text().split() if "==" in line)
+    return {name: pinned[name] for name in ("trl", "transformers", "torch", "accelerate")}
+
+
+def train(plan: Plan, tuning: dict[str, Any] | None = None) -> Trained:
+    """Run it. ``tuning`` replaces some of ``TUNED``.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    python = ensure_environment()
+    plan.output.mkdir(parents=True)
+    tuned = TUNED | (tuning or {})
+    written = plan.output / "plan.json"
+    written.write_text(json.dumps(plan.as_json() | {"trl": tuned}))
+    threads = str(tuned["threads"])
+    environment = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    command = [str(python), "-W", "ignore", "-m", "benchmarks.peers.contenders.trl_training", str(written)]
+    launched = launch(command, environment, plan.cores, plan.limit_s, plan.output / "output.log")
+    if launched.exit_code not in (0, None):
+        raise RuntimeError(f"expected TRL to train, got exit code {launched.exit_code}; see {plan.output}/output.log")
+    saved = tuple(
+        Saved(row["step"], row["time"] - launched.began, Path(row["weights"]))
+        for row in _rows(plan.output / "saved.jsonl")
+        if (Path(row["weights"]) / "model.safetensors").exists()
+    )
+    steps = tuple(
+        {"step": row["step"], "seconds": row["time"] - launched.began}
+        | {ours: row[theirs] for ours, theirs in MEASURES.items() if theirs in row}
+        for row in _rows(plan.output / "steps.jsonl")
+        if "reward" in row
+    )
+    return Trained("TRL GRPOTrainer", plan.seed, saved, steps, launched.exit_code == 0)
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

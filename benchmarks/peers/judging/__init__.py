@@ -1,0 +1,1 @@
+"""How good the saved weights of every contender are on held-out prompts, when they were, and what that looks like."""

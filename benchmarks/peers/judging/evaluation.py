@@ -1,0 +1,64 @@
+"""Held-out rewards of saved weights, the same for all contenders, after training: it costs nobody's time.
+
+Runs in a process of its own: ``python -m benchmarks.peers.judging.evaluation TASK_FILE``, a line of JSON per model.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.tasks import Entry, read_mixed, verified
+
+BATCH_SIZE = 64
+SAMPLING_SEED = 1
+
+
+def held_out_reward(
+    model: Any, tokenizer: Any, entries: Sequence[Entry], temperature: float, limit: int
+) -> list[float]:
+    """Reward of one completion for each entry; temperature 0 takes the most likely tokens."""
+    import torch
+
+    torch.manual_seed(SAMPLING_SEED)
+    order = sorted(range(len(entries)), key=lambda index: len(entries[index]["answer"]))
+    rewards = [0.0] * len(entries)
+    for start in range(0, len(order), BATCH_SIZE):
+        chosen = order[start : start + BATCH_SIZE]
+        batch = [entries[index] for index in chosen]
+        inputs = tokenizer([entry["prompt"] for entry in batch], padding=True, padding_side="left", return_tensors="pt")
+        drawn = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        output = model.generate(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=limit, **drawn
+        )
+        texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        scored = verified(texts, [entry["answer"] for entry in batch], [entry["metadata"] for entry in batch])
+        for index, reward in zip(chosen, scored, strict=True):
+            rewards[index] = reward
+    return rewards
+
+
+def main(task_file: str) -> None:
+    """Evaluate every model that the task names; print its mean reward, and that of each part."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    task = json.loads(Path(task_file).read_text())
+    torch.set_num_threads(task["threads"])
+    tokenizer, entries = AutoTokenizer.from_pretrained(task["policy"]), read_mixed(Path(task["prompts"]))
+    for weights in task["models"]:
+        model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
+        with torch.inference_mode():
+            rewards = held_out_reward(model, tokenizer, entries, task["temperature"], task["limit"])
+        parts: dict[str, list[float]] = {}
+        for entry, reward in zip(entries, rewards, strict=True):
+            parts.setdefault(entry["part"], []).append(reward)
+        by_part = {name: sum(values) / len(values) for name, values in parts.items()}
+        print(json.dumps({"weights": weights, "reward": sum(rewards) / len(rewards), "parts": by_part}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

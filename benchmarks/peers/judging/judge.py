@@ -1,0 +1,60 @@
+"""From what the contenders saved to learning curves: evaluates offline, in one process for each run."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peers.contenders.plan import Trained
+from benchmarks.peers.judging.curves import Point
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """How weights are judged: prompts, sampling temperature (0: greedy), longest completion, torch threads."""
+
+    policy: Path
+    prompts: Path
+    temperature: float
+    limit: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A run with its learning curve; ``parts``: the rewards of each part of the task set, in the curve's order."""
+
+    trained: Trained
+    curve: tuple[Point, ...]
+    parts: dict[str, tuple[float, ...]]
+
+
+def judge(trained: Trained, held_out: HeldOut, folder: Path) -> Judged:
+    """The learning curve of a run, from the common policy on.
+
+    Raises:
+        subprocess.CalledProcessError: weights could not be evaluated.
+    """
+    models = [held_out.policy, *(saved.weights for saved in trained.saved)]
+    rows = _evaluated(models, held_out, folder)
+    moments = [(0, 0.0), *((saved.step, saved.seconds) for saved in trained.saved)]
+    curve = tuple(Point(step, seconds, row["reward"]) for (step, seconds), row in zip(moments, rows, strict=True))
+    return Judged(trained, curve, {name: tuple(row["parts"][name] for row in rows) for name in rows[0]["parts"]})
+
+
+def _evaluated(models: Sequence[Path], held_out: HeldOut, folder: Path) -> list[dict[str, object]]:
+    task = folder / "evaluation.json"
+    settings = vars(held_out) | {name: str(getattr(held_out, name)) for name in ("policy", "prompts")}
+    task.write_text(json.dumps(settings | {"models": [str(model) for model in models]}))
+    threads = {"OMP_NUM_THREADS": str(held_out.threads), "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.peers.judging.evaluation", str(task)],
+        env={**os.environ, **threads},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -1,0 +1,1 @@
+"""How fast the whole pipeline is by mode, dispatch and ranker: measured with real processes, and computed."""

@@ -1,0 +1,1 @@
+"""The real parts of the pipeline in one process and in virtual time."""

@@ -1,0 +1,1 @@
+"""What the pipeline is given to do, and how long that takes at best."""

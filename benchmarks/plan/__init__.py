@@ -1,0 +1,1 @@
+"""Whether `streamrl plan` says what the emulated pipeline then delivers: predictions beside real runs."""

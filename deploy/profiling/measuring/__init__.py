@@ -1,0 +1,1 @@
+"""The measurements themselves, each on the real part: decoder, policy, relay and fetcher. Fit nothing."""

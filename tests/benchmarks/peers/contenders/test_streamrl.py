@@ -1,0 +1,45 @@
+"""What StreamRL is told, against the plan that everybody has."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers.contenders.launching import launch
+from benchmarks.peers.contenders.plan import Plan
+from benchmarks.peers.contenders.streamrl import TUNED, settings
+from deploy.settings.loading import validated
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    return Plan(tmp_path / "policy", tmp_path / "prompts.jsonl", tmp_path / "out", seed=3, cores=(0,), limit_s=1.0)
+
+
+@pytest.mark.parametrize("mode", TUNED)
+def test_every_mode_has_valid_settings_with_the_common_hyper_parameters(plan: Plan, mode: str) -> None:
+    tree = validated(settings(mode, plan, {}))
+    same = plan.hyperparameters
+    assert tree.loop.mode == mode
+    assert (tree.loop.groups_per_step, tree.loop.num_generations) == (same.groups_per_step, same.num_generations)
+    assert tree.training.learning_rate == same.learning_rate
+    assert tree.algorithm.clip_range == (1 - same.epsilon, 1 + same.epsilon_high)
+    assert tree.loop.max_completion_length == same.max_completion_length
+
+
+def test_overrides_win_and_leave_the_rest_of_a_section(plan: Plan) -> None:
+    tree = settings("trajectory_async", plan, {"generation": {"max_num_seqs": 7}})
+    assert tree["generation"]["max_num_seqs"] == 7
+    assert tree["generation"]["threads"] == TUNED["trajectory_async"]["generation"]["threads"]
+
+
+def test_a_command_that_takes_too_long_is_ended_with_all_it_started(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    began = time.monotonic()
+    launched = launch(["sh", "-c", "sleep 60 & echo $! ; sleep 60"], {}, (0,), 0.3, log)
+    assert launched.exit_code is None
+    assert time.monotonic() - began < 5
+    sleeper = Path("/proc") / log.read_text().strip() / "stat"
+    while sleeper.exists() and ") Z" not in sleeper.read_text():
+        assert time.monotonic() - began < 10
+        time.sleep(0.01)
