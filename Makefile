@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test check chaos soak bench bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-profile bench-plan fmt lock clean
+.PHONY: help setup setup-vllm demo test check chaos soak bench bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-profile bench-plan fmt lock clean
 SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -44,7 +44,7 @@ chaos: .venv/ready  ## break real brokers and processes, and a simulation of the
 soak: .venv/ready  ## one long run with a kill every 20 s (MINUTES=30)
 	.venv/bin/python -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)
 
-bench: bench-transport bench-protocol bench-audit bench-lengths bench-packing  ## run every benchmark
+bench: bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-profile bench-plan  ## run every benchmark
 
 bench-protocol: .venv/ready  ## what exactly-once training costs the trainer
 	.venv/bin/python -m benchmarks.protocol $(ARGS)
@@ -57,6 +57,9 @@ bench-lengths: .venv/ready  ## how well output lengths are predicted
 
 bench-packing: .venv/ready  ## how much of the micro-batches is padding
 	.venv/bin/python -m benchmarks.packing $(ARGS)
+
+bench-pipeline: .venv/ready  ## modes, dispatch and rankers on an emulated pipeline, against their ceilings
+	.venv/bin/python -m benchmarks.pipeline $(ARGS)
 
 bench-profile: .venv/ready .venv-vllm/ready  ## how well the emulated engine's curve model fits vLLM and transformers
 	.venv/bin/python -m benchmarks.profile $(ARGS)

@@ -35,8 +35,8 @@ class Part:
 PARTS = (
     Part("spell", "spell_backward", 0.5, {"min_word_len": 3, "max_word_len": 10}),
     Part("count", "letter_counting", 0.18, {"min_words": 1, "max_words": 3}),
-    Part("tower", "tower_of_hanoi", 0.22, {"min_disks": 1, "max_disks": 3, "min_pegs": 3, "max_pegs": 5}),
-    Part("high_tower", "tower_of_hanoi", 0.1, {"min_disks": 4, "max_disks": 5, "min_pegs": 3, "max_pegs": 4}),
+    Part("tower", "tower_of_hanoi", 0.22, {"min_disks": 1, "max_disks": 3, "min_pegs": 3, "max_pegs": 6}),
+    Part("high_tower", "tower_of_hanoi", 0.1, {"min_disks": 4, "max_disks": 5, "min_pegs": 3, "max_pegs": 6}),
 )
 FIXED_TEXTS = (
     "Spell this word backward (example: sun -> nus): ",

@@ -44,6 +44,7 @@ FEWER = replace(A, name="sweep/workers=4", groups_per_step=512, workers=4)
 CASES = (
     Case(A, "synchronous", "round_robin", ceiling=1.0),
     Case(A, "synchronous", "skewness_aware", "perfect", steps=3),
+    Case(A, "synchronous", "skewness_aware", "learned", warm_up=2, steps=3),
     Case(A, "stream", "round_robin", ceiling=1.60, steps=3),
     Case(A, "stream", "skewness_aware", "perfect", ceiling=1.86),
     Case(A, "stream", "skewness_aware", "learned", ceiling=1.86, warm_up=3),

@@ -9,6 +9,7 @@ Invariants:
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ class Dispatcher:
     scheduler: Scheduler = field(init=False)
     _drafts: Drafts = field(init=False)
     _heard_at: float = field(init=False)
+    _looked_at: float = field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:
         self._form = OrderForm(self.loop, self.seed)
@@ -153,8 +155,11 @@ class Dispatcher:
 
     def _orders_again(self) -> list[WorkOrder]:
         """What is missing of groups whose worker was lost goes to others; it comes before new prompts."""
-        orders = []
-        for flight in self.state.lost(self.clock()):
+        orders: list[WorkOrder] = []
+        if self.clock() - self._looked_at < self.settings.poll_s:  # a look goes through everything under way
+            return orders
+        self._looked_at = self.clock()
+        for flight in self.state.lost(self._looked_at):
             now = self.clock()
             group_id = flight.order.group_id
             if flight.order.attempt + 1 >= self.settings.max_attempts:

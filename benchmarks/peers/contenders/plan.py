@@ -14,7 +14,7 @@ class Hyperparameters:
     max_completion_length: int = 232
     max_prompt_length: int = 64
     temperature: float = 1.0
-    learning_rate: float = 2e-4
+    learning_rate: float = 1e-4
     adam_beta2: float = 0.99
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
