@@ -45,9 +45,7 @@ def past(bootstrap_servers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     state = directory.checkpoints / f"step_{manifest.step}" / STATE
     state.mkdir(parents=True)
     (state / MANIFEST).write_bytes(encode_manifest(manifest))
-    directory.config.write_text(
-        f'[run]\nname = "{run}"\n[model]\npath = "absent"\n[data]\npath = "absent"\n'
-    )
+    directory.config.write_text(f'[run]\nname = "{run}"\n[model]\npath = "absent"\n[data]\npath = "absent"\n')
     asyncio.run(_publish(bootstrap_servers, run, [out for _, out in world.written], create=True))
     return directory, world
 
