@@ -5,8 +5,10 @@ the latencies of processes and broker.
 """
 
 import asyncio
+import logging
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,8 +56,7 @@ class StoreFetcher:
 
 def run_virtually(case: Case, prompts: Path, *, steps: int, seed: int) -> Recording:
     """One run of so many optimizer steps; times are virtual seconds, ``TIME_SCALE`` emulated ones each."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-    with tempfile.TemporaryDirectory(prefix="streamrl-virtual-") as scratch:
+    with _silence(), tempfile.TemporaryDirectory(prefix="streamrl-virtual-") as scratch:
         settings = configuration(
             case,
             run="virtual",
@@ -68,6 +69,16 @@ def run_virtually(case: Case, prompts: Path, *, steps: int, seed: int) -> Record
         )
         with asyncio.Runner(loop_factory=TimeLapse) as runner:
             return runner.run(_run(settings))
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 async def _run(settings: Settings) -> Recording:
