@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test check chaos soak bench bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-profile bench-plan fmt lock clean
+.PHONY: help setup setup-vllm demo test check chaos soak bench bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-profile bench-plan docs fmt lock clean
 SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -32,11 +32,12 @@ test: .venv/ready .venv-vllm/ready  ## run all tests, on a real broker of their 
 	.venv/bin/python -m pytest $(ARGS)
 	.venv-vllm/bin/python -m pytest -m vllm tests/producers/generation/engines
 
-check: .venv/ready  ## lint, formatting, types, import layers and the README's tree
+check: .venv/ready  ## lint, formatting, types, import layers, the README's tree and the manual's links
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/python -m pytest -q tests/architecture
+	.venv/bin/zensical build --strict
 
 chaos: .venv/ready  ## break real brokers and processes, and a simulation of the loop (RUNS=50 SEEDS=10000)
 	.venv/bin/python -m tests.chaos --runs $(RUNS) --seeds $(SEEDS) $(ARGS)
@@ -72,6 +73,10 @@ bench-transport: .venv/ready  ## our Kafka path against a Redis stream and JSONL
 	  $$( [ $$(id -u) = 0 ] || echo sudo ) sh -c 'apt-get update -qq && apt-get install -y -qq redis-server' >/dev/null; }
 	.venv/bin/python -m benchmarks.transport $(ARGS)
 
+docs: .venv/ready  ## write the generated pages of the manual and build it
+	.venv/bin/python -m deploy.manual
+	.venv/bin/zensical build --strict
+
 fmt: .venv/ready  ## format and mend what can be mended
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
@@ -80,6 +85,7 @@ lock: .venv/ready  ## resolve requirements*.in into requirements*.txt, versions 
 	.venv/bin/uv pip compile -q --upgrade --no-header --no-annotate --no-emit-index-url requirements.in -o requirements.txt
 	.venv/bin/uv pip compile -q --upgrade --no-header --no-annotate --no-emit-index-url requirements-dev.in -c requirements.txt -o requirements-dev.txt
 	.venv/bin/uv pip compile -q --upgrade --no-header --no-annotate --no-emit-index-url requirements-vllm.in --override requirements-vllm-overrides.txt -o requirements-vllm.txt
+	.venv/bin/uv pip compile -q --upgrade --no-header --no-annotate --no-emit-index-url deploy/images/requirements-vllm-gpu.in -o deploy/images/requirements-vllm-gpu.txt
 
 clean:  ## remove the environments and caches of this checkout
 	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache

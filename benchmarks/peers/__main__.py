@@ -55,7 +55,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=Hyperparameters.max_steps, help="optimizer steps at most")
     parser.add_argument("--limit-s", type=float, default=400.0, help="wall-clock after which a contender is stopped")
     parser.add_argument("--held-out", type=int, default=512, help="prompts of the evaluation")
-    parser.add_argument("--save-every", type=int, default=4, help="optimizer steps between evaluated weights")
+    parser.add_argument("--save-every", type=int, default=5, help="optimizer steps between evaluated weights")
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--keep", type=Path, help="keep runs, weights and logs in this directory")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where peers.json and peers.png go")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -15,10 +16,12 @@ GRACE_S = 40.0
 
 @dataclass(frozen=True)
 class Launched:
-    """When the command was started (seconds since the epoch), how long it ran, and its exit code; none: stopped."""
+    """When the command was started (seconds since the epoch), the processor time it and all its children took, and its
+    exit code; none: stopped.
+    """
 
     began: float
-    seconds: float
+    cpu_seconds: float
     exit_code: int | None
 
 
@@ -26,7 +29,7 @@ def launch(
     command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int], limit_s: float, log: Path
 ) -> Launched:
     """Run a command to its end, or for ``limit_s`` seconds; its output goes to ``log``."""
-    began = time.time()
+    began, cpu_before = time.time(), _cpu_seconds()
     with log.open("w") as output:
         child = subprocess.Popen(
             command,
@@ -44,7 +47,12 @@ def launch(
             exit_code = None
         finally:
             _end(child)
-    return Launched(began, time.time() - began, exit_code)
+    return Launched(began, _cpu_seconds() - cpu_before, exit_code)
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:

@@ -36,7 +36,7 @@ class Plan:
     seed: int
     cores: tuple[int, ...]
     limit_s: float
-    save_every: int = 4
+    save_every: int = 5
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
 
     def into(self, output: Path) -> "Plan":
@@ -59,10 +59,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Trained:
-    """A contender's run: what it saved, and measures of its own by step (rewards, lengths)."""
+    """A contender's run: what it saved, measures of its own by step (rewards, lengths), processor time of all of it."""
 
     contender: str
     seed: int
     saved: tuple[Saved, ...]
     steps: tuple[dict[str, float], ...]
     finished: bool
+    cpu_seconds: float

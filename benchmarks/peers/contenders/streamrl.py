@@ -20,9 +20,9 @@ TUNED: dict[str, dict[str, dict[str, Any]]] = {
         "training": {"threads": 1},
     },
     "synchronous": {
-        "run": {"workers": 1},
-        "generation": {"max_num_seqs": 128, "threads": 2},
-        "training": {"threads": 2},
+        "run": {"workers": 2},
+        "generation": {"max_num_seqs": 64, "threads": 1},
+        "training": {"threads": 1},
     },
 }
 """The best settings found for each mode on two cores; see the README for what was tried."""
@@ -49,7 +49,9 @@ def train(mode: str, plan: Plan, overrides: dict[str, dict[str, Any]] | None = N
         for row in steps
         if row["step"] in versions and (row["step"] % plan.save_every == 0 or row is steps[-1])
     ]
-    return Trained(f"streamrl {mode}", plan.seed, tuple(saved), tuple(steps), launched.exit_code == 0)
+    return Trained(
+        f"streamrl {mode}", plan.seed, tuple(saved), tuple(steps), launched.exit_code == 0, launched.cpu_seconds
+    )
 
 
 def settings(mode: str, plan: Plan, overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:

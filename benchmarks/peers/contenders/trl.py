@@ -13,6 +13,7 @@ ENVIRONMENT = REPOSITORY / ".venv-trl"
 REQUIREMENTS = Path(__file__).parents[1] / "requirements-trl.txt"
 TUNED: dict[str, Any] = {
     "threads": 2,
+    "wait_policy": "PASSIVE",
     "micro_batch": 32,
     "continuous_batching": False,
     "cache_implementation": None,
@@ -65,6 +66,7 @@ def train(plan: Plan, tuning: dict[str, Any] | None = None) -> Trained:
     environment = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": tuned["wait_policy"],
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": str(REPOSITORY),
     }
@@ -83,7 +85,7 @@ def train(plan: Plan, tuning: dict[str, Any] | None = None) -> Trained:
         for row in _rows(plan.output / "steps.jsonl")
         if "reward" in row
     )
-    return Trained("TRL GRPOTrainer", plan.seed, saved, steps, launched.exit_code == 0)
+    return Trained("TRL GRPOTrainer", plan.seed, saved, steps, launched.exit_code == 0, launched.cpu_seconds)
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ def runs(rounds: Sequence[Sequence[Judged]]) -> list[dict[str, Any]]:
             "contender": one.trained.contender,
             "seed": one.trained.seed,
             "finished": one.trained.finished,
+            "cpu_seconds": round(one.trained.cpu_seconds, 1),
             "curve": [
                 {"step": p.step, "seconds": round(p.seconds, 2), "reward": round(p.reward, 4)} for p in one.curve
             ],

@@ -36,7 +36,7 @@ class WarmStartRecipe:
     patience_letters: int = 6
     patience_lines: int = 2
     give_up_share: float = 0.75
-    steps: int = 900
+    steps: int = 1000
     decay_steps: int = 200
     short_first_steps: int = 300
     short_letters: int = 250

@@ -1,0 +1,141 @@
+// Tables and lists: trajectories, workers, lag, time split, events, dead letters. Rows are reused, not made anew.
+import { clock, colour, el, short, span, text } from "./draw.js";
+import { inspect } from "./inspector.js";
+
+const $ = (id) => document.getElementById(id);
+
+function rowsOf(body, count, make) {
+  while (body.children.length < count) body.append(make());
+  while (body.children.length > count) body.lastElementChild.remove();
+  return [...body.children];
+}
+
+let held = false;
+export function holdWhileLookedAt() {
+  const box = $("traj-scroll");
+  const update = () => { held = box.matches(":hover") || (box.contains(document.activeElement) && document.activeElement !== box); $("held").hidden = !held; };
+  for (const event of ["pointerenter", "pointerleave", "focusin", "focusout"]) box.addEventListener(event, () => setTimeout(update));
+  box.addEventListener("click", (event) => { const id = event.target.closest("button.id"); if (id) inspect(id.dataset.place); });
+  $("find").addEventListener("submit", (event) => { event.preventDefault(); const id = $("find-id").value.trim(); if (id) inspect(id); });
+}
+
+function trajectoryRow() {
+  const cells = Array.from({ length: 7 }, (_, index) => el("td", { class: index === 1 ? "num" : index === 6 ? "text" : "" }));
+  cells[0].append(el("button", { type: "button", class: "id" }));
+  cells[2].append(el("span", { class: "gauge", "aria-hidden": "true" }, el("b"), el("i")), el("span"));
+  cells[5].append(el("span", { class: "chip" }));
+  return el("tr", {}, ...cells);
+}
+
+export function trajectories(found) {
+  if (held) return;
+  const most = Math.max(1, ...found.map((each) => Math.max(each.length, each.predicted)));
+  rowsOf($("trajectories").tBodies[0], found.length, trajectoryRow).forEach((row, index) => {
+    const each = found[index], [id, reward, length, weights, worker, fate, words] = row.cells;
+    const button = id.firstChild;
+    text(button, each.id); button.dataset.place = each.place;
+    text(reward, each.reward === null ? "–" : each.reward.toFixed(2));
+    const [bar, tick] = length.firstChild.children;
+    bar.style.width = `${((100 * each.length) / most).toFixed(1)}%`; tick.style.left = `${((97 * each.predicted) / most).toFixed(1)}%`;
+    text(length.lastChild, `${each.length}, ${each.predicted}`);
+    text(weights, each.versions.join(" → ")); text(worker, each.worker); text(words, each.text);
+    const chip = fate.firstChild;
+    text(chip, each.fate);
+    chip.className = `chip ${each.fate.startsWith("trained") ? "good" : each.fate.startsWith("skipped") ? "warn" : ""}`;
+  });
+}
+
+export function workers(found) {
+  const make = () => el("tr", {}, el("td"), el("td"), el("td", {}, el("span", { class: "gauge", "aria-hidden": "true" }, el("b")), el("span")), el("td", { class: "num" }));
+  rowsOf($("workers").tBodies[0], found.length, make).forEach((row, index) => {
+    const each = found[index], [name, weights, slots, speed] = row.cells, calm = each.state === "ready";
+    text(name, calm ? each.id : `${each.id} · ${each.state}`);
+    name.className = calm ? "" : each.state === "silent" ? "bad" : "warn";
+    text(weights, each.behind ? `${each.version}  (−${each.behind})` : each.version);
+    slots.firstChild.firstChild.style.width = `${(100 * Math.min(1, each.running / Math.max(1, each.capacity))).toFixed(0)}%`;
+    text(slots.lastChild, `${each.running}/${each.capacity}${each.waiting ? ` +${each.waiting}` : ""}`);
+    text(speed, short(each.tokens_per_s));
+  });
+}
+
+function barRow() { return el("div", { class: "row" }, el("span", { class: "label" }), el("span", { class: "bar", "aria-hidden": "true" }), el("span", { class: "end" })); }
+
+function fill(row, label, shares, end) {
+  const [name, bar, last] = row.children;
+  text(name, label); text(last, end);
+  rowsOf(bar, shares.length, () => el("b")).forEach((part, index) => { part.style.width = `${(100 * shares[index][1]).toFixed(1)}%`; part.style.background = `var(--${shares[index][0]})`; });
+}
+
+export function lag(found) {
+  const whole = found.buckets.map((_, index) => Math.max(found.unread[index], found.unfinished[index] ?? 0)), most = Math.max(64, ...whole);
+  rowsOf($("lag"), found.buckets.length, barRow).forEach((row, index) => {
+    const unread = found.unread[index], rest = Math.max(0, (found.unfinished[index] ?? 0) - unread);
+    const said = found.unfinished[index] === null ? `${short(unread)} unread` : `${short(unread)} / ${short(found.unfinished[index])}`;
+    fill(row, `bucket ${found.buckets[index]}`, [["generate", unread / most], ["generate-2", rest / most]], said);
+    row.title = `unread ${unread}; not yet in a step that is kept: ${found.unfinished[index] ?? "not known"}`;
+  });
+}
+
+export function split(found) {
+  rowsOf($("split"), found.length, barRow).forEach((row, index) => {
+    const each = found[index], shares = Object.entries(each.shares);
+    fill(row, each.name, shares, `waits ${Math.round(each.wait * 100)}%`);
+    row.title = shares.map(([kind, share]) => `${kind} ${Math.round(share * 100)}%`).join(", ");
+  });
+}
+
+export function events(found) {
+  const newest = found.slice().reverse();
+  rowsOf($("events"), newest.length, () => el("li", {}, el("time"), el("span", { class: "dot", "aria-hidden": "true" }), el("span"))).forEach((row, index) => {
+    const [, at, level, said, times] = newest[index], [time, dot, words] = row.children;
+    text(time, clock(at)); dot.className = `dot ${level}`; text(words, times > 1 ? `${said} × ${times}` : said);
+  });
+}
+
+export async function letters() {
+  const box = $("dlq");
+  try {
+    const answer = await fetch("/api/dead-letters"), found = await answer.json();
+    if (!answer.ok) throw new Error(found.error);
+    text($("dlq-count"), found.total ? String(found.total) : "");
+    box.replaceChildren(...(found.letters.length ? found.letters.map(letter) : [el("p", { class: "empty" }, "None. Every record was understood.")]));
+  } catch (error) { box.replaceChildren(el("p", { class: "empty" }, String(error.message))); }
+}
+
+function letter(each) {
+  const said = el("span", { class: "quiet all", role: "status" });
+  const retry = el("button", { type: "button", class: "plain", "aria-label": `Retry dead letter ${each.offset}`, onclick: async () => {
+    retry.disabled = true; said.textContent = "sending…";
+    try {
+      const answer = await fetch(`/api/dead-letters/${each.offset}/retry`, { method: "POST", headers: { "Content-Type": "application/json" }, body: "{}" });
+      const done = await answer.json();
+      said.textContent = answer.ok ? [done.action, done.detail].filter(Boolean).join(": ") : done.error;
+    } catch (error) { said.textContent = String(error.message); }
+    retry.disabled = false;
+  } }, "Retry");
+  const where = each.topic ? `${each.partition}@${each.origin_offset}` : "from nowhere known";
+  return el("div", { class: "letter" }, el("span", {}, el("b", {}, each.error_class || "refused"), ` · ${where} · ${clock(each.timestamp)} · ${short(each.size)} bytes`), retry,
+    el("span", { class: "all" }, each.reason), el("code", { class: "all" }, each.head), said);
+}
+
+export function tiles(state) {
+  const { loop, curves: known } = state, metrics = loop.metrics, rewards = known?.reward.filter((value) => value !== null) ?? [];
+  const before = rewards.at(-Math.min(rewards.length, 20)), change = rewards.length > 1 ? rewards.at(-1) - before : null;
+  const all = [
+    ["Step", short(loop.step), "", loop.step_age === null ? "no step yet" : `last ${span(Math.max(0, loop.step_age))} ago · ${short(loop.rates.steps * 60)}/min`],
+    ["Reward", metrics.reward === undefined ? "–" : metrics.reward.toFixed(3), "", change === null ? "" : `${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} over the last points`],
+    ["Trajectories", short(loop.rates.trajectories), "/s", `${short(loop.totals.trajectories)} seen · ${short(loop.rates.trained)} trained/s`],
+    ["Tokens", short(loop.rates.tokens), "/s", `${short(loop.running)} running · ${short(loop.waiting)} queued`],
+    ["Staleness", metrics["off_policy/mean"] === undefined ? "–" : metrics["off_policy/mean"].toFixed(2), "steps", `at most ${short(metrics["off_policy/max"])} in the last step`],
+    ["Trainer computes", metrics["time/train_share"] === undefined ? "–" : String(Math.round(metrics["time/train_share"] * 100)), "%", `of a step${metrics["time/step"] === undefined ? "" : ` of ${span(metrics["time/step"])}`}`],
+  ];
+  rowsOf($("tiles"), all.length, () => el("div", { class: "tile" }, el("div", { class: "k" }), el("div", { class: "v" }, el("span"), el("i")), el("div", { class: "s" }))).forEach((tile, index) => {
+    const [name, value, unit, more] = all[index];
+    text(tile.children[0], name); text(tile.children[1].firstChild, value); text(tile.children[1].lastChild, unit); text(tile.children[2], more);
+  });
+}
+
+export function legend(kinds) {
+  $("legend").replaceChildren(...Object.entries(kinds).map(([kind, name]) => { const b = el("b"); b.style.background = `var(--${kind})`; return el("span", {}, b, name); }),
+    (() => { const b = el("b"); b.style.background = "var(--adopt)"; return el("span", {}, b, "adopts weights"); })());
+}

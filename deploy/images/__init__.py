@@ -1,0 +1,1 @@
+"""Container images, and what runs inside them besides the processes of a run."""

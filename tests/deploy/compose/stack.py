@@ -1,0 +1,43 @@
+"""The compose file as Compose reads it: anchors merged, variables replaced."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+FILE = ROOT / "deploy" / "compose.yaml"
+IMAGES = ROOT / "deploy" / "images"
+OURS = ("topics", "coordinator", "relay", "dispatcher", "worker", "trainer", "worker-gpu", "tools")
+ROLES = ("coordinator", "relay", "dispatcher", "worker", "trainer", "worker-gpu")
+_VARIABLE = re.compile(r"\$\{([A-Z_]+):-([^}]*)\}")
+
+
+def interpolated(value: Any, variables: Mapping[str, str]) -> Any:
+    """``${NAME:-default}`` replaced everywhere, as Compose does it; any other use of a dollar is a mistake of ours."""
+    match value:
+        case dict():
+            return {key: interpolated(one, variables) for key, one in value.items()}
+        case list():
+            return [interpolated(one, variables) for one in value]
+        case str():
+            replaced = _VARIABLE.sub(lambda found: variables.get(found[1]) or found[2], value)
+            assert "$" not in replaced, f"expected only ${{NAME:-default}}, got {value}"
+            return replaced
+        case _:
+            return value
+
+
+def stack(variables: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The whole file."""
+    read: dict[str, Any] = interpolated(yaml.safe_load(FILE.read_text()), variables)
+    return read
+
+
+def services(variables: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    """The services by name; without variables, with all defaults."""
+    found: dict[str, dict[str, Any]] = stack(variables or {})["services"]
+    return found

@@ -1,0 +1,175 @@
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from deploy.bus.settings import KafkaSettings
+from deploy.cli.app import app
+from deploy.settings.given import Given
+from deploy.settings.layers import from_environment, from_toml
+from deploy.settings.loading import validated
+from deploy.settings.tree import Settings
+from deploy.starting.examples import example
+from deploy.starting.template import as_commented_toml
+from schemas.settings import LoopSettings
+from schemas.wire.topics import CATALOGUE
+from tests.deploy.compose.stack import FILE, IMAGES, OURS, ROLES, services, stack
+
+TASK = IMAGES / "trial" / "streamrl.toml"
+
+
+def merged(environment: dict[str, str], task: Path = TASK) -> Settings:
+    given = Given(task, from_toml(task), from_environment(environment), {})
+    tree: dict[str, Any] = {}
+    for layer in given.layers:
+        for section, values in layer.items():
+            tree[section] = tree.get(section, {}) | values
+    return validated(tree, given)
+
+
+def test_it_is_valid_by_the_compose_specifications_schema() -> None:
+    schema = json.loads(
+        resources.files("check_jsonschema").joinpath("builtin_schemas/vendor/compose-spec.json").read_text()
+    )
+    jsonschema.validate(stack({}), schema)
+
+
+def test_the_schema_can_refuse_it() -> None:
+    schema = json.loads(
+        resources.files("check_jsonschema").joinpath("builtin_schemas/vendor/compose-spec.json").read_text()
+    )
+    wrong = stack({})
+    wrong["services"]["trainer"]["depend_on"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="depend_on"):
+        jsonschema.validate(wrong, schema)
+
+
+def test_no_key_is_written_twice() -> None:
+    class Strict(yaml.SafeLoader):
+        pass
+
+    def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        assert len(keys) == len(set(keys)), keys
+        loader.flatten_mapping(node)
+        return dict(loader.construct_pairs(node))
+
+    Strict.add_constructor("tag:yaml.org,2002:map", mapping)
+    assert yaml.load(FILE.read_text(), Strict)["services"].keys() == services().keys()  # noqa: S506 - a safe loader
+
+
+def test_what_a_service_waits_for_and_mounts_is_there() -> None:
+    all_services, volumes = services(), stack({})["volumes"]
+    for name, service in all_services.items():
+        for needed, how in service.get("depends_on", {}).items():
+            assert needed in all_services, f"{name} waits for {needed}"
+            assert how["condition"] != "service_healthy" or "healthcheck" in all_services[needed], (name, needed)
+            assert not all_services[needed].get("profiles") or service.get("profiles"), f"{name} waits for a profile"
+        for mount in service.get("volumes", []):
+            source, target, *_ = mount.split(":")
+            assert target.startswith("/")
+            assert (FILE.parent / source).exists() if source.startswith(".") else source in volumes, (name, source)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_processes_run_without_privileges(name: str) -> None:
+    service = services()[name]
+    assert service["user"] == "10001:10001"
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert "privileged" not in service
+
+
+def test_images_of_others_name_a_version() -> None:
+    for name, service in services().items():
+        if name not in OURS:
+            assert re.fullmatch(r"[a-z-]+/[a-z-]+:v?\d+\.\d+\.\d+", service["image"]), service["image"]
+
+
+def test_ports_are_open_to_this_machine_alone() -> None:
+    ports = [port for service in services().values() for port in service.get("ports", [])]
+    assert ports
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_the_settings_of_every_process_are_valid_and_agree(name: str) -> None:
+    settings = merged(services()[name]["environment"] | {"STREAMRL_GENERATION__ENGINE": "emulated"})
+    assert settings.run.name == "compose"
+    assert settings.coordinator.relays == (f"http://relay:{settings.relay.port}",)
+    assert settings.relay.host == "0.0.0.0"
+    assert settings.metrics.port
+    assert f"http://127.0.0.1:{settings.relay.port}/health" in services()["relay"]["healthcheck"]["test"]
+
+
+def test_a_task_that_init_wrote_fits_in_as_it_is(tmp_path: Path) -> None:
+    for name in ("math", "tiny"):
+        written = example(name, "my-task")
+        config = tmp_path / f"{name}.toml"
+        config.write_text(as_commented_toml(written.head, written.entries))
+        settings = merged(services()["worker"]["environment"], config)
+        assert settings.run.path == Path("/runs/compose")
+        assert str(settings.loop.trajectory_partitions) in services()["topics"]["command"]
+
+
+def test_every_command_is_one_of_ours() -> None:
+    known = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    known |= {group.name or "" for group in app.registered_groups}
+    for name in OURS:
+        assert services()[name]["command"][0] in known, name
+
+
+def test_the_broker_is_reached_from_inside_and_from_the_host() -> None:
+    kafka, inside = services()["kafka"]["environment"], services()["worker"]["environment"]
+    listeners = dict(entry.split("://") for entry in kafka["KAFKA_LISTENERS"].split(","))
+    advertised = dict(entry.split("://") for entry in kafka["KAFKA_ADVERTISED_LISTENERS"].split(","))
+    protocols = dict(entry.split(":") for entry in kafka["KAFKA_LISTENER_SECURITY_PROTOCOL_MAP"].split(","))
+    assert advertised["INSIDE"] == inside["STREAMRL_KAFKA__BOOTSTRAP_SERVERS"] == f"kafka{listeners['INSIDE']}"
+    assert advertised["HOST"] == f"localhost{listeners['HOST']}"
+    assert services()["kafka"]["ports"] == [f"127.0.0.1:9092{listeners['HOST']}"]
+    assert set(listeners) == set(protocols) == {*advertised, kafka["KAFKA_CONTROLLER_LISTENER_NAMES"]}
+    assert KafkaSettings(bootstrap_servers=advertised["HOST"]).security_protocol == protocols["HOST"]
+
+
+def test_the_broker_takes_the_largest_record_and_makes_no_topic_by_itself() -> None:
+    kafka = services()["kafka"]["environment"]
+    assert int(kafka["KAFKA_MESSAGE_MAX_BYTES"]) >= max(topic.max_message_bytes for topic in CATALOGUE)
+    assert kafka["KAFKA_AUTO_CREATE_TOPICS_ENABLE"] == "false"
+
+
+def test_the_topics_job_makes_as_many_partitions_as_the_settings_say() -> None:
+    command = services()["topics"]["command"]
+    assert int(command[command.index("--partitions") + 1]) == LoopSettings().trajectory_partitions
+    assert command[command.index("--run") + 1] == services()["trainer"]["environment"]["STREAMRL_RUN__NAME"]
+
+
+def test_a_variable_names_another_task_and_another_run() -> None:
+    named = services({"STREAMRL_TASK": "/home/me/my-task", "STREAMRL_RUN__NAME": "mine"})
+    assert "/home/me/my-task:/task:ro" in named["worker"]["volumes"]
+    assert named["worker"]["environment"]["STREAMRL_RUN__NAME"] == "mine"
+    assert "mine" in named["topics"]["command"]
+
+
+def test_only_the_gpu_profile_reserves_devices() -> None:
+    reserving = {name for name, service in services().items() if "deploy" in service}
+    assert reserving == {"worker-gpu"}
+    assert services()["worker-gpu"]["profiles"] == ["gpu"]
+
+
+def test_prometheus_and_grafana_are_provisioned_with_what_the_repository_holds() -> None:
+    prometheus, grafana = services()["prometheus"], services()["grafana"]
+    scraping = yaml.safe_load((FILE.parent / "grafana" / "prometheus.yaml").read_text())
+    (found,) = scraping["scrape_configs"][0]["file_sd_configs"][0]["files"]
+    assert "--config.file=/srv/deploy/grafana/prometheus.yaml" in prometheus["command"]
+    assert found.startswith("../../runs/")
+    assert {"./grafana:/srv/deploy/grafana:ro", "runs:/srv/runs:ro"} <= set(prometheus["volumes"])
+    mounted = {mount.split(":")[1] for mount in grafana["volumes"]}
+    provider = yaml.safe_load((IMAGES / "grafana" / "dashboards.yaml").read_text())["providers"][0]
+    assert any(path.startswith(provider["options"]["path"]) for path in mounted)
+    source = yaml.safe_load((IMAGES / "grafana" / "datasources.yaml").read_text())["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"

@@ -1,0 +1,142 @@
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from zipfile import ZipFile
+
+import pytest
+
+from deploy.images.health import main, metrics_address
+from tests.architecture.sources import PACKAGES
+from tests.deploy.compose.stack import IMAGES, ROOT, services
+
+DOCKERFILES = [path for path in sorted(IMAGES.glob("Dockerfile*")) if path.suffix != ".dockerignore"]
+
+
+def test_there_are_two_images_and_the_compose_file_builds_both() -> None:
+    built = {service["build"]["dockerfile"] for service in services().values() if "build" in service}
+    assert built == {str(path.relative_to(ROOT)) for path in DOCKERFILES}
+    assert len(DOCKERFILES) == 2
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_hadolint_finds_nothing(path: Path) -> None:
+    hadolint = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run([hadolint, "--no-color", path], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_is_pinned_unprivileged_and_checked(path: Path) -> None:
+    text = path.read_text()
+    assert all(
+        re.fullmatch(r"python:3\.11-slim-\w+( AS \w+)?", base) for base in re.findall(r"^FROM (.+)$", text, re.M)
+    )
+    assert text.rstrip().splitlines()[-4] == "USER 10001:10001"
+    assert "HEALTHCHECK" in text
+    assert 'ENTRYPOINT ["streamrl-entrypoint"]' in text
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_every_copied_path_is_there_and_let_through(path: Path) -> None:
+    ignored = path.with_name(f"{path.name}.dockerignore").read_text().splitlines()
+    allowed = {line[1:] for line in ignored if line[:1] == "!"}
+    sources = [
+        source
+        for line in re.findall(r"^COPY (.+)$", path.read_text(), re.M)
+        if "--from=" not in line
+        for source in [word for word in line.split() if not word.startswith("--")][:-1]
+    ]
+    assert sources
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert source.split("/")[0] in allowed, source
+
+
+def test_the_package_in_the_image_has_all_that_our_code_reads(tmp_path: Path) -> None:
+    """Built from what the image's first stage copies, as it is built there."""
+    context, built = tmp_path / "context", tmp_path / "built"
+    context.mkdir()
+    stage = DOCKERFILES[0].read_text().split("\nFROM ")[1]
+    for source in " ".join(re.findall(r"^COPY (.+) \S+$", stage, re.M)).split():
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, context / source, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / source, context)
+    uv = [Path(sys.executable).parent / "uv", "build", "--quiet", "--offline", "--wheel", "--no-build-isolation"]
+    subprocess.run([*uv, "--python", sys.executable, "--out-dir", built, context], check=True, timeout=60)
+    (wheel,) = built.glob("*.whl")
+    packed = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    there = {str(path.relative_to(ROOT)) for top in PACKAGES for path in (ROOT / top).rglob("*") if path.is_file()}
+    beside = ("deploy/images/", "deploy/grafana/", "deploy/compose.yaml")
+    wanted = {name for name in there if "__pycache__" not in name and not name.startswith(beside)}
+    assert not wanted - packed
+
+
+def test_uv_is_the_version_that_the_makefile_uses() -> None:
+    (version,) = re.findall(r"^UV_VERSION := (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert all(f"ARG UV_VERSION={version}\n" in path.read_text() for path in DOCKERFILES)
+
+
+def test_the_vllm_image_has_the_torch_of_the_other_one_and_its_packages_are_all_pinned() -> None:
+    locked = (IMAGES / "requirements-vllm-gpu.txt").read_text().splitlines()
+    (torch,) = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")]
+    assert torch in locked
+    assert all(re.match(r"[\w.\[\],-]+==\S+", line) for line in locked)
+
+
+@pytest.fixture
+def answering() -> Iterator[str]:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/metrics" else 500)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STREAMRL_RUN__DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("STREAMRL_METRICS__HOST", "127.0.0.1")
+    folder = tmp_path / ".prometheus"
+    folder.mkdir()
+    return folder
+
+
+def _note(folder: Path, name: str, target: str) -> None:
+    (folder / f"{name}.json").write_text(json.dumps([{"targets": [target], "labels": {"process": name}}]))
+
+
+def test_a_process_that_answers_is_healthy(notes: Path, answering: str) -> None:
+    _note(notes, "worker", answering)
+    assert main([]) == 0
+
+
+def test_a_process_that_does_not_answer_is_not(notes: Path, answering: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 1
+    assert "found none yet" in capsys.readouterr().out
+    _note(notes, "worker", "127.0.0.1:1")
+    assert main([]) == 1
+    assert main([f"http://{answering}/health"]) == 1
+    assert "500" in capsys.readouterr().out
+
+
+def test_the_note_of_another_container_is_left_alone(notes: Path) -> None:
+    _note(notes, "trainer", "0123456789ab:9402")
+    assert metrics_address(notes, "ba9876543210") is None
+    assert metrics_address(notes, "0123456789ab") == "http://0123456789ab:9402/metrics"

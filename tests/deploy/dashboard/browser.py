@@ -1,0 +1,163 @@
+"""A real headless Chromium, driven over its DevTools protocol; nothing is downloaded."""
+
+import asyncio
+import base64
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--remote-debugging-port=0",
+)
+START_S = 30.0
+
+
+def chromium() -> str | None:
+    """Where it is installed, if it is."""
+    return next(
+        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    )
+
+
+class Page:
+    """One tab. ``problems``: what its console and its policies complained of."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._number = 0
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.problems: list[str] = []
+        self.loaded = asyncio.Event()
+        self.reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for message in self._socket:
+            told = json.loads(message.data)
+            if (future := self._waiting.pop(told.get("id", -1), None)) is not None and not future.done():
+                future.set_result(told)
+            self._note(told.get("method", ""), told.get("params", {}))
+
+    def _note(self, method: str, told: dict[str, Any]) -> None:
+        if method == "Page.loadEventFired":
+            self.loaded.set()
+        elif method == "Runtime.exceptionThrown":
+            self.problems.append(json.dumps(told["exceptionDetails"])[:500])
+        elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
+            self.problems.append(json.dumps(told["args"])[:500])
+        elif method == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
+            self.problems.append(told["entry"]["text"] + " " + told["entry"].get("url", ""))
+
+    async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """A command of the protocol."""
+        self._number += 1
+        future = self._waiting[self._number] = asyncio.get_running_loop().create_future()
+        await self._socket.send_json({"id": self._number, "method": method, "params": parameters})
+        told = await asyncio.wait_for(future, 60)
+        assert "error" not in told, f"{method}: {told['error']}"
+        return told["result"]
+
+    async def open(self, address: str) -> None:
+        """Go there and wait until it is loaded."""
+        for domain in ("Page", "Runtime", "Log"):
+            await self.call(f"{domain}.enable")
+        await self.call("Emulation.setFocusEmulationEnabled", enabled=True)
+        self.loaded.clear()
+        await self.call("Page.navigate", url=address)
+        await asyncio.wait_for(self.loaded.wait(), 30)
+
+    async def evaluate(self, script: str) -> Any:
+        """The value of an expression, awaited if it is a promise."""
+        told = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in told, json.dumps(told["exceptionDetails"])[:800]
+        return told["result"].get("value")
+
+    async def until(self, script: str, timeout_s: float = 15.0) -> None:
+        """Wait until an expression holds."""
+        async with asyncio.timeout(timeout_s):
+            while not await self.evaluate(script):
+                await asyncio.sleep(0.05)
+
+    async def prefer(self, scheme: str) -> None:
+        """light or dark."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        await self.call("Emulation.setEmulatedMedia", features=features)
+
+    async def size(self, width: int, height: int, scale: float = 1.0) -> None:
+        """Of the window, in CSS pixels."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+        await self.call("Emulation.setDeviceMetricsOverride", **metrics)
+
+    async def press(self, key: str) -> None:
+        """A key, down and up."""
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27}
+        extra = {"text": "\r"} if key == "Enter" else {}
+        if key in codes:
+            extra["windowsVirtualKeyCode"] = codes[key]  # type: ignore[assignment]
+        await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **extra)
+        await self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
+
+    async def computed_s(self) -> float:
+        """Seconds that the page's main thread has computed, once ``Performance`` is enabled."""
+        metrics = (await self.call("Performance.getMetrics"))["metrics"]
+        return float(next(each["value"] for each in metrics if each["name"] == "TaskDuration"))
+
+    async def picture(self) -> bytes:
+        """The window as PNG."""
+        return base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"])
+
+
+@asynccontextmanager
+async def browser_page(executable: str) -> AsyncIterator[Page]:
+    """A fresh browser with one tab; it and its profile are gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="streamrl-browser-", ignore_cleanup_errors=True) as profile:
+        process = subprocess.Popen(
+            [executable, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.ws_connect(await _tab(session, Path(profile)), max_msg_size=0) as socket,
+            ):
+                page = Page(socket)
+                yield page
+                page.reader.cancel()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+async def _tab(session: aiohttp.ClientSession, profile: Path) -> str:
+    note = profile / "DevToolsActivePort"
+    async with asyncio.timeout(START_S):
+        while not (note.exists() and note.read_text().strip()):
+            await asyncio.sleep(0.05)
+        port = note.read_text().split()[0]
+        while True:
+            with suppress(aiohttp.ClientError):
+                async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
+                    for target in await answer.json():
+                        if target["type"] == "page":
+                            return str(target["webSocketDebuggerUrl"])
+            await asyncio.sleep(0.05)

@@ -1,0 +1,66 @@
+import asyncio
+import time
+from collections.abc import Mapping
+
+from deploy.live.feed import LiveFeed, unfinished_by_bucket
+from deploy.live.state import LiveState
+from schemas.identifiers import PolicyVersion
+from schemas.ports.bus import Outgoing, TopicPartition
+from schemas.ports.memory_bus import MemoryBus
+from tests.deploy.live.made_up_run import SHARDS, MadeUpRun
+from tests.deploy.live.writing import append, topics_of
+from tests.schemas.examples import examples
+
+RUN = "made-up"
+
+
+def a_past(seconds: float) -> tuple[MemoryBus, MadeUpRun]:
+    bus, made_up = topics_of(RUN), MadeUpRun(time.time() - seconds)
+    for happening in made_up.happenings():
+        if happening.at > time.time():
+            break
+        append(bus, RUN, happening)
+    return bus, made_up
+
+
+async def test_the_recent_past_is_read_in_the_order_of_its_times_and_then_what_comes() -> None:
+    bus, made_up = a_past(20.0)
+    state, stop = LiveState(RUN), asyncio.Event()
+    task = asyncio.create_task(LiveFeed(bus, state).run(stop))
+    async with asyncio.timeout(10):
+        while state.step < made_up.version:
+            await asyncio.sleep(0.02)
+        assert sum(state.staleness.counts.values()) == 64 * made_up.version
+        seen, publisher = state.announced, await bus.publisher("test")
+        changed = examples()["control-weights-ready"].replace(version=PolicyVersion(1, 999))
+        await publisher.publish(Outgoing.of(f"{RUN}.control", changed, key="weights/policy"))
+        while state.announced == seen:
+            await asyncio.sleep(0.02)
+    stop.set()
+    await asyncio.wait_for(task, 5)
+    assert state.announced.number == 999
+    assert bus.committed == {}
+
+
+async def test_lag_is_what_the_trainer_has_not_finished() -> None:
+    bus, _ = a_past(5.0)
+    state, stop = LiveState(RUN), asyncio.Event()
+
+    async def committed() -> Mapping[TopicPartition, int]:
+        return {TopicPartition(f"{RUN}.trajectories", 0): 2}
+
+    task = asyncio.create_task(LiveFeed(bus, state, SHARDS, committed).run(stop))
+    async with asyncio.timeout(10):
+        while not state.unfinished:
+            await asyncio.sleep(0.02)
+    stop.set()
+    await asyncio.wait_for(task, 5)
+    logs = bus.log(f"{RUN}.trajectories").partitions
+    assert state.unfinished[0] == len(logs[0]) + len(logs[1]) - 2
+    assert sum(state.unfinished.values()) == sum(map(len, logs)) - 2
+
+
+def test_lag_counts_this_topic_only() -> None:
+    ends = {TopicPartition("a.trajectories", 0): 5, TopicPartition("a.trajectories", 3): 7, TopicPartition("a.x", 0): 9}
+    finished = {TopicPartition("a.trajectories", 3): 8}
+    assert unfinished_by_bucket("a.trajectories", ends, finished, 2) == {0: 5, 1: 0}

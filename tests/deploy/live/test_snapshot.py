@@ -1,0 +1,27 @@
+import json
+
+from deploy.live.snapshot import SECTIONS, snapshot
+from deploy.live.state import LiveState
+from tests.schemas.examples import examples
+
+
+def test_a_snapshot_is_plain_data_from_the_first_moment_on() -> None:
+    state = LiveState("r")
+    empty = snapshot(state, 1_795_000_100.0)
+    assert json.loads(json.dumps(empty, allow_nan=False)) == empty
+    assert set(empty) == set(SECTIONS)
+    for message in examples().values():
+        state.observe(message)
+    full = snapshot(state, 1_795_000_100.0)
+    assert json.loads(json.dumps(full, allow_nan=False)) == full
+    assert full["loop"]["announced"] == "2-4"
+
+
+def test_shares_of_the_last_minute_add_up_to_one() -> None:
+    state, beat = LiveState("r"), examples()["heartbeat"]
+    for second in range(9):
+        state.observe(beat.replace(sent_at=100.0 + second, running=0 if second in (3, 4) else 2))
+    (row,) = snapshot(state, 108.0)["split"]
+    assert row["name"] == "worker-1"
+    assert abs(sum(row["shares"].values()) + row["wait"] - 1) < 1e-3
+    assert row["wait"] == 0.25

@@ -1,0 +1,47 @@
+"""What stands in the pages of docs/: links, commands, settings."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+GUIDES = [
+    DOCS / f"{name}.md"
+    for name in ("index", "quickstart", "concepts", "own-task", "own-reward", "operations", "moving")
+]
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
+_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def links(page: Path) -> list[tuple[str, str]]:
+    """Path and anchor of every link of a page, code left out."""
+    text = _FENCE.sub("", page.read_text())
+    return [(path, anchor) for path, _, anchor in (link.partition("#") for link in _LINK.findall(text))]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as the site and GitHub make them."""
+    headings = _HEADING.findall(_FENCE.sub("", page.read_text()))
+    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Every ``streamrl ...`` in code, as words."""
+    code = _FENCE.findall(page.read_text()) + re.findall(r"`(streamrl [^`]+)`", _FENCE.sub("", page.read_text()))
+    lines = [line.split("#")[0] for block in code for line in block.splitlines()]
+    return [line.split("streamrl ", 1)[1].split() for line in lines if re.search(r"(^|[/\s])streamrl \w", line)]
+
+
+def settings(text: str) -> set[str]:
+    """Every ``section.key`` in code, also as ``--section.key`` and in tables of TOML; names of files left out."""
+    inline = re.findall(r"`(?:--)?([a-z]+\.[a-z_0-9]+(?:\.[a-z_0-9]+)?)(?:[ =][^`]*)?`", _FENCE.sub("", text))
+    options = re.findall(r"--([a-z]+\.[a-z_0-9]+)", text)
+    for block in re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        section = ""
+        for line in block.splitlines():
+            if header := re.match(r"\[(\w+)\]", line):
+                section = header[1]
+            elif key := re.match(r"(\w+) *=", line):
+                inline.append(f"{section}.{key[1]}")
+    return {key for key in (*inline, *options) if not key.endswith((".md", ".toml", ".json", ".jsonl", ".parquet"))}

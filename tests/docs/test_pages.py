@@ -1,0 +1,107 @@
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from deploy.cli.app import app
+from deploy.manual.settings_page import settings_page
+from deploy.manual.topics_page import topics_page
+from deploy.settings.tree import Settings
+from deploy.settings.wording import known_keys
+from schemas.wire.topics import CATALOGUE
+from tests.deploy.compose.stack import FILE, services
+from tests.docs.pages import DOCS, GUIDES, ROOT, anchors, commands, links, settings
+
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize(("name", "page"), [("settings.md", settings_page), ("topics.md", topics_page)])
+def test_the_generated_pages_are_up_to_date(name: str, page: object) -> None:
+    assert callable(page)
+    assert (DOCS / name).read_text() == page(), "run python -m deploy.manual"
+
+
+def test_every_setting_and_every_topic_has_its_place() -> None:
+    assert settings_page().count("\n| `") == len(list(known_keys()))
+    assert all(f"\n| `{topic.name}` |" in topics_page() for topic in CATALOGUE)
+
+
+def test_tables_have_as_many_cells_in_each_row() -> None:
+    for page in (settings_page(), topics_page()):
+        for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
+            counts = {len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}
+            assert len(counts) == 1, table.splitlines()[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for path, anchor in links(page):
+        assert "://" not in path, path
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_every_command_of_a_guide_exists_and_takes_its_options(page: Path) -> None:
+    root = typer.main.get_command(app)
+    for words in commands(page):
+        command, rest = root, list(words)
+        while rest and hasattr(command, "commands") and rest[0] in command.commands:
+            command = command.commands[rest.pop(0)]
+        assert not hasattr(command, "commands"), f"streamrl {' '.join(words)}"
+        options = {option for parameter in command.params for option in parameter.opts}
+        given = [word.split("=")[0] for word in rest if word.startswith("--") and "." not in word]
+        assert set(given) <= options, f"streamrl {' '.join(words)}"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_every_setting_that_a_guide_names_exists(page: Path) -> None:
+    text = page.read_text()
+    if page.name == "moving.md":  # what others call it stands in the first column
+        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+    named = {key for key in settings(text) if key.split(".")[0] in Settings.model_fields}
+    assert named <= set(known_keys()), sorted(named - set(known_keys()))
+
+
+def test_the_runbook_knows_every_alert() -> None:
+    alerts = set(re.findall(r"- alert: (\w+)", (ROOT / "deploy" / "grafana" / "alerts.yaml").read_text()))
+    assert alerts == set(re.findall(r"`(StreamRL\w+)`", (DOCS / "operations.md").read_text()))
+
+
+def test_operations_name_the_profiles_and_variables_of_the_compose_file() -> None:
+    text = (DOCS / "operations.md").read_text()
+    profiles = {profile for service in services().values() for profile in service.get("profiles", [])}
+    variables = set(re.findall(r"\$\{(\w+)", FILE.read_text()))
+    assert all(f"| `{profile}` |" in text for profile in profiles)
+    assert all(f"`{variable}`" in text for variable in variables)
+
+
+def test_a_guide_that_names_what_is_not_there_is_found() -> None:
+    text = "`loop.max_stalenes` and `--run.sed 1`\n```toml\n[training]\nlr = 1\n```\n"
+    assert settings(text) - set(known_keys()) == {"loop.max_stalenes", "run.sed", "training.lr"}
+
+
+def test_every_page_is_in_the_site_and_no_link_of_it_is_broken(tmp_path: Path) -> None:
+    """The site is built from a copy, because builds share a cache and a folder."""
+    config = (ROOT / "zensical.toml").read_text()
+    assert all(f'"{page.name}"' in config for page in PAGES)
+    (tmp_path / "zensical.toml").write_text(config)
+    shutil.copytree(DOCS, tmp_path / "docs")
+    zensical = Path(sys.executable).parent / "zensical"
+    done = subprocess.run(
+        [zensical, "build", "--strict"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "build" / "docs" / "concepts.html").is_file()
+    assert not _addresses(tmp_path / "build" / "docs" / "index.html")
+
+
+def _addresses(page: Path) -> str:
+    """What a page would fetch from elsewhere."""
+    found = re.findall(r'(?:src|href)="(https?://[^"]*)', page.read_text())
+    return " ".join(address for address in found if "zensical.org" not in address)
