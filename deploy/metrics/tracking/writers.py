@@ -72,7 +72,7 @@ class WandbWriter:
     """An offline run; ``wandb sync`` sends it later."""
 
     def __init__(self, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> None:
-        wandb = _library("wandb", "wandb")
+        self._library = wandb = _library("wandb", "wandb")
         mode = os.environ.get("WANDB_MODE", "offline")
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True)
         self._run = wandb.init(
@@ -87,6 +87,7 @@ class WandbWriter:
     def close(self) -> None:
         """See ``Writer``."""
         self._run.finish()
+        self._library.teardown()  # its service writes what is left and ends, instead of staying as long as we do
 
 
 class TrackioWriter:

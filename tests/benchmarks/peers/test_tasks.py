@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.peers.policy.tokenizer import build_mixed_tokenizer
 from benchmarks.peers.tasks import (
     MAX_COMPLETION_LENGTH,
     PARTS,
@@ -39,7 +40,8 @@ def test_the_same_seed_gives_the_same_entries_and_another_seed_others() -> None:
 
 
 def test_lengths_have_a_heavy_tail_and_fit_the_limit() -> None:
-    lengths = [len(str(entry["answer"])) + 1 for entry in drawn(3000)]
+    tokenizer = build_mixed_tokenizer()
+    lengths = [len(tokenizer(str(entry["answer"]))["input_ids"]) + 1 for entry in drawn(3000)]
     median, p99 = np.percentile(lengths, [50, 99])
     assert p99 >= 8 * median
     assert max(lengths) < MAX_COMPLETION_LENGTH
@@ -70,8 +72,10 @@ def test_the_reward_is_reasoning_gyms_own() -> None:
     assert 0 < own < 1
 
 
-def test_a_file_holds_what_was_asked_for_and_held_out_prompts_once(tmp_path: Path) -> None:
+def test_a_file_holds_what_was_asked_for_and_held_out_words_once(tmp_path: Path) -> None:
     write_mixed(tmp_path / "held_out.jsonl", 80, 3, "held_out")
     rows = read_mixed(tmp_path / "held_out.jsonl")
-    assert len({row["prompt"] for row in rows}) == len(rows) == 80
+    words = [row["prompt"] for row in rows if row["part"] == "spell"]
+    assert len(rows) == 80
+    assert len(set(words)) == len(words) > 0
     assert all(set(row) == {"prompt", "answer", "metadata", "part"} for row in rows)
