@@ -116,7 +116,8 @@ async def test_the_end_token_of_the_model_ends_a_completion(engine: Engine, mode
     await engine.close()
     ending = make_engine(model_dir)
     await ending.start()
-    results = await asyncio.gather(*(sample(ending, p, max_completion_length=60) for p in PROMPTS * 5))
+    short, long = ([sample(ending, p, max_completion_length=tokens) for p in PROMPTS * 5] for tokens in (2, 120))
+    results = await asyncio.gather(*short, *long)
     await ending.close()
     assert {result.finish_reason for result in results} == {FinishReason.STOP, FinishReason.LENGTH}
     for result in results:
