@@ -47,7 +47,7 @@ def main(task_file: str) -> None:
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     task = json.loads(Path(task_file).read_text())
-    torch.set_num_threads(task["threads"])
+    torch.set_num_threads(1)
     tokenizer, entries = AutoTokenizer.from_pretrained(task["policy"]), read_mixed(Path(task["prompts"]))
     for weights in task["models"]:
         model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]

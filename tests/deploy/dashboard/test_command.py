@@ -11,7 +11,6 @@ import pytest
 from deploy.bus.cluster.groups import committed_offsets
 from deploy.surveys.attachment import Attachment
 from schemas.wire.topics import TRAJECTORIES
-from tests.deploy.surveys.conftest import surveyed as surveyed
 
 UI = (sys.executable, "-m", "deploy.cli.app", "ui")
 

@@ -1,3 +1,5 @@
+"""What tests of several rooms look at: a run of known content on the session's broker."""
+
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
