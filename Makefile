@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test check chaos soak bench bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-profile bench-plan docs fmt lock clean
+.PHONY: help setup setup-vllm demo test check chaos soak bench bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan docs fmt lock clean
 SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -61,6 +61,9 @@ bench-packing: .venv/ready  ## how much of the micro-batches is padding
 
 bench-pipeline: .venv/ready  ## modes, dispatch and rankers on an emulated pipeline, against their ceilings
 	.venv/bin/python -m benchmarks.pipeline $(ARGS)
+
+bench-peers: .venv/ready  ## time to the same held-out reward, against TRL's GRPOTrainer (installed apart)
+	.venv/bin/python -m benchmarks.peers $(ARGS)
 
 bench-profile: .venv/ready .venv-vllm/ready  ## how well the emulated engine's curve model fits vLLM and transformers
 	.venv/bin/python -m benchmarks.profile $(ARGS)
