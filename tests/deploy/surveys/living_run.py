@@ -40,9 +40,6 @@ async def write_run(servers: str, run: str) -> None:
         sequence=1, sent_at=now, version=PolicyVersion(2, 5), step=5, manifest_sha256=SHA256, relays=("http://r:1",)
     )
     await publisher.publish(Outgoing.of(CONTROL.full_name(run), ready, key="weights/policy"))
-    for number in range(2):
-        beat = examples()["heartbeat"].replace(worker_id=f"worker-{number}", sent_at=now, state=WorkerState.READY)
-        await publisher.publish(Outgoing.of(HEARTBEATS.full_name(run), beat, key=f"worker-{number}"))
     await publisher.close()
     trainer = await bus.transactional(f"{run}.grpo")
     report = examples()["step-report"].replace(finished=False, metrics=METRICS)
@@ -53,3 +50,13 @@ async def write_run(servers: str, run: str) -> None:
             [Outgoing.of(STEPS.full_name(run), record, key="grpo")], offsets=offsets, group_id=f"{run}.grpo"
         )
     await trainer.close()
+
+
+async def beat(servers: str, run: str) -> None:
+    """Both workers say that they live, now: a survey forgets those unheard of for a minute."""
+    publisher = await KafkaBus(KafkaSettings(bootstrap_servers=servers)).publisher("writer")
+    example = examples()["heartbeat"].replace(sent_at=time.time(), state=WorkerState.READY)
+    for number in range(2):
+        heartbeat = example.replace(worker_id=f"worker-{number}")
+        await publisher.publish(Outgoing.of(HEARTBEATS.full_name(run), heartbeat, key=f"worker-{number}"))
+    await publisher.close()

@@ -19,7 +19,7 @@ async def test_a_run_s_standing_is_read_from_the_ends_of_its_topics(surveyed: At
     assert standing.orders.announced == PolicyVersion(2, 5)
     assert [point.step for point in standing.state.steps] == [1, 2, 3, 4, 5]
     assert sorted(standing.workers) == ["worker-0", "worker-1"]
-    assert standing.generating in (0, 8)  # nobody beats any more after ten seconds
+    assert standing.generating == 8
     assert standing.trained_groups == 10
     assert standing.skipped == {"stale": 4}
     assert standing.dead_letters == 1
@@ -39,7 +39,7 @@ async def test_lag_is_measured_by_partition_in_records_rates_and_seconds(surveye
     assert (third.partition, third.bucket, third.next_offset, third.end, third.lag) == (3, 1, 2, 6, 4)
     assert third.produced_per_s == third.consumed_per_s == 0.0
     assert third.behind_s is not None
-    assert 0 < third.behind_s < 300
+    assert 0 < third.behind_s < 7200
     assert json.loads(json.dumps(lag_json(lag)))["by_bucket"] == {"0": 6, "1": 7, "2": 6, "3": 6}
     assert len(list(lag_lines(lag))) == 11
 
