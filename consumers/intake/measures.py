@@ -15,7 +15,9 @@ from schemas.settings import LoopSettings
 
 log = structlog.get_logger()
 
+LOOK_S = 0.5
 SILENCE_S = 10.0
+"""After a silence the broker is not asked again at once: reading must not wait for a display."""
 
 
 @dataclass
@@ -30,7 +32,7 @@ class IntakeMeasures:
     trajectories: int = 0
     since: float = field(init=False)
     ask_again_at: float = 0.0
-    last_lag: dict[TopicPartition, int] = field(default_factory=dict)
+    ends: dict[TopicPartition, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.since = self.clock()
@@ -65,24 +67,26 @@ class IntakeMeasures:
         self.latency_s, self.since = 0.0, now
         return found
 
-    async def lag(self, subscription: Subscription, frontier: Frontier) -> dict[TopicPartition, int]:
-        """Records on the topic that are not finished, read or not; the last known if nobody answers.
+    async def look_at_ends(self, subscription: Subscription) -> None:
+        """Ask the broker how far the topic goes, now and then; for whoever reads, never for whoever trains.
 
-        After a silence the broker is not asked again at once: the trainer must not wait for a display.
+        The answer to this question waits in line behind a read that the broker holds because it finds nothing.
         """
         if self.clock() < self.ask_again_at:
-            return dict(self.last_lag)
+            return
         try:
-            ends, positions = await subscription.end_offsets(), await subscription.positions()
+            self.ends = await subscription.end_offsets()
+            self.ask_again_at = self.clock() + LOOK_S
         except BusError as error:
             self.ask_again_at = self.clock() + SILENCE_S
             log.warning("lag not known", error=str(error))
-            return dict(self.last_lag)
-        self.last_lag = {
+
+    def lag(self, positions: Mapping[TopicPartition, int], frontier: Frontier) -> dict[TopicPartition, int]:
+        """Records on the topic, as far as it is known, that are not finished, read or not; by partition."""
+        return {
             tp: max(0, end - positions.get(tp, 0)) + frontier.partition(tp.partition).unfinished()
-            for tp, end in ends.items()
+            for tp, end in self.ends.items()
         }
-        return dict(self.last_lag)
 
     def _by_bucket(self, lag: Mapping[TopicPartition, int]) -> dict[int, int]:
         found: dict[int, int] = defaultdict(int)

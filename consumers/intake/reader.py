@@ -194,9 +194,9 @@ class Intake:
         await self._rejects.settled()
 
     async def lag(self) -> dict[TopicPartition, int]:
-        """Records on the topic that are not finished, read or not, by partition; the last known if nobody answers."""
+        """Records on the topic that are not finished, read or not, by partition; of the last look at its ends."""
         assert self._subscription is not None, "lag is known once the intake runs"
-        return await self._measures.lag(self._subscription, self.frontier())
+        return self._measures.lag(await self._subscription.positions(), self.frontier())
 
     async def metrics(self) -> dict[str, float]:
         """``kafka/*``, ``off_policy/dropped`` and ``ledger/*``."""
@@ -256,6 +256,7 @@ class Intake:
         for closed in self._sorter.assembler.expire(self._patience.listened_s):
             self._close_group(closed)
         await self._rejects.send()
+        await self._measures.look_at_ends(self._subscription)
         await self._look_for_the_ends(self._subscription)
 
     async def _reopen(self, failed: Subscription) -> None:

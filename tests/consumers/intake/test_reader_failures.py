@@ -1,12 +1,13 @@
 """An intake on a bus that fails: the trainer learns of it, and displays do without."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from consumers.intake.measures import SILENCE_S
+from consumers.intake.measures import LOOK_S, SILENCE_S
 from schemas.errors import BusError, BusUnavailable, LifecycleError, StreamRLError
 from schemas.messages.reports import SkipReason
 from schemas.ports.bus import Outgoing, Position, Record, TopicPartition
@@ -24,8 +25,10 @@ class FailingBus(MemoryBus):
     def __init__(self) -> None:
         super().__init__()
         self.errors = {}
+        self.asked = Counter[str]()
 
     def check(self, name: str) -> None:
+        self.asked[name] += 1
         if name in self.errors:
             raise self.errors[name]
 
@@ -127,19 +130,36 @@ async def test_a_silent_broker_costs_only_the_lag_display() -> None:
     scene, bus = failing_scene()
     async with scene.running(scene.intake()) as intake:
         await scene.publish_group(0)
-        group = await next_group(intake)
-        known = await intake.lag()
+        await scene.until_read(intake, 2)
         bus.errors |= {"end_offsets": BusUnavailable("silent"), "commit": BusUnavailable("silent")}
-        intake.mark_trained(refs_of(group))
-        assert await intake.lag() == known
-        await intake.commit()
-        assert bus.committed == {}
-        bus.errors.clear()
-        assert await intake.lag() == known  # the trainer does not wait for it again at once
-        scene.now += SILENCE_S
+        scene.now += LOOK_S
+        await scene.publish_group(1)
+        for _ in range(2):
+            intake.mark_trained(refs_of(await next_group(intake)))
         assert set((await intake.lag()).values()) == {0}
         await intake.commit()
-    assert bus.committed == {("r.grpo", TopicPartition(scene.topic, 0)): 2}
+        assert bus.committed == {}
+        asked = bus.asked["end_offsets"]
+        bus.errors.clear()
+        await scene.publish_group(2)
+        await next_group(intake)
+        assert bus.asked["end_offsets"] == asked  # reading does not wait for it again at once
+        scene.now += SILENCE_S
+        await scene.until(lambda: bus.asked["end_offsets"] > asked)
+        await intake.commit()
+    assert bus.committed == {("r.grpo", TopicPartition(scene.topic, 0)): 4}
+
+
+async def test_what_the_trainer_measures_asks_the_broker_nothing() -> None:
+    scene, bus = failing_scene()
+    async with scene.running(scene.intake()) as intake:
+        await scene.publish_group(0)
+        await next_group(intake)
+        asked = dict(bus.asked)
+        measured = intake.metrics()
+        with pytest.raises(StopIteration):
+            measured.send(None)  # it never lets go of the event loop
+        assert bus.asked == asked
 
 
 async def test_a_group_is_finished_once_and_only_if_it_was_handed_out() -> None:
