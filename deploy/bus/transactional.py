@@ -37,6 +37,7 @@ class KafkaTransactionalPublisher:
         self._id = transactional_id
         self._holder: Holder = NOBODY
         self._producer: AIOKafkaProducer | None = None
+        self._counts: Mapping[str, int] = {}
         self._one_at_a_time = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
         self._superseded = False
@@ -98,11 +99,12 @@ class KafkaTransactionalPublisher:
         self, producer: AIOKafkaProducer, records: Sequence[Outgoing]
     ) -> list[tuple[TopicPartition, BatchBuilder]]:
         """The records as batches, in order per partition. Refuses unknown places before anything is begun."""
-        counts = await partitions_seen_by(producer.client, self._settings)
+        if any(record.topic not in self._counts for record in records):
+            self._counts = await partitions_seen_by(producer.client, self._settings)
         open_batches: dict[TopicPartition, BatchBuilder] = {}
         batches = []
         for record in records:
-            tp = _place_of(record, counts)
+            tp = _place_of(record, self._counts)
             if tp not in open_batches or not append(open_batches[tp], record):
                 open_batches[tp] = new_builder(self._settings.max_batch_bytes, self._settings.compression_type)
                 append(open_batches[tp], record)
@@ -130,7 +132,7 @@ class KafkaTransactionalPublisher:
         return Superseded(f"expected to be the newest holder of {self._id}, superseded by a newer one: let it go on")
 
     def _retire(self, producer: AIOKafkaProducer) -> None:
-        self._producer = None
+        self._producer, self._counts = None, {}
         task = asyncio.create_task(stop(producer, 0.0))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
