@@ -84,7 +84,7 @@ class TransactionalAnnouncer:
             except (DeliveryUnknown, BusUnavailable) as error:
                 failures += 1
                 if failures == ATTEMPTS:
-                    raise _given_up(error) from error
+                    raise
                 log.warning("announcement unanswered, trying again", attempt=failures, error=str(error))
                 await self._discard()
                 await self.pause(min(FIRST_PAUSE_S * 2 ** (failures - 1), LONGEST_PAUSE_S))
@@ -158,10 +158,3 @@ async def open_announcer(bus: Bus, kind: Literal["transaction", "plain"], run_na
     if kind == "plain":
         return PlainAnnouncer(await bus.publisher(name))
     return TransactionalAnnouncer(bus, name, f"{run_name}.{algorithm}", await bus.transactional(name))
-
-
-def _given_up(error: DeliveryUnknown | BusUnavailable) -> DeliveryUnknown | BusUnavailable:
-    """A broker that was there and is gone is not the user's mistake, so a supervisor may start this process again."""
-    if isinstance(error, DeliveryUnknown):
-        return error
-    return BusUnavailable(f"expected the broker to come back, it did not answer {ATTEMPTS} times: {error}")
