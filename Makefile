@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test check chaos soak bench bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan docs fmt lock clean
+.PHONY: help setup setup-vllm demo test check chaos soak bench bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-observation docs fmt lock clean
 SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -45,10 +45,13 @@ chaos: .venv/ready  ## break real brokers and processes, and a simulation of the
 soak: .venv/ready  ## one long run with a kill every 20 s (MINUTES=30)
 	.venv/bin/python -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)
 
-bench: bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-profile bench-plan  ## run every benchmark
+bench: bench-transport bench-protocol bench-observation bench-audit bench-lengths bench-packing bench-pipeline bench-profile bench-plan  ## run every benchmark
 
 bench-protocol: .venv/ready  ## what exactly-once training costs the trainer
 	.venv/bin/python -m benchmarks.protocol $(ARGS)
+
+bench-observation: .venv/ready  ## what metrics, the dashboard and top cost a run
+	.venv/bin/python -m benchmarks.observation $(ARGS)
 
 bench-audit: .venv/ready  ## how long the audit of 100,000 trajectories takes
 	.venv/bin/python -m benchmarks.audit $(ARGS)

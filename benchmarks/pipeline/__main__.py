@@ -11,7 +11,7 @@ from benchmarks.pipeline.cases import CASES, Case
 from benchmarks.pipeline.results import Row, merged, read_rows, write_rows
 from benchmarks.pipeline.running.rows import row_of, with_ratios
 from benchmarks.pipeline.running.wall_clock import Run, stage
-from benchmarks.pipeline.showing.gantt import write_gantts
+from benchmarks.pipeline.showing.gantt import write_gantt, write_overviews
 from benchmarks.pipeline.showing.plots import write_plots
 from benchmarks.pipeline.showing.table import facts, write_tables
 from benchmarks.pipeline.studies.paper import compare
@@ -28,10 +28,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     """Measure as the arguments say; what is not measured anew keeps its rows, and what was is kept at once."""
     options = _parser().parse_args(arguments)
     began = time.monotonic()
-    runs = []
+    runs, pictures = [], options.results.parent / "pipeline"
     for run in _played(options, _chosen(options)):
         runs.append(run)
-        _keep(options, [row_of(run.case, run.recording, time_scale=options.time_scale, kind="wall_clock")])
+        _keep(options, [row_of(run.case, run.recording, time_scale=run.time_scale, kind="wall_clock")])
+        write_gantt(pictures, run)
     seeds = 2 if options.quick else 6
     parts: dict[str, Callable[[], list[Row]]] = {
         "paper": lambda: compare(seeds),
@@ -44,8 +45,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             print(f"{name}: {len(rows)} figures", flush=True)
             _keep(options, rows)
     rows = read_rows(options.results)
-    pictures = options.results.parent / "pipeline"
-    write_gantts(pictures, runs, options.time_scale)
+    write_overviews(pictures, runs)
     write_plots(pictures, rows)
     write_tables(options.readme, rows, facts(options, time.monotonic() - began), sorted(pictures.glob("*.png")))
     return rows
@@ -90,7 +90,7 @@ def _played(options: argparse.Namespace, cases: list[Case]) -> Iterator[Run]:
     ):
         for number, case in enumerate(cases, start=1):
             run = place.play(case)
-            row = row_of(case, run.recording, time_scale=options.time_scale, kind="wall_clock")
+            row = row_of(case, run.recording, time_scale=run.time_scale, kind="wall_clock")
             print(
                 f"{number}/{len(cases)} {case.name}: {row['trajectories_per_s']:.2f} trajectories/s, step "
                 f"{row['step_s']:.0f} s ({row['ratio_to_ideal']:.0%} of the ideal {row['ideal_step_s']:.0f} s), slots "

@@ -21,7 +21,7 @@ or the trainer's number as known here if that is lower. Trained groups are count
 groups_per_step, which holds across trainer restarts.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -40,15 +40,17 @@ class _Ended:
 
 
 class AdmissionLedger:
-    """The groups in flight with their base versions, and the trainer's version."""
+    """The groups in flight with their base versions, and the trainer's version.
+
+    ``_missing``: base version numbers of the groups with samples missing; ``_missing_of``: how many have each number.
+    """
 
     def __init__(self, groups_per_step: int, max_staleness: int) -> None:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._base: dict[str, PolicyVersion] = {}
-        self._missing: set[str] = set()
-        self._oldest_missing: int | None = None
-        self._is_oldest_known = True
+        self._missing: dict[str, int] = {}
+        self._missing_of: Counter[int] = Counter()
         self._ended: deque[_Ended] = deque()
         self.current: PolicyVersion | None = None
         self._origin = 0
@@ -71,10 +73,7 @@ class AdmissionLedger:
     @property
     def oldest_missing(self) -> int | None:
         """Lowest base version number of the groups with samples missing; only these hold others back."""
-        if not self._is_oldest_known:
-            self._is_oldest_known = True
-            self._oldest_missing = min((self._base[group_id].number for group_id in self._missing), default=None)
-        return self._oldest_missing
+        return min(self._missing_of, default=None)
 
     def is_in_flight(self, group_id: str) -> bool:
         """Whether the group was admitted and has not ended."""
@@ -105,14 +104,21 @@ class AdmissionLedger:
         if not self.may_admit(held):
             raise LifecycleError(f"expected room for {group_id} at version {held}, got {self._under_way()} under way")
         self._base[group_id] = base = self._base_of(held)
-        oldest = self.oldest_missing
-        self._missing.add(group_id)
-        self._oldest_missing = base.number if oldest is None else min(oldest, base.number)
+        self._miss(group_id, base.number)
 
     def produced(self, group_id: str) -> None:
         """Every sample of a group is on the trajectories topic."""
-        self._missing.discard(group_id)
-        self._is_oldest_known = False
+        number = self._missing.pop(group_id, None)
+        if number is not None:
+            self._missing_of[number] -= 1
+            if not self._missing_of[number]:
+                del self._missing_of[number]
+
+    def _miss(self, group_id: str, number: int) -> None:
+        """Samples of it are missing, and it began at this version number."""
+        self.produced(group_id)
+        self._missing[group_id] = number
+        self._missing_of[number] += 1
 
     def may_move(self, group_id: str, held: PolicyVersion) -> bool:
         """Whether a worker that holds this version may sample what is missing of a group."""
@@ -133,9 +139,8 @@ class AdmissionLedger:
 
     def restore(self, group_id: str, held: PolicyVersion) -> None:
         """Take a group into account that was admitted in an earlier life of the dispatcher."""
-        self._base.setdefault(group_id, held)
-        self._missing.add(group_id)
-        self._is_oldest_known = False
+        base = self._base.setdefault(group_id, held)
+        self._miss(group_id, base.number)
         self._lower(group_id, held)
 
     def is_undone(self, number: int, lineage: int) -> bool:
@@ -178,19 +183,22 @@ class AdmissionLedger:
         kept = deque(ended for ended in self._ended if ended.number <= version.number)
         self._base |= {ended.group_id: ended.base for ended in self._ended if ended.number > version.number}
         self._ended = kept
-        self._is_oldest_known = False
         for group_id, base in self._base.items():
             if base.lineage < version.lineage:
-                self._base[group_id] = PolicyVersion(version.lineage, min(base.number, version.number))
+                self._set_base(group_id, PolicyVersion(version.lineage, min(base.number, version.number)))
 
     def _base_of(self, held: PolicyVersion) -> PolicyVersion:
         assert self.current is not None
         return PolicyVersion(held.lineage, min(held.number, self.current.number))
 
     def _lower(self, group_id: str, base: PolicyVersion) -> None:
-        self._is_oldest_known = False
         known = self._base[group_id]
-        self._base[group_id] = PolicyVersion(min(known.lineage, base.lineage), min(known.number, base.number))
+        self._set_base(group_id, PolicyVersion(min(known.lineage, base.lineage), min(known.number, base.number)))
+
+    def _set_base(self, group_id: str, base: PolicyVersion) -> None:
+        self._base[group_id] = base
+        if group_id in self._missing:
+            self._miss(group_id, base.number)
 
     def _under_way(self) -> int:
         trained = 0 if self.current is None else self.current.number * self._groups_per_step

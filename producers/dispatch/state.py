@@ -8,8 +8,9 @@ from typing import Literal
 from producers.dispatch.admission import AdmissionLedger
 from producers.dispatch.fleet.candidates import Candidate, least_loaded
 from producers.dispatch.fleet.flights import Flight, FlightTable
-from producers.dispatch.fleet.progress import Progress
+from producers.dispatch.fleet.progress import Expected, Progress
 from producers.dispatch.fleet.workers import Fleet
+from producers.dispatch.planning.doubt import spread_of
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.window.outcomes import Outcomes
 from producers.dispatch.window.positions import Positions
@@ -194,7 +195,9 @@ class DispatchState:
     def _work_on(self, order: WorkOrder, slots: int, now: float) -> None:
         flight = self.flights.get(order.group_id)
         assert flight is not None, "it was sent"
-        self.progress.send(order.worker_id, slots, flight.samples, order.estimate.median, now)
+        median, upper = order.estimate.median, order.estimate.upper
+        expected = Expected(median, spread_of(median, upper) if self.loop.num_generations == 1 else 0.0)
+        self.progress.send(order.worker_id, slots, flight.samples, expected, now)
 
     def give_up(self, flight: Flight, now: float) -> None:
         """A group was ordered too often. If samples of it exist, the trainer ends it; otherwise it ends here."""

@@ -44,7 +44,8 @@ LOUD_FAILURES = 10
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A group before its first completion: its data set's level, its prompt's past, what the model says.
+    """A group when its length was predicted, or else before its first completion: its data set's level, its prompt's
+    past, what the model says.
 
     ``row``: what its text looks like, if fits are made here.
     ``quantiles``: median and upper over the level, by the text alone; none without a model.
@@ -74,6 +75,7 @@ class LearnedLengths:
         self._history = PromptHistory()
         self._margins = Margins(settings.quantile)
         self._open: OrderedDict[str, _Described] = OrderedDict()
+        self._begun: set[str] = set()
         self._model: TextModel | None = None
         self._newest = 0
         self.failures = 0
@@ -104,7 +106,7 @@ class LearnedLengths:
         try:
             self._upkeep.look()
             self._take_newer()
-            estimate = self._predict(prompt)
+            estimate = self._predict(prompt, group_id)
         except Exception as error:
             self._failed("prediction", error)
             estimate = None
@@ -128,13 +130,16 @@ class LearnedLengths:
         self._upkeep.fit_now(self._levels, self._newest)
         self._take_newer()
 
-    def _predict(self, prompt: Prompt) -> LengthEstimate | None:
+    def _predict(self, prompt: Prompt, group_id: str) -> LengthEstimate | None:
         model = self._model
         if model is None or self._levels.count(prompt.dataset) < self._settings.min_observations:
             return None
-        known = self._levels.of(prompt.dataset) + self._history.effect(self._history.recall(prompt.prompt_id))
-        median, upper = model.quantiles(prompt)
-        median, upper = median + known, upper + known
+        group = self._describe(prompt)
+        assert group.quantiles is not None, "there is a model"
+        if group_id and group_id not in self._begun:
+            self._keep(group_id, group)
+        known = group.level + self._history.effect(group.seen)
+        median, upper = (quantile + known for quantile in group.quantiles)
         tokens = self._tokens(max(upper + self._margins.of(prompt.dataset), median))
         return LengthEstimate(
             median=self._tokens(median),
@@ -181,17 +186,27 @@ class LearnedLengths:
         self._levels.add(prompt.dataset, length, median + effect)
 
     def _described(self, completion: Completion) -> _Described:
+        """As it was when its length was predicted, or when its first completion came."""
         group = self._open.get(completion.group_id)
         if group is None:
-            prompt, model = completion.prompt, self._model
-            quantiles = None if model is None else model.quantiles(prompt)
-            seen = self._history.recall(prompt.prompt_id)
-            row = None if self._upkeep.memory is None else text_features(prompt)
-            group = _Described(row, self._levels.of(prompt.dataset), seen, quantiles)
-            self._open[completion.group_id] = group
-            if len(self._open) > MAX_OPEN_GROUPS:
-                self._open.popitem(last=False)
+            group = self._describe(completion.prompt)
+            self._keep(completion.group_id, group)
+        self._begun.add(completion.group_id)
         return group
+
+    def _describe(self, prompt: Prompt) -> _Described:
+        return _Described(
+            row=None if self._upkeep.memory is None else text_features(prompt),
+            level=self._levels.of(prompt.dataset),
+            seen=self._history.recall(prompt.prompt_id),
+            quantiles=None if self._model is None else self._model.quantiles(prompt),
+        )
+
+    def _keep(self, group_id: str, group: _Described) -> None:
+        self._open[group_id] = group
+        if len(self._open) > MAX_OPEN_GROUPS:
+            oldest, _ = self._open.popitem(last=False)
+            self._begun.discard(oldest)
 
     def _take_newer(self) -> None:
         newer = self._upkeep.taken()

@@ -25,12 +25,16 @@ PASS_STEPS = 8
 
 @dataclass(frozen=True)
 class Run:
-    """A case that ran: what its topics say, what its trainer did when, and how long it all took, in seconds."""
+    """A case that ran: what its topics say, what its trainer did when, and how long it all took, in seconds.
+
+    ``time_scale``: emulated seconds in one of the wall clock.
+    """
 
     case: Case
     recording: Recording
     spans: list[Span]
     seconds: float
+    time_scale: float
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Stage:
             StreamRLError: it failed.
         """
         work, steps = case.workload, case.warm_up + case.steps
-        prompts, file = self.folder / f"{work.name}.jsonl", self.folder / f"{case.name}.toml"
+        prompts, file = self.folder / f"{case.name}.jsonl", self.folder / f"{case.name}.toml"
+        time_scale = self.time_scale / case.slowed
         write_prompts(prompts, work, PASS_STEPS * work.groups_per_step, self.seed)
         settings = configuration(
             case,
@@ -57,7 +62,7 @@ class Stage:
             directory=self.folder,
             prompts=prompts,
             address=self.address,
-            time_scale=self.time_scale,
+            time_scale=time_scale,
             steps=steps,
             seed=self.seed,
         )
@@ -67,7 +72,7 @@ class Stage:
         recording = asyncio.run(read_recording(history, case.name))
         spans = read_spans(settings.run.path / "metrics.jsonl")
         shutil.rmtree(settings.run.path)
-        return Run(case, recording, spans, seconds)
+        return Run(case, recording, spans, seconds, time_scale)
 
 
 @contextmanager

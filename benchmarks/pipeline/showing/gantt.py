@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.pipeline.cases import slug
 from benchmarks.pipeline.running.figures import occupancy
 from benchmarks.pipeline.running.spans import Span
 from benchmarks.pipeline.running.wall_clock import Run
@@ -30,9 +31,9 @@ SHOWN_STEPS = 2.1
 """Of the slowest run of a workload."""
 
 
-def _draw(axes: Any, run: Run, began: float, seconds: float, scale: float) -> Any:
+def _draw(axes: Any, run: Run, began: float, seconds: float) -> Any:
     """Draw ``seconds`` emulated seconds from the wall-clock moment ``began`` into matplotlib axes; the heat strip."""
-    slots = run.case.workload.slots
+    slots, scale = run.case.workload.slots, run.time_scale
     busy = occupancy(run.recording, began, began + seconds / scale, bins=BINS, slots=slots)
     grid = np.array([busy[worker] for worker in sorted(busy, key=_number)])
     count = len(grid)
@@ -62,31 +63,34 @@ def _trainer(axes: Any, spans: list[Span], began: float, seconds: float, scale: 
         axes.broken_barh(shown, (row - 0.3, 1.1), facecolors=colour, linewidth=0)
 
 
-def write_gantts(folder: Path, runs: list[Run], scale: float) -> None:
-    """A picture of each run, and one of all runs of a workload; those of a workload share their time axis."""
+def write_gantt(folder: Path, run: Run) -> None:
+    """A picture of a run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / f"{run.case.name}.png", [run], min(SHOWN_STEPS, run.case.steps) * _step_s(run))
+
+
+def write_overviews(folder: Path, runs: list[Run]) -> None:
+    """A picture of all runs of a workload on one time axis, if the run that they are compared with is among them."""
     for workload in dict.fromkeys(run.case.workload.name for run in runs):
         own = [run for run in runs if run.case.workload.name == workload]
-        seconds = max(min(SHOWN_STEPS, run.case.steps) * _step_s(run, scale) for run in own)
-        folder.mkdir(parents=True, exist_ok=True)
-        for run in own:
-            _write(folder / f"{run.case.name}.png", [run], seconds, scale)
+        seconds = max(min(SHOWN_STEPS, run.case.steps) * _step_s(run) for run in own)
         if len(own) > 1 and ("synchronous", "round_robin") in {(run.case.mode, run.case.dispatch) for run in own}:
-            _write(folder / f"{workload}-overview.png", own, seconds, scale)
+            _write(folder / f"{slug(workload)}-overview.png", own, seconds)
 
 
-def _step_s(run: Run, scale: float) -> float:
+def _step_s(run: Run) -> float:
     reports = run.recording.reports[run.case.warm_up :]
-    return (reports[-1].sent_at - reports[0].sent_at) * scale / (len(reports) - 1)
+    return (reports[-1].sent_at - reports[0].sent_at) * run.time_scale / (len(reports) - 1)
 
 
-def _write(target: Path, runs: list[Run], seconds: float, scale: float) -> None:
+def _write(target: Path, runs: list[Run], seconds: float) -> None:
     plt = pyplot()
     height = 2.9 if len(runs) == 1 else 1.75 * len(runs) + 0.6
     figure, panels = plt.subplots(len(runs), 1, figsize=(10, height), layout="constrained", squeeze=False)
     image = None
     for axes, run in zip(panels[:, 0], runs, strict=True):
         began = run.recording.reports[run.case.warm_up].sent_at
-        image = _draw(axes, run, began, seconds, scale)
+        image = _draw(axes, run, began, seconds)
         ranker = "" if run.case.ranker == "none" else f", ranker {run.case.ranker}"
         axes.set_title(f"{run.case.mode}, {run.case.dispatch}{ranker}", fontsize=8, loc="left", pad=3)
     panels[-1, 0].set_xlabel("emulated seconds after the warm-up", fontsize=8)

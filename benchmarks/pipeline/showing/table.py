@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.pipeline.cases import SLOWED
 from benchmarks.pipeline.results import Row
 from deploy.broker.jvm.jars import KAFKA_VERSION
 
@@ -47,8 +48,8 @@ def facts(options: argparse.Namespace, seconds: float) -> list[str]:
         f"average over the last minute at the end {os.getloadavg()[0]:.1f}.",
         f"Versions: Python {platform.python_version()}, Apache Kafka {KAFKA_VERSION} (one node), aiokafka "
         f"{version('aiokafka')}, numpy {version('numpy')}.",
-        f"Time scale {options.time_scale:g}: so many emulated seconds in one of the wall clock. Seed {options.seed}; "
-        f"{seconds:.0f} s in all, {datetime.now(UTC):%Y-%m-%d}.",
+        f"Time scale {options.time_scale:g}, and {options.time_scale / SLOWED:g} with a ranker that learns: so many "
+        f"emulated seconds in one of the wall clock. Seed {options.seed}; {seconds:.0f} s in all, {datetime.now(UTC):%Y-%m-%d}.",
     ]
 
 

@@ -1,16 +1,17 @@
 """How far each worker has got with what it samples, reckoned from the decode curve and corrected by what arrives. Pure.
 
 A worker's decode steps are counted from the time that passes and from how many completions it runs; each completion
-that arrives tells how many there really were. A completion that outgrew its estimate is expected to go on for half of
-what it has: the lengths of answers have heavy tails, so that the longer one is already, the more is still to come.
+that arrives tells how many there really were. What a completion that outgrew its estimate still has before it follows
+from how sure the estimate was.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from producers.dispatch.planning.doubt import excess
 from schemas.profiles.decode import DecodeCurve
 
-STILL_TO_COME = 0.5
 GRACE = 1.1
 """How far past its estimate a completion must be: news of its end may be under way."""
 LEARNING_RATE = 0.2
@@ -24,9 +25,16 @@ Sample = tuple[str, int]
 """A group's id and the index of a sample."""
 
 
+class Expected(NamedTuple):
+    """Tokens of a completion, and the standard deviation of their logarithm; 0 if that is not known."""
+
+    tokens: int
+    spread: float = 0.0
+
+
 @dataclass(slots=True)
 class _Begun:
-    tokens: int
+    expected: Expected
     at_step: float
 
 
@@ -38,7 +46,7 @@ class _Bench:
     at: float
     steps: float = 0.0
     begun: dict[Sample, _Begun] = field(default_factory=dict)
-    waiting: dict[Sample, int] = field(default_factory=dict)
+    waiting: dict[Sample, Expected] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +76,13 @@ class Progress:
         self._seen = 0
         self.speed = 1.0
 
-    def send(self, worker_id: str, slots: int, samples: Iterable[Sample], tokens: int, now: float) -> None:
-        """These samples, of so many expected tokens each, are with a worker now."""
+    def send(self, worker_id: str, slots: int, samples: Iterable[Sample], expected: Expected, now: float) -> None:
+        """These samples, of so many tokens each, are with a worker now."""
         bench = self._benches.setdefault(worker_id, _Bench(slots, now))
         self._count(bench, now)
         bench.slots = slots
-        bench.waiting.update(dict.fromkeys(samples, min(tokens, self._longest)))
+        expected = expected._replace(tokens=min(expected.tokens, self._longest))
+        bench.waiting.update(dict.fromkeys(samples, expected))
         self._begin(bench)
 
     def drop(self, worker_id: str, samples: Iterable[Sample], now: float) -> None:
@@ -112,12 +121,14 @@ class Progress:
         running, outgrown = [], []
         for begun in bench.begun.values():
             done = int(self.speed * (bench.steps - begun.at_step))
-            left = max(1, begun.tokens - done)
-            if done >= GRACE * begun.tokens:
-                left = max(1, min(int(done * STILL_TO_COME), self._longest - done))
+            expected = begun.expected.tokens
+            left = max(1, expected - done)
+            if done >= GRACE * expected:
+                more = int(done * excess(done / expected, begun.expected.spread))
+                left = max(1, min(more, self._longest - done))
                 outgrown.append(left)
             running.append(left)
-        return Remaining(tuple(running), tuple(bench.waiting.values()), tuple(outgrown))
+        return Remaining(tuple(running), tuple(expected.tokens for expected in bench.waiting.values()), tuple(outgrown))
 
     def _count(self, bench: _Bench, now: float) -> None:
         if bench.begun and now > bench.at:

@@ -18,12 +18,35 @@ from schemas.profiles.decode import DecodeCurve
 
 TAIL_SHARE = 0.2
 DRAWS = 5
-_UPPER = NormalDist().inv_cdf(0.9)
+STILL_TO_COME = 0.5
+CREDIBLE = 3.0
+"""Deviations from the median up to which an estimate's own distribution is believed."""
+_NORMAL = NormalDist()
+_UPPER = _NORMAL.inv_cdf(0.9)
 
 
 def deviation(item: Item) -> float:
     """Standard deviation of the logarithm of its length; none of a group, whose longest is planned at the upper."""
-    return math.log(item.upper / item.tokens) / _UPPER if item.samples == 1 and item.upper > item.tokens else 0.0
+    return spread_of(item.tokens, item.upper) if item.samples == 1 else 0.0
+
+
+def spread_of(median: int, upper: int) -> float:
+    """Standard deviation of the logarithm of a log-normal length with these quantiles, of 50 and 90 %; 0 for none."""
+    return math.log(upper / median) / _UPPER if upper > median else 0.0
+
+
+def excess(grown: float, spread: float) -> float:
+    """Tokens still to come, as a multiple of those that are there, of a completion of ``grown`` times its median.
+
+    The mean of what exceeds that, of a log-normal length (Johnson, Kotz and Balakrishnan 1994, chapter 14). Half of
+    what is there, the mean excess of a heavy tail, is the most, and holds where nothing is known of the spread or the
+    estimate has turned out to be beyond belief.
+    """
+    deviations = math.log(grown) / spread if spread else math.inf
+    if deviations > CREDIBLE:
+        return STILL_TO_COME
+    beyond = (1 - _NORMAL.cdf(deviations - spread)) / (1 - _NORMAL.cdf(deviations))
+    return min(STILL_TO_COME, math.exp(spread * spread / 2) * beyond / grown - 1)
 
 
 def cautious(items: Sequence[Item]) -> list[Item]:

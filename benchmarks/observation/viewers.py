@@ -1,0 +1,112 @@
+"""Those who look at a run: a scraper of its metrics, a browser's stream of the dashboard, a terminal with `top`."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from deploy.dashboard.command import LOOPBACK
+
+SCRAPE_S = 5.0
+END_S = 10
+TERMINAL = {"TERM": "xterm-256color", "COLUMNS": "140", "LINES": "45"}
+
+
+@contextmanager
+def scraper(run: Path) -> Iterator[None]:
+    """Read every endpoint that the run's processes tell of, three times as often as Prometheus usually does."""
+    over = threading.Event()
+
+    def scrape() -> None:
+        while not over.wait(SCRAPE_S):
+            for note in run.parent.glob(".prometheus/*.json"):
+                for target in re.findall(r'"([\d.]+:\d+)"', note.read_text()):
+                    with suppress(OSError):
+                        urllib.request.urlopen(f"http://{target}/metrics", timeout=SCRAPE_S).read()
+
+    with _thread(scrape, over):
+        yield
+
+
+@contextmanager
+def dashboard(run: Path) -> Iterator[None]:
+    """``streamrl ui`` with one page open; what the page costs its browser is not of this machine."""
+    command = [sys.executable, "-m", "deploy.cli.app", "ui", str(run), "--port", "0", "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        try:
+            assert serving.stdout is not None
+            found = re.search(rf"http://({'|'.join(map(re.escape, LOOPBACK))}):\d+/", serving.stdout.readline())
+            if found is None:
+                raise RuntimeError("expected the dashboard to say where it is, got nothing")
+            updates = urllib.request.urlopen(f"{found[0]}api/updates", timeout=60)  # noqa: S310 — checked above
+            with updates as stream, _drained(stream):
+                yield
+        finally:
+            _end(serving)
+
+
+@contextmanager
+def top(run: Path) -> Iterator[None]:
+    """``streamrl top`` on a terminal of its own."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "deploy.cli.app", "top", str(run)]
+    with (
+        os.fdopen(ours, "rb", buffering=0) as screen,
+        subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, **TERMINAL}) as shown,
+    ):
+        os.close(theirs)
+        with _drained(screen):
+            try:
+                yield
+            finally:
+                _end(shown)
+
+
+@contextmanager
+def all_of(*names: str, run: Path) -> Iterator[None]:
+    """The viewers of these names, together."""
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(VIEWERS[name](run))
+        yield
+
+
+VIEWERS = {"scraper": scraper, "dashboard": dashboard, "top": top}
+
+
+@contextmanager
+def _drained(stream: object) -> Iterator[None]:
+    """Read a stream to its end in a thread, as whoever looks does."""
+
+    def drain() -> None:
+        with suppress(OSError, ValueError):
+            while stream.read(1 << 16):  # type: ignore[attr-defined]
+                pass
+
+    threading.Thread(target=drain, daemon=True).start()
+    yield
+
+
+@contextmanager
+def _thread(work: object, over: threading.Event) -> Iterator[None]:
+    thread = threading.Thread(target=work, daemon=True)  # type: ignore[arg-type]
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(END_S)
+
+
+def _end(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
