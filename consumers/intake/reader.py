@@ -63,7 +63,6 @@ class Intake:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._bus, self._settings, self._topic = bus, settings, TRAJECTORIES.full_name(run_name)
-        self._clock = clock
         start = start or IntakeStart()
         group_id = f"{run_name}.{algorithm}"
         self._opening = Opening(bus, self._topic, f"{algorithm}-intake", group_id, settings.accept_loss)

@@ -49,7 +49,8 @@ def facts(options: argparse.Namespace, seconds: float) -> list[str]:
         f"Versions: Python {platform.python_version()}, Apache Kafka {KAFKA_VERSION} (one node), aiokafka "
         f"{version('aiokafka')}, numpy {version('numpy')}.",
         f"Time scale {options.time_scale:g}, and {options.time_scale / SLOWED:g} with a ranker that learns: so many "
-        f"emulated seconds in one of the wall clock. Seed {options.seed}; {seconds:.0f} s in all, {datetime.now(UTC):%Y-%m-%d}.",
+        f"emulated seconds in one of the wall clock. Seed {options.seed}; {seconds:.0f} s in all, "
+        f"{datetime.now(UTC):%Y-%m-%d}.",
     ]
 
 
