@@ -8,6 +8,7 @@ Invariants:
 - advice_only: nothing that goes wrong here is raised; the observed quantiles answer instead, and it is counted;
 - no_peeking: a group is described as it was before any of its own completions was known, so that the model learns from
   what a prediction has;
+- a_fair_sample: completions are learned from in the order in which they were asked for (``turns``);
 - one_model_at_a_time: a prediction uses one whole model with the levels that belong to it; the next one replaces it
   between two predictions.
 
@@ -30,12 +31,15 @@ from producers.lengths.learned.margin import Margins
 from producers.lengths.measures.buckets import Buckets
 from producers.lengths.observed import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
+from producers.lengths.turns import Turns
 from producers.lengths.upkeep import TextModel, Upkeep
 from schemas.messages.prompts import LengthEstimate, Prompt
 from schemas.settings import LoopSettings
 
 log = structlog.get_logger()
 
+FEW = 1024
+"""Completions that may always wait for one that was asked for before them."""
 MAX_OPEN_GROUPS = 8192
 """Groups whose description is kept for completions to come."""
 LOUD_FAILURES = 10
@@ -47,7 +51,7 @@ class _Described:
     """A group when its length was predicted, or else before its first completion: its data set's level, its prompt's
     past, what the model says.
 
-    ``row``: what its text looks like, if fits are made here.
+    ``level``: not a number while it is not settled. ``row``: what its text looks like, if fits are made here.
     ``quantiles``: median and upper over the level, by the text alone; none without a model.
     """
 
@@ -75,7 +79,7 @@ class LearnedLengths:
         self._history = PromptHistory()
         self._margins = Margins(settings.quantile)
         self._open: OrderedDict[str, _Described] = OrderedDict()
-        self._begun: set[str] = set()
+        self._turns = Turns(loop.num_generations, max(FEW, 2 * loop.groups_per_step * loop.num_generations))
         self._model: TextModel | None = None
         self._newest = 0
         self.failures = 0
@@ -131,14 +135,16 @@ class LearnedLengths:
         self._take_newer()
 
     def _predict(self, prompt: Prompt, group_id: str) -> LengthEstimate | None:
-        model = self._model
-        if model is None or self._levels.count(prompt.dataset) < self._settings.min_observations:
-            return None
         group = self._describe(prompt)
-        assert group.quantiles is not None, "there is a model"
-        if group_id and group_id not in self._begun:
+        if group_id and (group_id not in self._open or group_id in self._turns):
             self._keep(group_id, group)
-        known = group.level + self._history.effect(group.seen)
+            self._turns.ask(group_id)
+        model = self._model
+        if model is None or group.quantiles is None:
+            return None
+        if self._levels.count(prompt.dataset) < self._settings.min_observations:
+            return None
+        known = self._levels.of(prompt.dataset) + self._history.effect(group.seen)
         median, upper = (quantile + known for quantile in group.quantiles)
         tokens = self._tokens(max(upper + self._margins.of(prompt.dataset), median))
         return LengthEstimate(
@@ -154,13 +160,19 @@ class LearnedLengths:
         return max(1, round(math.exp(min(logarithm, math.log(limit)))))
 
     def _observe(self, completion: Completion) -> None:
+        due = self._turns.take(completion)
+        for each in due:
+            self._learn(each)
+        if due:
+            self._upkeep.observed(len(due), self._levels, self._newest)
+
+    def _learn(self, completion: Completion) -> None:
         self._newest = max(self._newest, completion.version)
-        prompt = completion.prompt
         group = self._described(completion)
-        relative = math.log(max(1, completion.length)) - group.level
+        level = self._levels.of(completion.prompt.dataset) if math.isnan(group.level) else group.level
+        relative = math.log(max(1, completion.length)) - level
         self._remember(completion, group)
-        self._follow(prompt, completion.length, relative, group)
-        self._upkeep.observed(self._levels, self._newest)
+        self._follow(completion.prompt, completion.length, relative, group)
 
     def _remember(self, completion: Completion, group: _Described) -> None:
         """For the next fit, if fits are made here."""
@@ -169,7 +181,7 @@ class LearnedLengths:
             return
         memory.add(
             group.row,
-            level=group.level if self._levels.count(dataset) >= SETTLED else math.nan,
+            level=group.level,
             length=completion.length,
             censored=completion.censored,
             dataset=dataset,
@@ -186,18 +198,17 @@ class LearnedLengths:
         self._levels.add(prompt.dataset, length, median + effect)
 
     def _described(self, completion: Completion) -> _Described:
-        """As it was when its length was predicted, or when its first completion came."""
+        """As it was when its length was predicted, or else when its first completion came."""
         group = self._open.get(completion.group_id)
         if group is None:
             group = self._describe(completion.prompt)
             self._keep(completion.group_id, group)
-        self._begun.add(completion.group_id)
         return group
 
     def _describe(self, prompt: Prompt) -> _Described:
         return _Described(
             row=None if self._upkeep.memory is None else text_features(prompt),
-            level=self._levels.of(prompt.dataset),
+            level=self._levels.of(prompt.dataset) if self._levels.count(prompt.dataset) >= SETTLED else math.nan,
             seen=self._history.recall(prompt.prompt_id),
             quantiles=None if self._model is None else self._model.quantiles(prompt),
         )
@@ -205,8 +216,7 @@ class LearnedLengths:
     def _keep(self, group_id: str, group: _Described) -> None:
         self._open[group_id] = group
         if len(self._open) > MAX_OPEN_GROUPS:
-            oldest, _ = self._open.popitem(last=False)
-            self._begun.discard(oldest)
+            self._open.popitem(last=False)
 
     def _take_newer(self) -> None:
         newer = self._upkeep.taken()

@@ -105,9 +105,9 @@ class Upkeep:
         if not self._refitter.is_busy and folder.exists() and folder.stat().st_mtime_ns != self._folder_changed_at:
             self._refitter.start(self._load)
 
-    def observed(self, levels: Levels, newest: int) -> None:
-        """A completion was added to the memory; every so often a fit begins. ``newest``: the newest policy seen."""
-        self._since_fit += 1
+    def observed(self, count: int, levels: Levels, newest: int) -> None:
+        """Completions were added to the memory; every so often a fit begins. ``newest``: the newest policy seen."""
+        self._since_fit += count
         if self.may_fit and self._since_fit >= self._patience() and not self._refitter.is_busy:
             self._since_fit = 0
             snapshot = self._snapshot(levels)

@@ -141,6 +141,27 @@ def test_no_peeking(taught: LearnedLengths) -> None:
     assert (rows == rows[0]).all()
 
 
+def test_a_fair_sample() -> None:
+    """While the longest of a batch are missing, the others do not pass for all of it."""
+    told = []
+    for key in (lambda completion: completion.group_id, lambda completion: completion.length):
+        predictor = LearnedLengths(SETTINGS, LOOP)
+        prompts = [prompt_of(index) for index in range(1200)]
+        for number, prompt in enumerate(prompts):
+            predictor.predict(prompt, f"{number:04d}")
+        ended = [
+            Completion(prompt, f"{number:04d}", length)
+            for number, prompt in enumerate(prompts)
+            for length in [round(typical(prompt))] * LOOP.num_generations
+        ]
+        for completion in sorted(ended, key=key)[: len(ended) * 19 // 20]:
+            predictor.observe(completion)
+        predictor.wait()
+        told.append([predictor.predict(prompt_of(index)).median for index in NEW])
+    in_order, short_first = np.log(told)
+    assert abs((in_order - short_first).mean()) < 0.25
+
+
 class _Broken(dict[str, float]):
     def __getattr__(self, name: str) -> None:
         raise RuntimeError(f"no {name} today")
