@@ -28,10 +28,10 @@ from producers.lengths.completion import Completion
 from producers.lengths.learned.features import Row, text_features
 from producers.lengths.learned.history import SETTLED, Levels, PromptHistory
 from producers.lengths.learned.margin import Margins
+from producers.lengths.learned.turns import Turns
 from producers.lengths.measures.buckets import Buckets
 from producers.lengths.observed import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
-from producers.lengths.turns import Turns
 from producers.lengths.upkeep import TextModel, Upkeep
 from schemas.messages.prompts import LengthEstimate, Prompt
 from schemas.settings import LoopSettings
@@ -79,7 +79,7 @@ class LearnedLengths:
         self._history = PromptHistory()
         self._margins = Margins(settings.quantile)
         self._open: OrderedDict[str, _Described] = OrderedDict()
-        self._turns = Turns(loop.num_generations, max(FEW, 2 * loop.groups_per_step * loop.num_generations))
+        self._turns = Turns[Completion](loop.num_generations, max(FEW, 2 * loop.groups_per_step * loop.num_generations))
         self._model: TextModel | None = None
         self._newest = 0
         self.failures = 0
@@ -160,7 +160,7 @@ class LearnedLengths:
         return max(1, round(math.exp(min(logarithm, math.log(limit)))))
 
     def _observe(self, completion: Completion) -> None:
-        due = self._turns.take(completion)
+        due = self._turns.take(completion.group_id, completion)
         for each in due:
             self._learn(each)
         if due:

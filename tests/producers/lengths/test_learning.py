@@ -156,7 +156,7 @@ def test_a_fair_sample() -> None:
         ]
         for completion in sorted(ended, key=key)[: len(ended) * 19 // 20]:
             predictor.observe(completion)
-        predictor.wait()
+            predictor.wait()
         told.append([predictor.predict(prompt_of(index)).median for index in NEW])
     in_order, short_first = np.log(told)
     assert abs((in_order - short_first).mean()) < 0.25

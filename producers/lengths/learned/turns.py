@@ -10,19 +10,21 @@ Invariants, each with a test of its name:
 """
 
 from collections import OrderedDict
+from typing import Generic, TypeVar
 
-from producers.lengths.completion import Completion
+Finished = TypeVar("Finished")
+"""A completion that has ended."""
 
 MAX_ASKED = 8192
 """Groups that were asked for and did not end."""
 
 
-class Turns:
+class Turns(Generic[Finished]):
     """``samples`` make a group whole. At most ``most`` completions wait for one that was asked for before them."""
 
     def __init__(self, samples: int, most: int) -> None:
         self._samples, self._most = samples, most
-        self._asked: OrderedDict[str, list[Completion]] = OrderedDict()
+        self._asked: OrderedDict[str, list[Finished]] = OrderedDict()
         self._waiting = 0
 
     def __contains__(self, group_id: str) -> bool:
@@ -32,19 +34,19 @@ class Turns:
         """A group's turn comes after all that were asked for before it."""
         self._asked.setdefault(group_id, [])
 
-    def take(self, completion: Completion) -> list[Completion]:
-        """Those whose turn has come with this one, itself or others."""
-        held = self._asked.get(completion.group_id)
+    def take(self, group_id: str, completion: Finished) -> list[Finished]:
+        """Those whose turn has come with this one of a group, itself or others."""
+        held = self._asked.get(group_id)
         if held is None:
             return [completion]
         held.append(completion)
         self._waiting += 1
-        due: list[Completion] = []
+        due: list[Finished] = []
         while self._asked and self._is_due(next(iter(self._asked.values()))):
             _, held = self._asked.popitem(last=False)
             self._waiting -= len(held)
             due += held
         return due
 
-    def _is_due(self, oldest: list[Completion]) -> bool:
+    def _is_due(self, oldest: list[Finished]) -> bool:
         return len(oldest) >= self._samples or self._waiting > self._most or len(self._asked) > MAX_ASKED
