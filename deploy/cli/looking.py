@@ -1,4 +1,4 @@
-"""Looks inside a running run: records, standing, lag, and a check-up. Reads only, and takes no part in the run."""
+"""Looks inside a run: records, standing, lag, a check-up, and traces. Reads only, and takes no part in the run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    for command in (tail, status, lag, doctor):
+    for command in (tail, status, lag, doctor, trace):
         app.command()(command)
 
 
@@ -94,3 +94,19 @@ def doctor(where: Where = None, run: Run = "", bootstrap_servers: Servers = None
 
     log_to_stderr()
     raise typer.Exit(check_up(where, run, bootstrap_servers, as_json=as_json))
+
+
+def trace(
+    name: Annotated[str, typer.Argument(help="A trajectory such as chain_sum/0/0/3, a group, or a trace id.")],
+    where: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN]", help="The run's directory or name; left out: the newest that has traces."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what became of a prompt, from its order to the weights it led to; needs telemetry.traces = "file"."""
+    from deploy.inspection.logs import log_to_stderr
+    from deploy.telemetry.reading.command import show_trace
+
+    log_to_stderr()
+    show_trace(name, where, as_json=as_json)

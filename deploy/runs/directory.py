@@ -49,9 +49,19 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def traces(self) -> Path:
+        """Spans as OTLP-JSON, one file per process; only with ``telemetry.traces = "file"``."""
+        return self.path / "traces"
+
+    @property
     def summary(self) -> Path:
         """The run in one JSON object."""
         return self.path / "summary.json"
+
+    @property
+    def gathered(self) -> Path:
+        """What the run's topics, evaluation and machine told at its end; reports are made of it."""
+        return self.path / "gathered.json"
 
     @property
     def report(self) -> Path:

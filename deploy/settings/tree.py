@@ -9,6 +9,7 @@ from coordinator.settings import CoordinatorSettings, RelaySettings
 from deploy.bus.settings import KafkaSettings
 from deploy.metrics.settings import MetricsSettings, TrackingSettings
 from deploy.settings.sections import EmulationSettings, EvaluationSettings, ModelSettings, RunSettings
+from deploy.telemetry.settings import TelemetrySettings
 from producers.dispatch.settings import DispatchSettings
 from producers.generation.settings import GenerationSettings
 from producers.lengths.settings import LengthSettings
@@ -41,5 +42,6 @@ class Settings(Section):
     kafka: KafkaSettings = KafkaSettings()
     metrics: MetricsSettings = MetricsSettings()
     tracking: TrackingSettings = TrackingSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
     emulation: EmulationSettings = EmulationSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

@@ -16,6 +16,8 @@ from deploy.metrics.companions import Companion, beside
 from deploy.metrics.measuring.exporting import exported
 from deploy.metrics.tracking.tracker import tracking_of
 from deploy.settings.tree import Settings
+from deploy.telemetry.logged import LoggedTraces
+from deploy.telemetry.tracing.roles import traced
 from deploy.wiring.broker import broker_for
 from deploy.wiring.collector import settle_collector
 from deploy.wiring.watchdog import Watchdog
@@ -54,14 +56,16 @@ def run_role(role: str, settings: Settings, worker_id: str) -> None:
         UserError: something the user can mend.
     """
     names = {"run": settings.run.name, "process": worker_id or role}
-    configure_logging(names)
+    logged = LoggedTraces()
+    configure_logging(names, logged)
     with broker_for(settings.kafka.bootstrap_servers, print) as address:
         named = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
         built = _builder(role)(named, worker_id)
         if isinstance(built, Worker):
             names["process"] = names["worker"] = built.worker_id
         watchdog = Watchdog(settings.run.watchdog_s)
-        with exported(role, names["process"], built, named) as (loop, companions):
+        process = names["process"]
+        with traced(role, process, built, named, logged), exported(role, process, built, named) as (loop, companions):
             if isinstance(loop, Watched):
                 loop.alive = watchdog.alive
             settle_collector()
@@ -114,10 +118,11 @@ def _builder(role: str) -> Build:
             raise UserError(f"expected one of worker, trainer, dispatcher, ranker, coordinator, relay, got {role!r}")
 
 
-def configure_logging(names: Mapping[str, str] | None = None) -> None:
+def configure_logging(names: Mapping[str, str] | None = None, traces: structlog.typing.Processor | None = None) -> None:
     """Structured lines on standard output: coloured for a terminal, logfmt otherwise; libraries from WARNING on.
 
     ``names`` stand in every line, of whatever thread or task, unless the line itself has another value for them.
+    ``traces`` adds the trace of what a line is about.
     """
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -130,6 +135,7 @@ def configure_logging(names: Mapping[str, str] | None = None) -> None:
         processors=[
             structlog.contextvars.merge_contextvars,
             _with_names(names or {}),
+            *([] if traces is None else [traces]),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,

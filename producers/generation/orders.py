@@ -70,6 +70,7 @@ class Orders:
         return reason
 
     async def _produce(self, order: WorkOrder, index: int, prompt: Sequence[int] | str) -> None:
+        structlog.contextvars.bind_contextvars(trajectory=make_trajectory_id(order.group_id, index))
         if isinstance(prompt, str):
             trajectory = self.rollout.refused(order, index, prompt)
         else:

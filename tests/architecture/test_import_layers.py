@@ -24,6 +24,7 @@ HEAVY = {
     "vllm": ("producers.generation.engines",),
     "transformers": ("consumers.training", "producers.generation", "producers.lengths.language_model", "deploy.demo"),
     "jgo": ("deploy.broker",),
+    "opentelemetry": ("deploy.telemetry.exporting",),
     "pickle": (),
     "cloudpickle": (),
     "dill": (),

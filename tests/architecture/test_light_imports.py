@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-HEAVY = {"torch", "transformers", "aiokafka", "vllm", "reasoning_gym", "plotly", "datasets", "jgo", "pydantic"}
+HEAVY = {"torch", "transformers", "aiokafka", "vllm", "reasoning_gym", "datasets", "jgo", "pydantic", "textual"}
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -20,7 +20,7 @@ def test_the_contract_imports_without_the_heavy_libraries() -> None:
     assert output.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["worker"], ["kafka", "up"], ["demo"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["worker"], ["kafka", "up"], ["demo"], ["report"], ["top"]])
 def test_help_costs_under_half_a_second(command: list[str]) -> None:
     """Processor time of the child, which a busy machine does not change as it does wall-clock."""
     before = _child_seconds()

@@ -1,0 +1,1 @@
+"""Where spans go: a file of the run, or an OpenTelemetry collector."""
