@@ -1,4 +1,4 @@
-"""Shows a running run in a browser."""
+"""Shows a running run in a browser, or in a terminal."""
 
 from typing import Annotated
 
@@ -10,8 +10,9 @@ DEFAULT_PORT = 8470
 
 
 def add_to(app: typer.Typer) -> None:
-    """Register the command."""
+    """Register the commands."""
     app.command()(ui)
+    app.command()(top)
 
 
 def ui(
@@ -31,3 +32,29 @@ def ui(
 
     log_to_stderr()
     raise typer.Exit(serve(attach(where, run, bootstrap_servers), where, host, port, open_browser=not no_open))
+
+
+def top(
+    where: Where = None,
+    interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two lines.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one line and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object an interval.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print lines, also on a terminal.")] = False,
+    run: Run = "",
+    bootstrap_servers: Servers = None,
+) -> None:
+    """Show a run in the terminal: the loop, curves, lengths, workers, trajectories, events. Any number may look.
+
+    Where there is no terminal, it prints a line an interval until the run is finished.
+    """
+    import sys
+
+    from deploy.inspection.logs import log_to_stderr
+    from deploy.surveys.attachment import attach
+    from deploy.top.command import show
+    from deploy.top.printing import Manner
+
+    log_to_stderr()
+    on_screen = sys.stdout.isatty() and sys.stdin.isatty() and not (once or as_json or plain)
+    manner = Manner(interval, as_json, once)
+    raise typer.Exit(show(attach(where, run, bootstrap_servers), where, manner, on_screen=on_screen))

@@ -14,8 +14,14 @@ def add_to(app: typer.Typer) -> None:
     app.command(context_settings=OVERRIDES, epilog="Arguments: [--section.key value]...")(demo)
 
 
+Top = Annotated[
+    bool, typer.Option("--top", help="Show the live view of `streamrl top`; q leaves it, and the run goes on.")
+]
+
+
 def run(
     context: typer.Context,
+    top: Top = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and start nothing; exit code 2 if a check fails.")
     ] = False,
@@ -27,7 +33,7 @@ def run(
     from deploy.runs.local import run_locally
     from deploy.settings.loading import load_settings
 
-    raise typer.Exit(run_locally(load_settings(config, overrides)))
+    raise typer.Exit(run_locally(load_settings(config, overrides), top=top))
 
 
 def _dry_run(config: Path | None, overrides: list[str]) -> int:
@@ -39,6 +45,7 @@ def _dry_run(config: Path | None, overrides: list[str]) -> int:
 
 def demo(
     context: typer.Context,
+    top: Top = False,
     engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="Generation engine.")] = "transformers",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the whole demo.")] = 0,
 ) -> None:
@@ -47,4 +54,4 @@ def demo(
     from deploy.demo.recipe import demo_settings
     from deploy.runs.local import run_locally
 
-    raise typer.Exit(run_locally(demo_settings(engine, seed, overrides, progress=print)))
+    raise typer.Exit(run_locally(demo_settings(engine, seed, overrides, progress=print), top=top))

@@ -4,24 +4,18 @@ import asyncio
 import signal
 import sys
 import webbrowser
-from collections.abc import Mapping
 from pathlib import Path
 
 import uvloop
 from aiohttp import web
 
-from deploy.bus.cluster.groups import committed_offsets
 from deploy.dashboard.room import CLIENT_ID, PLAIN, Room
 from deploy.dashboard.server import build_app
-from deploy.inspection.bus_history import BusHistory
 from deploy.inspection.replays.show import Piece, pieces_of
-from deploy.live.feed import Committed, LiveFeed
+from deploy.live.attaching import feed_of
 from deploy.live.state import LiveState
 from deploy.surveys.attachment import Attachment
-from deploy.surveys.standing.standing import last_metrics, shards_of
 from schemas.errors import UserError
-from schemas.ports.bus import TopicPartition
-from schemas.wire.topics import TRAJECTORIES
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -52,8 +46,7 @@ async def _serve(attachment: Attachment, where: Path | None, host: str, port: in
         print(f"{attached.run} at {address}  (Ctrl-C ends it)", flush=True)
         if open_browser:
             await asyncio.to_thread(webbrowser.open, address)
-        feed = LiveFeed(attached.bus, state, await _shards(attached), _committed(attached), CLIENT_ID)
-        await feed.run(stop)
+        await (await feed_of(attached, state, CLIENT_ID)).run(stop)
     finally:
         stop.set()
         await runner.cleanup()
@@ -73,23 +66,6 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> str:
         ) from error
     bound = runner.addresses[0][1]
     return f"http://{f'[{host}]' if ':' in host else host}:{bound}/"
-
-
-async def _shards(attached: Attachment) -> int | None:
-    partitions = len(await BusHistory(attached.bus, CLIENT_ID).extents(attached.name_of(TRAJECTORIES)))
-    metrics = {} if attached.settings is not None else await last_metrics(attached)
-    return shards_of(attached, partitions, metrics)
-
-
-def _committed(attached: Attachment) -> Committed:
-    topic = attached.name_of(TRAJECTORIES)
-
-    async def committed() -> Mapping[TopicPartition, int]:
-        groups = await committed_offsets(attached.kafka, {topic})
-        ours = [offsets for group, offsets in groups.items() if group.startswith(f"{attached.run}.")]
-        return ours[0] if ours else {}
-
-    return committed
 
 
 def _pieces(attached: Attachment) -> Piece:

@@ -16,12 +16,16 @@ from deploy.bus.topic_admin import apply_topics
 from deploy.observation.observer import Observer
 from deploy.observation.progress import show_progress
 from deploy.observation.state import RunState
-from deploy.reporting.report import write_report
-from deploy.reporting.samples import Samples, read_samples
+from deploy.reporting.gathering.environment import environment
+from deploy.reporting.gathering.gathered import Gathered, TopicFacts, write_gathered
+from deploy.reporting.gathering.topics import gather_topics
+from deploy.reporting.page import write_page
+from deploy.reporting.record.run_record import read_record
 from deploy.reporting.summary import build_summary, summary_lines, write_summary
 from deploy.runs.children import child_specs, worker_spec
 from deploy.runs.directory import RunDirectory
 from deploy.runs.evaluation import Evaluation, evaluate
+from deploy.runs.watching import Progress, watch
 from deploy.settings.loading import as_toml
 from deploy.settings.tree import Settings
 from deploy.supervisor.child import ChildSpec
@@ -29,6 +33,7 @@ from deploy.supervisor.fleet import Fleet
 from deploy.supervisor.supervisor import Supervisor
 from deploy.wiring.broker import broker_for
 from deploy.wiring.process import configure_logging
+from schemas.errors import BrokerError, BusError, DataLossRefused
 
 log = structlog.get_logger()
 
@@ -38,14 +43,14 @@ class Trained:
     """What is known when the processes have ended."""
 
     state: RunState
-    samples: Samples
+    topics: TopicFacts | None
     seconds: float
     restarts: dict[str, int]
     finished: bool
 
 
-def run_locally(settings: Settings) -> int:
-    """Train; the exit code is 0 if the last step was reached, 130 if the run was stopped.
+def run_locally(settings: Settings, *, top: bool = False) -> int:
+    """Train; the exit code is 0 if the last step was reached, 130 if the run was stopped. ``top``: with the live view.
 
     Raises:
         UserError: something the user can mend, before or during the run.
@@ -59,7 +64,7 @@ def run_locally(settings: Settings) -> int:
     print(f"run {settings.run.name}: engine {engine}, {workers} workers, in {directory.path}/")
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
         before = _evaluated(settings, settings.model.path, "before")
-        trained = asyncio.run(_train(settings, directory, address))
+        trained = asyncio.run(_train(settings, directory, address, top=top))
     after = _evaluated(settings, directory.newest_checkpoint(), "after") if trained.finished else None
     _conclude(settings, directory, trained, before, after)
     return 0 if trained.finished else 130
@@ -73,7 +78,7 @@ def _evaluated(settings: Settings, model: object, moment: str) -> Evaluation | N
     return result
 
 
-async def _train(settings: Settings, directory: RunDirectory, address: str) -> Trained:
+async def _train(settings: Settings, directory: RunDirectory, address: str, *, top: bool) -> Trained:
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     partitions = settings.loop.trajectory_partitions
     await apply_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
@@ -90,10 +95,24 @@ async def _train(settings: Settings, directory: RunDirectory, address: str) -> T
     if settings.run.max_workers is not None:
         spec_of = partial(_worker_spec, directory, overrides)
         fleet = Fleet(bus, settings.run.name, supervisor, spec_of, settings.run.workers, settings.run.max_workers)
-    await _supervise(supervisor, observer, fleet, settings.training.max_steps, stop)
+    progress: Progress = partial(show_progress, observer.state, settings.training.max_steps, supervisor)
+    if top:
+        progress = partial(watch, directory, address, progress)
+    await _supervise(supervisor, observer, fleet, progress, stop)
     seconds = time.monotonic() - began
-    samples = await read_samples(bus, settings.run.name)
-    return Trained(observer.state, samples, seconds, supervisor.restarts, supervisor.finished.is_set())
+    topics = await _gathered_topics(bus, settings, directory)
+    return Trained(observer.state, topics, seconds, supervisor.restarts, supervisor.finished.is_set())
+
+
+async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicFacts | None:
+    """A report is not worth a failed run: what cannot be read is left out of it."""
+    from deploy.inspection.bus_history import BusHistory
+
+    try:
+        return await gather_topics(BusHistory(bus, client_id="report"), settings.run.name, directory.logs)
+    except (BusError, BrokerError, DataLossRefused) as error:
+        log.warning("the report will lack what the topics say; streamrl report --from-topics", error=str(error))
+        return None
 
 
 def _worker_spec(directory: RunDirectory, overrides: Sequence[str], number: int) -> ChildSpec:
@@ -101,11 +120,11 @@ def _worker_spec(directory: RunDirectory, overrides: Sequence[str], number: int)
 
 
 async def _supervise(
-    supervisor: Supervisor, observer: Observer, fleet: Fleet | None, max_steps: int, stop: asyncio.Event
+    supervisor: Supervisor, observer: Observer, fleet: Fleet | None, progress: Progress, stop: asyncio.Event
 ) -> None:
     over, shown = asyncio.Event(), asyncio.Event()
     watching = [asyncio.create_task(loop.run(over)) for loop in (observer, fleet) if loop is not None]
-    showing = asyncio.create_task(show_progress(observer.state, max_steps, supervisor, shown))
+    showing = asyncio.ensure_future(progress(shown))
     try:
         await supervisor.run(stop)
     finally:
@@ -154,14 +173,9 @@ def _conclude(
         restarts=sum(trained.restarts.values()),
     )
     write_summary(directory.summary, summary)
-    write_report(
-        directory.report,
-        title=settings.run.name,
-        summary=summary,
-        state=trained.state,
-        samples=trained.samples,
-        evaluated={"before": before.samples if before else [], "after": after.samples if after else []},
-        config=directory.config.read_text(),
-    )
+    samples = {"before": before.samples if before else [], "after": after.samples if after else []}
+    evaluated = {moment: tuple(rows) for moment, rows in samples.items()}
+    write_gathered(directory.gathered, Gathered(environment=environment(), evaluated=evaluated, topics=trained.topics))
+    write_page(directory.report, [read_record(directory, settings.run.name)])
     print("\n".join(summary_lines(summary)))
     print(f"report: {directory.report}")
