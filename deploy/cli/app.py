@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import typer
 
-from deploy.cli import broker, control, dashboard, lengths, looking, processes, runs
+from deploy.cli import broker, control, dashboard, lengths, looking, processes, report, runs
 from deploy.cli.inspection import audit, dlq, export, replay
 from deploy.cli.sizing import plan, profile
 from deploy.cli.starting import init, settings
@@ -27,6 +27,7 @@ processes.add_to(app)
 control.add_to(app)
 looking.add_to(app)
 dashboard.add_to(app)
+report.add_to(app)
 profile.add_to(app)
 plan.add_to(app)
 audit.add_to(app)

@@ -73,7 +73,7 @@ WORK_ORDERS = Topic(
     retention_ms=DAY_MS,
     max_message_bytes=_room_for(WorkOrder),
     writers=("dispatcher",),
-    readers=("worker",),
+    readers=("worker", "report"),
 )
 TOKENS = Topic(
     name="tokens",
@@ -162,7 +162,7 @@ HEARTBEATS = Topic(
     retention_ms=HOUR_MS,
     max_message_bytes=_room_for(Heartbeat),
     writers=("worker",),
-    readers=("coordinator", "dispatcher", "top"),
+    readers=("coordinator", "dispatcher", "top", "report"),
 )
 
 CATALOGUE: tuple[Topic, ...] = (

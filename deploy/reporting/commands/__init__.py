@@ -1,0 +1,1 @@
+"""`streamrl report`: which runs are meant, and where the page goes."""
