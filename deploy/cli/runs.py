@@ -15,13 +15,14 @@ def add_to(app: typer.Typer) -> None:
 
 
 Top = Annotated[
-    bool, typer.Option("--top", help="Show the live view of `streamrl top`; q leaves it, and the run goes on.")
+    bool,
+    typer.Option("--top/--no-top", help="On a terminal, show the view of `streamrl top`; q leaves it, not the run."),
 ]
 
 
 def run(
     context: typer.Context,
-    top: Top = False,
+    top: Top = True,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and start nothing; exit code 2 if a check fails.")
     ] = False,

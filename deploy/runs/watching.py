@@ -1,4 +1,4 @@
-"""`streamrl run --top`: the live view on the terminal while the run goes on behind it.
+"""The live view on the terminal of `streamrl run`, while the run goes on behind it.
 
 The view is a process of its own, so that neither its work nor its end concerns the run. While it has the terminal, what
 the run would print goes to ``logs/run.log``.
@@ -6,6 +6,7 @@ the run would print goes to ``logs/run.log``.
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from deploy.runs.directory import RunDirectory
 
 LEAVING_S = 5.0
 LOG = "run.log"
+INTERRUPTED = 130
+"""Exit code of a view that was left by Ctrl-C."""
 
 Progress = Callable[[asyncio.Event], Awaitable[None]]
 
@@ -24,13 +27,21 @@ async def watch(directory: RunDirectory, address: str, progress: Progress, stop:
 
     Consumes: nothing; the view reads the run's topics. Produces: what the two show.
     Waits for: the view's end, or the run's. On failure: a view that ends badly is left. On stop: ends the view.
+    Ctrl-C in the view is meant for the run.
     """
-    if sys.stdout.isatty() and sys.stdin.isatty():
+    if is_screen():
         command = (sys.executable, "-m", "deploy.cli.app", "top", str(directory.path))
         view = await asyncio.create_subprocess_exec(*command, f"--bootstrap-servers={address}")
         with printing_into(directory.logs / LOG):
             await _ended(view, stop)
+        if view.returncode == INTERRUPTED:
+            signal.raise_signal(signal.SIGINT)
     await progress(stop)
+
+
+def is_screen() -> bool:
+    """Whether there is a terminal that can show more than lines."""
+    return sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 @contextmanager

@@ -35,13 +35,13 @@ def show(attachment: Attachment, where: Path | None, manner: Manner, *, on_scree
     """
     os.nice(NICENESS)
     try:
-        uvloop.run(_show(attachment, str(where) if where else "", manner, on_screen=on_screen))
+        return uvloop.run(_show(attachment, str(where) if where else "", manner, on_screen=on_screen))
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-async def _show(attachment: Attachment, where: str, manner: Manner, *, on_screen: bool) -> None:
+async def _show(attachment: Attachment, where: str, manner: Manner, *, on_screen: bool) -> int:
     attached = await attachment.with_run()
     stop = asyncio.Event()
     feed = await feed_of(attached, LiveState(attached.run), CLIENT_ID)
@@ -58,15 +58,17 @@ async def _show(attachment: Attachment, where: str, manner: Manner, *, on_screen
     for problem in results:
         if isinstance(problem, Exception):
             raise problem
+    return 0 if showing.cancelled() else showing.result()
 
 
-async def _in_lines(feed: LiveFeed, manner: Manner, stop: asyncio.Event) -> None:
+async def _in_lines(feed: LiveFeed, manner: Manner, stop: asyncio.Event) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await print_lines(feed, manner, stop)
+    return 0
 
 
-async def _on_screen(attached: Attachment, feed: LiveFeed, run_path: str, stop: asyncio.Event) -> None:
+async def _on_screen(attached: Attachment, feed: LiveFeed, run_path: str, stop: asyncio.Event) -> int:
     from deploy.top.view.screen import TopApp
 
     async def read(place: str) -> Trajectory:
@@ -78,6 +80,7 @@ async def _on_screen(attached: Attachment, feed: LiveFeed, run_path: str, stop: 
         asyncio.get_running_loop().add_signal_handler(number, app.exit)
     await app.run_async()
     stop.set()
+    return app.return_code or 0
 
 
 async def read_trajectory(attached: Attachment, place: str) -> Trajectory:

@@ -24,6 +24,7 @@ from deploy.top.view.panels import BOARD, CURVES, EVENTS, HEAD, LAG, LENGTHS, LO
 from deploy.top.view.trajectories import Read, Trajectories
 
 TICK_S = 0.5
+INTERRUPTED = 130
 SLOW = {"curves": 4, "lengths": 4, "staleness": 4, "split": 4, "trajectories": 4, "workers": 2, "lag": 2}
 """Sections that are looked at every so many ticks."""
 THEME = Theme(
@@ -47,7 +48,7 @@ class TopApp(App[None]):
         Binding("f,escape", "follow", "follow"),
         Binding("question_mark,h", "help", "help", key_display="?"),
         Binding("q", "quit", "quit", priority=True),
-        Binding("ctrl+c", "quit", show=False, priority=True),
+        Binding("ctrl+c", "interrupt", show=False, priority=True),
     ]
 
     def __init__(self, state: LiveState, read: Read, run_path: str, clock: Callable[[], float] = time.time) -> None:
@@ -134,6 +135,10 @@ class TopApp(App[None]):
         """Go to the next tab, or the one before."""
         active = self.tabs.active.removesuffix("-tab")
         self.action_tab((TABS.index(active) + by) % len(TABS) + 1)
+
+    def action_interrupt(self) -> None:
+        """Leave as a command that was interrupted; a run that shows this view stops then."""
+        self.exit(return_code=INTERRUPTED)
 
     def action_hold(self) -> None:
         """Hold the display still, or let it go on."""

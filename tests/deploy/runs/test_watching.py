@@ -7,22 +7,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from deploy.runs.directory import RunDirectory
 from deploy.runs.watching import LOG, watch
 from deploy.settings.loading import as_toml, load_settings
 from deploy.surveys.attachment import Attachment
 
 WATCHING = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
 from deploy.runs.directory import RunDirectory
 from deploy.runs.watching import watch
 
 async def progress(stop):
+    await asyncio.sleep(0.2)
     print("progress, stopped:", stop.is_set())
 
 async def main():
     stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
     asyncio.get_running_loop().call_later(1.0, print, "told meanwhile")
     asyncio.get_running_loop().call_later(float(sys.argv[3]), stop.set)
     await watch(RunDirectory(Path(sys.argv[1])), sys.argv[2], progress, stop)
@@ -31,7 +35,8 @@ asyncio.run(main())
 """
 
 
-async def on_a_terminal(directory: Path, address: str, stop_after_s: float) -> bytes:
+async def on_a_terminal(directory: Path, address: str, stop_after_s: float, keys: bytes = b"") -> bytes:
+    """What is shown; ``keys`` are pressed once there is a view."""
     ours, theirs = pty.openpty()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", WATCHING, str(directory), address, str(stop_after_s),
@@ -39,12 +44,14 @@ async def on_a_terminal(directory: Path, address: str, stop_after_s: float) -> b
         start_new_session=True,
     )  # fmt: skip
     os.close(theirs)
-    seen, loop = bytearray(), asyncio.get_running_loop()
+    seen, pressed, loop = bytearray(), list[int](), asyncio.get_running_loop()
     over = asyncio.Event()
 
     def read() -> None:
         try:
             seen.extend(os.read(ours, 1 << 16))
+            if keys and not pressed and b"Loop" in seen:
+                pressed.append(os.write(ours, keys))
         except OSError:
             loop.remove_reader(ours)
             over.set()
@@ -59,16 +66,29 @@ async def on_a_terminal(directory: Path, address: str, stop_after_s: float) -> b
     return bytes(seen)
 
 
-async def test_the_view_has_the_terminal_until_the_run_ends(surveyed: Attachment, tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path / "run")
+def _surveyed_run(folder: Path) -> RunDirectory:
+    directory = RunDirectory(folder / "run")
     directory.create()
     given = ["--run.name=surveyed", "--data.dataset=gcd", "--training.backend=emulated", "--generation.engine=emulated"]
     directory.config.write_text(as_toml(load_settings(None, given)))
+    return directory
+
+
+async def test_the_view_has_the_terminal_until_the_run_ends(surveyed: Attachment, tmp_path: Path) -> None:
+    directory = _surveyed_run(tmp_path)
     seen = await on_a_terminal(directory.path, surveyed.address, 12.0)
     opened, closed = seen.find(b"\x1b[?1049h"), seen.find(b"\x1b[?1049l")
     assert 0 <= opened < closed < seen.find(b"progress, stopped: True"), seen[-2000:]
     assert b"told meanwhile" not in seen
     assert "told meanwhile" in (directory.logs / LOG).read_text()
+
+
+@pytest.mark.parametrize(("key", "stopped"), [(b"q", False), (b"\x03", True)])
+async def test_q_leaves_the_view_and_ctrl_c_stops_the_run(
+    surveyed: Attachment, tmp_path: Path, key: bytes, stopped: bool
+) -> None:
+    seen = await on_a_terminal(_surveyed_run(tmp_path).path, surveyed.address, 50.0, key)
+    assert f"progress, stopped: {stopped}".encode() in seen, seen[-2000:]
 
 
 async def test_a_view_that_cannot_be_shown_leaves_the_run_its_progress(tmp_path: Path) -> None:
