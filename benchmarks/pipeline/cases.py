@@ -52,10 +52,10 @@ FEWER = replace(A, name="sweep/workers=4", groups_per_step=512, workers=4)
 CASES = (
     Case(A, "synchronous", "round_robin", ceiling=1.0),
     Case(A, "synchronous", "skewness_aware", "perfect", steps=3),
-    Case(A, "synchronous", "skewness_aware", "learned", warm_up=2, steps=3, slowed=SLOWED),
+    Case(A, "synchronous", "skewness_aware", "learned", warm_up=4, steps=3, slowed=SLOWED),
     Case(A, "stream", "round_robin", ceiling=1.60, steps=3),
     Case(A, "stream", "skewness_aware", "perfect", ceiling=1.86),
-    Case(A, "stream", "skewness_aware", "learned", ceiling=1.86, warm_up=3, slowed=SLOWED),
+    Case(A, "stream", "skewness_aware", "learned", ceiling=1.86, warm_up=4, slowed=SLOWED),
     Case(A, "one_step_async", "round_robin", ceiling=1.61, warm_up=2),
     Case(A, "one_step_async", "skewness_aware", "perfect", ceiling=2.20, warm_up=2),
     Case(A, "one_step_async", "skewness_aware", "learned", ceiling=2.20, warm_up=4, slowed=SLOWED),
