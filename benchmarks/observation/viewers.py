@@ -7,9 +7,10 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from deploy.dashboard.command import LOOPBACK
 
@@ -26,8 +27,8 @@ def scraper(run: Path) -> Iterator[None]:
     def scrape() -> None:
         while not over.wait(SCRAPE_S):
             for note in run.parent.glob(".prometheus/*.json"):
-                for target in re.findall(r'"([\d.]+:\d+)"', note.read_text()):
-                    with suppress(OSError):
+                with suppress(OSError):  # its process has just ended
+                    for target in re.findall(r'"([\d.]+:\d+)"', note.read_text()):
                         urllib.request.urlopen(f"http://{target}/metrics", timeout=SCRAPE_S).read()
 
     with _thread(scrape, over):
@@ -81,12 +82,12 @@ VIEWERS = {"scraper": scraper, "dashboard": dashboard, "top": top}
 
 
 @contextmanager
-def _drained(stream: object) -> Iterator[None]:
+def _drained(stream: IO[bytes]) -> Iterator[None]:
     """Read a stream to its end in a thread, as whoever looks does."""
 
     def drain() -> None:
-        with suppress(OSError, ValueError):
-            while stream.read(1 << 16):  # type: ignore[attr-defined]
+        with suppress(OSError, ValueError, AttributeError):  # what reading raises while another thread closes
+            while stream.readline():
                 pass
 
     threading.Thread(target=drain, daemon=True).start()
@@ -94,8 +95,8 @@ def _drained(stream: object) -> Iterator[None]:
 
 
 @contextmanager
-def _thread(work: object, over: threading.Event) -> Iterator[None]:
-    thread = threading.Thread(target=work, daemon=True)  # type: ignore[arg-type]
+def _thread(work: Callable[[], None], over: threading.Event) -> Iterator[None]:
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     try:
         yield

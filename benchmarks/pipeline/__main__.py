@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parts: dict[str, Callable[[], list[Row]]] = {
         "paper": lambda: compare(seeds),
         "sweeps": lambda: sweep(seeds, options.seed),
-        "ranking": lambda: ranker_sweep(min(3, seeds), options.seed),
+        "ranking": lambda: ranker_sweep(seeds, options.seed),
     }
     for name, computed in parts.items():
         if _wants(options, name):

@@ -78,17 +78,21 @@ def _paper(row: Row) -> str:
 
 
 def _gains(rows: list[Row]) -> list[str]:
-    """How much of what perfect knowledge adds is left with the learned ranker."""
+    """How much the learned ranker gains, as shares of what perfect knowledge gained here and of the ceilings' gain."""
     known = {(row["workload"], row["mode"], row["ranker"]): row for row in rows if row["kind"] == "wall_clock"}
     told = []
     for (workload, mode, ranker), row in known.items():
         base, best = known.get((workload, mode, "none")), known.get((workload, mode, "perfect"))
-        if ranker == "learned" and base and best:
-            gain = row["trajectories_per_s"] - base["trajectories_per_s"]
-            whole = best["trajectories_per_s"] - base["trajectories_per_s"]
-            told.append(
-                f"- {workload}, `{mode}`: the learned ranker has {gain / whole:.0%} of the gain of the perfect one."
-            )
+        if ranker != "learned" or best is None or (base is None and mode != "generation_alone"):
+            continue
+        rate, least = row["ratio_to_synchronous"], base["ratio_to_synchronous"] if base else 1.0
+        shares = [
+            f"{(rate - least) / (best['ratio_to_synchronous'] - least):.0%} of what perfect knowledge gained here"
+        ]
+        if row["bound"] is not None:
+            low = base["bound"] if base else 1.0
+            shares.append(f"{(rate - low) / (row['bound'] - low):.0%} of the gain between the ceilings")
+        told.append(f"- {workload}, `{mode}`: the learned ranker has {', and '.join(shares)}.")
     return ["\n".join(told)] if told else []
 
 
