@@ -50,7 +50,8 @@ def claimed(spec: NodeSpec) -> Iterator[int]:
                 # A process that was just killed lets go of its files a moment later.
                 if time.monotonic() > deadline:
                     raise BrokerError(
-                        f"a Kafka node already runs on the data in {spec.folder}: stop it, or name another folder"
+                        f"a Kafka node already runs on the data in {spec.folder}: end what runs it (if it was "
+                        f"`kafka up`: `streamrl kafka down --data-dir {spec.folder.parent}`), or name another folder"
                     ) from None
                 time.sleep(_POLL_S)
         yield claim.fileno()

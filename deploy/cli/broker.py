@@ -32,7 +32,8 @@ def up(
     from deploy.broker import detached
 
     status = detached.up(nodes=nodes, data_dir=data_dir or detached.default_data_dir(), port=port, progress=print)
-    print(f"Kafka is up: {status.bootstrap_servers}")
+    where = f" --data-dir {data_dir}" if data_dir else ""
+    print(f"Kafka is up: {status.bootstrap_servers}; it stays until `streamrl kafka down{where}`")
 
 
 @kafka.command()

@@ -17,3 +17,5 @@ def log_to_stderr() -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+    # Of a broker that goes away the client would log every refused connection; what gives up says so itself.
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)

@@ -55,7 +55,9 @@ def open_run(path: Path) -> PastRun:
     for directory in (RunDirectory(path), RunDirectory(RUNS / path)):
         if directory.config.is_file():
             return PastRun(directory, load_settings(directory.config, []))
-    raise UserError(f"expected a run's directory with {RunDirectory(path).config.name}, got {path}")
+    raise UserError(
+        f"expected a run's directory with {RunDirectory(path).config.name}, or its name under {RUNS}/, got {path}"
+    )
 
 
 @contextmanager

@@ -52,6 +52,9 @@ def line_about(error: ValidationError, given: Given | None) -> str:
             return f"expected a section [{key}], got {first['input']!r:.200}{origin}{more}"
         case "value_error":
             return f"setting {key}: {message}{origin}{more}"
+        case "tuple_type" if isinstance(first["input"], str):
+            said = f"expected a list such as '[\"{first['input']:.200}\"]', got {first['input']!r:.200}"
+            return f"setting {key}: {said}{origin}{more}"
         case _:
             return f"setting {key}: {message}, got {first['input']!r:.200}{origin}{more}"
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from deploy.bus.kafka_bus import KafkaBus
 from deploy.bus.settings import KafkaSettings
-from deploy.inspection.source import RUNS, open_run, running_brokers
+from deploy.inspection.source import RUNS, PastRun, open_run, running_brokers
 from deploy.runs.directory import RunDirectory
 from deploy.settings.layers import from_environment
 from deploy.settings.tree import Settings
@@ -88,11 +88,18 @@ def attach(where: Path | None, run: str, servers: str | None) -> Attachment:
     past = open_run(where)
     address = servers or past.settings.kafka.bootstrap_servers or _own_broker(past.directory) or _detached_broker()
     if address is None:
-        raise UserError(
-            f"expected a running broker of run {past.name}, got none: it runs while the run does; name another with "
-            f"--bootstrap-servers, or read what was kept with `streamrl audit {where}` or `streamrl dlq ls {where}`"
-        )
+        raise UserError(_without_broker(where, past))
     return Attachment(_at(past.settings.kafka, address), run or past.name, past.settings)
+
+
+def _without_broker(where: Path, past: PastRun) -> str:
+    said = f"expected a running broker of run {past.name}, got none: it runs while the run does; "
+    if not any(past.directory.kafka.glob("node-*")):
+        return said + "name another with --bootstrap-servers"
+    return (
+        f"{said}start it once more with `streamrl kafka up --data-dir {past.directory.kafka}`, or read what was kept "
+        f"with `streamrl report {where}`, `streamrl show ID {where}` or `streamrl audit {where}`"
+    )
 
 
 def _attach_to_broker(servers: str | None, run: str) -> Attachment:

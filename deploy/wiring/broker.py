@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from schemas.errors import SettingsError
+
 
 @contextmanager
 def broker_for(
@@ -23,16 +25,37 @@ def broker_for(
     if bootstrap_servers is not None:
         yield bootstrap_servers
         return
-    from deploy.broker import detached
     from deploy.broker.cluster import start_cluster
 
-    found = detached.status(detached.default_data_dir())
-    if found.running:
-        progress(f"using the broker of `streamrl kafka up`: {found.bootstrap_servers}")
-        yield found.bootstrap_servers
+    if address := _left_running(progress):
+        yield address
         return
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-kafka-") as scratch,
         start_cluster(data_dir=data_dir or Path(scratch), progress=progress) as cluster,
     ):
         yield cluster.bootstrap_servers
+
+
+def broker_of_others(bootstrap_servers: str | None, progress: Callable[[str], None]) -> str:
+    """The address of a broker that is there already, for a process that joins others.
+
+    Raises:
+        SettingsError: none is named, and none was left running.
+    """
+    if address := bootstrap_servers or _left_running(progress):
+        return address
+    raise SettingsError(
+        "expected kafka.bootstrap_servers, got none: a single process joins others on their broker, which "
+        "`streamrl run` prints; name it, or start one with `streamrl kafka up`"
+    )
+
+
+def _left_running(progress: Callable[[str], None]) -> str | None:
+    from deploy.broker import detached
+
+    found = detached.status(detached.default_data_dir())
+    if not found.running:
+        return None
+    progress(f"using the broker of `streamrl kafka up`: {found.bootstrap_servers}")
+    return found.bootstrap_servers

@@ -18,7 +18,7 @@ from deploy.metrics.tracking.tracker import tracking_of
 from deploy.settings.tree import Settings
 from deploy.telemetry.logged import LoggedTraces
 from deploy.telemetry.tracing.roles import traced
-from deploy.wiring.broker import broker_for
+from deploy.wiring.broker import broker_of_others
 from deploy.wiring.collector import settle_collector
 from deploy.wiring.watchdog import Watchdog
 from schemas.errors import UserError
@@ -50,7 +50,7 @@ Build = Callable[[Settings, str], Loop]
 
 
 def run_role(role: str, settings: Settings, worker_id: str) -> None:
-    """Run a role until it ends, SIGTERM or Ctrl-C; a broker is started for it if none is named.
+    """Run a role until it ends, SIGTERM or Ctrl-C, on a broker that is there.
 
     Raises:
         UserError: something the user can mend.
@@ -58,18 +58,18 @@ def run_role(role: str, settings: Settings, worker_id: str) -> None:
     names = {"run": settings.run.name, "process": worker_id or role}
     logged = LoggedTraces()
     configure_logging(names, logged)
-    with broker_for(settings.kafka.bootstrap_servers, print) as address:
-        named = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
-        built = _builder(role)(named, worker_id)
-        if isinstance(built, Worker):
-            names["process"] = names["worker"] = built.worker_id
-        watchdog = Watchdog(settings.run.watchdog_s)
-        process = names["process"]
-        with traced(role, process, built, named, logged), exported(role, process, built, named) as (loop, companions):
-            if isinstance(loop, Watched):
-                loop.alive = watchdog.alive
-            settle_collector()
-            uvloop.run(_until_stopped(loop, watchdog, [*companions, *tracking_of(role, named)]))
+    address = broker_of_others(settings.kafka.bootstrap_servers, print)
+    named = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
+    built = _builder(role)(named, worker_id)
+    if isinstance(built, Worker):
+        names["process"] = names["worker"] = built.worker_id
+    watchdog = Watchdog(settings.run.watchdog_s)
+    process = names["process"]
+    with traced(role, process, built, named, logged), exported(role, process, built, named) as (loop, companions):
+        if isinstance(loop, Watched):
+            loop.alive = watchdog.alive
+        settle_collector()
+        uvloop.run(_until_stopped(loop, watchdog, [*companions, *tracking_of(role, named)]))
 
 
 async def _until_stopped(loop: Loop, watchdog: Watchdog, companions: Sequence[Companion]) -> None:

@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 GUIDES = [
     DOCS / f"{name}.md"
-    for name in ("index", "quickstart", "concepts", "own-task", "own-reward", "operations", "moving")
+    for name in ("index", "quickstart", "concepts", "own-task", "own-reward", "bad-reward", "operations", "moving")
 ]
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)

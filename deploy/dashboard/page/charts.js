@@ -22,7 +22,10 @@ export function curves(canvas, steps, lines) {
     g.fillText(high < 1000 ? tick.toFixed(Math.min(4, places)) : short(tick), LEFT - 7, y(tick));
   }
   g.textAlign = "center";
-  for (const tick of ticks(first, last, 5)) if (Number.isInteger(tick)) g.fillText(short(tick), x(tick), height - 7);
+  for (const tick of ticks(first, last, 5)) if (Number.isInteger(tick)) {
+    const half = g.measureText(short(tick)).width / 2;
+    g.fillText(short(tick), Math.min(x(tick), width - half), height - 7);
+  }
   for (const line of lines) path(g, steps, line, x, y, height - BOTTOM);
 }
 

@@ -50,7 +50,7 @@ def _styles(trajectory: Trajectory) -> dict[PolicyVersion, str]:
 
 def _head(trajectory: Trajectory) -> list[str]:
     return [
-        f"{trajectory.trajectory_id}: sample {trajectory.sample_index} of {trajectory.num_generations}, "
+        f"{trajectory.trajectory_id}: sample {trajectory.sample_index + 1} of {trajectory.num_generations}, "
         f"data set {trajectory.dataset}, {trajectory.finish_reason.value}",
         "prompt:",
         *(f"  {line}" for line in trajectory.prompt_text.splitlines()),

@@ -33,7 +33,10 @@ def _of(name: str, scored: list[Scores], what: str) -> Check:
     values = [scores.rewards[name] for scores in scored]
     if values == [None, None]:
         return Check("rewards", "note", f"{name} gives no reward (None) for {what}, nor for nothing")
-    return Check("rewards", "ok", f"{name} gives {_shown(values[0])} for {what}, {_shown(values[1])} for nothing")
+    said = f"{name} gives {_shown(values[0])} for {what}, {_shown(values[1])} for nothing"
+    if values[0] == values[1]:
+        return Check("rewards", "note", f"{said}: can it tell a good completion from a bad one?")
+    return Check("rewards", "ok", said)
 
 
 def _shown(value: float | None) -> str:

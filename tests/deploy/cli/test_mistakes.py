@@ -48,6 +48,12 @@ SETTINGS = [
     ("a pattern that nobody uses", "show --rewards.format_pattern=a", "", 'rewards.functions that lack "format"'),
     ("a broken pattern", "show --rewards.answer_pattern=(", "", "expected a regular expression, got '('"),
     ("a reward without a module", "show --rewards.functions=['mathverify']", "", "did you mean 'math_verify'?"),
+    (
+        "a reward for a list",
+        "show --rewards.functions=exact_match",
+        "",
+        """expected a list such as '["exact_match"]', got""",
+    ),
     ("weights for other rewards", "show --rewards.weights=[1,2]", "", "expected as many rewards.weights as functions"),
     ("a password without SASL", "show --kafka.sasl_plain_username me", "", 'kafka.security_protocol = "PLAINTEXT"'),
     ("an overlong factor alone", "show --algorithm.overlong_factor 2", "", "no algorithm.overlong_l_max"),

@@ -9,6 +9,7 @@ from deploy.settings.loading import validated
 from deploy.settings.tree import Settings
 from deploy.starting.checks.model import check_engine, check_lengths, check_model, parameters, read_model
 from deploy.starting.checks.places import check_places
+from deploy.starting.checks.rewards import check_rewards
 from deploy.starting.dry_run import dry_run
 from schemas.errors import ModelError, UserError
 from schemas.messages.prompts import ChatTurn, Prompt
@@ -62,6 +63,21 @@ def test_chats_need_a_chat_template(model: Path, tmp_path: Path) -> None:
     chat = Prompt(prompt_id="p/1", dataset="p", content=(ChatTurn(role="user", content="hi"),))
     with pytest.raises(ModelError, match="expected a chat template"):
         check_lengths(settings, [chat], read_model(settings))
+
+
+async def test_a_reward_that_pays_as_much_for_nothing_is_noted(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "blind_reward.py").write_text("def blind(completions, answer, **kwargs):\n    return [1.0]\n")
+    monkeypatch.chdir(tmp_path)
+    given = settings_of(model, tmp_path)
+    rewards = given.rewards.model_copy(update={"functions": ("blind_reward:blind", "exact_match")})
+    settings = given.model_copy(update={"rewards": rewards})
+    blind, exact = await check_rewards(
+        settings, Prompt(prompt_id="p/1", dataset="p", content="1+1=", columns={"answer": "2"})
+    )
+    assert (blind.state, exact.state) == ("note", "ok")
+    assert "blind gives 1 for the answer of p/1, 1 for nothing: can it tell" in blind.detail
 
 
 def test_places_are_tried_and_left_as_they_were(model: Path, tmp_path: Path) -> None:

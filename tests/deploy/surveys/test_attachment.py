@@ -51,10 +51,17 @@ def test_security_comes_from_the_environment_when_only_a_broker_is_named(monkeyp
 def test_without_any_broker_it_says_how_to_name_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--bootstrap-servers"):
         attach(None, "", None)
-    with pytest.raises(UserError, match="streamrl audit"):
+    with pytest.raises(UserError, match=r"run mine, got none: .* name another with --boot"):
         attach(config(tmp_path), "", None)
     with pytest.raises(UserError, match="name of a run"):
         attach(None, "No Run!", "b:2")
+
+
+def test_a_run_that_is_over_is_told_how_to_start_its_broker_again(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    (tmp_path / "runs/mine/kafka/node-1").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"`streamrl kafka up --data-dir runs/mine/kafka`"):
+        attach(path, "", None)
 
 
 def test_runs_are_found_by_their_topics() -> None:
