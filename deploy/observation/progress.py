@@ -36,7 +36,7 @@ def plain_line(state: RunState, max_steps: int, now: float) -> str:
     step = state.steps[-1].step if state.steps else 0
     workers = state.living_workers(now)
     lag = " ".join(f"b{bucket}:{count}" for bucket, count in lag_by_bucket(metrics).items()) or "-"
-    held = " ".join(f"{beat.worker_id}@{beat.version}" for beat in workers) or "none yet"
+    held = " ".join(f"{beat.worker_id}@{beat.version}" for beat in workers) or ("gone" if state.steps else "none yet")
     return (
         f"step {step}/{max_steps}  reward {metrics.get('reward', 0.0):.3f}  "
         f"{state.trajectories_per_s():.0f} traj/s  {sum(beat.tokens_per_s for beat in workers):.0f} tok/s  "
