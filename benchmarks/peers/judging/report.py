@@ -55,9 +55,8 @@ def runs(rounds: Sequence[Sequence[Judged]]) -> list[dict[str, Any]]:
             "parts": {name: [round(value, 3) for value in values] for name, values in one.parts.items()},
             "seconds_to_first_step": _rounded(one.trained.steps[0]["seconds"] if one.trained.steps else None, 2),
             "means": {
-                name: round(fmean(step[name] for step in one.trained.steps), 3)
-                for name in (one.trained.steps[0] if one.trained.steps else ())
-                if name not in ("step", "seconds")
+                name: round(fmean(step.get(name, 0.0) for step in one.trained.steps), 3)
+                for name in sorted({name for step in one.trained.steps for name in step} - {"step", "seconds"})
             },
         }
         for judged in rounds
