@@ -143,14 +143,14 @@ async def test_help_is_shown_and_any_key_closes_it(run: MadeUpState) -> None:
         assert not isinstance(app.screen, Help)
 
 
-@pytest.mark.parametrize("key", ["q", "ctrl+c"])
-async def test_a_key_leaves(key: str, run: MadeUpState) -> None:
+@pytest.mark.parametrize(("key", "code"), [("q", 0), ("ctrl+c", INTERRUPTED)])
+async def test_a_key_leaves(key: str, code: int, run: MadeUpState) -> None:
     app = TopApp(run.state, run.read, RUN, run.clock)
     async with app.run_test() as pilot:
         await pilot.press(key)
         await pilot.pause()
         assert not app.is_running
-    assert app.return_code == 0
+    assert app.return_code == code
 
 
 async def test_a_chosen_trajectory_is_read_whole_and_the_list_stands_still() -> None:
