@@ -13,7 +13,7 @@ from deploy.live.state import LiveState
 from deploy.top.view import screen
 from deploy.top.view.help import Help
 from deploy.top.view.panels import Panel
-from deploy.top.view.screen import TABS, TICK_S, TopApp
+from deploy.top.view.screen import INTERRUPTED, TABS, TICK_S, TopApp
 from tests.deploy.top.made_up_state import RUN, MadeUpState
 
 SIZES = [(80, 24), (100, 30), (120, 30), (120, 50), (160, 50), (240, 70)]
