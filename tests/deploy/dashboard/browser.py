@@ -70,7 +70,7 @@ class Page:
         self._number += 1
         future = self._waiting[self._number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": self._number, "method": method, "params": parameters})
-        told = await asyncio.wait_for(future, 60)
+        told = await asyncio.wait_for(future, 90)
         assert "error" not in told, f"{method}: {told['error']}"
         return told["result"]
 
