@@ -5,7 +5,7 @@ Invariant measuring_never_fails: an observer that raises is dropped and told of 
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -14,16 +14,15 @@ from deploy.metrics.meters import Meters
 from schemas.errors import BusError, WireError
 from schemas.messages.base import Message
 from schemas.ports.bus import (
-    Bus,
     Outgoing,
     Position,
     Publisher,
     Record,
-    Start,
     Subscription,
     TopicPartition,
     TransactionalPublisher,
 )
+from schemas.ports.bus_around import BusAround, PublisherAround, SubscriptionAround, TransactionalAround
 from schemas.wire.codec import Headers, decode
 
 See = Callable[[bytes | None, Headers], None]
@@ -89,39 +88,26 @@ class Sight:
 
 
 @dataclass
-class MeasuredBus:
+class MeasuredBus(BusAround):
     """``schemas.ports.bus.Bus`` around another one."""
 
-    bus: Bus
     sight: Sight
 
-    async def publisher(self, client_id: str) -> Publisher:
-        """See the port."""
-        return _Publisher(await self.bus.publisher(client_id), self.sight)
+    def around_publisher(self, inner: Publisher) -> Publisher:
+        """See ``BusAround``."""
+        return _Publisher(inner, self.sight)
 
-    async def transactional(self, transactional_id: str) -> TransactionalPublisher:
-        """See the port."""
-        return _Transactional(await self.bus.transactional(transactional_id), self.sight)
+    def around_transactional(self, inner: TransactionalPublisher) -> TransactionalPublisher:
+        """See ``BusAround``."""
+        return _Transactional(inner, self.sight)
 
-    async def subscribe(
-        self,
-        topics: Iterable[str],
-        *,
-        client_id: str,
-        start: Start = "earliest",
-        partitions: Iterable[int] | None = None,
-        group_id: str | None = None,
-    ) -> Subscription:
-        """See the port."""
-        inner = await self.bus.subscribe(
-            topics, client_id=client_id, start=start, partitions=partitions, group_id=group_id
-        )
+    def around_subscription(self, inner: Subscription) -> Subscription:
+        """See ``BusAround``."""
         return _Subscription(inner, self.sight)
 
 
 @dataclass
-class _Publisher:
-    inner: Publisher
+class _Publisher(PublisherAround):
     sight: Sight
 
     async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
@@ -136,19 +122,9 @@ class _Publisher:
         future.add_done_callback(settled)
         return future
 
-    async def publish(self, record: Outgoing) -> Position:
-        return await (await self.submit(record))
-
-    async def flush(self) -> None:
-        await self.inner.flush()
-
-    async def close(self) -> None:
-        await self.inner.close()
-
 
 @dataclass
-class _Transactional:
-    inner: TransactionalPublisher
+class _Transactional(TransactionalAround):
     sight: Sight
 
     async def commit(
@@ -170,40 +146,12 @@ class _Transactional:
         for topic in topics:
             self.sight.answered(topic, time.perf_counter() - began, None)
 
-    async def close(self) -> None:
-        await self.inner.close()
-
 
 @dataclass
-class _Subscription:
-    inner: Subscription
+class _Subscription(SubscriptionAround):
     sight: Sight
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
         records = await self.inner.poll(max_records=max_records, timeout_s=timeout_s)
         self.sight.read(records)
         return records
-
-    def pause(self, partitions: Iterable[TopicPartition]) -> None:
-        self.inner.pause(partitions)
-
-    def resume(self, partitions: Iterable[TopicPartition]) -> None:
-        self.inner.resume(partitions)
-
-    def partitions(self) -> frozenset[TopicPartition]:
-        return self.inner.partitions()
-
-    async def positions(self) -> dict[TopicPartition, int]:
-        return await self.inner.positions()
-
-    async def end_offsets(self) -> dict[TopicPartition, int]:
-        return await self.inner.end_offsets()
-
-    async def beginning_offsets(self) -> dict[TopicPartition, int]:
-        return await self.inner.beginning_offsets()
-
-    async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
-        await self.inner.commit(offsets)
-
-    async def close(self) -> None:
-        await self.inner.close()

@@ -5,7 +5,7 @@ Invariant tracing_never_fails: a story that raises is told of once and asked no 
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -14,16 +14,15 @@ import structlog
 
 from deploy.telemetry.context import Context, context_of
 from schemas.ports.bus import (
-    Bus,
     Outgoing,
     Position,
     Publisher,
     Record,
-    Start,
     Subscription,
     TopicPartition,
     TransactionalPublisher,
 )
+from schemas.ports.bus_around import BusAround, PublisherAround, SubscriptionAround, TransactionalAround
 
 log = structlog.get_logger()
 
@@ -106,39 +105,26 @@ class Teller:
 
 
 @dataclass
-class TracedBus:
+class TracedBus(BusAround):
     """``schemas.ports.bus.Bus`` around another one."""
 
-    bus: Bus
     teller: Teller
 
-    async def publisher(self, client_id: str) -> Publisher:
-        """See the port."""
-        return _Publisher(await self.bus.publisher(client_id), self.teller)
+    def around_publisher(self, inner: Publisher) -> Publisher:
+        """See ``BusAround``."""
+        return _Publisher(inner, self.teller)
 
-    async def transactional(self, transactional_id: str) -> TransactionalPublisher:
-        """See the port."""
-        return _Transactional(await self.bus.transactional(transactional_id), self.teller)
+    def around_transactional(self, inner: TransactionalPublisher) -> TransactionalPublisher:
+        """See ``BusAround``."""
+        return _Transactional(inner, self.teller)
 
-    async def subscribe(
-        self,
-        topics: Iterable[str],
-        *,
-        client_id: str,
-        start: Start = "earliest",
-        partitions: Iterable[int] | None = None,
-        group_id: str | None = None,
-    ) -> Subscription:
-        """See the port."""
-        inner = await self.bus.subscribe(
-            topics, client_id=client_id, start=start, partitions=partitions, group_id=group_id
-        )
+    def around_subscription(self, inner: Subscription) -> Subscription:
+        """See ``BusAround``."""
         return _Subscription(inner, self.teller)
 
 
 @dataclass
-class _Publisher:
-    inner: Publisher
+class _Publisher(PublisherAround):
     teller: Teller
 
     async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
@@ -149,15 +135,6 @@ class _Publisher:
             future.add_done_callback(partial(_tell_if_stored, tell, began_s))
         return future
 
-    async def publish(self, record: Outgoing) -> Position:
-        return await (await self.submit(record))
-
-    async def flush(self) -> None:
-        await self.inner.flush()
-
-    async def close(self) -> None:
-        await self.inner.close()
-
 
 def _tell_if_stored(tell: Callable[[Stored], None], began_s: float, done: "asyncio.Future[Position]") -> None:
     if not done.cancelled() and done.exception() is None:
@@ -165,8 +142,7 @@ def _tell_if_stored(tell: Callable[[Stored], None], began_s: float, done: "async
 
 
 @dataclass
-class _Transactional:
-    inner: TransactionalPublisher
+class _Transactional(TransactionalAround):
     teller: Teller
 
     async def commit(
@@ -184,40 +160,12 @@ class _Transactional:
             if tell is not None:
                 tell(Stored(record.topic, record.partition, None, began_s, ended_s))
 
-    async def close(self) -> None:
-        await self.inner.close()
-
 
 @dataclass
-class _Subscription:
-    inner: Subscription
+class _Subscription(SubscriptionAround):
     teller: Teller
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
         records = await self.inner.poll(max_records=max_records, timeout_s=timeout_s)
         self.teller.read(records)
         return records
-
-    def pause(self, partitions: Iterable[TopicPartition]) -> None:
-        self.inner.pause(partitions)
-
-    def resume(self, partitions: Iterable[TopicPartition]) -> None:
-        self.inner.resume(partitions)
-
-    def partitions(self) -> frozenset[TopicPartition]:
-        return self.inner.partitions()
-
-    async def positions(self) -> dict[TopicPartition, int]:
-        return await self.inner.positions()
-
-    async def end_offsets(self) -> dict[TopicPartition, int]:
-        return await self.inner.end_offsets()
-
-    async def beginning_offsets(self) -> dict[TopicPartition, int]:
-        return await self.inner.beginning_offsets()
-
-    async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
-        await self.inner.commit(offsets)
-
-    async def close(self) -> None:
-        await self.inner.close()
