@@ -76,7 +76,7 @@ $("theme").addEventListener("click", () => {
   const names = Object.keys(SCHEMES), next = names[(names.indexOf(document.documentElement.dataset.theme ?? "") + 1) % names.length];
   if (next) document.documentElement.dataset.theme = next; else delete document.documentElement.dataset.theme;
   try { localStorage.setItem("streamrl-theme", next); } catch { /* forgotten at the next visit */ }
-  showScheme(); redraw();
+  settleScheme(); showScheme(); redraw();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 addEventListener("redraw", () => { for (const name of Object.keys(state)) dirty.add(name); timeline.dirty = true; });

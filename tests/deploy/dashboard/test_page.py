@@ -73,6 +73,7 @@ async def test_everything_is_drawn_and_nothing_complains(page: Page) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_axe_finds_no_serious_issue(page: Page, scheme: str) -> None:
     await page.prefer(scheme)
+    await page.until(f"document.documentElement.dataset.scheme === '{scheme}'")
     await page.evaluate(AXE.read_text() + "; true")
     for opened in (False, True):
         if opened:
@@ -91,6 +92,7 @@ async def test_axe_finds_no_serious_issue(page: Page, scheme: str) -> None:
 async def test_the_scheme_can_be_chosen_and_is_remembered(page: Page) -> None:
     background = "getComputedStyle(document.body).backgroundColor"
     await page.prefer("light")
+    await page.until("document.documentElement.dataset.scheme === 'light'")
     light = await page.evaluate(background)
     await page.evaluate("(() => { const b = document.getElementById('theme'); b.click(); b.click(); })()")
     assert await page.evaluate("document.documentElement.dataset.theme") == "dark"
