@@ -80,6 +80,11 @@ class LoopSettings(Section):
                 return self.max_staleness
 
     @property
+    def has_fixed_batches(self) -> bool:
+        """Whether the step that trains a group is settled when it is admitted; else a step takes what is whole."""
+        return self.mode == "one_step_async"
+
+    @property
     def max_groups_in_flight(self) -> int:
         """Groups admitted and not yet consumed, at most: (staleness_bound + 1) × groups_per_step."""
         return (self.staleness_bound + 1) * self.groups_per_step

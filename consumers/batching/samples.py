@@ -34,6 +34,11 @@ class Group:
     created_at: float
     samples: tuple[Sample, ...]
 
+    @property
+    def due_step(self) -> int:
+        """The earliest optimizer step that may train it, 0 for any."""
+        return max((sample.trajectory.due_step for sample in self.samples), default=0)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:

@@ -11,7 +11,6 @@ Invariants, each with a test of its name:
 
 import asyncio
 import contextlib
-import heapq
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -22,6 +21,7 @@ from consumers.batching.samples import Group
 from consumers.intake.frontier import Frontier
 from consumers.intake.judging.groups import Closed
 from consumers.intake.judging.patience import Patience
+from consumers.intake.judging.ready import ReadyGroups
 from consumers.intake.ledger import Fates, Ledger
 from consumers.intake.measures import IntakeMeasures
 from consumers.intake.opening import IntakeStart, Opening, positions_and_ends_meet
@@ -80,7 +80,7 @@ class Intake:
             measures=self._measures,
             finished=start.dedupe,
         )
-        self._ready: list[tuple[float, str, Group]] = []
+        self._ready = ReadyGroups(lambda: current_version().number + 1)
         self._arrived = asyncio.Event()
         self._end: StreamRLError | None = None
         self._patience = Patience(clock)
@@ -121,7 +121,7 @@ class Intake:
         return group
 
     def ready_group(self) -> Group | None:
-        """The oldest ready group, by creation, without the samples that have become too old meanwhile; or none.
+        """The oldest group that this step may train, by creation, without samples that are too old by now; or none.
 
         Raises:
             StreamRLError: the reader ended; this is what ended it.
@@ -129,8 +129,7 @@ class Intake:
         if self._end is not None:
             raise self._end
         while self._ready and self._ends == {}:
-            _, _, group = heapq.heappop(self._ready)
-            if (fresh := self._still_fresh(group)) is not None:
+            if (fresh := self._still_fresh(self._ready.take())) is not None:
                 return fresh
         self._arrived.clear()
         return None
@@ -282,7 +281,7 @@ class Intake:
         group = closed.group
         self._ledger.hold(closed)
         if closed.is_usable:
-            heapq.heappush(self._ready, (group.created_at, group.group_id, group))
+            self._ready.add(group)
             self._arrived.set()
         else:
             self.mark_skipped(group, SkipReason.GROUP_INCOMPLETE, closed.shortfall)

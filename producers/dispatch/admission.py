@@ -11,6 +11,10 @@ Invariants, each with a test of its name:
 - admission_never_deadlocks: when nothing may be admitted, either a whole step's groups are in flight, or newer
   weights are on their way to a worker. (It rests on every admitted group being trained or skipped in the end.)
 
+Where batches are fixed, each group is for one step from the start (``batches``), and the trainer waits for it instead
+of taking a later one. So a group for step d is admitted only with d <= b + S + 1, and however late its samples come,
+they hold nobody back but that step.
+
 Two cases are left to the trainer's own check, which skips what has become too old. Between the moment at which the last
 sample is on the topic and the moment at which the trainer has read it, it may have read later groups of other
 partitions. And a resumed trainer may get past a group's bound, by training groups that it had skipped before: holding
@@ -25,6 +29,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from producers.dispatch.batches import Batches
 from schemas.errors import LifecycleError
 from schemas.identifiers import PolicyVersion
 
@@ -37,6 +42,7 @@ class _Ended:
     group_id: str
     base: PolicyVersion
     number: int
+    due_step: int
 
 
 class AdmissionLedger:
@@ -45,8 +51,9 @@ class AdmissionLedger:
     ``_missing``: base version numbers of the groups with samples missing; ``_missing_of``: how many have each number.
     """
 
-    def __init__(self, groups_per_step: int, max_staleness: int) -> None:
+    def __init__(self, groups_per_step: int, max_staleness: int, *, has_fixed_batches: bool = False) -> None:
         self._groups_per_step = groups_per_step
+        self._batches = Batches(groups_per_step) if has_fixed_batches else None
         self._max_staleness = max_staleness
         self._base: dict[str, PolicyVersion] = {}
         self._missing: dict[str, int] = {}
@@ -84,6 +91,8 @@ class AdmissionLedger:
         if self.current is None:
             return 0
         base = self._base_of(held).number
+        if self._batches is not None:
+            return self._batches.room(self._last_step(base))
         oldest = self.oldest_missing
         if oldest is not None:
             base = min(base, max(oldest, self.current.number - self._max_staleness))
@@ -93,8 +102,13 @@ class AdmissionLedger:
         """Whether a new group may be admitted to a worker that holds this version."""
         return self.room(held) > 0
 
+    @property
+    def next_due(self) -> int:
+        """The earliest step that may train the next new group; 0 for any."""
+        return 0 if self._batches is None else self._batches.next_due()
+
     def admit(self, group_id: str, held: PolicyVersion) -> None:
-        """Take a new group into account.
+        """Take a new group into account, for the step ``next_due``.
 
         Raises:
             LifecycleError: it is in flight already, or there is no room.
@@ -103,8 +117,14 @@ class AdmissionLedger:
             raise LifecycleError(f"expected a new group to admit, got {group_id}, which is in flight")
         if not self.may_admit(held):
             raise LifecycleError(f"expected room for {group_id} at version {held}, got {self._under_way()} under way")
+        due_step = self.next_due
         self._base[group_id] = base = self._base_of(held)
+        self._take_place(group_id, due_step)
         self._miss(group_id, base.number)
+
+    def _take_place(self, group_id: str, due_step: int) -> None:
+        if self._batches is not None:
+            self._batches.add(group_id, due_step)
 
     def produced(self, group_id: str) -> None:
         """Every sample of a group is on the trajectories topic."""
@@ -125,6 +145,8 @@ class AdmissionLedger:
         if self.current is None or group_id not in self._base:
             return False
         base = self._base_of(held)
+        if self._batches is not None:
+            return self._batches.due_step(group_id) <= self._last_step(base.number)
         return base.number >= self._base[group_id].number or self._under_way() <= self._limit(base.number)
 
     def move(self, group_id: str, held: PolicyVersion) -> None:
@@ -137,9 +159,10 @@ class AdmissionLedger:
             raise LifecycleError(f"expected a group in flight that version {held} may sample, got {group_id}")
         self._lower(group_id, self._base_of(held))
 
-    def restore(self, group_id: str, held: PolicyVersion) -> None:
+    def restore(self, group_id: str, held: PolicyVersion, due_step: int = 0) -> None:
         """Take a group into account that was admitted in an earlier life of the dispatcher."""
         base = self._base.setdefault(group_id, held)
+        self._take_place(group_id, due_step)
         self._miss(group_id, base.number)
         self._lower(group_id, held)
 
@@ -149,15 +172,18 @@ class AdmissionLedger:
 
     def end(self, group_id: str, number: int) -> bool:
         """A group ended at this version number, trained or not; false if it was not in flight."""
-        base = self._base.pop(group_id, None)
-        self.produced(group_id)
+        base = self._base.get(group_id)
         if base is not None:
-            self._ended.append(_Ended(group_id, base, number))
+            due_step = 0 if self._batches is None else self._batches.due_step(group_id)
+            self._ended.append(_Ended(group_id, base, number, due_step))
+        self.forget(group_id)
         return base is not None
 
     def forget(self, group_id: str) -> None:
         """A group of which no sample exists is given up; it cannot come back."""
         self._base.pop(group_id, None)
+        if self._batches is not None:
+            self._batches.remove(group_id)
         self.produced(group_id)
 
     def advance(self, version: PolicyVersion, trained: Iterable[str]) -> bool:
@@ -175,13 +201,18 @@ class AdmissionLedger:
         self.current = version
         for group_id in trained:
             self.end(group_id, version.number)
+        if self._batches is not None:
+            self._batches.current = version.number
         while self._ended and self._ended[0].number < version.number - HISTORY_STEPS:
             self._ended.popleft()
         return True
 
     def _rewind(self, version: PolicyVersion) -> None:
         kept = deque(ended for ended in self._ended if ended.number <= version.number)
-        self._base |= {ended.group_id: ended.base for ended in self._ended if ended.number > version.number}
+        for ended in self._ended:
+            if ended.number > version.number:
+                self._base[ended.group_id] = ended.base
+                self._take_place(ended.group_id, ended.due_step)
         self._ended = kept
         for group_id, base in self._base.items():
             if base.lineage < version.lineage:
@@ -205,4 +236,8 @@ class AdmissionLedger:
         return trained + len(self._base)
 
     def _limit(self, number: int) -> int:
-        return (number + self._max_staleness + 1) * self._groups_per_step
+        return self._last_step(number) * self._groups_per_step
+
+    def _last_step(self, number: int) -> int:
+        """The last step that may train tokens sampled with this version number."""
+        return number + self._max_staleness + 1

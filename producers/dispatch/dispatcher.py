@@ -190,7 +190,7 @@ class Dispatcher:
                 return bool(scheduler.wanted()) or await self._draw_ahead()
             draft, worker = found
             now = self.clock()
-            order = self._form.first(draft, worker, self.state.created_at(now))
+            order = self._form.first(draft, worker, self.state.created_at(now), self.state.ledger.next_due)
             self.state.admit(order, worker, now)
             scheduler.sent(worker)
             orders.append(order)

@@ -139,8 +139,13 @@ class Scheduler:
         return Worker(worker.worker_id, worker.capacity, remaining.running, remaining.waiting)
 
     def _patience_s(self, items: Sequence[Item], workers: Sequence[Worker]) -> float:
-        """How long the groups that admission still allows behind these will keep all slots busy."""
+        """How long the groups that admission still allows behind these will keep all slots busy.
+
+        With fixed batches these are all sampled while the batch before them is trained, and the next one behind them.
+        """
         left = self._loop.max_groups_in_flight - self._state.ledger.in_flight - len(items)
+        if self._loop.has_fixed_batches:
+            left = len(items) + self._loop.groups_per_step
         rate = sum(worker.slots / self._state.curve.batch_s(worker.slots) for worker in workers)
         return max(0, left) * sum(item.load for item in items) / len(items) / rate
 

@@ -44,7 +44,9 @@ class DispatchState:
         self._settings = settings
         self.curve = curve
         self.loop = loop
-        self.ledger = AdmissionLedger(loop.groups_per_step, loop.staleness_bound)
+        self.ledger = AdmissionLedger(
+            loop.groups_per_step, loop.staleness_bound, has_fixed_batches=loop.has_fixed_batches
+        )
         self.flights = FlightTable()
         self.fleet = Fleet(settings.lease_s)
         self.progress = Progress(curve, loop.max_completion_length)
@@ -151,7 +153,7 @@ class DispatchState:
         """Apply an order of an earlier life of the dispatcher. Heartbeats must have been applied before."""
         self.positions.see(order.position)
         self._newest = max(self._newest, order.created_at)
-        self.ledger.restore(order.group_id, order.admitted_version)
+        self.ledger.restore(order.group_id, order.admitted_version, order.due_step)
         self.flights.send(order, self.fleet.incarnation_at(order.worker_id, sent_at), sent_at)
 
     def resume(self, now: float) -> None:

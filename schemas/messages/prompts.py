@@ -70,7 +70,8 @@ class WorkOrder(Message):
 
     ``sample_indices`` names the samples still wanted (all of them at first, the missing ones after a worker was
     lost); ``partition`` is where every trajectory of the group goes; ``position`` is the prompt cursor's value that
-    gave this prompt, so that a restarted dispatcher can go on behind the largest one.
+    gave this prompt, so that a restarted dispatcher can go on behind the largest one; ``due_step`` is the earliest
+    optimizer step that may train the group, 0 for any.
     """
 
     SCHEMA: ClassVar[str] = "work-order"
@@ -86,5 +87,6 @@ class WorkOrder(Message):
     sample_indices: tuple[int, ...]
     partition: Annotated[int, Field(ge=0)]
     attempt: Annotated[int, Field(ge=0)] = 0
+    due_step: Annotated[int, Field(ge=0)] = 0
     admitted_version: PolicyVersion
     created_at: float

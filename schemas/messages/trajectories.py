@@ -52,6 +52,7 @@ class Trajectory(Message):
     are the consumer's business. With P prompt and T completion tokens: ``prompt_token_ids`` int32 (P),
     ``token_ids`` int32 (T), ``logprobs`` float32 (T), of the behaviour policy at the sampling temperature,
     ``loss_mask`` uint8 (T). Times are seconds since the epoch. ``position``: of the prompt in the prompt source.
+    ``due_step``: the earliest optimizer step that may train it, 0 for any.
     """
 
     SCHEMA: ClassVar[str] = "trajectory"
@@ -80,6 +81,7 @@ class Trajectory(Message):
     attempt: Annotated[int, Field(ge=0)]
     admitted_version: PolicyVersion
     position: Annotated[int, Field(ge=0)] = 0
+    due_step: Annotated[int, Field(ge=0)] = 0
     created_at: float
     started_at: float
     finished_at: float

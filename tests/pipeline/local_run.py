@@ -38,6 +38,8 @@ def write_config(directory: Path, model: Path, name: str, /, **sections: dict[st
     }
     for section, keys in sections.items():
         settings.setdefault(section, {}).update(keys)
+    if settings["loop"].get("mode", "trajectory_async") != "trajectory_async":
+        del settings["loop"]["max_staleness"]
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(200)))
     lines = []
     for section, keys in settings.items():

@@ -119,7 +119,7 @@ class SimulatedDispatcher:
             scheduler.adopt(scheduler.planner()())
         while (found := scheduler.next()) is not None:
             draft, worker = found
-            order = self._form.first(draft, worker, state.created_at(self._now))
+            order = self._form.first(draft, worker, state.created_at(self._now), state.ledger.next_due)
             state.admit(order, worker, self._now)
             scheduler.sent(worker)
             number, work = int(worker.worker_id), self._supply.work(draft)

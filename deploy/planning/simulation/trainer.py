@@ -1,6 +1,7 @@
 """The trainer of the simulation: groups in, oldest first; micro-batches as the real one cuts them; then a step."""
 
 import heapq
+import math
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ class SimulatedTrainer:
     def _turn(self) -> None:
         """Take groups until one leads to work; without one, work on what is held; without that, wait."""
         while len(self._taken) < self.plant.loop.groups_per_step:
-            seconds = self._take() if self._ready else self._for_idle()
+            seconds = self._take() if self._has_ready else self._for_idle()
             if seconds is None:
                 self._is_busy, self._waits_since = False, self.clock.now
                 return
@@ -103,6 +104,12 @@ class SimulatedTrainer:
             seconds += costs.checkpoint_s
         self._trained_s += seconds
         self.clock.after(seconds, self._announce)
+
+    @property
+    def _has_ready(self) -> bool:
+        loop = self.plant.loop
+        last = (self.version + 1) * loop.groups_per_step if loop.has_fixed_batches else math.inf
+        return bool(self._ready) and self._ready[0][0] <= last
 
     def _take(self) -> float:
         _, work, version = heapq.heappop(self._ready)

@@ -16,7 +16,7 @@ class OrderForm:
     loop: LoopSettings
     seed: int | None
 
-    def first(self, draft: Draft, worker: Candidate, created_at: float) -> WorkOrder:
+    def first(self, draft: Draft, worker: Candidate, created_at: float, due_step: int) -> WorkOrder:
         """All samples of a prompt."""
         return WorkOrder(
             group_id=draft.group_id,
@@ -34,6 +34,7 @@ class OrderForm:
             num_generations=self.loop.num_generations,
             sample_indices=tuple(range(self.loop.num_generations)),
             partition=self.loop.partition_of(draft.estimate.bucket, draft.position),
+            due_step=due_step,
             admitted_version=worker.version,
             created_at=created_at,
         )

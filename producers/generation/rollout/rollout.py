@@ -126,6 +126,7 @@ class Rollout:
             "attempt": order.attempt,
             "admitted_version": order.admitted_version,
             "position": order.position,
+            "due_step": order.due_step,
             "created_at": order.created_at,
         }
 

@@ -66,8 +66,13 @@ class Plan:
         return self.fault.broker
 
     @property
+    def mode(self) -> str:
+        """One run in three has batches that are fixed when they are admitted."""
+        return "one_step_async" if self.seed % 3 == 1 else "trajectory_async"
+
+    @property
     def settings(self) -> Sections:
-        return self.fault.settings
+        return {**self.fault.settings, "loop": {**self.fault.settings.get("loop", {}), "mode": self.mode}}
 
     @property
     def preparations(self) -> "list[Callable[[ChaosRun], None]]":
@@ -79,4 +84,4 @@ class Plan:
         return f"python -m tests.chaos --only {self.fault.name} --seed {self.seed} --runs 1 --seeds 0"
 
     def __str__(self) -> str:
-        return f"seed {self.seed}: " + "; ".join(str(event) for event in self.events)
+        return f"seed {self.seed}, {self.mode}: " + "; ".join(str(event) for event in self.events)

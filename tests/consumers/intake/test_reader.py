@@ -286,6 +286,30 @@ async def test_nothing_is_handed_out_before_what_was_there_was_read() -> None:
         assert intake.fates().read == 8
 
 
+async def test_a_group_for_a_later_step_waits_for_it() -> None:
+    """Whole first and created first, it leaves the step to come to the group that is for it."""
+    scene = Scene()
+    async with scene.running(scene.intake()) as intake:
+        await scene.publish_group(1, due_step=2)
+        await scene.until_read(intake, 2)
+        await asyncio.sleep(0.05)
+        assert intake.ready_group() is None
+        await scene.publish_group(2, due_step=1)
+        assert (await next_group(intake)).group_id == "d/2/0"
+        assert intake.ready_group() is None
+        scene.version = PolicyVersion(1, 1)
+        assert (await next_group(intake)).group_id == "d/1/0"
+
+
+async def test_a_memory_full_of_groups_for_later_steps_is_read_over() -> None:
+    scene = Scene()
+    for number in range(5):
+        await scene.publish_group(number, due_step=2)
+    await scene.publish_group(9, due_step=1)
+    async with scene.running(scene.intake(high_water_bytes=2, low_water_bytes=1, max_poll_records=2)) as intake:
+        assert (await next_group(intake)).group_id == "d/9/0"
+
+
 async def test_a_full_memory_ends_the_waiting_for_what_was_there() -> None:
     scene = Scene(SlowBus())
     for number in (5, 4, 3, 2):

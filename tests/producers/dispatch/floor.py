@@ -151,7 +151,7 @@ class Floor:
             self.scheduler.adopt(self.scheduler.planner()())
         while (found := self.scheduler.next()) is not None:
             draft, worker = found
-            order = self._form.first(draft, worker, self.state.created_at(now))
+            order = self._form.first(draft, worker, self.state.created_at(now), self.state.ledger.next_due)
             self.state.admit(order, worker, now)
             self.scheduler.sent(worker)
             self._send(order, now)

@@ -22,14 +22,15 @@ def _moves(names: tuple[str, ...], seed: int) -> list[tuple[str, int]]:
 
 
 SHAPES = st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(1, 3))
+FIXED = st.booleans()
 SEEDS = st.integers(0, 1 << 32)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(SHAPES, SEEDS)
-def test_no_consumed_token_is_older_than_max_staleness(shape: tuple[int, int, int], seed: int) -> None:
+@given(SHAPES, SEEDS, FIXED)
+def test_no_consumed_token_is_older_than_max_staleness(shape: tuple[int, int, int], seed: int, fixed: bool) -> None:
     """It holds by admission alone: the trainer's own check never finds anything."""
-    world = World(*shape)
+    world = World(*shape, fixed=fixed)
     world.play(_moves(MOVES, seed))
     for _ in range(6):
         world.settle()
@@ -38,9 +39,11 @@ def test_no_consumed_token_is_older_than_max_staleness(shape: tuple[int, int, in
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(SHAPES, SEEDS)
-def test_after_a_resume_the_trainers_own_check_keeps_the_bound(shape: tuple[int, int, int], seed: int) -> None:
-    world = World(*shape)
+@given(SHAPES, SEEDS, FIXED)
+def test_after_a_resume_the_trainers_own_check_keeps_the_bound(
+    shape: tuple[int, int, int], seed: int, fixed: bool
+) -> None:
+    world = World(*shape, fixed=fixed)
     world.play(_moves((*MOVES, "resume"), seed))
     for _ in range(6):
         world.settle()
@@ -48,9 +51,9 @@ def test_after_a_resume_the_trainers_own_check_keeps_the_bound(shape: tuple[int,
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(SHAPES, SEEDS)
-def test_admission_never_deadlocks(shape: tuple[int, int, int], seed: int) -> None:
-    world = World(*shape)
+@given(SHAPES, SEEDS, FIXED)
+def test_admission_never_deadlocks(shape: tuple[int, int, int], seed: int, fixed: bool) -> None:
+    world = World(*shape, fixed=fixed)
     world.play(_moves((*MOVES, "resume"), seed))
     before = world.version.number
     for _ in range(20):
@@ -60,9 +63,12 @@ def test_admission_never_deadlocks(shape: tuple[int, int, int], seed: int) -> No
 
 @pytest.mark.parametrize("groups_per_step", [1, 3])
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
-def test_every_step_makes_room_for_as_many_new_groups_at_once(groups_per_step: int, max_staleness: int) -> None:
+@pytest.mark.parametrize("fixed", [False, True])
+def test_every_step_makes_room_for_as_many_new_groups_at_once(
+    groups_per_step: int, max_staleness: int, fixed: bool
+) -> None:
     """No sawtooth: with a trainer that is always busy, what is in flight never stays below its full bound."""
-    world = World(groups_per_step, max_staleness, workers=2)
+    world = World(groups_per_step, max_staleness, workers=2, fixed=fixed)
     for number in range(12):
         world.supply()
         assert world.ledger.in_flight == (max_staleness + 1) * groups_per_step
@@ -212,3 +218,54 @@ def test_a_group_nobody_will_end_is_forgotten_for_good() -> None:
     ledger.forget("a")
     ledger.advance(v(0, lineage=2), [])
     assert ledger.in_flight == 0
+
+
+def test_a_late_sample_holds_back_its_own_step_only() -> None:
+    """With fixed batches the next batch begins on newer weights, whatever is missing of the one before."""
+    for fixed, room in ((False, 0), (True, 2)):
+        ledger = AdmissionLedger(2, 1, has_fixed_batches=fixed)
+        ledger.advance(v(0), [])
+        for name in ("a", "b", "c", "late"):
+            ledger.admit(name, v(0))
+        for name in ("a", "b", "c"):
+            ledger.produced(name)
+        ledger.advance(v(1), ["a", "b"])
+        assert ledger.room(v(1)) == room
+
+
+def test_batches_fill_in_order() -> None:
+    """The place of a group that was skipped is taken by the next one, before the batch behind it grows."""
+    ledger = AdmissionLedger(2, 1, has_fixed_batches=True)
+    ledger.advance(v(0), [])
+    for name, due_step in (("a", 1), ("b", 1), ("c", 2), ("d", 2)):
+        assert ledger.next_due == due_step
+        ledger.admit(name, v(0))
+    assert not ledger.may_admit(v(0))
+    ledger.end("a", 0)
+    assert ledger.next_due == 1
+    ledger.admit("e", v(0))
+    ledger.advance(v(1), ["b", "e"])
+    assert ledger.next_due == 3
+
+
+def test_a_group_may_move_to_a_worker_whose_weights_will_do_for_its_step() -> None:
+    ledger = AdmissionLedger(1, 1, has_fixed_batches=True)
+    ledger.advance(v(0), [])
+    ledger.admit("a", v(0))
+    ledger.advance(v(1), ["a"])
+    ledger.admit("b", v(1))
+    ledger.admit("c", v(1))
+    assert ledger.may_move("b", v(0))
+    assert not ledger.may_move("c", v(0))
+
+
+def test_groups_come_back_for_the_steps_that_they_were_for() -> None:
+    ledger = AdmissionLedger(1, 1, has_fixed_batches=True)
+    ledger.advance(v(0), [])
+    for number, name in enumerate("abc"):
+        ledger.admit(name, v(number))
+        ledger.advance(v(number + 1), [name])
+    ledger.advance(v(1, lineage=2), [])
+    assert not ledger.may_admit(v(1, lineage=2))
+    ledger.advance(v(2, lineage=2), ["b"])
+    assert ledger.next_due == 4

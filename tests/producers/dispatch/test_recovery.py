@@ -48,6 +48,21 @@ async def test_groups_that_did_not_end_are_under_way_again_with_what_is_missing(
     assert not state.lost(time.time())
 
 
+async def test_groups_are_still_for_the_steps_that_they_were_ordered_for() -> None:
+    scene = Scene(loop=LOOP.model_copy(update={"mode": "one_step_async"}))
+    await scene.start()
+    await scene.step(0)
+    await scene.beat()
+    await scene.until(lambda: len(scene.orders()) == 4)
+    await scene.end()
+    assert [order.due_step for order in scene.orders()] == [1, 1, 2, 2]
+    state = DispatchState(scene.loop, FAST, ConstantLength(LengthSettings(), LOOP))
+    await rebuild(scene.bus, "r", state, time.time)
+    assert (state.ledger.next_due, state.ledger.room(version(0))) == (3, 0)
+    state.observe(step_report(1, ["toy/0/0", "toy/1/0"]), time.time())
+    assert (state.ledger.next_due, state.ledger.room(version(0)), state.ledger.room(version(1))) == (3, 0, 2)
+
+
 async def test_the_order_in_which_the_clocks_tick_does_not_matter() -> None:
     """A step report that claims to be older than the order it consumed still ends the group."""
     scene = Scene()

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -93,7 +94,8 @@ def _send_all(state: DispatchState, scheduler: Scheduler, now: float = 0.0) -> l
     sent = []
     while (found := scheduler.next()) is not None:
         draft, worker = found
-        state.admit(OrderForm(LOOP, None).first(draft, worker, state.created_at(now)), worker, now)
+        due_step = state.ledger.next_due
+        state.admit(OrderForm(LOOP, None).first(draft, worker, state.created_at(now), due_step), worker, now)
         scheduler.sent(worker)
         sent.append((draft.position, worker.worker_id))
     return sent
@@ -125,6 +127,27 @@ def test_a_window_is_sent_before_the_next_is_drawn() -> None:
     scheduler.adopt(scheduler.planner()())
     assert _send_all(state, scheduler) == [(0, "w0"), (1, "w0")]
     assert _wanted(scheduler, 1.0) == 0
+
+
+@pytest.mark.parametrize(("mode", "gives_up_slots"), [("synchronous", True), ("one_step_async", False)])
+def test_no_slot_is_given_up_for_a_finish_that_nobody_waits_for(mode: str, gives_up_slots: bool) -> None:
+    """The next batch is sampled behind this one, and is not due before the step in between."""
+    loop = LOOP.model_copy(update={"mode": mode, "groups_per_step": 128, "max_completion_length": 1000})
+    state = DispatchState(loop, DispatchSettings(lease_s=1e9), ConstantLength(LengthSettings(), loop))
+    state.observe(step_report(0), 0.0)
+    for worker in ("w0", "w1"):
+        state.observe(heartbeat(worker, capacity=32), 0.0)
+    scheduler = Scheduler(state, DispatchSettings())
+    scheduler.begin_turn(0.0)
+    lengths = [1000] * 4 + [300] * 124
+    scheduler.add(
+        [
+            replace(draft, estimate=draft.estimate.model_copy(update={"median": length, "upper": length}))
+            for draft, length in zip(_drafts(*range(128)), lengths, strict=True)
+        ]
+    )
+    lanes = scheduler.planner()().plan.lanes
+    assert any(lane.is_reduced for lane in lanes) is gives_up_slots
 
 
 def test_a_worker_that_comes_later_gets_its_share() -> None:

@@ -20,16 +20,20 @@ def v(number: int, lineage: int = 1) -> PolicyVersion:
 class _Group:
     index: int
     worker: int
+    due_step: int
     oldest: int | None = None
     done: bool = False
 
 
 class World:
-    """Samples come in any order. The trainer takes whole groups oldest first, and checks their age as intake does."""
+    """Samples come in any order. The trainer takes whole groups oldest first, and checks their age as intake does.
 
-    def __init__(self, groups_per_step: int, max_staleness: int, workers: int) -> None:
+    With ``fixed`` batches it leaves those that are for a later step.
+    """
+
+    def __init__(self, groups_per_step: int, max_staleness: int, workers: int, *, fixed: bool = False) -> None:
         self.size, self.bound = groups_per_step, max_staleness
-        self.ledger = AdmissionLedger(groups_per_step, max_staleness)
+        self.ledger = AdmissionLedger(groups_per_step, max_staleness, has_fixed_batches=fixed)
         self.version = v(0)
         self.actual = [v(0)] * workers
         self.reported = [v(0)] * workers
@@ -44,8 +48,8 @@ class World:
         if not self.ledger.may_admit(self.reported[worker]):
             return False
         self.admitted += 1
+        self.groups[f"g{self.admitted}"] = _Group(self.admitted, worker, self.ledger.next_due)
         self.ledger.admit(f"g{self.admitted}", self.reported[worker])
-        self.groups[f"g{self.admitted}"] = _Group(self.admitted, worker)
         return True
 
     def adopt(self, worker: int) -> None:
@@ -163,7 +167,10 @@ class World:
                     getattr(self, move)()
 
     def _ready(self) -> list[str]:
-        return sorted((name for name, group in self.groups.items() if group.done), key=lambda n: self.groups[n].index)
+        """Whole groups for the step to come, those that were for an earlier one first."""
+        due = self.version.number + 1
+        names = (name for name, group in self.groups.items() if group.done and group.due_step <= due)
+        return sorted(names, key=lambda name: (self.groups[name].due_step, self.groups[name].index))
 
     def _end(self, name: str) -> None:
         self.taken.append((self.version.number, name, self.groups.pop(name)))

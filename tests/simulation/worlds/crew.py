@@ -52,6 +52,7 @@ class Crew:
         self.loop = LoopSettings(
             groups_per_step=setup.groups_per_step,
             num_generations=setup.num_generations,
+            mode="one_step_async" if setup.fixed_batches else "trajectory_async",
             max_staleness=setup.max_staleness,
             max_completion_length=16,
             bucket_boundaries=(8,),

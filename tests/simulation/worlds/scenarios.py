@@ -71,6 +71,7 @@ class Setup:
     by_lineage: bool = False
     orphans: str = "train"
     dynamic_sampling: bool = False
+    fixed_batches: bool = False
     accept_loss: bool = False
     harm_every_s: float = 1.5
     harm_for_s: float = 15.0
@@ -181,4 +182,5 @@ def draw_setup(seed: int, scenario: str | None = None) -> Setup:
         dynamic_sampling=samples > 1 and chance.random() < 0.2,
     )
     drawn = replace(drawn, weight_sync_steps=chance.randint(1, min(2, drawn.max_staleness + 1)))
+    drawn = replace(drawn, fixed_batches=drawn.max_staleness == 1 and chance.random() < 0.5)
     return replace(drawn, **kind.vary)  # type: ignore[arg-type]
