@@ -6,6 +6,7 @@ StreamRLError
 │   ├── BrokerError        no broker, or one that does not answer
 │   ├── ModelError         a model or tokenizer that cannot be loaded
 │   ├── DataError          a data set or prompt file
+│   ├── BadInput           so many bad records or rewards that what writes them must be mended
 │   └── RewardLoadError    a reward function that cannot be imported
 ├── WireError              bytes that are not one of our messages; they go to dead-letters
 │   ├── MalformedFrame
@@ -53,6 +54,10 @@ class ModelError(UserError):
 
 class DataError(UserError):
     """A data set or prompt file that cannot be read."""
+
+
+class BadInput(UserError):
+    """Too much of what arrives is bad, so that the fault lies with what writes it: a reward function, or a stranger."""
 
 
 class RewardLoadError(UserError):

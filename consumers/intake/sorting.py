@@ -58,7 +58,7 @@ class Sorter:
         """Judge a record that is new to the books; the group that it made whole, if any. ``now``: see the assembler.
 
         Raises:
-            StreamRLError: too much of the input is bad.
+            BadInput: too much of it is bad.
         """
         trajectory = self._decoded(record)
         if trajectory is None:

@@ -101,7 +101,8 @@ class Supervisor:
                 return
             self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
             pause = policy.delay_s()
-            log.warning("process died, restarting", process=spec.name, ended=_how(code), in_s=round(pause, 1))
+            why = {"last_line": child.last_line()} if code > 0 else {}
+            log.warning("process died, restarting", process=spec.name, ended=_how(code), in_s=round(pause, 1), **why)
             await asyncio.sleep(pause)
 
     def _give_up(self, child: Child, code: int, crashes: int) -> None:
@@ -131,7 +132,8 @@ def _how(code: int) -> str:
 
 
 def _failure(tasks: Sequence[asyncio.Task[None]]) -> BaseException | None:
-    return next((error for task in tasks if task.done() and (error := task.exception()) is not None), None)
+    ended = (task for task in tasks if task.done() and not task.cancelled())
+    return next((error for task in ended if (error := task.exception()) is not None), None)
 
 
 def _unfinished(tasks: Sequence[asyncio.Task[None]]) -> list[asyncio.Task[None]]:

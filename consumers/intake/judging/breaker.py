@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from schemas.errors import StreamRLError
+from schemas.errors import BadInput
 
 WINDOW = 1000
 MIN_SEEN = 100
@@ -29,13 +29,13 @@ class CircuitBreaker:
         """Note a record with this fault.
 
         Raises:
-            StreamRLError: there are too many of them.
+            BadInput: there are too many of them.
         """
         self._note(is_bad=True)
         self.consecutive += 1
         seen = len(self.recent)
         if self.consecutive > self.max_consecutive or (seen >= MIN_SEEN and self.bad / seen > self.max_share):
-            raise StreamRLError(
+            raise BadInput(
                 f"expected few {self.fault}, got {self.consecutive} in a row and {self.bad} among the last {seen}, "
                 f"the latest: {detail}; mend what writes them, or raise the limits in [intake]"
             )

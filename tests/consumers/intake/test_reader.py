@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from consumers.intake.settings import IntakeSettings
-from schemas.errors import BusUnavailable, LifecycleError, StreamRLError
+from schemas.errors import BadInput, BusUnavailable, LifecycleError
 from schemas.identifiers import PolicyVersion
 from schemas.messages.reports import SkipReason
 from schemas.ports.bus import Outgoing, Record, TopicPartition
@@ -208,9 +208,9 @@ async def test_the_reader_s_failure_reaches_the_trainer_as_it_was() -> None:
         waiting = asyncio.create_task(intake.next_group())
         for _ in range(4):
             await scene.publish(trajectory(rewards={}, group_id=f"d/{_}/0"))
-        with pytest.raises(StreamRLError, match="trajectories without reward, got 4 in a row"):
+        with pytest.raises(BadInput, match="trajectories without reward, got 4 in a row"):
             await asyncio.wait_for(waiting, 5)
-        with pytest.raises(StreamRLError, match="in a row"):
+        with pytest.raises(BadInput, match="in a row"):
             await next_group(intake)
 
 

@@ -59,6 +59,30 @@ async def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
     assert not is_alive(second)
 
 
+async def test_a_stop_during_the_pause_before_a_restart_ends_the_run_well(tmp_path: Path) -> None:
+    stop = asyncio.Event()
+    supervisor = Supervisor([spec(tmp_path, "side", "raise SystemExit(1)")], max_restarts=9, grace_s=5)
+    task = asyncio.create_task(supervisor.run(stop))
+    async with asyncio.timeout(30):
+        while supervisor.restarts.get("side", 0) < 2 or supervisor.children:
+            await asyncio.sleep(0.01)
+        stop.set()
+        await task
+
+
+async def test_a_restart_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stop = asyncio.Event()
+    code = "print('error: a bad day', flush=True); raise SystemExit(1)"
+    supervisor = Supervisor([spec(tmp_path, "side", code)], max_restarts=9, grace_s=5)
+    task = asyncio.create_task(supervisor.run(stop))
+    async with asyncio.timeout(10):
+        while not supervisor.restarts:
+            await asyncio.sleep(0.01)
+    stop.set()
+    await task
+    assert "error: a bad day" in capsys.readouterr().out
+
+
 async def test_a_user_error_ends_the_run_with_its_last_line(tmp_path: Path) -> None:
     bad = spec(tmp_path, "bad", "print('noise'); print('error: no such model'); raise SystemExit(2)")
     supervisor = Supervisor([spec(tmp_path, "side", SLEEP), bad], max_restarts=3, grace_s=5)

@@ -1,7 +1,7 @@
 import pytest
 
 from consumers.intake.judging.breaker import CircuitBreaker
-from schemas.errors import StreamRLError
+from schemas.errors import BadInput
 
 
 def breaker(max_consecutive: int = 50, max_share: float = 0.01) -> CircuitBreaker:
@@ -12,7 +12,7 @@ def test_more_than_the_allowed_number_in_a_row_trips_it() -> None:
     found = breaker(3)
     for _ in range(3):
         found.failed("x")
-    with pytest.raises(StreamRLError, match="undecodable records, got 4 in a row"):
+    with pytest.raises(BadInput, match="undecodable records, got 4 in a row"):
         found.failed("x")
 
 
@@ -27,7 +27,7 @@ def test_a_share_is_judged_only_from_a_hundred_records_on() -> None:
     found = breaker()
     for number in range(98):
         found.good() if number % 20 else found.failed("x")
-    with pytest.raises(StreamRLError, match="the latest: p/0/0: bad"):
+    with pytest.raises(BadInput, match="the latest: p/0/0: bad"):
         for _ in range(2):
             found.failed("p/0/0: bad")
 
