@@ -126,8 +126,7 @@ def _make(java: Java, folder: Path, progress: Progress) -> Runtime:
         write_configuration(spec, (spec,))
         if not checkpoint.exists():
             _make_checkpoint(runtime, spec)
-        for old in folder.glob(f"java-{java.version}-*"):
-            old.unlink()
+        _remove_unusable(folder, archive)
         _make_archive(runtime, spec, archive)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -162,12 +161,28 @@ def _make_archive(runtime: Runtime, spec: NodeSpec, archive: Path) -> None:
 
 
 def _archive_path(java: Java, folder: Path) -> Path:
-    """Its name changes with all that Java compares before it uses an archive."""
-    parts = [str(java.path)]
+    """Its name changes with all that Java compares before it uses an archive: the runtime, and each jar.
+
+    An ahead-of-time cache does not depend on where Java is installed, so one serves all virtual environments.
+    """
+    runtime = java.build if java.major >= AOT_CACHE_MAJOR else f"{java.path} {java.build}"
+    jars = []
     for jar in class_path(folder / "jars"):
         status = jar.stat() if jar.exists() else None
-        parts.append(f"{jar}:{status.st_mtime_ns if status else 0}")
-    return folder / f"java-{java.version}-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:12]}"
+        jars.append(f"{jar}:{status.st_mtime_ns if status else 0}")
+    return folder / f"classes-{java.version}-{_digest(runtime)}-{_digest(chr(10).join(jars))}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _remove_unusable(folder: Path, archive: Path) -> None:
+    """Remove the archives of other jars, which no Java takes; those of other Javas are in use."""
+    jars = archive.name.rpartition("-")[2]
+    for old in folder.glob("classes-*"):
+        if not old.name.endswith(f"-{jars}"):
+            old.unlink()
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka import TopicPartition as KafkaPartition
 
 from deploy.bus.client import record_batches
+from deploy.bus.client.outage import Outage
 from deploy.bus.connection import client_options, our_errors, started
 from deploy.bus.settings import KafkaSettings
 from schemas.errors import DataLossRefused
@@ -24,6 +25,7 @@ class Reader:
     settings: KafkaSettings
     client_id: str
     group_id: str | None
+    outage: Outage = field(default_factory=Outage)
 
     async def assigned(self, partitions: Iterable[TopicPartition]) -> AIOKafkaConsumer:
         """A started consumer of these partitions, all paused at offset 0 so that it reads nothing yet."""

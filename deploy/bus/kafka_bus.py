@@ -5,6 +5,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
+from deploy.bus.client.outage import Outage
 from deploy.bus.connection import client_options, partition_counts, started
 from deploy.bus.publisher import KafkaPublisher
 from deploy.bus.settings import KafkaSettings
@@ -15,10 +16,14 @@ from schemas.ports.bus import Start, TopicPartition
 
 
 class KafkaBus:
-    """``schemas.ports.bus.Bus`` on the broker that the settings name; holds no connection itself."""
+    """``schemas.ports.bus.Bus`` on the broker that the settings name; holds no connection itself.
 
-    def __init__(self, settings: KafkaSettings) -> None:
+    ``advice``: what a user can do when the broker does not answer.
+    """
+
+    def __init__(self, settings: KafkaSettings, advice: str = "") -> None:
         self._settings = settings
+        self.outage = Outage(settings.bootstrap_servers or "", advice)
 
     async def publisher(self, client_id: str) -> KafkaPublisher:
         """A started publisher, idempotent and in order per partition.
@@ -80,7 +85,9 @@ class KafkaBus:
         assigned = [tp for topic in topics for tp in _partitions_of(topic, counts, wanted)]
         if not assigned:
             raise BusError(f"expected partitions to read, got none of {sorted(wanted or ())}")
-        return await open_subscription(self._settings, client_id, assigned, start, group_id, whole=wanted is None)
+        return await open_subscription(
+            self._settings, client_id, assigned, start, group_id, whole=wanted is None, outage=self.outage
+        )
 
 
 def _partitions_of(topic: str, counts: dict[str, int], wanted: frozenset[int] | None) -> list[TopicPartition]:

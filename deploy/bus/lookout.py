@@ -85,8 +85,9 @@ class Lookout:
         try:
             counts = await partitions_seen_by(consumer._client, self._reader.settings)  # noqa: SLF001
         except BusError as error:
-            log.warning("the broker does not answer a reader", client_id=self._reader.client_id, error=str(error))
+            self._reader.outage.begin(self._reader.client_id, error)
             return None
+        self._reader.outage.end(self._reader.client_id)
         there = [tp for tp in self._partitions if tp.partition < counts.get(tp.topic, 0)]
         try:
             ends = dict.fromkeys(self._partitions, 0) | await self._reader.offsets(consumer.end_offsets, there)

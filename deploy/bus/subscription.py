@@ -14,6 +14,7 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.errors import CorruptRecordException, OffsetOutOfRangeError
 from aiokafka.structs import ConsumerRecord
 
+from deploy.bus.client.outage import Outage
 from deploy.bus.client.stopping import discard
 from deploy.bus.connection import our_errors
 from deploy.bus.consumers import Positions, Reader, refuse_holes, starting_positions
@@ -106,7 +107,7 @@ class KafkaSubscription:
         try:
             fresh = await self._reader.assigned(self._assigned)
         except BusUnavailable as error:
-            log.warning("the broker does not answer a reader", client_id=self._reader.client_id, error=str(error))
+            self._reader.outage.begin(self._reader.client_id, error)
             return
         self._read_with(fresh, positions)
         self._lookout.replaced(stuck)
@@ -195,14 +196,15 @@ async def open_subscription(
     group_id: str | None,
     *,
     whole: bool,
+    outage: Outage,
 ) -> KafkaSubscription:
-    """A subscription whose positions are pinned when this returns.
+    """A subscription whose positions are pinned when this returns. It tells ``outage`` whether the broker answers.
 
     Raises:
         BusUnavailable: no broker answers.
         DataLossRefused: named start offsets are not on the broker (any more); it lists what is missing.
     """
-    reader = Reader(settings, client_id, group_id)
+    reader = Reader(settings, client_id, group_id, outage)
     partitions = tuple(assigned)
     consumer = await reader.assigned(partitions)
     try:

@@ -38,7 +38,7 @@ async def _serve(attachment: Attachment, where: Path | None, host: str, port: in
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     state = LiveState(attached.run)
-    room = Room(attached.bus, state, str(where or attached.run), lambda: _pieces(attached))
+    room = Room(attached.bus, state, str(where or attached.run), lambda: _pieces(attached), attached.advice)
     runner = web.AppRunner(build_app(room, stop, host), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

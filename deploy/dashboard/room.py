@@ -15,12 +15,16 @@ PLAIN: Piece = "#{}".format
 
 @dataclass
 class Room:
-    """``run_path``: how the run is named on a command line. ``load_pieces``: slow; loads what spells tokens."""
+    """``run_path``: how the run is named on a command line. ``load_pieces``: slow; loads what spells tokens.
+
+    ``advice``: what a user can do when the broker does not answer.
+    """
 
     bus: Bus
     state: LiveState
     run_path: str
     load_pieces: Callable[[], Piece] = lambda: PLAIN
+    advice: str = ""
     _pieces: Piece | None = None
     _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -7,6 +7,7 @@ from aiohttp import web
 from aiohttp.client_exceptions import ClientConnectionError
 from aiohttp.typedefs import Handler, Middleware
 
+from deploy.bus.client.outage import advised
 from deploy.dashboard.guard import HEADERS, is_our_host, may_write
 from deploy.dashboard.inspector import inspect
 from deploy.dashboard.letters import newest_letters, retry_letter
@@ -65,7 +66,7 @@ async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
     except UserError as error:
         return _refusal(404, str(error))
     except StreamRLError as error:
-        return _refusal(503, str(error))
+        return _refusal(503, advised(error, request.app[ROOM].advice))
 
 
 def _refusal(status: int, text: str) -> web.Response:

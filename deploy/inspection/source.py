@@ -55,9 +55,18 @@ def open_run(path: Path) -> PastRun:
     for directory in (RunDirectory(path), RunDirectory(RUNS / path)):
         if directory.config.is_file():
             return PastRun(directory, load_settings(directory.config, []))
-    raise UserError(
-        f"expected a run's directory with {RunDirectory(path).config.name}, or its name under {RUNS}/, got {path}"
-    )
+    config = RunDirectory(path).config.name
+    raise UserError(f"expected a run's directory with {config}, or its name under {RUNS}/, got {no_run(path)}")
+
+
+def no_run(path: Path) -> str:
+    """What is wrong with a path that is no run's: not there, or a directory without a run; those in its ``runs/``."""
+    if not path.is_dir():
+        return f"{path}, which does not exist"
+    there = path / RUNS
+    runs = sorted(config.parent.name for config in there.glob(f"*/{RunDirectory(path).config.name}"))
+    inside = f"; runs are in {there}: {', '.join(runs)}" if runs else ""
+    return f"{path}, which has none{inside}"
 
 
 @contextmanager

@@ -20,7 +20,8 @@ async def feed_of(attached: Attachment, state: LiveState, client_id: str) -> Liv
     """
     partitions = len(await BusHistory(attached.bus, client_id).extents(attached.name_of(TRAJECTORIES)))
     metrics = {} if attached.settings is not None else await last_metrics(attached)
-    return LiveFeed(attached.bus, state, shards_of(attached, partitions, metrics), _committed(attached), client_id)
+    shards, bus = shards_of(attached, partitions, metrics), attached.bus
+    return LiveFeed(bus, state, shards, _committed(attached), client_id, bus.outage)
 
 
 def _committed(attached: Attachment) -> Committed:

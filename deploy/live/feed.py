@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from deploy.bus.client.outage import Outage
 from deploy.inspection.bus_history import BusHistory
 from deploy.live.state import LiveState
 from schemas.errors import BrokerError, BusError, BusUnavailable, DataLossRefused
@@ -40,13 +41,16 @@ Committed = Callable[[], Awaitable[Mapping[TopicPartition, int]]]
 
 @dataclass
 class LiveFeed:
-    """``state`` is complete up to the last poll. ``shards`` None: partitions cannot be told by bucket."""
+    """``state`` is complete up to the last poll. ``shards`` None: partitions cannot be told by bucket. ``outage``: told
+    of, and shared with what else reads from ``bus``.
+    """
 
     bus: Bus
     state: LiveState
     shards: int | None = None
     committed: Committed | None = None
     client_id: str = "streamrl-live"
+    outage: Outage = field(default_factory=Outage)
     positions: dict[TopicPartition, int] = field(default_factory=dict)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -54,7 +58,7 @@ class LiveFeed:
 
         Consumes: all topics but tokens and commands, from the recent past on. Produces: nothing.
         Waits for: new records.
-        On failure: what retention deleted is passed over; while no broker answers, it is asked again.
+        On failure: what retention deleted is passed over; while no broker answers, that is told once, and asked again.
         On stop: returns within one poll.
         """
         while not stop.is_set():
@@ -66,7 +70,7 @@ class LiveFeed:
                 for topic, partition, _, end in error.holes:
                     self.positions[TopicPartition(topic, partition)] = end
             except BusUnavailable as error:
-                log.warning("waiting for the broker", error=str(error))
+                self.outage.begin(self.client_id, error)
                 await _stopped_within(stop, RETRY_S)
 
     async def _catch_up(self) -> None:
@@ -88,6 +92,7 @@ class LiveFeed:
     async def _follow(self, stop: asyncio.Event) -> None:
         topics = sorted({tp.topic for tp in self.positions})
         subscription = await self.bus.subscribe(topics, client_id=self.client_id, start=dict(self.positions))
+        self.outage.end(self.client_id)
         lags = asyncio.create_task(self._watch_lags(subscription)) if self.committed and self.shards else None
         try:
             while not stop.is_set():
@@ -109,7 +114,10 @@ class LiveFeed:
         while True:
             try:
                 ends, finished = await subscription.end_offsets(), await self.committed()
+                self.outage.end(self.client_id)
                 self.state.unfinished = unfinished_by_bucket(topic, ends, finished, self.shards)
+            except BusUnavailable as error:
+                self.outage.begin(self.client_id, error)
             except (BrokerError, BusError) as error:
                 log.warning("lag is not known now", error=str(error))
             await asyncio.sleep(LAG_EVERY_S)

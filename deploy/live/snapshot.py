@@ -157,7 +157,7 @@ def _row(state: LiveState, sketch: Sketch) -> dict[str, Any]:
         "text": sketch.completion,
         "seconds": round(sketch.finished_at - sketch.started_at, 3),
         "at": round(sketch.finished_at, 3),
-        "fate": state.fates.of(place),
+        "fate": state.fates.of(place, over=state.finished),
     }
 
 

@@ -30,6 +30,10 @@ def lag_by_bucket(metrics: Mapping[str, float]) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
+def _reward(metrics: Mapping[str, float]) -> str:
+    return f"{metrics['reward']:.3f}" if "reward" in metrics else "-"
+
+
 def plain_line(state: RunState, max_steps: int, now: float) -> str:
     """One line: step, reward, throughput, staleness, lag per bucket, version per worker."""
     metrics = state.steps[-1].metrics if state.steps else {}
@@ -38,7 +42,7 @@ def plain_line(state: RunState, max_steps: int, now: float) -> str:
     lag = " ".join(f"b{bucket}:{count}" for bucket, count in lag_by_bucket(metrics).items()) or "-"
     held = " ".join(f"{beat.worker_id}@{beat.version}" for beat in workers) or ("gone" if state.steps else "none yet")
     return (
-        f"step {step}/{max_steps}  reward {metrics.get('reward', 0.0):.3f}  "
+        f"step {step}/{max_steps}  reward {_reward(metrics)}  "
         f"{state.trajectories_per_s():.0f} traj/s  {sum(beat.tokens_per_s for beat in workers):.0f} tok/s  "
         f"staleness {metrics.get('off_policy/mean', 0.0):.1f} (max {metrics.get('off_policy/max', 0.0):.0f})  "
         f"lag {lag}  workers {held}"
@@ -50,7 +54,7 @@ def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now:
     metrics = state.steps[-1].metrics if state.steps else {}
     head = Text.assemble(
         (f"step {state.steps[-1].step if state.steps else 0}/{max_steps}  ", "bold"),
-        (f"reward {metrics.get('reward', 0.0):.3f}  ", "bold green"),
+        (f"reward {_reward(metrics)}  ", "bold green"),
         f"{state.trajectories_per_s():.0f} trajectories/s  ",
         f"staleness {metrics.get('off_policy/mean', 0.0):.1f} mean, {metrics.get('off_policy/max', 0.0):.0f} max  ",
         "  ".join(f"{name} restarted ×{count}" for name, count in restarts.items()),

@@ -22,6 +22,7 @@ from deploy.reporting.gathering.topics import gather_topics
 from deploy.reporting.page import write_page
 from deploy.reporting.record.run_record import read_record
 from deploy.reporting.summary import build_summary, summary_lines, write_summary
+from deploy.runs.beginning import going_on_line, is_over, over_line, resumed_step
 from deploy.runs.children import child_specs, worker_spec
 from deploy.runs.directory import RunDirectory
 from deploy.runs.evaluation import Evaluation, evaluate
@@ -52,21 +53,29 @@ class Trained:
 def run_locally(settings: Settings, *, top: bool = False) -> int:
     """Train; the exit code is 0 if the last step was reached, 130 if the run was stopped. ``top``: with the live view.
 
+    Of a run that is over nothing is touched.
+
     Raises:
         UserError: something the user can mend, before or during the run.
         StreamRLError: a process could not be kept alive.
     """
     configure_logging()
     directory = RunDirectory(settings.run.path)
+    resumed = resumed_step(settings)
+    if is_over(settings, directory, resumed):
+        print(over_line(settings, resumed))
+        return 0
     directory.create()
-    directory.config.write_text(as_toml(settings))
     engine, workers = settings.generation.engine, settings.run.workers
     print(f"run {settings.run.name}: engine {engine}, {workers} workers, in {directory.path}/")
+    if resumed:
+        print(going_on_line(settings, directory.config, resumed))
+    directory.config.write_text(as_toml(settings))
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
         before = _evaluated(settings, settings.model.path, "before")
         trained = asyncio.run(_train(settings, directory, address, top=top))
     after = _evaluated(settings, directory.newest_checkpoint(), "after") if trained.finished else None
-    _conclude(settings, directory, trained, before, after)
+    _conclude(settings, directory, trained, resumed, before, after)
     return 0 if trained.finished else 130
 
 
@@ -160,6 +169,7 @@ def _conclude(
     settings: Settings,
     directory: RunDirectory,
     trained: Trained,
+    resumed: int,
     before: Evaluation | None,
     after: Evaluation | None,
 ) -> None:
@@ -167,7 +177,8 @@ def _conclude(
         trained.state,
         engine=settings.generation.engine,
         seed=settings.run.seed,
-        train_seconds=trained.seconds,
+        run_seconds=trained.seconds,
+        resumed_from=resumed,
         before=before.metrics if before else {},
         after=after.metrics if after else {},
         restarts=sum(trained.restarts.values()),

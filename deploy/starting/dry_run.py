@@ -61,12 +61,23 @@ def dry_run(settings: Settings, tell: Tell) -> int:
 
         checklist.run("rewards", lambda: check_rewards(settings, prompts[0]))
     _surroundings(checklist, settings, size)
-    failed = sum(check.state == "fail" for check in checklist.checks)
-    if failed:
-        tell(f"{failed} of {len(checklist.checks)} checks failed; nothing was started")
-    else:
-        tell(f"all {len(checklist.checks)} checks passed; nothing was started")
-    return 2 if failed else 0
+    tell(outcome(checklist.checks))
+    return 2 if any(check.state == "fail" for check in checklist.checks) else 0
+
+
+def outcome(checks: Sequence[Check]) -> str:
+    """The last line: how many checks ended how, and which of them are worth a look."""
+    by_state = {state: [check.subject for check in checks if check.state == state] for state in ("ok", "note", "fail")}
+    parts = [f"{len(by_state['ok'])} ok"]
+    if notes := by_state["note"]:
+        parts.append(f"{len(notes)} note{'s' * (len(notes) > 1)} ({_once(notes)})")
+    if failed := by_state["fail"]:
+        parts.append(f"{len(failed)} failed ({_once(failed)})")
+    return f"{len(checks)} checks: {', '.join(parts)}; nothing was started"
+
+
+def _once(subjects: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(subjects))
 
 
 def _prompts(checklist: Checklist, settings: Settings) -> list[Any]:

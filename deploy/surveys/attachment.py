@@ -3,6 +3,7 @@
 Invariant it_takes_no_part: a group is never joined and no offset committed, so that any number may look at once.
 """
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,16 +25,30 @@ CLIENT_ID = "streamrl-look"
 
 @dataclass(frozen=True)
 class Attachment:
-    """``kafka`` names a broker. ``run`` empty: not known yet. ``settings`` None: only the broker was named."""
+    """``kafka`` names a broker. ``run`` empty: not known yet. ``settings`` None: only the broker was named.
+
+    ``data``: of the run's own broker, if it is the one that is named.
+    """
 
     kafka: KafkaSettings
     run: str
     settings: Settings | None = None
+    data: Path | None = None
 
     @property
     def bus(self) -> KafkaBus:
         """The broker."""
-        return KafkaBus(self.kafka)
+        return KafkaBus(self.kafka, self.advice)
+
+    @property
+    def advice(self) -> str:
+        """What a user can do when the broker does not answer; empty if nothing is known of whose it is."""
+        if self.data is None:
+            return ""
+        _, *others = addresses = self.address.split(",")
+        nodes = f" --nodes {len(addresses)}" if others else f" --port {self.address.rpartition(':')[2]}"
+        command = f"streamrl kafka up --data-dir {shlex.quote(str(self.data))}{nodes}"
+        return f"if run {self.run} is over, its broker ended with it: `{command}` starts it again"
 
     @property
     def address(self) -> str:
@@ -86,10 +101,12 @@ def attach(where: Path | None, run: str, servers: str | None) -> Attachment:
     if servers and not where.exists() and not RunDirectory(RUNS / where).config.is_file() and is_plain_name(str(where)):
         return _attach_to_broker(servers, run or str(where))
     past = open_run(where)
-    address = servers or past.settings.kafka.bootstrap_servers or _own_broker(past.directory) or _detached_broker()
+    named, own = servers or past.settings.kafka.bootstrap_servers, _own_broker(past.directory)
+    address = named or own or _detached_broker()
     if address is None:
         raise UserError(_without_broker(where, past))
-    return Attachment(_at(past.settings.kafka, address), run or past.name, past.settings)
+    data = past.directory.kafka if address == own else None
+    return Attachment(_at(past.settings.kafka, address), run or past.name, past.settings, data)
 
 
 def _without_broker(where: Path, past: PastRun) -> str:
@@ -109,7 +126,7 @@ def _attach_to_broker(servers: str | None, run: str) -> Attachment:
     for directory in _newest_first(RUNS):
         if directory.config.is_file() and (address := _own_broker(directory)):
             past = open_run(directory.path)
-            return Attachment(_at(past.settings.kafka, address), run or past.name, past.settings)
+            return Attachment(_at(past.settings.kafka, address), run or past.name, past.settings, directory.kafka)
     if address := _detached_broker():
         return Attachment(_at(kafka, address), run)
     raise UserError(

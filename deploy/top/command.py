@@ -11,13 +11,14 @@ from pathlib import Path
 import structlog
 import uvloop
 
+from deploy.bus.client.outage import advised
 from deploy.inspection.bus_history import BusHistory
 from deploy.live.attaching import feed_of
 from deploy.live.feed import LiveFeed
 from deploy.live.state import LiveState
 from deploy.surveys.attachment import Attachment
 from deploy.top.printing import Manner, print_lines
-from schemas.errors import UserError
+from schemas.errors import BusUnavailable, UserError
 from schemas.messages.trajectories import Trajectory
 from schemas.wire.topics import TRAJECTORIES
 
@@ -72,7 +73,10 @@ async def _on_screen(attached: Attachment, feed: LiveFeed, run_path: str, stop: 
     from deploy.top.view.screen import TopApp
 
     async def read(place: str) -> Trajectory:
-        return await read_trajectory(attached, place)
+        try:
+            return await read_trajectory(attached, place)
+        except BusUnavailable as error:
+            raise BusUnavailable(advised(error, attached.advice)) from error
 
     tell_in_events(feed.state)
     app = TopApp(feed.state, read, run_path)
@@ -104,7 +108,7 @@ def tell_in_events(state: LiveState) -> None:
 
     def note(_logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         told = " ".join(str(event[name]) for name in ("event", "error") if name in event)
-        state.log.add(time.time(), "warn" if method == "warning" else "bad", told[:200])
+        state.log.add(time.time(), "warn" if method == "warning" else "bad", told[:400])
         raise structlog.DropEvent
 
     structlog.configure(processors=[note], wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))

@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
 SUMMARY_KEYS = {
     "engine",
     "seed",
-    "train_seconds",
+    "run_seconds",
+    "step_seconds",
     "steps",
     "trajectories",
     "trajectories_per_s",
@@ -55,6 +56,13 @@ async def test_a_run_with_its_own_broker_ends_well_and_leaves_a_report(start: St
     for part in ("reward", "staleness", "lag b0:", "worker-0@1-", "report:"):
         assert part in text
     assert not is_alive(run.pid_of("worker-0"))
+    again = LocalRun.start(run.directory.parent / f"{run.directory.name}.toml", run.directory.name)
+    try:
+        assert again.wait() == 0, again.text()[-4000:]
+    finally:
+        again.end()
+    assert again.text().startswith(f"run {run.directory.name} is already at step 60 of 60: nothing to train; ")
+    assert run.summary() == summary
 
 
 async def test_a_killed_worker_and_a_killed_trainer_change_nothing_but_speed(
@@ -144,6 +152,8 @@ async def test_ctrl_c_ends_a_run_cleanly_and_the_same_command_goes_on(start: Sta
         assert again.wait() == 0, again.text()[-4000:]
     finally:
         again.end()
+    assert f"going on from step {reached}; changed: training.max_steps 100000 → {reached + 4}\n" in again.text()
+    assert f"steps {reached + 1} to {reached + 4} in " in again.text()
     accounts = await read_accounts(bootstrap_servers, name)
     assert_every_record_met_one_fate(accounts, groups=(reached + 4) * 4)
     assert json.loads((run.directory / "summary.json").read_text())["steps"] == reached + 4

@@ -22,7 +22,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Appearance:
-    """A record of the trajectory on the topic. ``fate``: trained, skipped, or pending, in the surviving chain."""
+    """A record of the trajectory. ``fate``: trained, skipped, pending, or left over, in the surviving chain."""
 
     partition: int
     offset: int

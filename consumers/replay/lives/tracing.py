@@ -28,6 +28,7 @@ from schemas.ports.bus import Record
 from schemas.ports.history import Extent, History
 from schemas.wire.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 
+PENDING = "pending"
 PLACE = re.compile(r"(\d+)@(\d+)")
 
 
@@ -50,7 +51,7 @@ class Tracer:
         places = {(record.partition, record.offset): record for record, _ in found}
         hops = [ordered_hop(order) for order in await self._orders(trajectory)] + worker_hops(trajectory)
         hops += [Hop(record.timestamp, "appended", _where(record)) for record, _ in found]
-        fates = dict.fromkeys(places, "pending")
+        fates = dict.fromkeys(places, PENDING)
         told, trained = await self._told_by_trainer(fates)
         hops += told + (await self._weights(trained) if trained is not None else [])
         appearances = tuple(Appearance(*place, record.timestamp, fates[place]) for place, record in places.items())
@@ -71,6 +72,9 @@ class Tracer:
             hops.append(skipped_hop(row, counts=counts))
             if counts:
                 fates[row.partition, row.offset] = f"skipped: {row.reason.value}"
+        reports = [report for _, report in steps if isinstance(report, StepReport)]
+        if reports and reports[-1].finished:
+            fates |= {place: "left over: the run is finished" for place, fate in fates.items() if fate == PENDING}
         return hops, trained
 
     async def _found(self, name: str) -> list[tuple[Record, Trajectory]]:

@@ -27,6 +27,17 @@ class Java:
         first, *rest = re.findall(r"\d+", self.version) or ["0"]
         return int(rest[0]) if first == "1" and rest else int(first)
 
+    @property
+    def build(self) -> str:
+        """Equal for copies of one runtime, wherever they are installed; the launcher's path if files are missing."""
+        home = self.path.resolve().parent.parent
+        machines = sorted(home.glob("lib/server/libjvm.*"))
+        try:
+            sizes = [file.stat().st_size for file in (home / "lib" / "modules", *machines)]
+            return f"{(home / 'release').read_text()} {sizes}"
+        except OSError:
+            return str(self.path)
+
 
 def find_java() -> Java:
     """The first runtime that is new enough. Raises BrokerError naming those that were too old."""

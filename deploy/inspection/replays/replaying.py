@@ -15,6 +15,7 @@ from consumers.replay.rebuilding.starting import StoredStarts
 from consumers.replay.replayer import Replayer, Wanted
 from consumers.replay.steps.chain import StepLog
 from consumers.replay.steps.choosing import Step, refused_step, steps_between
+from consumers.replay.steps.reading import refs_of
 from consumers.replay.suspects import bisect
 from consumers.training.compute import ComputeThread
 from consumers.training.persistence.checkpoint import CheckpointStore
@@ -135,6 +136,18 @@ async def _bisect(session: Session, log: StepLog, steps: list[Step]) -> int:
     return 0
 
 
+def _refuse_unknown(request: Request, steps: list[Step]) -> None:
+    """Refuse trajectories that a step does not name, before the steps before it are taken again."""
+    for step in steps:
+        refs = refs_of(step)
+        known = {ref.trajectory_id for ref in refs} | {f"{ref.partition}@{ref.offset}" for ref in refs}
+        if unknown := [name for name in (*request.only, *request.without) if name not in known]:
+            raise UserError(
+                f"expected a trajectory that step {step.step} trained, got {unknown[0]!r}; "
+                f"`streamrl replay {request.run} --step {step.step}` lists them"
+            )
+
+
 async def _compare(session: Session, log: StepLog, steps: list[Step]) -> int:
     request, replayer = session.request, session.replayer
     wanted = Wanted(
@@ -143,6 +156,7 @@ async def _compare(session: Session, log: StepLog, steps: list[Step]) -> int:
         row_gradients=request.row_gradients,
         keep=request.keep,
     )
+    _refuse_unknown(request, steps)
     differing = 0
     async for found in replayer.replay(log, steps, request.lineage, wanted):
         session.show(found, replay_lines(found, session.named) if request.single else [step_line(found)])

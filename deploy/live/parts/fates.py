@@ -35,6 +35,6 @@ class Fates:
             if number is not None:
                 yield base - number
 
-    def of(self, place: Place) -> str:
-        """As text."""
-        return self.told.get(place, "waiting")
+    def of(self, place: Place, *, over: bool = False) -> str:
+        """As text. ``over``: the run is finished, so that nothing waits any more."""
+        return self.told.get(place, "left over" if over else "waiting")

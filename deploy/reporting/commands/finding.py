@@ -4,9 +4,26 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.inspection.source import RUNS
+from deploy.inspection.source import RUNS, no_run
 from deploy.runs.directory import RunDirectory
 from schemas.errors import UserError
+
+
+def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
+    """All of them.
+
+    Raises:
+        UserError: one or more are no runs, or took no step yet; each is named.
+    """
+    found, problems = [], []
+    for path in paths:
+        try:
+            found.append(find_run(path))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("; and ".join(problems))
+    return found
 
 
 def find_run(path: Path) -> RunDirectory:
@@ -27,8 +44,8 @@ def find_run(path: Path) -> RunDirectory:
             )
     if given.is_dir():
         name = RunDirectory(given).config.name
-        raise UserError(f"expected a run's directory, with {name}, got {given}, which has none")
-    raise UserError(f"expected a run's directory or its name under {RUNS}/, got {path}, which does not exist")
+        raise UserError(f"expected a run's directory, with {name}, got {no_run(given)}")
+    raise UserError(f"expected a run's directory or its name under {RUNS}/, got {no_run(path)}")
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.inspection.source import PastRun, history_of, open_run
-from deploy.reporting.commands.finding import find_run, names_of
+from deploy.reporting.commands.finding import find_runs, names_of
 from deploy.reporting.drawing.tables import differing_settings, figure_rows
 from deploy.reporting.gathering.gathered import TopicFacts, write_gathered
 from deploy.reporting.gathering.topics import gather_topics
@@ -42,7 +42,7 @@ def report(
         raise UserError(f"expected a number after --reward, got {level}")
     if export is not None and len(paths) > 1:
         raise UserError(f"expected one run with --export, whose topics it holds, got {len(paths)} runs")
-    directories = [find_run(path) for path in paths]
+    directories = find_runs(paths)
     names = names_of([directory.path for directory in directories])
     if from_topics or export is not None:
         for directory in directories:

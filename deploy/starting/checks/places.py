@@ -36,7 +36,9 @@ def _checkpoints(settings: Settings) -> Check:
         except (OSError, CheckpointError) as error:
             raise UserError(f"expected to list checkpoints at {location}, got: {error}") from error
     if steps:
-        return Check("checkpoints", "note", f"{location} holds some up to step {max(steps)}; the run would go on there")
+        is_over = max(steps) >= settings.training.max_steps
+        then = "that is the last step, nothing would be trained" if is_over else "the run would go on there"
+        return Check("checkpoints", "note", f"{location} holds some up to step {max(steps)}; {then}")
     return Check("checkpoints", "ok", f"{location} can be {'reached' if '://' in str(location) else 'written'}")
 
 

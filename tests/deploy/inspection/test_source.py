@@ -50,6 +50,19 @@ def test_a_broker_that_holds_its_folder_is_found_where_it_listens(tmp_path: Path
     assert running_brokers(nodes) is None
 
 
+def test_a_directory_that_holds_runs_is_refused_with_their_names(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"got {tmp_path}, which has none$"):
+        open_run(tmp_path)
+    for name in ("b", "a"):
+        RunDirectory(tmp_path / "runs" / name).create()
+        RunDirectory(tmp_path / "runs" / name).config.touch()
+    (tmp_path / "runs" / "no-run").mkdir()
+    with pytest.raises(UserError, match=rf"got {tmp_path}, which has none; runs are in {tmp_path}/runs: a, b$"):
+        open_run(tmp_path)
+    with pytest.raises(UserError, match=rf"got {tmp_path}/nowhere, which does not exist$"):
+        open_run(tmp_path / "nowhere")
+
+
 def test_holes_stay_holes_when_logs_are_copied(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     with source.open("wb") as file:

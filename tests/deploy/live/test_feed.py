@@ -2,8 +2,13 @@ import asyncio
 import time
 from collections.abc import Mapping
 
+import pytest
+from structlog.testing import capture_logs
+
+from deploy.bus.client.outage import Outage
 from deploy.live.feed import LiveFeed, unfinished_by_bucket
 from deploy.live.state import LiveState
+from schemas.errors import BusUnavailable
 from schemas.identifiers import PolicyVersion
 from schemas.ports.bus import Outgoing, TopicPartition
 from schemas.ports.memory_bus import MemoryBus
@@ -58,6 +63,32 @@ async def test_lag_is_what_the_trainer_has_not_finished() -> None:
     logs = bus.log(f"{RUN}.trajectories").partitions
     assert state.unfinished[0] == len(logs[0]) + len(logs[1]) - 2
     assert sum(state.unfinished.values()) == sum(map(len, logs)) - 2
+
+
+async def test_an_outage_is_told_once_however_often_the_broker_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.live.feed.LAG_EVERY_S", 0.01)
+    bus, _ = a_past(5.0)
+    asked, state, stop = 0, LiveState(RUN), asyncio.Event()
+
+    async def committed() -> Mapping[TopicPartition, int]:
+        nonlocal asked
+        asked += 1
+        if asked <= 5:
+            raise BusUnavailable("no answer")
+        return {}
+
+    feed = LiveFeed(bus, state, SHARDS, committed, outage=Outage("b:1", "start it again"))
+    with capture_logs() as logs:
+        task = asyncio.create_task(feed.run(stop))
+        async with asyncio.timeout(10):
+            while asked < 10:
+                await asyncio.sleep(0.02)
+        stop.set()
+        await asyncio.wait_for(task, 5)
+    assert [each["event"] for each in logs] == [
+        "the broker at b:1 does not answer; start it again",
+        "the broker at b:1 answers again",
+    ]
 
 
 def test_lag_counts_this_topic_only() -> None:

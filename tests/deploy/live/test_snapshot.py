@@ -2,6 +2,9 @@ import json
 
 from deploy.live.snapshot import SECTIONS, snapshot
 from deploy.live.state import LiveState
+from schemas.wire.topics import TRAJECTORIES
+from tests.deploy.live.made_up_run import MadeUpRun
+from tests.deploy.live.writing import append, topics_of
 from tests.schemas.examples import examples
 
 
@@ -15,6 +18,16 @@ def test_a_snapshot_is_plain_data_from_the_first_moment_on() -> None:
     full = snapshot(state, 1_795_000_100.0)
     assert json.loads(json.dumps(full, allow_nan=False)) == full
     assert full["loop"]["announced"] == "2-4"
+
+
+def test_what_a_finished_run_did_not_train_is_left_over() -> None:
+    bus, state = topics_of("r"), LiveState("r")
+    first = next(each for each in MadeUpRun(0.0).happenings() if each.topic is TRAJECTORIES)
+    append(bus, "r", first)
+    state.take(bus.log(f"r.{TRAJECTORIES.name}").partitions[first.partition][0])
+    assert [row["fate"] for row in snapshot(state, 9.0)["trajectories"]] == ["waiting"]
+    state.observe(examples()["control-run-finished"])
+    assert [row["fate"] for row in snapshot(state, 9.0)["trajectories"]] == ["left over"]
 
 
 def test_shares_of_the_last_minute_add_up_to_one() -> None:

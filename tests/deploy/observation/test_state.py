@@ -1,4 +1,8 @@
-from deploy.observation.progress import lag_by_bucket, plain_line
+from io import StringIO
+
+from rich.console import Console
+
+from deploy.observation.progress import lag_by_bucket, live_view, plain_line
 from deploy.observation.state import RunState
 from schemas.identifiers import PolicyVersion
 from schemas.messages.reports import RecordRef, SkipReason, SkipRecord, StepReport
@@ -76,6 +80,14 @@ def test_the_plain_line_names_reward_lag_staleness_and_the_version_of_each_worke
     line = plain_line(state, 10, 101.0)
     for part in ("step 2/10", "reward 0.500", "staleness 1.5", "b0:2 b1:7", "w7@1-0"):
         assert part in line
+
+
+def test_before_the_first_step_there_is_no_reward() -> None:
+    assert "step 0/10  reward -  " in plain_line(RunState(), 10, 0.0)
+    console = Console(width=200, file=StringIO())
+    with console.capture() as shown:
+        console.print(live_view(RunState(), 10, {}, 0.0))
+    assert "step 0/10  reward -  " in shown.get()
 
 
 def test_lag_is_ordered_by_bucket() -> None:

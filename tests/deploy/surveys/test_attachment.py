@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.bus.settings import KafkaSettings
 from deploy.surveys.attachment import Attachment, attach, runs_of
 from schemas.errors import SettingsError, UserError
 
@@ -62,6 +63,18 @@ def test_a_run_that_is_over_is_told_how_to_start_its_broker_again(tmp_path: Path
     (tmp_path / "runs/mine/kafka/node-1").mkdir(parents=True)
     with pytest.raises(UserError, match=r"`streamrl kafka up --data-dir runs/mine/kafka`"):
         attach(path, "", None)
+
+
+def test_only_the_broker_of_the_run_itself_can_be_started_again_by_its_data() -> None:
+    data = Path("runs/my bad/kafka")
+    found = Attachment(KafkaSettings(bootstrap_servers="127.0.0.1:21190"), "my-bad", data=data)
+    assert found.advice == (
+        "if run my-bad is over, its broker ended with it: "
+        "`streamrl kafka up --data-dir 'runs/my bad/kafka' --port 21190` starts it again"
+    )
+    three = Attachment(KafkaSettings(bootstrap_servers="h:1,h:7,h:9"), "my-bad", data=data)
+    assert "kafka' --nodes 3` starts" in three.advice
+    assert attach(Path("mine"), "", "b:2").advice == ""
 
 
 def test_runs_are_found_by_their_topics() -> None:

@@ -8,9 +8,9 @@ from schemas.errors import UserError
 from schemas.identifiers import PolicyVersion
 from schemas.messages.control import WeightsReady, control_key
 from schemas.messages.prompts import LengthEstimate, Prompt, SamplingParams, WorkOrder
-from schemas.messages.reports import Heartbeat, SkipReason, WorkerState
+from schemas.messages.reports import Heartbeat, SkipReason, StepReport, WorkerState
 from schemas.ports.bus import Outgoing
-from schemas.wire.topics import CONTROL, HEARTBEATS, WORK_ORDERS
+from schemas.wire.topics import CONTROL, HEARTBEATS, STEPS, WORK_ORDERS
 from tests.consumers.replay.scene import Recorded, members, record, usual_groups
 from tests.consumers.training.scene import RUN
 
@@ -102,11 +102,23 @@ async def test_what_a_crash_undid_is_told_and_does_not_count(tmp_path: Path, mod
     assert [seen.fate for seen in life.appearances] == ["trained in step 5"]
 
 
-async def test_what_nobody_has_judged_is_pending(tmp_path: Path, model_path: Path) -> None:
+async def test_what_nobody_has_judged_is_pending_and_left_over_once_the_run_is_finished(
+    tmp_path: Path, model_path: Path
+) -> None:
     run = await record(tmp_path, model_path, usual_groups(2))
     await run.scene.publish(members(40, 2)[0])
-    life = await tracer(run).trace("p/40/0/0")
-    assert [seen.fate for seen in life.appearances] == ["pending"]
+
+    async def fates(name: str) -> list[str]:
+        return [seen.fate for seen in (await tracer(run).trace(name)).appearances]
+
+    assert await fates("p/40/0/0") == ["left over: the run is finished"]
+    assert await fates("p/0/0/1") == ["trained in step 1"]
+    goes_on = StepReport(
+        algorithm="grpo", step=2, version=PolicyVersion(2, 2), manifest_sha256=None, group_ids=(), micro_batches=(),
+        metrics={}, parent=PolicyVersion(1, 2), sent_at=4e9,
+    )  # fmt: skip
+    await send(run, STEPS.name, goes_on, "grpo")
+    assert await fates("p/40/0/0") == ["pending"]
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,15 @@ def test_without_the_culprit_the_step_is_a_usual_one(ask: Ask) -> None:
     assert after < before / 50
 
 
+@pytest.mark.parametrize("option", ["only", "without"])
+def test_a_wrong_trajectory_is_refused_before_any_step_is_taken(
+    ask: Ask, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match=rf"that step {BAD_STEP} trained, got 'p/0/0/9'; .* --step {BAD_STEP}` lists"):
+        ask(steps=(BAD_STEP, BAD_STEP), **{option: (CULPRIT, "p/0/0/9")})
+    assert capsys.readouterr().err == ""
+
+
 def test_dead_letters_can_be_asked_for(ask: Ask) -> None:
     assert ask(from_dlq=True) == (0, "0 dead letters, 0 of them usable now; weights none\n")
 

@@ -8,6 +8,8 @@ def test_ages_are_told_of_those_that_were_seen() -> None:
     assert list(fates.trained([(0, 1), (0, 2), (9, 9)], step=8, base=7)) == [3, 1]
     assert fates.of((0, 1)) == "trained in step 8"
     assert fates.of((5, 5)) == "waiting"
+    assert fates.of((5, 5), over=True) == "left over"
+    assert fates.of((0, 1), over=True) == "trained in step 8"
 
 
 def test_the_oldest_are_forgotten() -> None:

@@ -90,6 +90,9 @@ def test_an_export_gives_what_the_run_did_not_keep(tmp_path: Path, monkeypatch: 
     [
         (["nowhere"], "expected a run's directory or its name under runs/, got nowhere, which does not exist"),
         (["empty"], "expected a run's directory, with config.resolved.toml, got empty, which has none"),
+        (["project"], "got project, which has none; runs are in project/runs: one, two"),
+        (["empty", "nowhere"], "got empty, which has none; and expected a run's directory or its name under runs/"),
+        (["empty", "nowhere"], "got nowhere, which does not exist"),
         (["fresh"], "expected metrics.jsonl in fresh, which the trainer writes with its first step, got none yet"),
         (["stepless"], "expected at least one whole step in stepless/metrics.jsonl, got none"),
         (["broken"], "expected the files of a run in broken, got:"),
@@ -112,6 +115,9 @@ def test_a_mistake_ends_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    for name in ("two", "one"):
+        (runs / "project" / "runs" / name).mkdir(parents=True)
+        (runs / "project" / "runs" / name / "config.resolved.toml").touch()
     for name in ("empty", "fresh", "stepless", "broken", "odd"):
         (runs / name).mkdir()
     (runs / "fresh" / "config.resolved.toml").write_text("")
