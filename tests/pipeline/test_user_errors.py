@@ -80,7 +80,7 @@ async def test_a_reward_function_that_fails_ends_the_run_with_the_reason_on_ever
         "--run.max_restarts=0",
         rewards={"functions": [f"tests.pipeline.letter_reward:{function}"]},
     )
-    assert run.wait() == 1, run.text()[-4000:]
+    assert run.wait() == 2, run.text()[-4000:]
     last = run.text().strip().splitlines()[-1]
     assert last.startswith("error: ")
     assert "in a row" in last
