@@ -9,6 +9,26 @@ from consumers.batching.settings import BatchingSettings
 from consumers.replay.rebuilding.scratch_policy import Recipe
 from consumers.replay.steps.batches import Batch, Cut, as_cut_anew, as_recorded
 from schemas.errors import UserError
+from schemas.messages.reports import RecordRef
+
+
+def ids_among(
+    refs: Iterable[RecordRef], given: Iterable[str], *, run: str = "RUN", step: int | None = None
+) -> set[str]:
+    """Ids of trajectories that are named by id or ``partition@offset``. ``run``, ``step``: for the error, where known.
+
+    Raises:
+        UserError: one of them is not among the records.
+    """
+    ids = {f"{ref.partition}@{ref.offset}": ref.trajectory_id for ref in refs}
+    known, found = set(ids.values()), [ids.get(name, name) for name in given]
+    if unknown := [name for name in found if name not in known]:
+        of, number = ("the step", "N") if step is None else (f"step {step}", step)
+        raise UserError(
+            f"expected a trajectory that {of} trained, got {unknown[0]!r}; "
+            f"`streamrl replay {run} --step {number}` lists them"
+        )
+    return set(found)
 
 
 @dataclass(frozen=True)
@@ -40,21 +60,9 @@ class Variation:
     def _selected(self, batch: Batch) -> Batch:
         if not self.only and not self.without:
             return batch
-        names = {
-            f"{ref.partition}@{ref.offset}": ref.trajectory_id for part in batch.micro_batches for ref in part.refs
-        }
-        known = set(names.values())
-
-        def ids(given: frozenset[str]) -> set[str]:
-            found = {names.get(name, name) for name in given}
-            if unknown := sorted(found - known):
-                raise UserError(
-                    f"expected a trajectory that the step trained, got {unknown[0]!r}; "
-                    "`streamrl replay RUN --step N` lists them"
-                )
-            return found
-
-        left = (ids(self.only) or known) - ids(self.without)
+        refs = [ref for part in batch.micro_batches for ref in part.refs]
+        only, without = (ids_among(refs, sorted(given)) for given in (self.only, self.without))
+        left = (only or {ref.trajectory_id for ref in refs}) - without
         if not left:
             raise UserError("expected --only and --without to leave a trajectory in the step, got none")
         return batch.keeping(left)

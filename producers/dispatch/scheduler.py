@@ -143,9 +143,10 @@ class Scheduler:
 
         With fixed batches these are all sampled while the batch before them is trained, and the next one behind them.
         """
-        left = self._loop.max_groups_in_flight - self._state.ledger.in_flight - len(items)
         if self._loop.has_fixed_batches:
             left = len(items) + self._loop.groups_per_step
+        else:
+            left = self._loop.max_groups_in_flight - self._state.ledger.in_flight - len(items)
         rate = sum(worker.slots / self._state.curve.batch_s(worker.slots) for worker in workers)
         return max(0, left) * sum(item.load for item in items) / len(items) / rate
 

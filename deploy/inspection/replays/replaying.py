@@ -17,6 +17,7 @@ from consumers.replay.steps.chain import StepLog
 from consumers.replay.steps.choosing import Step, refused_step, steps_between
 from consumers.replay.steps.reading import refs_of
 from consumers.replay.suspects import bisect
+from consumers.replay.variation import ids_among
 from consumers.training.compute import ComputeThread
 from consumers.training.persistence.checkpoint import CheckpointStore
 from consumers.training.persistence.locations import open_location
@@ -139,13 +140,7 @@ async def _bisect(session: Session, log: StepLog, steps: list[Step]) -> int:
 def _refuse_unknown(request: Request, steps: list[Step]) -> None:
     """Refuse trajectories that a step does not name, before the steps before it are taken again."""
     for step in steps:
-        refs = refs_of(step)
-        known = {ref.trajectory_id for ref in refs} | {f"{ref.partition}@{ref.offset}" for ref in refs}
-        if unknown := [name for name in (*request.only, *request.without) if name not in known]:
-            raise UserError(
-                f"expected a trajectory that step {step.step} trained, got {unknown[0]!r}; "
-                f"`streamrl replay {request.run} --step {step.step}` lists them"
-            )
+        ids_among(refs_of(step), (*request.only, *request.without), run=str(request.run), step=step.step)
 
 
 async def _compare(session: Session, log: StepLog, steps: list[Step]) -> int:
