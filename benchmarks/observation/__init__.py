@@ -1,1 +1,1 @@
-"""What it costs a run to be looked at: the demo with metrics and viewers on and off, in turns."""
+"""What it costs a run to be looked at: the demo with metrics on and off, and with viewers who come and go."""

@@ -1,79 +1,95 @@
-"""One demo that learns nothing, so that its completions stay as they are, while somebody looks at it or nobody does."""
+"""One demo that learns nothing, so that its completions stay as they are, while viewers come and go, or with nobody."""
 
 import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.observation.viewers import all_of
+from benchmarks.spending import cpu_s_of
 
 TIMEOUT_S = 300
-WARM_UP_STEPS = 10
-"""In these a run fills its queues, and viewers come."""
+WARM_UP_STEPS = 15
+"""In these a run fills its queues."""
+SETTLE_STEPS = 12
+"""Steps after viewers came or went that belong to neither kind: they start, and read what was before them."""
 STILL = "--training.learning_rate=1e-12"
+METERED = "--metrics.port=29310"
 
 
 @dataclass(frozen=True)
-class Variant:
-    """``overrides``: of the demo's settings; ``viewers``: who looks."""
+class Stretch:
+    """Steps in which the same people looked. ``step_s``: mean; processor seconds of the run and its viewers a step."""
 
-    name: str
-    means: str
-    overrides: tuple[str, ...] = ()
-    viewers: tuple[str, ...] = ()
-
-
-METERED = ("--metrics.port=29310",)
-VARIANTS = (
-    Variant("off", "no endpoints, nobody looks"),
-    Variant("metrics", "endpoints of every process, scraped every 5 s", METERED, ("scraper",)),
-    Variant(
-        "metrics, dashboard and top",
-        "besides, `streamrl ui` with a page open and `streamrl top` on a terminal, on the same cores",
-        METERED,
-        ("scraper", "dashboard", "top"),
-    ),
-)
+    step_s: float
+    run_cpu_s: float
+    viewers_cpu_s: float
 
 
-def step_seconds(variant: Variant, folder: Path, name: str, steps: int, seed: int) -> list[float]:
-    """Seconds from one optimizer step to the next, without the first few.
+@dataclass
+class Demo:
+    """A run under way in ``path``, until ``ended``."""
+
+    path: Path
+    process: "subprocess.Popen[bytes]"
+    _seen: list[float] = field(default_factory=list)
+
+    def stretch(self, steps: int, viewers: Sequence[str]) -> Stretch:
+        """Let some people look, wait until they have settled, and measure the next steps.
+
+        Raises:
+            RuntimeError: the run ended or stands still.
+        """
+        with all_of(*viewers, run=self.path) as looking:
+            began = self._reach(self._steps() + SETTLE_STEPS)
+            run_cpu_s, viewers_cpu_s = cpu_s_of([self.process.pid]), cpu_s_of(looking)
+            ended = self._reach(began + steps)
+            run_cpu_s, viewers_cpu_s = cpu_s_of([self.process.pid]) - run_cpu_s, cpu_s_of(looking) - viewers_cpu_s
+        took = self._seen[ended - 1] - self._seen[began - 1]
+        return Stretch(took / (ended - began), run_cpu_s / (ended - began), viewers_cpu_s / (ended - began))
+
+    def warmed_up(self) -> None:
+        """Wait for the first steps."""
+        self._reach(WARM_UP_STEPS)
+
+    def _reach(self, steps: int) -> int:
+        """Wait for a step; the one that was reached."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self._steps() < steps:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"expected step {steps} of {self.path.name}, got {len(self._seen)}")
+            time.sleep(0.05)
+        return len(self._seen)
+
+    def _steps(self) -> int:
+        metrics = self.path / "metrics.jsonl"
+        if metrics.exists():
+            whole = metrics.read_text().splitlines(keepends=True)
+            self._seen = [json.loads(line)["time"] for line in whole if line.endswith("\n")]
+        return len(self._seen)
+
+
+@contextmanager
+def demo(folder: Path, name: str, steps: int, seed: int, overrides: Sequence[str]) -> Iterator[Demo]:
+    """A run of that many steps, past its warm-up; it is stopped at the end.
 
     Raises:
-        RuntimeError: the run did not take its steps.
+        RuntimeError: it took no steps.
     """
-    run = folder / name
     where = (f"--run.name={name}", f"--run.directory={folder}", f"--training.max_steps={steps}", STILL)
-    command = [sys.executable, "-m", "deploy.cli.app", "demo", "--seed", str(seed), *where, *variant.overrides]
-    output = folder / f"{name}.log"
-    with output.open("w") as log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as running:
+    command = [sys.executable, "-m", "deploy.cli.app", "demo", "--seed", str(seed), *where, *overrides]
+    with (
+        (folder / f"{name}.log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process,
+    ):
         try:
-            _first_step(run, running)
-            with all_of(*variant.viewers, run=run):
-                while len(_times(run)) < steps and running.poll() is None:
-                    time.sleep(0.2)
-            running.wait(TIMEOUT_S)
+            run = Demo(folder / name, process)
+            run.warmed_up()
+            yield run
         finally:
-            running.terminate()
-    times = _times(run)
-    if running.returncode or len(times) != steps:
-        raise RuntimeError(
-            f"expected {steps} steps of {variant.name!r}, got {len(times)}: {output.read_text()[-2000:]}"
-        )
-    return [later - earlier for earlier, later in pairwise(times)][WARM_UP_STEPS:]
-
-
-def _first_step(run: Path, running: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not _times(run):
-        if running.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"expected a first step of {run.name}, the demo ended or took too long")
-        time.sleep(0.1)
-
-
-def _times(run: Path) -> list[float]:
-    metrics = run / "metrics.jsonl"
-    return [json.loads(line)["time"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+            process.terminate()
+            process.wait(TIMEOUT_S)

@@ -20,7 +20,7 @@ TERMINAL = {"TERM": "xterm-256color", "COLUMNS": "140", "LINES": "45"}
 
 
 @contextmanager
-def scraper(run: Path) -> Iterator[None]:
+def scraper(run: Path) -> Iterator[list[int]]:
     """Read every endpoint that the run's processes tell of, three times as often as Prometheus usually does."""
     over = threading.Event()
 
@@ -32,11 +32,11 @@ def scraper(run: Path) -> Iterator[None]:
                         urllib.request.urlopen(f"http://{target}/metrics", timeout=SCRAPE_S).read()
 
     with _thread(scrape, over):
-        yield
+        yield []
 
 
 @contextmanager
-def dashboard(run: Path) -> Iterator[None]:
+def dashboard(run: Path) -> Iterator[list[int]]:
     """``streamrl ui`` with one page open; what the page costs its browser is not of this machine."""
     command = [sys.executable, "-m", "deploy.cli.app", "ui", str(run), "--port", "0", "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
@@ -47,13 +47,13 @@ def dashboard(run: Path) -> Iterator[None]:
                 raise RuntimeError("expected the dashboard to say where it is, got nothing")
             updates = urllib.request.urlopen(f"{found[0]}api/updates", timeout=60)  # noqa: S310 — checked above
             with updates as stream, _drained(stream):
-                yield
+                yield [serving.pid]
         finally:
             _end(serving)
 
 
 @contextmanager
-def top(run: Path) -> Iterator[None]:
+def top(run: Path) -> Iterator[list[int]]:
     """``streamrl top`` on a terminal of its own."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "deploy.cli.app", "top", str(run)]
@@ -64,18 +64,16 @@ def top(run: Path) -> Iterator[None]:
         os.close(theirs)
         with _drained(screen):
             try:
-                yield
+                yield [shown.pid]
             finally:
                 _end(shown)
 
 
 @contextmanager
-def all_of(*names: str, run: Path) -> Iterator[None]:
-    """The viewers of these names, together."""
+def all_of(*names: str, run: Path) -> Iterator[list[int]]:
+    """The viewers of these names, together; the processes that they are."""
     with ExitStack() as stack:
-        for name in names:
-            stack.enter_context(VIEWERS[name](run))
-        yield
+        yield [process for name in names for process in stack.enter_context(VIEWERS[name](run))]
 
 
 VIEWERS = {"scraper": scraper, "dashboard": dashboard, "top": top}

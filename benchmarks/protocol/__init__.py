@@ -1,1 +1,1 @@
-"""What exactly-once training costs the trainer: the same trajectories trained with the protocol on and off."""
+"""What exactly-once training costs the trainer: one trainer, its protocol switched on and off every few steps."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.protocol``: a demo's trajectories, trained with the protocol on and off, in turns."""
+"""``python -m benchmarks.protocol``: a demo's trajectories, trained again with the protocol on and off in turns."""
 
 import argparse
 import asyncio
@@ -9,26 +9,31 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.protocol.trial import Recording, step_seconds
-from benchmarks.protocol.variants import VARIANTS
+from benchmarks.paired import Pair, paired_cost
+from benchmarks.protocol.switched import BLOCK_STEPS
+from benchmarks.protocol.trial import Recording, Spent, switch_pairs, train
 from deploy.broker.cluster import start_cluster
 from deploy.broker.jvm.jars import KAFKA_VERSION
 from deploy.inspection.source import open_run
 
 RESULTS = Path(__file__).parents[1] / "results" / "protocol.json"
 DEMO = "protocol-bench-demo"
+CHECKPOINT_EVERY = 40
+"""As in the demo."""
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Measure as the arguments say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.protocol", description=__doc__)
-    parser.add_argument("--steps", type=int, default=80, help="optimizer steps of each trainer")
-    parser.add_argument("--rounds", type=int, default=5, help="each round trains once in every way, in turns")
+    parser.add_argument("--steps", type=int, default=280, help="optimizer steps of each trainer")
+    parser.add_argument("--rounds", type=int, default=5, help="of two trainers, one after the other")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -42,26 +47,83 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     recording = _record(options, folder)
     print(f"{len(recording.records)} trajectories of a demo", flush=True)
-    taken: dict[str, list[list[float]]] = {variant.name: [] for variant in VARIANTS}
+    audit = _audited(folder)
+    taken: list[tuple[Measured, Measured]] = []
     with start_cluster(folder / "kafka") as cluster:
         for turn in range(options.rounds):
-            order = VARIANTS[turn % len(VARIANTS) :] + VARIANTS[: turn % len(VARIANTS)]
-            for number, variant in enumerate(order):
-                run = f"r{turn}-{number}"
-                seconds = step_seconds(recording, variant, cluster.bootstrap_servers, folder, run, options.steps)
-                taken[variant.name].append(seconds)
-                mean = statistics.fmean(seconds)
-                print(f"round {turn + 1}/{options.rounds} {variant.name}: {mean:.4f} s/step", flush=True)
-    return _summary(options, taken)
+            runs = [
+                train(recording, phase, cluster.bootstrap_servers, folder, f"r{turn}-{phase}", options.steps)
+                for phase in ((0, 1), (1, 0))[turn % 2]
+            ]
+            on_first, off_first = runs if turn % 2 == 0 else runs[::-1]
+            taken.append((Measured.of(on_first[0], off_first[0]), Measured.of(on_first[1], off_first[1])))
+            print(f"round {turn + 1}/{options.rounds}: by the clock {taken[-1][0]}", flush=True)
+    clock, processor = (Measured.together(kind) for kind in zip(*taken, strict=True))
+    return _summary(options, clock, processor, audit)
 
 
-def _typical_step_s(rounds: list[list[float]]) -> float:
-    """Mean over the steps of each one's median over the rounds.
+@dataclass(frozen=True)
+class Measured:
+    """Of one kind of time: steps with and without the protocol, and what each checkpoint took, in seconds."""
 
-    A step trains the same groups in every round, so its median leaves out what else the machine did in one of them,
-    and keeps what belongs to the step, such as a checkpoint.
-    """
-    return statistics.fmean(statistics.median(same_step) for same_step in zip(*rounds, strict=True))
+    steps: list[Pair]
+    checkpoints: list[float]
+
+    @classmethod
+    def of(cls, on_first: Spent, off_first: Spent) -> "Measured":
+        """From two runs."""
+        return cls(switch_pairs(on_first, off_first), on_first.checkpoints + off_first.checkpoints)
+
+    @classmethod
+    def together(cls, several: Sequence["Measured"]) -> "Measured":
+        """All of them in one."""
+        return cls(
+            [pair for one in several for pair in one.steps],
+            [checkpoint for one in several for checkpoint in one.checkpoints],
+        )
+
+    @property
+    def step_s(self) -> float:
+        """A step without the protocol."""
+        return statistics.median(pair.without for pair in self.steps)
+
+    @property
+    def checkpoint_share(self) -> float:
+        """What a checkpoint every ``CHECKPOINT_EVERY`` steps adds to a step."""
+        return statistics.median(self.checkpoints) / CHECKPOINT_EVERY / self.step_s
+
+    def __str__(self) -> str:
+        cost = statistics.median(pair.cost for pair in self.steps)
+        return f"{self.step_s:.4f} s/step, protocol {cost:+.1%}, checkpoints {self.checkpoint_share:+.1%}"
+
+    def seconds(self, seed: int) -> float:
+        """What all of it adds to a step."""
+        return (paired_cost(self.steps, seed).typical + self.checkpoint_share) * self.step_s
+
+    def row(self, seed: int) -> dict[str, Any]:
+        """For the file of results."""
+        return {
+            "step_s": round(self.step_s, 5),
+            "protocol": paired_cost(self.steps, seed).row(),
+            "checkpoint_s": round(statistics.median(self.checkpoints), 5),
+            "checkpoints": round(self.checkpoint_share, 4),
+        }
+
+
+def _audited(folder: Path) -> dict[str, float]:
+    """What the audit of the demo takes, as a share of the time in which the demo was trained."""
+    command = [sys.executable, "-m", "deploy.cli.app", "audit", str(folder / DEMO), "--json"]
+    verdict = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    metrics = (folder / DEMO / "metrics.jsonl").read_text().splitlines()
+    trained_s = json.loads(metrics[-1])["time"] - json.loads(metrics[0])["time"]
+    share = verdict["seconds"] / trained_s
+    print(f"audit of the demo: {verdict['seconds']:.2f} s, {share:.1%} of {trained_s:.0f} s of training", flush=True)
+    return {
+        "seconds": verdict["seconds"],
+        "trained_s": round(trained_s, 1),
+        "share": round(share, 4),
+        "demo_step_s": round(trained_s / (len(metrics) - 1), 5),
+    }
 
 
 def _record(options: argparse.Namespace, folder: Path) -> Recording:
@@ -75,29 +137,29 @@ def _record(options: argparse.Namespace, folder: Path) -> Recording:
     return asyncio.run(Recording.of(run.name, run.directory.config, folder / "export", partitions))
 
 
-def _summary(options: argparse.Namespace, taken: dict[str, list[list[float]]]) -> dict[str, Any]:
-    off_s = _typical_step_s(taken[VARIANTS[0].name])
-    rows = []
-    for variant in VARIANTS:
-        rounds = taken[variant.name]
-        typical_s = _typical_step_s(rounds)
-        rows.append(
-            {
-                "variant": variant.name,
-                "means": variant.means,
-                "step_s": round(typical_s, 5),
-                "cost": round(typical_s / off_s - 1, 4),
-                "mean_step_s_by_round": [round(statistics.fmean(seconds), 5) for seconds in rounds],
-                "median_step_s_by_round": [round(statistics.median(seconds), 5) for seconds in rounds],
-            }
-        )
-        print(f"{variant.name}: {typical_s:.4f} s a step, {typical_s / off_s - 1:+.1%}")
+def _summary(
+    options: argparse.Namespace, clock: Measured, processor: Measured, audit: dict[str, float]
+) -> dict[str, Any]:
+    for name, measured in (("by the clock", clock), ("processor time", processor)):
+        cost = paired_cost(measured.steps, options.seed)
+        print(f"{name}: transactions and digests {cost}, checkpoints {measured.checkpoint_share:+.1%}")
+    of_demo = clock.seconds(options.seed) / audit["demo_step_s"]
+    print(
+        f"together {clock.seconds(options.seed):.4f} s a step, {of_demo:.1%} of the demo's {audit['demo_step_s']:.3f} s"
+    )
     return {
-        "rows": rows,
+        "share_of_demo_step": round(of_demo, 4),
+        "audit": audit,
+        "on": "announcements in transactions, digests of every tensor, as in every run",
+        "off": "plain announcements without offsets, no digests",
+        "checkpoint_every": CHECKPOINT_EVERY,
+        "clock": clock.row(options.seed),
+        "processor_time": processor.row(options.seed),
+        "block_steps": BLOCK_STEPS,
         "steps": options.steps,
         "rounds": options.rounds,
         "seed": options.seed,
-        "hardware": f"{os.cpu_count()} cores, {platform.machine()}",
+        "hardware": f"{os.cpu_count()} cores, {platform.machine()}; the broker shares them with the trainer",
         "versions": f"Python {platform.python_version()}, torch {version('torch')}, Apache Kafka {KAFKA_VERSION}",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "does_not_show": "runs in which generation shares the cores; models other than the demo's 0.94 M parameters",

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,7 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.protocol.variants import Variant
+from benchmarks.paired import Pair
+from benchmarks.protocol.switched import BLOCK_STEPS
 from deploy.bus.kafka_bus import KafkaBus
 from deploy.bus.settings import KafkaSettings
 from deploy.bus.topic_admin import apply_topics
@@ -20,8 +23,10 @@ from schemas.ports.bus import Outgoing, Record
 from schemas.wire.topics import TRAJECTORIES
 
 TIMEOUT_S = 300
-WARM_UP_STEPS = 5
-"""The first steps of a process are slower, whatever the protocol."""
+WARM_UP_BLOCKS = 20
+"""An even number, so that the first of two blocks is one with the switch on, in a run of phase 0."""
+CHECKPOINT_S = 0.001
+"""What lies where a checkpoint would be takes less than this if none is due."""
 
 
 @dataclass(frozen=True)
@@ -56,33 +61,61 @@ class Recording:
             await publisher.close()
 
 
-def step_seconds(
-    recording: Recording, variant: Variant, address: str, folder: Path, run: str, steps: int, extra: Sequence[str] = ()
-) -> list[float]:
-    """Seconds from one finished step to the next, everything included, without the first few.
+@dataclass(frozen=True)
+class Spent:
+    """Of one kind, the clock's or the processor's: seconds of each step but its checkpoint, and of each checkpoint."""
+
+    steps: list[float]
+    checkpoints: list[float]
+
+    @classmethod
+    def of(cls, after_step: Sequence[float], checkpoint: Sequence[float]) -> "Spent":
+        """From what was spent after each step, and on its checkpoint; the first step is left out."""
+        steps = [
+            later - earlier - kept for (earlier, later), kept in zip(pairwise(after_step), checkpoint[1:], strict=True)
+        ]
+        return cls([0.0, *steps], [kept for kept in checkpoint if kept > CHECKPOINT_S])
+
+    def block(self, number: int) -> float:
+        """A step's mean in a block of the switch; steps are counted from one."""
+        return statistics.fmean(self.steps[number * BLOCK_STEPS - 1 : (number + 1) * BLOCK_STEPS - 1])
+
+
+def train(recording: Recording, phase: int, address: str, folder: Path, run: str, steps: int) -> tuple[Spent, Spent]:
+    """Train a recording with the switch in the trainer; by the clock, and by the processor.
 
     Raises:
-        RuntimeError: the trainer did not take its steps.
+        RuntimeError: it did not take its steps.
     """
     asyncio.run(recording.copy_to(address, run))
+    marks = folder / f"{run}.json"
     command = [
-        *(sys.executable, "-m", "deploy.cli.app", "trainer", str(recording.config)),
+        *(sys.executable, "-m", "benchmarks.protocol.trainer", str(recording.config), str(phase), str(marks)),
         f"--kafka.bootstrap_servers={address}",
         f"--run.name={run}",
         f"--run.directory={folder}",
         f"--training.max_steps={steps}",
-        "--loop.max_staleness=100000",
-        *variant.overrides,
-        *extra,
     ]
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    metrics = folder / run / "metrics.jsonl"
-    times = [json.loads(line)["time"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    if done.returncode or len(times) != steps:
-        raise RuntimeError(f"expected {steps} steps of {variant.name!r}, got {len(times)}: {done.stdout[-2000:]}")
-    return [later - earlier for earlier, later in pairwise(times)][WARM_UP_STEPS:]
+    environment = {**os.environ, **ONE_THREAD}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    taken = json.loads(marks.read_text()) if marks.exists() else []
+    if done.returncode or len(taken) != steps:
+        raise RuntimeError(f"expected {steps} steps of {run}, got {len(taken)}: {(done.stdout + done.stderr)[-2000:]}")
+    clock, processor, checkpoint_clock, checkpoint_processor = zip(*taken, strict=True)
+    return Spent.of(clock, checkpoint_clock), Spent.of(processor, checkpoint_processor)
 
 
-def _environment() -> dict[str, str]:
+def switch_pairs(on_first: Spent, off_first: Spent) -> list[Pair]:
+    """The same trajectories trained in two runs, whose switches stood against each other.
 
-    return {**os.environ, **ONE_THREAD}
+    A pair is two blocks, one after the other, in both runs: what the blocks hold weighs the same in both kinds, and so
+    does the pace of either run.
+    """
+    blocks = (len(on_first.steps) + 1) // BLOCK_STEPS
+    return [
+        Pair(
+            math.sqrt(off_first.block(block) * on_first.block(block + 1)),
+            math.sqrt(on_first.block(block) * off_first.block(block + 1)),
+        )
+        for block in range(WARM_UP_BLOCKS, blocks - 1, 2)
+    ]

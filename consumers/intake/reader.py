@@ -156,9 +156,10 @@ class Intake:
 
     def snapshot(self) -> IntakeStart:
         """Where an intake goes on that starts from this moment. Claim it only after ``settled``."""
+        frontier = self.frontier()
         return IntakeStart(
-            frontier=self.frontier().copy(),
-            dedupe={name: at for name, at in self._sorter.dedupe.ids.items() if self.frontier().is_done(*at)},
+            frontier=frontier.copy(),
+            dedupe={name: at for name, at in self._sorter.dedupe.ids.items() if frontier.is_done(*at)},
             anchors=dict(self._ledger.anchors),
             tally=self._rejects.tally.copy(),
             prompt_cursor=self.prompt_cursor,

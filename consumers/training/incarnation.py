@@ -39,6 +39,9 @@ from schemas.wire.topics import STEPS
 
 log = structlog.get_logger()
 
+OFFSETS_INTERVAL_S = 1.0
+"""Offsets are for lag displays only, and make two more requests of a transaction."""
+
 
 @dataclass
 class Incarnation:
@@ -65,6 +68,7 @@ class Incarnation:
     tokens_seen: int = 0
     report: StepReport | None = None
     refused_in_a_row: int = 0
+    offsets_told_at: float = 0.0
 
     def advance(self, tokens: int) -> None:
         """Name the weights after the step just taken, with the tokens it was computed of."""
@@ -117,7 +121,14 @@ class Incarnation:
         """Tell the steps topic, after what was told before; goes on while the trainer does."""
         record = Outgoing.of(STEPS.full_name(self.run_name), message, key=self.algorithm)
         self.reached(Point.ANNOUNCING)
-        await self.announcements.post([record], intake.offsets())
+        await self.announcements.post([record], intake.offsets() if self._tells_offsets() else {})
+
+    def _tells_offsets(self) -> bool:
+        now = self.clock()
+        if 0 <= now - self.offsets_told_at < OFFSETS_INTERVAL_S and not self.is_finished:
+            return False
+        self.offsets_told_at = now
+        return True
 
     async def checkpoint(self, intake: Intake) -> None:
         """Write a checkpoint of this moment, unless this step has one already.

@@ -12,7 +12,8 @@ One optimizer step, in this order:
  6. export the weights;
  7. make the step's report;
  8. write a checkpoint when one is due, with the report in it;
- 9. announce: the report and the offsets, in one short transaction, which may last while the next groups are taken.
+ 9. announce: the report, and once a second the offsets, in one short transaction, which may last while the next
+    groups are taken.
 So whatever is announced as kept is kept, a restart announces again what a crash cut off, and what was announced and
 not kept belongs to an orphaned lineage. Nothing here waits for a worker. ``resuming/points.py`` names the points
 between these acts; a process that dies at any of them is resumed without loss or repeat.

@@ -90,6 +90,21 @@ async def test_offsets_are_committed_for_displays(scene: Scene) -> None:
     }
 
 
+async def test_offsets_are_told_once_a_second_and_with_the_last_step(scene: Scene) -> None:
+    trainer = scene.trainer(training=TRAINING.model_copy(update={"max_steps": 4}))
+    now = [1000.0]
+    trainer.clock = lambda: now[0]
+    told = []
+    async with scene.running(trainer):
+        for step, later_s in ((1, 0.0), (2, 0.9), (3, 0.2), (4, 0.1)):
+            now[0] += later_s
+            for number in (2 * step - 2, 2 * step - 1):
+                await scene.publish_group(number)
+            await scene.until_version(1, step)
+            told.append(sum(scene.bus.committed.values()))
+    assert told == [4, 4, 12, 16]
+
+
 async def test_a_stopped_trainer_leaves_a_checkpoint_that_transformers_load(scene: Scene) -> None:
     async with scene.running(scene.trainer()):
         for number in range(3):

@@ -1,0 +1,131 @@
+"""The trainer's own parts with its protocol behind a switch, so that both ways share a process and the machine's mood.
+
+On: as in every run. Off: the report goes out as a plain record without offsets, and no checksum of any tensor is made.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from consumers.algorithms.credit import ModelLimits
+from consumers.batching.samples import MicroBatch
+from consumers.training.persistence.manifest import CheckpointManifest
+from consumers.training.ports import Lineage, OpenPolicy, Policy, Restored, StepOutcome
+from consumers.training.trainer import Trainer
+from deploy.bus.kafka_bus import KafkaBus
+from deploy.bus.settings import KafkaSettings
+from schemas.identifiers import PolicyVersion
+from schemas.ports.bus import Outgoing, Publisher, TopicPartition, TransactionalPublisher
+
+BLOCK_STEPS = 2
+"""Steps from one turn of the switch to the next: a sixth of a second, in which a shared machine keeps its pace."""
+
+
+@dataclass
+class Switch:
+    """``phase``: 0 or 1; what is on at a step in the one is off in the other. ``step``: the newest optimizer step."""
+
+    phase: int
+    step: int = 0
+
+    def is_on(self, step: int) -> bool:
+        """Whether the protocol is followed in the time of a step."""
+        return (step // BLOCK_STEPS + self.phase) % 2 == 0
+
+
+def switched(trainer: Trainer, kafka: KafkaSettings, phase: int) -> Trainer:
+    """The same trainer with the switch in it."""
+    switch = Switch(phase)
+    open_policy: OpenPolicy = trainer.open_policy
+
+    def open_switched(restored: Restored | None) -> Policy:
+        return SwitchedPolicy(open_policy(restored), switch)
+
+    return replace(trainer, bus=SwitchedBus(kafka, switch=switch), open_policy=open_switched)
+
+
+@dataclass
+class SwitchedPolicy:
+    """``consumers.training.ports.Policy``; tells the switch of each step."""
+
+    policy: Policy
+    switch: Switch
+
+    @property
+    def step(self) -> int:
+        """See the port."""
+        return self.policy.step
+
+    @property
+    def limits(self) -> ModelLimits:
+        """See the port."""
+        return self.policy.limits
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        """See the port."""
+        self.policy.accumulate(batch)
+
+    def discard(self) -> None:
+        """See the port."""
+        self.policy.discard()
+
+    def finish_step(self, reward_deviation: float) -> StepOutcome:
+        """See the port."""
+        outcome = self.policy.finish_step(reward_deviation)
+        self.switch.step = self.policy.step
+        return outcome
+
+    def digests(self) -> dict[str, str]:
+        """See the port; none while the switch is off."""
+        return self.policy.digests() if self.switch.is_on(self.step) else {}
+
+    def export(self, version: PolicyVersion, now: float) -> str:
+        """See the port."""
+        return self.policy.export(version, now)
+
+    def checkpoint(
+        self, manifest: CheckpointManifest, intake: Mapping[str, Any], report: bytes, lineage: Lineage
+    ) -> str:
+        """See the port."""
+        return self.policy.checkpoint(manifest, intake, report, lineage)
+
+
+class SwitchedBus(KafkaBus):
+    """Its transactions are plain records while the switch is off."""
+
+    def __init__(self, settings: KafkaSettings, *, switch: Switch) -> None:
+        super().__init__(settings)
+        self._switch = switch
+
+    async def transactional(self, transactional_id: str) -> TransactionalPublisher:  # type: ignore[override]
+        """See ``Bus``."""
+        inside = await super().transactional(transactional_id)
+        return SwitchedPublisher(inside, await self.publisher(f"{transactional_id}.plain"), self._switch)
+
+
+@dataclass
+class SwitchedPublisher:
+    """``schemas.ports.bus.TransactionalPublisher``."""
+
+    inside: TransactionalPublisher
+    outside: Publisher
+    switch: Switch
+
+    async def commit(
+        self,
+        records: Sequence[Outgoing],
+        *,
+        offsets: Mapping[TopicPartition, int] | None = None,
+        group_id: str | None = None,
+    ) -> None:
+        """See the port. A step is announced in the time of the next one."""
+        if self.switch.is_on(self.switch.step + 1):
+            await self.inside.commit(records, offsets=offsets, group_id=group_id)
+            return
+        for record in records:
+            await self.outside.publish(record)
+
+    async def close(self) -> None:
+        """See the port."""
+        await self.outside.close()
+        await self.inside.close()

@@ -1,0 +1,52 @@
+"""``python -m benchmarks.protocol.trainer CONFIG PHASE MARKS [OVERRIDES]``: a trainer with the switch in it."""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.protocol.switched import switched
+from consumers.training.resuming.points import Point
+from deploy.settings.loading import load_settings
+from deploy.wiring.collector import settle_collector
+from deploy.wiring.trainer import build_trainer
+
+
+@dataclass
+class Stopwatch:
+    """What the trainer has spent: seconds on the clock and of its processor time, after each step and on checkpoints.
+
+    ``steps``: clock, processor, and of the step's checkpoint, if there was one, clock and processor.
+    """
+
+    steps: list[tuple[float, float, float, float]] = field(default_factory=list)
+    _before: tuple[float, float] = (0.0, 0.0)
+    _checkpoint: tuple[float, float] = (0.0, 0.0)
+
+    def reached(self, point: Point) -> None:
+        """What the trainer calls at its points."""
+        now = time.perf_counter(), time.process_time()
+        if point is Point.REPORT_MADE:
+            self._before = now
+        elif point is Point.ANNOUNCING:
+            self._checkpoint = now[0] - self._before[0], now[1] - self._before[1]
+        elif point is Point.METRICS_WRITTEN:
+            self.steps.append((*now, *self._checkpoint))
+
+
+def main(config: str, phase: str, marks: str, *overrides: str) -> None:
+    """Train, then write what was spent."""
+    settings = load_settings(Path(config), list(overrides))
+    stopwatch = Stopwatch()
+    trainer = switched(build_trainer(settings, ""), settings.kafka, int(phase))
+    settle_collector()
+    uvloop.run(replace(trainer, reached=stopwatch.reached).run(asyncio.Event()))
+    Path(marks).write_text(json.dumps(stopwatch.steps))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

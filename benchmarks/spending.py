@@ -1,0 +1,23 @@
+"""Processor time of processes and of all that they started."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+import psutil
+
+
+def cpu_s_of(roots: Iterable[int]) -> float:
+    """Seconds in user and kernel mode so far, of these processes and everything below them that lives."""
+    spent = 0.0
+    for root in roots:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(root)
+            spent += sum(map(_cpu_s, (process, *process.children(recursive=True))))
+    return spent
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    with suppress(psutil.NoSuchProcess):
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    return 0.0
