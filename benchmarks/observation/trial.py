@@ -17,6 +17,7 @@ WARM_UP_STEPS = 15
 """In these a run fills its queues."""
 SETTLE_STEPS = 12
 """Steps after viewers came or went that belong to neither kind: they start, and read what was before them."""
+LOOK_S = 0.1
 STILL = "--training.learning_rate=1e-12"
 METERED = "--metrics.port=29310"
 
@@ -37,6 +38,7 @@ class Demo:
     path: Path
     process: "subprocess.Popen[bytes]"
     _seen: list[float] = field(default_factory=list)
+    _read_to: int = 0
 
     def stretch(self, steps: int, viewers: Sequence[str]) -> Stretch:
         """Let some people look, wait until they have settled, and measure the next steps.
@@ -62,14 +64,17 @@ class Demo:
         while self._steps() < steps:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"expected step {steps} of {self.path.name}, got {len(self._seen)}")
-            time.sleep(0.05)
+            time.sleep(LOOK_S)
         return len(self._seen)
 
     def _steps(self) -> int:
-        metrics = self.path / "metrics.jsonl"
-        if metrics.exists():
-            whole = metrics.read_text().splitlines(keepends=True)
-            self._seen = [json.loads(line)["time"] for line in whole if line.endswith("\n")]
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            with path.open() as metrics:
+                metrics.seek(self._read_to)
+                whole, end, _ = metrics.read().rpartition("\n")
+            self._read_to += len(whole + end)
+            self._seen += [json.loads(line)["time"] for line in whole.splitlines()]
         return len(self._seen)
 
 

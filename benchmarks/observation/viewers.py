@@ -10,12 +10,12 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from deploy.dashboard.command import LOOPBACK
 
 SCRAPE_S = 5.0
 END_S = 10
+CHUNK = 1 << 16
 TERMINAL = {"TERM": "xterm-256color", "COLUMNS": "140", "LINES": "45"}
 
 
@@ -46,7 +46,7 @@ def dashboard(run: Path) -> Iterator[list[int]]:
             if found is None:
                 raise RuntimeError("expected the dashboard to say where it is, got nothing")
             updates = urllib.request.urlopen(f"{found[0]}api/updates", timeout=60)  # noqa: S310 — checked above
-            with updates as stream, _drained(stream):
+            with updates as stream, _drained(stream.read1):
                 yield [serving.pid]
         finally:
             _end(serving)
@@ -62,7 +62,7 @@ def top(run: Path) -> Iterator[list[int]]:
         subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, **TERMINAL}) as shown,
     ):
         os.close(theirs)
-        with _drained(screen):
+        with _drained(screen.read):
             try:
                 yield [shown.pid]
             finally:
@@ -80,12 +80,12 @@ VIEWERS = {"scraper": scraper, "dashboard": dashboard, "top": top}
 
 
 @contextmanager
-def _drained(stream: IO[bytes]) -> Iterator[None]:
+def _drained(read: Callable[[int], bytes]) -> Iterator[None]:
     """Read a stream to its end in a thread, as whoever looks does."""
 
     def drain() -> None:
         with suppress(OSError, ValueError, AttributeError):  # what reading raises while another thread closes
-            while stream.readline():
+            while read(CHUNK):
                 pass
 
     threading.Thread(target=drain, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Sends a live state to browsers as server-sent events: only sections that changed, a few times a second.
+"""Sends a live state to browsers as server-sent events: only sections that changed, twice a second.
 
 However many browsers look, the state is put into words once for all of them, and not at all while nobody looks.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from deploy.live.snapshot import SECTIONS
 from deploy.live.state import LiveState
 
-TICK_S = 0.25
-SLOW = {"curves": 4, "timeline": 4, "lengths": 4, "staleness": 4, "split": 4, "workers": 2, "lag": 2}
+TICK_S = 0.5
+SLOW = {"curves": 2, "timeline": 2, "lengths": 2, "staleness": 2, "split": 2}
 """Sections that are looked at every so many ticks."""
 
 

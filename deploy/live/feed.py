@@ -26,7 +26,7 @@ from schemas.wire.topics import (
 log = structlog.get_logger()
 
 POLL_S = 0.25
-PACE_S = 0.2
+PACE_S = 0.45
 """Between two polls, so that many records come with one fetch: a fetch costs reader and broker as much as hundreds."""
 RETRY_S = 2.0
 LAG_EVERY_S = 2.0

@@ -1,4 +1,4 @@
-"""The Textual application: tabs of panels over a live state, redrawn at most twice a second.
+"""The Textual application: tabs of panels over a live state, redrawn once a second, or at once when a key asks.
 
 Invariants, each with a test of its name:
 - only_what_is_in_sight_is_drawn: sections that no visible panel needs are not even put together;
@@ -25,7 +25,10 @@ from deploy.top.view.trajectories import Read, Trajectories
 
 TICK_S = 0.5
 INTERRUPTED = 130
-SLOW = {"curves": 4, "lengths": 4, "staleness": 4, "split": 4, "trajectories": 4, "workers": 2, "lag": 2}
+SLOW = {
+    "curves": 4, "lengths": 4, "staleness": 4, "split": 4, "trajectories": 4,
+    "loop": 2, "workers": 2, "lag": 2, "events": 2,
+}  # fmt: skip
 """Sections that are looked at every so many ticks."""
 THEME = Theme(
     "streamrl", primary=ACCENT, accent=ACCENT, background="#0d1014", surface="#0d1014", panel="#14181e", dark=True
