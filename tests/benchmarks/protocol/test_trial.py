@@ -1,0 +1,27 @@
+import numpy as np
+import pytest
+
+from benchmarks.protocol.switched import BLOCK_STEPS, Switch
+from benchmarks.protocol.trial import WARM_UP_BLOCKS, Spent, switch_pairs
+
+STEPS = 120
+COST = 1.03
+
+
+def spent(phase: int, work: list[float], pace: float) -> Spent:
+    """What a trainer would spend whose protocol costs three per cent while the switch is on."""
+    switch = Switch(phase)
+    return Spent([pace * each * (COST if switch.is_on(step) else 1) for step, each in enumerate(work, 1)], [])
+
+
+def test_neither_a_steps_work_nor_a_runs_pace_is_taken_for_a_cost() -> None:
+    work = list(np.random.default_rng(0).lognormal(0, 0.5, STEPS))
+    pairs = switch_pairs(spent(0, work, pace=1.0), spent(1, work, pace=1.4))
+    assert len(pairs) == (STEPS // BLOCK_STEPS - WARM_UP_BLOCKS) // 2
+    assert [pair.cost for pair in pairs] == pytest.approx([COST - 1] * len(pairs))
+
+
+def test_a_checkpoint_is_counted_by_itself() -> None:
+    found = Spent.of([1.0, 2.0, 3.5, 4.5], [0.0, 0.0001, 0.5, 0.0])
+    assert found.steps == pytest.approx([0.0, 0.9999, 1.0, 1.0])
+    assert found.checkpoints == [0.5]
