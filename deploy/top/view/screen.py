@@ -147,7 +147,7 @@ class TopApp(App[None]):
         """Hold the display still, or let it go on."""
         self.held = not self.held
         self.query_one("#held", Static).display = self.held
-        self.look()
+        self.look_anew()
 
     def action_follow(self) -> None:
         """Let the list of trajectories go on."""

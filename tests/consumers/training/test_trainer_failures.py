@@ -1,6 +1,7 @@
 """What the trainer does when something around it fails, and what its messages say."""
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -212,7 +213,9 @@ async def test_the_durable_frontier_is_the_checkpoint_s_and_the_live_one_runs_ah
     for number in range(6):
         await scene.publish_group(number)
     stop = asyncio.Event()
-    crashing = asyncio.create_task(scene.trainer().run(stop))
+    trainer, seconds = scene.trainer(), itertools.count(1_000.0)
+    trainer.clock = lambda: next(seconds)
+    crashing = asyncio.create_task(trainer.run(stop))
     await scene.until_version(1, 3)
     await scene.until(lambda: len(scene.bus.committed) == 2 and set(scene.bus.committed.values()) == {6})
     crashing.cancel()
