@@ -74,7 +74,7 @@ ANNOUNCED = (
     CrashPoint("announcing", "announcing", nth=STEP),
     *_around("beginning the transaction", f"{TRANSACTION}begin_transaction", STEP),
     *_around("sending the report", f"{TRANSACTION}send_batch", STEP),
-    *_around("sending the offsets", f"{TRANSACTION}send_offsets_to_transaction", STEP - 1),
+    *_around("sending the offsets", f"{TRANSACTION}send_offsets_to_transaction", 1),
     *_around("committing the transaction", f"{TRANSACTION}commit_transaction", STEP),
     CrashPoint("announced", "announced", nth=STEP),
     *_around("appending the metrics", "consumers.training.trainer:append_metrics", STEP),
