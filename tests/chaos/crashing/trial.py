@@ -3,6 +3,8 @@
 import asyncio
 import hashlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,6 +28,7 @@ STEPS = 7
 GROUPS_PER_STEP = 2
 GROUPS = STEPS * GROUPS_PER_STEP + 4
 KILLED = -9
+STUCK = 124
 
 
 def codes_of(point: CrashPoint) -> tuple[int, ...]:
@@ -43,46 +46,52 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def start_server() -> "subprocess.Popen[str]":
+    """In a group of its own, with the trainers that it forks."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.chaos.crashing.crashing_trainer"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **ENVIRONMENT, "MKL_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
 @dataclass
 class TrainerServer:
     """Runs trainers one after the other; see ``crashing_trainer``."""
 
-    process: "subprocess.Popen[str]"
-
-    @classmethod
-    def start(cls) -> Self:
-        import os
-
-        command = [sys.executable, "-m", "tests.chaos.crashing.crashing_trainer"]
-        return cls(
-            subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **ENVIRONMENT, "MKL_NUM_THREADS": "1"},
-            )
-        )
+    process: "subprocess.Popen[str]" = field(default_factory=start_server)
 
     async def train(self, setting: Setting, point: CrashPoint | None) -> int:
-        """The exit code of a trainer."""
+        """The exit code of a trainer; ``STUCK`` if it does not end in time."""
         job = {
             "config": str(setting.directory.config),
             "log": str(setting.directory.logs / "trainer.log"),
             "point": asdict(point) if point else None,
         }
-        return await asyncio.wait_for(asyncio.to_thread(self._exchange, job), TRAINING_S)
+        exchange = asyncio.get_running_loop().run_in_executor(None, self._exchange, job)
+        done, _ = await asyncio.wait([exchange], timeout=TRAINING_S)
+        if done:
+            return exchange.result()
+        self.close()
+        await asyncio.wait([exchange])
+        self.process = start_server()
+        return STUCK
 
     def _exchange(self, job: dict[str, Any]) -> int:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
-        return int(json.loads(self.process.stdout.readline())["code"])
+        answer = self.process.stdout.readline()
+        return int(json.loads(answer)["code"]) if answer else STUCK
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        """Also of the trainer that it may be running."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ class Trials:
 
     @classmethod
     def prepare(cls, root: Path, model: Path, address: str) -> Self:
-        return cls(root, model, address, TrainerServer.start(), make_records(model, GROUPS))
+        return cls(root, model, address, TrainerServer(), make_records(model, GROUPS))
 
     async def kill_at(self, point: CrashPoint) -> Trained:
         """A trainer killed at the point, and one that finishes; ``codes_of`` says how they must end."""
