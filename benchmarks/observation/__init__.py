@@ -1,1 +1,1 @@
-"""What it costs a run to be looked at: the demo with metrics on and off, and with viewers who come and go."""
+"""What it costs a run to be looked at: demos with and without metrics at once, and viewers who look by turns."""

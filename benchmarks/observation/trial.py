@@ -1,4 +1,4 @@
-"""One demo that learns nothing, so that its completions stay as they are, while viewers come and go, or with nobody."""
+"""One demo that learns nothing, so that its completions stay as they are, and what a stretch of its steps takes."""
 
 import json
 import subprocess
@@ -9,15 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.observation.viewers import all_of
 from benchmarks.spending import cpu_s_of
 
 TIMEOUT_S = 300
 WARM_UP_STEPS = 15
 """In these a run fills its queues."""
-SETTLE_STEPS = 12
-"""Steps after viewers came or went that belong to neither kind: they start, and read what was before them."""
-LOOK_S = 0.1
+SETTLE_STEPS = 20
+"""Steps after viewers came that are not measured."""
+LOOK_S = 0.05
 STILL = "--training.learning_rate=1e-12"
 METERED = "--metrics.port=29310"
 
@@ -33,26 +32,29 @@ class Stretch:
 
 @dataclass
 class Demo:
-    """A run under way in ``path``, until ``ended``."""
+    """A run under way in ``path``."""
 
     path: Path
     process: "subprocess.Popen[bytes]"
     _seen: list[float] = field(default_factory=list)
     _read_to: int = 0
 
-    def stretch(self, steps: int, viewers: Sequence[str]) -> Stretch:
-        """Let some people look, wait until they have settled, and measure the next steps.
+    def stretch(self, steps: int, viewers: Sequence[int] = ()) -> Stretch:
+        """Measure the next steps, and what viewers with these process ids spend meanwhile.
 
         Raises:
             RuntimeError: the run ended or stands still.
         """
-        with all_of(*viewers, run=self.path) as looking:
-            began = self._reach(self._steps() + SETTLE_STEPS)
-            run_cpu_s, viewers_cpu_s = cpu_s_of([self.process.pid]), cpu_s_of(looking)
-            ended = self._reach(began + steps)
-            run_cpu_s, viewers_cpu_s = cpu_s_of([self.process.pid]) - run_cpu_s, cpu_s_of(looking) - viewers_cpu_s
+        began = self._reach(self._steps() + 1)
+        run_cpu_s, viewers_cpu_s = cpu_s_of([self.process.pid]), cpu_s_of(viewers)
+        ended = self._reach(began + steps)
+        run_cpu_s, viewers_cpu_s = cpu_s_of([self.process.pid]) - run_cpu_s, cpu_s_of(viewers) - viewers_cpu_s
         took = self._seen[ended - 1] - self._seen[began - 1]
         return Stretch(took / (ended - began), run_cpu_s / (ended - began), viewers_cpu_s / (ended - began))
+
+    def settled(self) -> None:
+        """Wait until those who came have read what was before them."""
+        self._reach(self._steps() + SETTLE_STEPS)
 
     def warmed_up(self) -> None:
         """Wait for the first steps."""

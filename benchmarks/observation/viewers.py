@@ -8,20 +8,21 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deploy.dashboard.command import LOOPBACK
 
-SCRAPE_S = 5.0
+SCRAPE_S = 10.0
+"""As ``deploy/grafana/prometheus.yaml`` has it."""
 END_S = 10
 CHUNK = 1 << 16
 TERMINAL = {"TERM": "xterm-256color", "COLUMNS": "140", "LINES": "45"}
 
 
 @contextmanager
-def scraper(run: Path) -> Iterator[list[int]]:
-    """Read every endpoint that the run's processes tell of, three times as often as Prometheus usually does."""
+def scraper(run: Path) -> Iterator[None]:
+    """Read every endpoint that the run's processes tell of, as Prometheus does."""
     over = threading.Event()
 
     def scrape() -> None:
@@ -32,12 +33,12 @@ def scraper(run: Path) -> Iterator[list[int]]:
                         urllib.request.urlopen(f"http://{target}/metrics", timeout=SCRAPE_S).read()
 
     with _thread(scrape, over):
-        yield []
+        yield
 
 
 @contextmanager
-def dashboard(run: Path) -> Iterator[list[int]]:
-    """``streamrl ui`` with one page open; what the page costs its browser is not of this machine."""
+def dashboard(run: Path) -> Iterator[int]:
+    """``streamrl ui`` with one page open, its process id; what the page costs its browser is not of this machine."""
     command = [sys.executable, "-m", "deploy.cli.app", "ui", str(run), "--port", "0", "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
         try:
@@ -47,14 +48,14 @@ def dashboard(run: Path) -> Iterator[list[int]]:
                 raise RuntimeError("expected the dashboard to say where it is, got nothing")
             updates = urllib.request.urlopen(f"{found[0]}api/updates", timeout=60)  # noqa: S310 — checked above
             with updates as stream, _drained(stream.read1):
-                yield [serving.pid]
+                yield serving.pid
         finally:
             _end(serving)
 
 
 @contextmanager
-def top(run: Path) -> Iterator[list[int]]:
-    """``streamrl top`` on a terminal of its own."""
+def top(run: Path) -> Iterator[int]:
+    """``streamrl top`` on a terminal of its own; its process id."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "deploy.cli.app", "top", str(run)]
     with (
@@ -64,19 +65,9 @@ def top(run: Path) -> Iterator[list[int]]:
         os.close(theirs)
         with _drained(screen.read):
             try:
-                yield [shown.pid]
+                yield shown.pid
             finally:
                 _end(shown)
-
-
-@contextmanager
-def all_of(*names: str, run: Path) -> Iterator[list[int]]:
-    """The viewers of these names, together; the processes that they are."""
-    with ExitStack() as stack:
-        yield [process for name in names for process in stack.enter_context(VIEWERS[name](run))]
-
-
-VIEWERS = {"scraper": scraper, "dashboard": dashboard, "top": top}
 
 
 @contextmanager

@@ -12,10 +12,9 @@ from consumers.batching.samples import MicroBatch
 from consumers.training.persistence.manifest import CheckpointManifest
 from consumers.training.ports import Lineage, OpenPolicy, Policy, Restored, StepOutcome
 from consumers.training.trainer import Trainer
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
 from schemas.identifiers import PolicyVersion
 from schemas.ports.bus import Outgoing, Publisher, TopicPartition, TransactionalPublisher
+from schemas.ports.bus_around import BusAround, TransactionalAround
 
 BLOCK_STEPS = 2
 """Steps from one turn of the switch to the next: a sixth of a second, in which a shared machine keeps its pace."""
@@ -33,7 +32,7 @@ class Switch:
         return (step // BLOCK_STEPS + self.phase) % 2 == 0
 
 
-def switched(trainer: Trainer, kafka: KafkaSettings, phase: int) -> Trainer:
+def switched(trainer: Trainer, phase: int) -> Trainer:
     """The same trainer with the switch in it."""
     switch = Switch(phase)
     open_policy: OpenPolicy = trainer.open_policy
@@ -41,7 +40,7 @@ def switched(trainer: Trainer, kafka: KafkaSettings, phase: int) -> Trainer:
     def open_switched(restored: Restored | None) -> Policy:
         return SwitchedPolicy(open_policy(restored), switch)
 
-    return replace(trainer, bus=SwitchedBus(kafka, switch=switch), open_policy=open_switched)
+    return replace(trainer, bus=SwitchedBus(trainer.bus, switch), open_policy=open_switched)
 
 
 @dataclass
@@ -90,24 +89,22 @@ class SwitchedPolicy:
         return self.policy.checkpoint(manifest, intake, report, lineage)
 
 
-class SwitchedBus(KafkaBus):
+@dataclass
+class SwitchedBus(BusAround):
     """Its transactions are plain records while the switch is off."""
 
-    def __init__(self, settings: KafkaSettings, *, switch: Switch) -> None:
-        super().__init__(settings)
-        self._switch = switch
+    switch: Switch
 
-    async def transactional(self, transactional_id: str) -> TransactionalPublisher:  # type: ignore[override]
-        """See ``Bus``."""
-        inside = await super().transactional(transactional_id)
-        return SwitchedPublisher(inside, await self.publisher(f"{transactional_id}.plain"), self._switch)
+    async def transactional(self, transactional_id: str) -> TransactionalPublisher:
+        """See the port."""
+        inside = await self.bus.transactional(transactional_id)
+        return SwitchedPublisher(inside, await self.bus.publisher(f"{transactional_id}.plain"), self.switch)
 
 
 @dataclass
-class SwitchedPublisher:
-    """``schemas.ports.bus.TransactionalPublisher``."""
+class SwitchedPublisher(TransactionalAround):
+    """``outside``: where records go without a transaction."""
 
-    inside: TransactionalPublisher
     outside: Publisher
     switch: Switch
 
@@ -120,7 +117,7 @@ class SwitchedPublisher:
     ) -> None:
         """See the port. A step is announced in the time of the next one."""
         if self.switch.is_on(self.switch.step + 1):
-            await self.inside.commit(records, offsets=offsets, group_id=group_id)
+            await super().commit(records, offsets=offsets, group_id=group_id)
             return
         for record in records:
             await self.outside.publish(record)
@@ -128,4 +125,4 @@ class SwitchedPublisher:
     async def close(self) -> None:
         """See the port."""
         await self.outside.close()
-        await self.inside.close()
+        await super().close()

@@ -42,7 +42,7 @@ def main(config: str, phase: str, marks: str, *overrides: str) -> None:
     """Train, then write what was spent."""
     settings = load_settings(Path(config), list(overrides))
     stopwatch = Stopwatch()
-    trainer = switched(build_trainer(settings, ""), settings.kafka, int(phase))
+    trainer = switched(build_trainer(settings, ""), int(phase))
     settle_collector()
     uvloop.run(replace(trainer, reached=stopwatch.reached).run(asyncio.Event()))
     Path(marks).write_text(json.dumps(stopwatch.steps))

@@ -38,6 +38,7 @@ class Reader:
             auto_offset_reset="none",
             isolation_level="read_committed",
             fetch_max_wait_ms=settings.fetch_max_wait_ms,
+            fetch_min_bytes=settings.fetch_min_bytes,
             fetch_max_bytes=settings.fetch_max_bytes,
             max_partition_fetch_bytes=settings.max_partition_fetch_bytes,
         )

@@ -25,6 +25,13 @@ class KafkaBus:
         self._settings = settings
         self.outage = Outage(settings.bootstrap_servers or "", advice)
 
+    @property
+    def unhurried(self) -> "KafkaBus":
+        """The same broker for who only looks on: a read costs as much as hundreds of records, so it is asked less."""
+        bus = KafkaBus(self._settings.unhurried)
+        bus.outage = self.outage
+        return bus
+
     async def publisher(self, client_id: str) -> KafkaPublisher:
         """A started publisher, idempotent and in order per partition.
 

@@ -10,6 +10,8 @@ from schemas.settings import Section
 SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
 SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 
+UNHURRIED_MS = 1000
+
 
 class KafkaSettings(Section):
     """Every wait is bounded by one of these times; sizes are in bytes before compression."""
@@ -47,8 +49,11 @@ class KafkaSettings(Section):
         int, Field(ge=1, description="Replacements in a row that may fail to help; then the process ends.")
     ] = 3
     fetch_max_wait_ms: Annotated[
-        int, Field(ge=1, description="How long the broker holds a read that finds nothing.")
+        int, Field(ge=1, description="How long the broker holds a read that finds too little.")
     ] = 100
+    fetch_min_bytes: Annotated[
+        int, Field(ge=1, description="Until so much is there, or that time is over, the broker holds a read.")
+    ] = 1
     fetch_max_bytes: Annotated[int, Field(ge=1 << 20, description="Most bytes of one read.")] = 32 << 20
     max_partition_fetch_bytes: Annotated[int, Field(ge=1 << 16, description="The same, of one partition.")] = 4194304
     replication_factor: Annotated[
@@ -63,6 +68,11 @@ class KafkaSettings(Section):
     ssl_cafile: Annotated[Path | None, Field(description="Certificates to trust; none: the system's.")] = None
     ssl_certfile: Annotated[Path | None, Field(description="Our own certificate.")] = None
     ssl_keyfile: Path | None = None
+
+    @property
+    def unhurried(self) -> "KafkaSettings":
+        """The same for who reads to look on: one fetch a second, however little or much there is by then."""
+        return self.model_copy(update={"fetch_min_bytes": self.fetch_max_bytes, "fetch_max_wait_ms": UNHURRIED_MS})
 
     @property
     def writer_stall_s(self) -> float:

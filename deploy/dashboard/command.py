@@ -12,9 +12,10 @@ from aiohttp import web
 from deploy.dashboard.room import CLIENT_ID, PLAIN, Room
 from deploy.dashboard.server import build_app
 from deploy.inspection.replays.show import Piece, pieces_of
-from deploy.live.attaching import feed_of
+from deploy.live.attaching import feed_of, give_way
 from deploy.live.state import LiveState
 from deploy.surveys.attachment import Attachment
+from deploy.wiring.collector import settle_collector
 from schemas.errors import UserError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -28,6 +29,7 @@ def serve(attachment: Attachment, where: Path | None, host: str, port: int, *, o
     """
     if host not in LOOPBACK:
         print(f"note: served at {host}: whoever reaches it sees the run and may retry dead letters", file=sys.stderr)
+    give_way()
     uvloop.run(_serve(attachment, where, host, port, open_browser=open_browser))
     return 0
 
@@ -46,6 +48,7 @@ async def _serve(attachment: Attachment, where: Path | None, host: str, port: in
         print(f"{attached.run} at {address}  (Ctrl-C ends it)", flush=True)
         if open_browser:
             await asyncio.to_thread(webbrowser.open, address)
+        settle_collector()
         await (await feed_of(attached, state, CLIENT_ID)).run(stop)
     finally:
         stop.set()

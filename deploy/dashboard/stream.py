@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from deploy.live.snapshot import SECTIONS
 from deploy.live.state import LiveState
 
-TICK_S = 0.5
+TICK_S = 1.0
 SLOW = {"curves": 2, "timeline": 2, "lengths": 2, "staleness": 2, "split": 2}
 """Sections that are looked at every so many ticks."""
 

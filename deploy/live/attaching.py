@@ -1,5 +1,9 @@
-"""A feed of the run that a command is attached to: which partitions are which bucket, and the trainer's offsets."""
+"""A feed of the run that a command is attached to: which partitions are which bucket, and the trainer's offsets.
 
+Whoever only looks gives way to the run, by its priority and by reading seldom.
+"""
+
+import os
 from collections.abc import Mapping
 
 from deploy.bus.cluster.groups import committed_offsets
@@ -11,6 +15,13 @@ from deploy.surveys.standing.standing import last_metrics, shards_of
 from schemas.ports.bus import TopicPartition
 from schemas.wire.topics import TRAJECTORIES
 
+NICENESS = 19
+
+
+def give_way() -> None:
+    """Leave the processors to the run: from now on this process takes what nobody else wants."""
+    os.nice(NICENESS)
+
 
 async def feed_of(attached: Attachment, state: LiveState, client_id: str) -> LiveFeed:
     """Of an attachment that names its run.
@@ -21,7 +32,7 @@ async def feed_of(attached: Attachment, state: LiveState, client_id: str) -> Liv
     partitions = len(await BusHistory(attached.bus, client_id).extents(attached.name_of(TRAJECTORIES)))
     metrics = {} if attached.settings is not None else await last_metrics(attached)
     shards, bus = shards_of(attached, partitions, metrics), attached.bus
-    return LiveFeed(bus, state, shards, _committed(attached), client_id, bus.outage)
+    return LiveFeed(bus, state, shards, _committed(attached), client_id, bus.outage, bus.unhurried)
 
 
 def _committed(attached: Attachment) -> Committed:

@@ -26,10 +26,8 @@ from schemas.wire.topics import (
 log = structlog.get_logger()
 
 POLL_S = 0.25
-PACE_S = 0.45
-"""Between two polls, so that many records come with one fetch: a fetch costs reader and broker as much as hundreds."""
 RETRY_S = 2.0
-LAG_EVERY_S = 2.0
+LAG_EVERY_S = 5.0
 MAX_RECORDS = 2000
 PAST: dict[Topic, int] = {CONTROL: 1 << 40, STEPS: 4000, HEARTBEATS: 4000, SKIPS: 4000, TRAJECTORIES: 1500}
 """Offsets of the past that are read, over all partitions of a topic; of the others only what comes."""
@@ -42,7 +40,8 @@ Committed = Callable[[], Awaitable[Mapping[TopicPartition, int]]]
 @dataclass
 class LiveFeed:
     """``state`` is complete up to the last poll. ``shards`` None: partitions cannot be told by bucket. ``outage``: told
-    of, and shared with what else reads from ``bus``.
+    of, and shared with what else reads from ``bus``. ``unhurried``: the same bus, whose reads bring much at once; what
+    comes is read from it, if there is one.
     """
 
     bus: Bus
@@ -51,6 +50,7 @@ class LiveFeed:
     committed: Committed | None = None
     client_id: str = "streamrl-live"
     outage: Outage = field(default_factory=Outage)
+    unhurried: Bus | None = None
     positions: dict[TopicPartition, int] = field(default_factory=dict)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -91,7 +91,8 @@ class LiveFeed:
 
     async def _follow(self, stop: asyncio.Event) -> None:
         topics = sorted({tp.topic for tp in self.positions})
-        subscription = await self.bus.subscribe(topics, client_id=self.client_id, start=dict(self.positions))
+        bus, start = self.unhurried or self.bus, dict(self.positions)
+        subscription = await bus.subscribe(topics, client_id=self.client_id, start=start)
         self.outage.end(self.client_id)
         lags = asyncio.create_task(self._watch_lags(subscription)) if self.committed and self.shards else None
         try:
@@ -100,7 +101,6 @@ class LiveFeed:
                 for record in sorted(records, key=lambda each: each.timestamp):
                     self.positions[TopicPartition(record.topic, record.partition)] = record.offset + 1
                     self.state.take(record)
-                await asyncio.sleep(PACE_S)
         finally:
             if lags is not None:
                 lags.cancel()

@@ -13,18 +13,17 @@ import uvloop
 
 from deploy.bus.client.outage import advised
 from deploy.inspection.bus_history import BusHistory
-from deploy.live.attaching import feed_of
+from deploy.live.attaching import feed_of, give_way
 from deploy.live.feed import LiveFeed
 from deploy.live.state import LiveState
 from deploy.surveys.attachment import Attachment
 from deploy.top.printing import Manner, print_lines
+from deploy.wiring.collector import settle_collector
 from schemas.errors import BusUnavailable, UserError
 from schemas.messages.trajectories import Trajectory
 from schemas.wire.topics import TRAJECTORIES
 
 CLIENT_ID = "streamrl-top"
-NICENESS = 10
-"""Whoever looks gives way to the run where processors are scarce."""
 
 
 def show(attachment: Attachment, where: Path | None, manner: Manner, *, on_screen: bool) -> int:
@@ -34,7 +33,7 @@ def show(attachment: Attachment, where: Path | None, manner: Manner, *, on_scree
         UserError: no such run, or no broker.
         StreamRLError: the broker refuses.
     """
-    os.nice(NICENESS)
+    give_way()
     try:
         return uvloop.run(_show(attachment, str(where) if where else "", manner, on_screen=on_screen))
     except BrokenPipeError:  # whoever read our output has seen enough
@@ -82,6 +81,7 @@ async def _on_screen(attached: Attachment, feed: LiveFeed, run_path: str, stop: 
     app = TopApp(feed.state, read, run_path)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, app.exit)
+    settle_collector()
     await app.run_async()
     stop.set()
     return app.return_code or 0

@@ -1,4 +1,4 @@
-"""The Textual application: tabs of panels over a live state, redrawn once a second, or at once when a key asks.
+"""The Textual application: tabs of panels over a live state, redrawn every two seconds, or at once when a key asks.
 
 Invariants, each with a test of its name:
 - only_what_is_in_sight_is_drawn: sections that no visible panel needs are not even put together;
@@ -23,12 +23,9 @@ from deploy.top.view.help import Help
 from deploy.top.view.panels import BOARD, CURVES, EVENTS, HEAD, LAG, LENGTHS, LOOP, SPLIT, STALENESS, WORKERS, Panel
 from deploy.top.view.trajectories import Read, Trajectories
 
-TICK_S = 0.5
+TICK_S = 2.0
 INTERRUPTED = 130
-SLOW = {
-    "curves": 4, "lengths": 4, "staleness": 4, "split": 4, "trajectories": 4,
-    "loop": 2, "workers": 2, "lag": 2, "events": 2,
-}  # fmt: skip
+SLOW = {"curves": 2, "lengths": 2, "staleness": 2, "split": 2}
 """Sections that are looked at every so many ticks."""
 THEME = Theme(
     "streamrl", primary=ACCENT, accent=ACCENT, background="#0d1014", surface="#0d1014", panel="#14181e", dark=True
@@ -121,10 +118,10 @@ class TopApp(App[None]):
         self.look()
 
     def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
-        """What was out of sight is old."""
+        """What was out of sight is old, and has a size only when the tab has been laid out."""
         if event.pane.id == "trajectories-tab":
             self.query_one("#list", OptionList).focus()
-        self.look_anew()
+        self.call_after_refresh(self.look_anew)
 
     def on_resize(self) -> None:
         """Other panels may be in sight now."""

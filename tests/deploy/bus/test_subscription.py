@@ -199,3 +199,17 @@ async def test_a_reader_that_gets_no_offsets_any_more_is_replaced(bootstrap_serv
     assert values == [b"1", b"2"]
     assert (await subscription.end_offsets())[TopicPartition(topic, 0)] == 2
     await subscription.close()
+
+
+async def test_an_unhurried_reader_gets_what_came_meanwhile_with_one_read(bus: KafkaBus, topic: str) -> None:
+    subscription = await bus.unhurried.subscribe([topic], client_id="looker")
+    publisher = await bus.publisher("writer")
+    try:
+        reading = asyncio.create_task(subscription.poll(timeout_s=10))
+        for number in range(8):
+            await publisher.publish(Outgoing(topic, bytes([number]), None, number % 2))
+            await asyncio.sleep(0.02)
+        assert {record.value for record in await reading} == {bytes([number]) for number in range(8)}
+    finally:
+        await publisher.close()
+        await subscription.close()

@@ -47,6 +47,22 @@ async def test_the_recent_past_is_read_in_the_order_of_its_times_and_then_what_c
     assert bus.committed == {}
 
 
+async def test_what_comes_is_read_from_the_unhurried_bus() -> None:
+    bus, made_up = a_past(5.0)
+    calm, _ = a_past(5.0)
+    state, stop = LiveState(RUN), asyncio.Event()
+    task = asyncio.create_task(LiveFeed(bus, state, unhurried=calm).run(stop))
+    publisher = await calm.publisher("test")
+    changed = examples()["control-weights-ready"].replace(version=PolicyVersion(1, 999))
+    await publisher.publish(Outgoing.of(f"{RUN}.control", changed, key="weights/policy"))
+    async with asyncio.timeout(10):
+        while state.announced.number != 999:
+            await asyncio.sleep(0.02)
+    stop.set()
+    await asyncio.wait_for(task, 5)
+    assert state.step >= made_up.version
+
+
 async def test_lag_is_what_the_trainer_has_not_finished() -> None:
     bus, _ = a_past(5.0)
     state, stop = LiveState(RUN), asyncio.Event()
