@@ -75,8 +75,9 @@ class TrainerServer:
         done, _ = await asyncio.wait([exchange], timeout=TRAINING_S)
         if done:
             return exchange.result()
-        self.close()
+        self._kill()
         await asyncio.wait([exchange])
+        self.close()
         self.process = start_server()
         return STUCK
 
@@ -89,9 +90,14 @@ class TrainerServer:
         return int(json.loads(answer)["code"]) if answer else STUCK
 
     def close(self) -> None:
-        """Also of the trainer that it may be running."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self._kill()
+        self.process.communicate()
+
+    def _kill(self) -> None:
+        """With the trainer that it may be running."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 @dataclass(frozen=True)
