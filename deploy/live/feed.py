@@ -58,7 +58,8 @@ class LiveFeed:
 
         Consumes: all topics but tokens and commands, from the recent past on. Produces: nothing.
         Waits for: new records.
-        On failure: what retention deleted is passed over; while no broker answers, that is told once, and asked again.
+        On failure: what retention deleted is passed over, and a topic that was made anew is followed from its end on;
+            while no broker answers, that is told once, and asked again.
         On stop: returns within one poll.
         """
         while not stop.is_set():
@@ -67,8 +68,9 @@ class LiveFeed:
                     await self._catch_up()
                 await self._follow(stop)
             except DataLossRefused as error:
-                for topic, partition, _, end in error.holes:
-                    self.positions[TopicPartition(topic, partition)] = end
+                for topic, partition, begin, end in error.holes:
+                    place = TopicPartition(topic, partition)
+                    self.positions[place] = end if self.positions[place] == begin else begin
             except BusUnavailable as error:
                 self.outage.begin(self.client_id, error)
                 await _stopped_within(stop, RETRY_S)

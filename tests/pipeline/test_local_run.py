@@ -116,7 +116,7 @@ async def test_a_worker_started_by_hand_joins_takes_work_and_leaves(start: Start
 
 
 async def test_undecodable_bytes_are_dead_lettered_and_the_run_goes_on(start: Start, bootstrap_servers: str) -> None:
-    run = start("--training.max_steps=100")
+    run = start("--training.max_steps=100", "--intake.max_undecodable_share=0.1")
     run.wait_until(lambda: run.steps() >= 2, "second step")
     publisher = await KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers)).publisher("vandal")
     topic = TRAJECTORIES.full_name(run.directory.name)

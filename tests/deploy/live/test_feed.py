@@ -1,22 +1,36 @@
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from deploy.bus.client.outage import Outage
-from deploy.live.feed import LiveFeed, unfinished_by_bucket
+from deploy.live.feed import FOLLOWED, LiveFeed, unfinished_by_bucket
 from deploy.live.state import LiveState
 from schemas.errors import BusUnavailable
 from schemas.identifiers import PolicyVersion
-from schemas.ports.bus import Outgoing, TopicPartition
+from schemas.ports.bus import Outgoing, Subscription, TopicPartition
+from schemas.ports.bus_around import BusAround
 from schemas.ports.memory_bus import MemoryBus
 from tests.deploy.live.made_up_run import SHARDS, MadeUpRun
 from tests.deploy.live.writing import append, topics_of
 from tests.schemas.examples import examples
 
 RUN = "made-up"
+
+
+@dataclass
+class Asked(BusAround):
+    """A bus that remembers which topics were subscribed to."""
+
+    topics: list[str] = field(default_factory=list)
+
+    async def subscribe(self, topics: Iterable[str], **how: Any) -> Subscription:
+        self.topics += topics
+        return await super().subscribe(topics, **how)
 
 
 def a_past(seconds: float) -> tuple[MemoryBus, MadeUpRun]:
@@ -49,18 +63,34 @@ async def test_the_recent_past_is_read_in_the_order_of_its_times_and_then_what_c
 
 async def test_what_comes_is_read_from_the_unhurried_bus() -> None:
     bus, made_up = a_past(5.0)
-    calm, _ = a_past(5.0)
+    calm = Asked(bus)
     state, stop = LiveState(RUN), asyncio.Event()
     task = asyncio.create_task(LiveFeed(bus, state, unhurried=calm).run(stop))
-    publisher = await calm.publisher("test")
-    changed = examples()["control-weights-ready"].replace(version=PolicyVersion(1, 999))
-    await publisher.publish(Outgoing.of(f"{RUN}.control", changed, key="weights/policy"))
     async with asyncio.timeout(10):
+        while not calm.topics or state.step < made_up.version:
+            await asyncio.sleep(0.02)
+    stop.set()
+    await asyncio.wait_for(task, 5)
+    assert calm.topics == sorted(topic.full_name(RUN) for topic in FOLLOWED)
+
+
+async def test_a_topic_that_was_made_anew_is_followed_from_where_it_is() -> None:
+    bus, _ = a_past(5.0)
+    control = TopicPartition(f"{RUN}.control", 0)
+    state, stop = LiveState(RUN), asyncio.Event()
+    ends = {TopicPartition(topic.full_name(RUN), 0): 0 for topic in FOLLOWED}
+    feed = LiveFeed(bus, state, positions=ends | {control: 1_000_000})
+    task = asyncio.create_task(feed.run(stop))
+    publisher = await bus.publisher("test")
+    async with asyncio.timeout(10):
+        while feed.positions[control] > 1000:
+            await asyncio.sleep(0.02)
+        changed = examples()["control-weights-ready"].replace(version=PolicyVersion(1, 999))
+        await publisher.publish(Outgoing.of(f"{RUN}.control", changed, key="weights/policy"))
         while state.announced.number != 999:
             await asyncio.sleep(0.02)
     stop.set()
     await asyncio.wait_for(task, 5)
-    assert state.step >= made_up.version
 
 
 async def test_lag_is_what_the_trainer_has_not_finished() -> None:
