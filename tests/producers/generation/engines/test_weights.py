@@ -1,5 +1,8 @@
 """Weights that do not fit are refused whole."""
 
+import gc
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from producers.generation.engines.facts import ModelFacts, read_facts
-from producers.generation.engines.weights import check_weights, read_weights
+from producers.generation.engines.weights import check_weights, mapped_tensors, read_weights
 from schemas.errors import WeightsError
 from tests.producers.generation.engines.conftest import EOS, build_model
 
@@ -72,3 +75,35 @@ def test_weights_that_do_not_fit_are_refused_whole(
 def test_half_precision_fits_a_float_model(facts: ModelFacts, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     assert len(read_weights(tmp_path, facts.tensors)) == len(facts.tensors)
+
+
+def test_reading_weights_leaves_nothing_behind(model_dir: Path, facts: ModelFacts) -> None:
+    def blocks_after(reads: int) -> int:
+        for _ in range(reads):
+            read_weights(model_dir, facts.tensors)
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before = blocks_after(20)
+    assert blocks_after(40) - before < 40
+
+
+def test_tensors_are_read_wherever_they_stand_in_their_file(tmp_path: Path) -> None:
+    numbers, flags = torch.tensor([1.5, -2.0]), torch.tensor([True, False, True])
+    header = {
+        "__metadata__": {"format": "pt"},
+        "flags": {"dtype": "BOOL", "shape": [3], "data_offsets": [0, 3]},
+        "numbers": {"dtype": "F32", "shape": [2, 1], "data_offsets": [3, 11]},
+        "one": {"dtype": "I8", "shape": [], "data_offsets": [11, 12]},
+        "none": {"dtype": "F32", "shape": [0, 4], "data_offsets": [12, 12]},
+    }
+    text = json.dumps(header).encode()
+    content = flags.numpy().tobytes() + numbers.numpy().tobytes() + b"\x07"
+    (tmp_path / "odd.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
+    found = mapped_tensors(tmp_path / "odd.safetensors")
+    assert torch.equal(found["flags"], flags)
+    assert torch.equal(found["numbers"], numbers[:, None])
+    assert found["one"].item() == 7
+    assert found["none"].shape == (0, 4)
+    found["flags"][0] = False
+    assert torch.equal(mapped_tensors(tmp_path / "odd.safetensors")["flags"], flags)
