@@ -82,10 +82,21 @@ class Incarnation:
         return self.policy.step >= self.training.max_steps
 
     async def export(self) -> str | None:
-        """Put the weights into the store if they are due; the sha256 of their manifest."""
+        """Put the weights into the store if they are due; the sha256 of their manifest.
+
+        Raises:
+            Superseded: a newer lineage exists; its trainer removes what it finds half written.
+        """
         if self.policy.step % self.training.weight_sync_steps and not self.is_finished:
             return None
-        return await self.compute(self.policy.export, self.version, self.clock())
+        return await self._exported()
+
+    async def _exported(self) -> str:
+        try:
+            return await self.compute(self.policy.export, self.version, self.clock())
+        except Exception:
+            await self.check_lineage()
+            raise
 
     async def weights(self, manifest_sha256: str | None) -> Weights:
         """What the weights in memory are known by; checksums only if they are wanted."""
@@ -94,7 +105,7 @@ class Incarnation:
 
     async def begin(self, restored: Restored | None, start: IntakeStart) -> None:
         """Announce the checkpoint's report again, and that this lineage goes on from there."""
-        sha256 = await self.compute(self.policy.export, self.version, self.clock())
+        sha256 = await self._exported()
         self.reached(Point.START_EXPORTED)
         topic, weights = STEPS.full_name(self.run_name), await self.weights(sha256)
         own = first_report(self.algorithm, weights, self.ancestry, start.prompt_cursor, self.clock())

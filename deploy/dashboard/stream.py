@@ -1,4 +1,4 @@
-"""Sends a live state to browsers as server-sent events: only sections that changed, twice a second.
+"""Sends a live state to browsers as server-sent events: only sections that changed, once a second.
 
 However many browsers look, the state is put into words once for all of them, and not at all while nobody looks.
 """

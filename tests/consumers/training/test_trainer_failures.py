@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import xxhash
 from safetensors.numpy import load_file
+from safetensors.torch import save_file
 
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.training.persistence.checkpoint import CheckpointStore
+from consumers.training.persistence.files import remove_leftovers
 from consumers.training.persistence.locations import open_location
 from consumers.training.policy import PolicyPlaces, TrainedPolicy
 from consumers.training.resuming.points import Point
@@ -239,3 +241,24 @@ async def test_a_trainer_that_waits_in_vain_notices_that_another_has_taken_over(
     scene.store().claim_lineage(now=0.0)
     with pytest.raises(Superseded, match="another trainer has taken over"):
         await asyncio.wait_for(older, 20)
+
+
+async def test_a_trainer_whose_half_written_weights_a_newer_one_removed_is_superseded(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = []
+
+    def save(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) -> None:
+        save_file(tensors, path, metadata=metadata)
+        saved.append(path)
+        if len(saved) == 2:
+            scene.store().claim_lineage(now=0.0)
+            remove_leftovers(scene.root / "weights")
+
+    monkeypatch.setattr("consumers.training.persistence.weight_export.save_file", save)
+    for number in range(2):
+        await scene.publish_group(number)
+    with pytest.raises(Superseded, match="another trainer has taken over"):
+        await asyncio.wait_for(scene.trainer().run(asyncio.Event()), 20)
+    assert saved
+    assert [path.name for path in (scene.root / "weights").iterdir()] == ["1-0"]
