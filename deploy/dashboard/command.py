@@ -12,8 +12,9 @@ from aiohttp import web
 from deploy.dashboard.room import CLIENT_ID, PLAIN, Room
 from deploy.dashboard.server import build_app
 from deploy.inspection.replays.show import Piece, pieces_of
-from deploy.live.attaching import feed_of, give_way
+from deploy.live.attaching import feed_of
 from deploy.live.state import LiveState
+from deploy.runs.priority import give_way
 from deploy.surveys.attachment import Attachment
 from deploy.wiring.collector import settle_collector
 from schemas.errors import UserError

@@ -6,20 +6,24 @@ row within these ends refers to lies within them.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from consumers.audit.balance import balance
 from consumers.audit.books.books import Books
 from consumers.audit.checks.verdict import Verdict
 from consumers.training.persistence.manifest import CheckpointManifest
 from schemas.errors import DataError, WireError
-from schemas.ports.bus import Record
+from schemas.ports.bus import Record, TopicPartition
 from schemas.ports.history import Extent, History
 from schemas.wire.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 
 Progress = Callable[[str, int, int], None]
 """Told the topic, how many of its offsets were read, and how many there are."""
 TELL_EVERY = 500
+Take = Callable[[Record], None]
+TOPICS = (STEPS, SKIPS, TRAJECTORIES, WORK_ORDERS, DEAD_LETTERS)
+"""In the order in which their ends are fixed."""
 
 
 async def audit(
@@ -42,50 +46,56 @@ async def audit(
     """
     began = time.monotonic()
     manifests = list_checkpoints()
-    ends = {topic: await _extents(history, run, topic) for topic in (STEPS, SKIPS, TRAJECTORIES)}
+    held = await history.extents(*(topic.full_name(run) for topic in TOPICS))
+    ends = {topic: _of(topic, run, held) for topic in TOPICS}
     if not ends[TRAJECTORIES]:
         raise DataError(
             f"expected the topics of run {run!r}, found none: check the run's name and the broker's address"
         )
     books = Books(steps_begin=_begins(ends[STEPS]), skips_begin=_begins(ends[SKIPS]))
     books.hold(ends[TRAJECTORIES])
-    for topic in (WORK_ORDERS, DEAD_LETTERS):
-        ends[topic] = await _extents(history, run, topic)
-    takers: dict[Topic, Callable[[Record], None]] = {
-        STEPS: books.add_step,
-        SKIPS: books.add_skip,
-        TRAJECTORIES: books.add_trajectory,
-        WORK_ORDERS: books.add_order,
-        DEAD_LETTERS: books.add_dead_letter,
-    }
-    for topic, take in takers.items():
-        await _read(history, topic.full_name(run), ends[topic], take, progress)
-    books.hold(await _extents(history, run, TRAJECTORIES))
+    await _read(history, held, _takers(run, books), progress)
+    books.hold(_of(TRAJECTORIES, run, await history.extents(TRAJECTORIES.full_name(run))))
     verdict = balance(run, books, [manifest for manifest in manifests if manifest.run == run])
     return verdict.timed(time.monotonic() - began)
 
 
-async def _extents(history: History, run: str, topic: Topic) -> dict[int, Extent]:
-    return {tp.partition: extent for tp, extent in (await history.extents(topic.full_name(run))).items()}
+def _of(topic: Topic, run: str, held: Mapping[TopicPartition, Extent]) -> dict[int, Extent]:
+    return {tp.partition: extent for tp, extent in held.items() if tp.topic == topic.full_name(run)}
 
 
 def _begins(extents: dict[int, Extent]) -> bool:
     return all(extent.first == 0 for extent in extents.values())
 
 
+def _takers(run: str, books: Books) -> dict[str, Take]:
+    takers: dict[Topic, Take] = {
+        STEPS: books.add_step,
+        SKIPS: books.add_skip,
+        TRAJECTORIES: books.add_trajectory,
+        WORK_ORDERS: books.add_order,
+        DEAD_LETTERS: books.add_dead_letter,
+    }
+    return {topic.full_name(run): take for topic, take in takers.items()}
+
+
 async def _read(
-    history: History, topic: str, extents: dict[int, Extent], take: Callable[[Record], None], progress: Progress
+    history: History, held: Mapping[TopicPartition, Extent], takers: Mapping[str, Take], progress: Progress
 ) -> None:
-    total = sum(extent.end - extent.first for extent in extents.values())
-    done = 0
-    progress(topic, 0, total)
-    async for record in history.records(topic, extents):
+    totals = Counter(dict.fromkeys(takers, 0))
+    for tp, extent in held.items():
+        totals[tp.topic] += extent.end - extent.first
+    for topic, total in totals.items():
+        progress(topic, 0, total)
+    done: Counter[str] = Counter()
+    async for record in history.within(held):
         try:
-            take(record)
+            takers[record.topic](record)
         except WireError as error:
-            place = f"{topic}[{record.partition}]@{record.offset}"
+            place = f"{record.topic}[{record.partition}]@{record.offset}"
             raise DataError(f"expected a step report or skip row at {place}, got: {error}") from error
-        done += 1
-        if done % TELL_EVERY == 0:
-            progress(topic, done, total)
-    progress(topic, total, total)
+        done[record.topic] += 1
+        if done[record.topic] % TELL_EVERY == 0:
+            progress(record.topic, done[record.topic], totals[record.topic])
+    for topic, total in totals.items():
+        progress(topic, total, total)

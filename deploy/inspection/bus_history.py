@@ -6,8 +6,10 @@ Invariants, each with a test of its name:
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from schemas.errors import BusError, BusUnavailable, DataLossRefused, TopicMissing
 from schemas.ports.bus import Bus, Record, Subscription, TopicPartition
@@ -27,20 +29,29 @@ class BusHistory:
     bus: Bus
     client_id: str = "history"
 
-    async def extents(self, topic: str) -> dict[TopicPartition, Extent]:
-        """What is held of each partition of a topic (full name); empty if there is no such topic.
+    async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
+        """What is held of each partition of these topics (full names), asked in this order; none of a missing one.
 
         Raises:
             BusUnavailable: no broker answers.
         """
         try:
-            subscription = await self._subscribe(topic, None)
+            subscription = await self.bus.subscribe(topics, client_id=self.client_id)
         except TopicMissing:
-            return {}
+            each = [await self.extents(topic) for topic in topics] if len(topics) > 1 else []
+            return {tp: extent for found in each for tp, extent in found.items()}
         try:
-            return await _extents(subscription)
+            subscription.pause(subscription.partitions())
+            found: dict[TopicPartition, Extent] = {}
+            for topic in topics:
+                found |= await self._extents_of(topic, subscription)
+            return found
         finally:
             await subscription.close()
+
+    async def _extents_of(self, topic: str, subscription: Subscription) -> dict[TopicPartition, Extent]:
+        first, end = await subscription.beginning_offsets(), await subscription.end_offsets()
+        return {tp: Extent(first[tp], max(first[tp], end[tp])) for tp in sorted(end) if tp.topic == topic}
 
     async def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncIterator[Record]:
         """All records of the topic up to its present ends, or only those within the offsets named by partition.
@@ -51,15 +62,24 @@ class BusHistory:
             BusUnavailable: no broker answers, or it delivers nothing for a minute though there is more.
             DataLossRefused: retention deleted records while they were about to be read.
         """
-        begun = await self._begin(topic, ranges)
-        if begun is None:
-            return
-        subscription, ends = begun
-        try:
-            async for record in _read_until(subscription, ends):
+        if ranges is None:
+            begun = await self._whole(topic)
+        else:
+            begun = await self._parts({TopicPartition(topic, number): extent for number, extent in ranges.items()})
+        async with contextlib.aclosing(_read(begun)) as records:
+            async for record in records:
                 yield record
-        finally:
-            await subscription.close()
+
+    async def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncIterator[Record]:
+        """The records of several topics within these offsets; ascending per partition, partitions in any order.
+
+        Raises:
+            BusUnavailable: see ``records``.
+            DataLossRefused: see ``records``.
+        """
+        async with contextlib.aclosing(_read(await self._parts(ranges))) as records:
+            async for record in records:
+                yield record
 
     async def fetch(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
         """The records at these partitions and offsets; places that hold none are left out.
@@ -78,43 +98,58 @@ class BusHistory:
     async def close(self) -> None:
         """Nothing is held."""
 
-    async def _begin(
-        self, topic: str, ranges: Mapping[int, Extent] | None
-    ) -> tuple[Subscription, dict[TopicPartition, int]] | None:
-        """A subscription at the first wanted offsets, and where to end; none if there is nothing to read."""
-        wanted = None if ranges is None else {p: extent for p, extent in ranges.items() if extent.first < extent.end}
-        if wanted == {}:
-            return None
+    async def _whole(self, topic: str) -> "Begun | None":
         try:
-            subscription = await self._subscribe(topic, wanted)
+            subscription = await self.bus.subscribe([topic], client_id=self.client_id)
         except TopicMissing:
             return None
-        except BusUnavailable:
-            raise
-        except (DataLossRefused, BusError):
-            if wanted is None:
+        return Begun(subscription, await subscription.end_offsets())
+
+    async def _parts(self, ranges: Mapping[TopicPartition, Extent]) -> "Begun | None":
+        """At the first wanted offsets; if not all of them are held, at the first of those that are."""
+        wanted = _not_empty(ranges)
+        if not wanted:
+            return None
+        try:
+            subscription = await self._subscribe(wanted)
+        except (DataLossRefused, BusError) as error:
+            if isinstance(error, BusUnavailable) and not isinstance(error, TopicMissing):
                 raise
-            held = {tp.partition: extent for tp, extent in (await self.extents(topic)).items()}
-            wanted = {p: _common(extent, held[p]) for p, extent in wanted.items() if p in held}
-            wanted = {p: extent for p, extent in wanted.items() if extent.first < extent.end}
+            held = await self.extents(*{tp.topic: None for tp in wanted})
+            wanted = _not_empty({tp: _common(extent, held[tp]) for tp, extent in wanted.items() if tp in held})
             if not wanted:
                 return None
-            subscription = await self._subscribe(topic, wanted)
+            subscription = await self._subscribe(wanted)
         ends = await subscription.end_offsets()
-        if wanted is not None:
-            ends = {tp: min(end, wanted[tp.partition].end) for tp, end in ends.items()}
-        return subscription, ends
+        return Begun(subscription, {tp: min(end, wanted[tp].end) for tp, end in ends.items() if tp in wanted})
 
-    async def _subscribe(self, topic: str, ranges: Mapping[int, Extent] | None) -> Subscription:
-        if ranges is None:
-            return await self.bus.subscribe([topic], client_id=self.client_id)
-        start = {TopicPartition(topic, partition): extent.first for partition, extent in ranges.items()}
-        return await self.bus.subscribe([topic], client_id=self.client_id, start=start, partitions=ranges)
+    async def _subscribe(self, wanted: Mapping[TopicPartition, Extent]) -> Subscription:
+        topics, numbers = {tp.topic for tp in wanted}, {tp.partition for tp in wanted}
+        start = {tp: extent.first for tp, extent in wanted.items()}
+        subscription = await self.bus.subscribe(topics, client_id=self.client_id, start=start, partitions=numbers)
+        subscription.pause(subscription.partitions() - start.keys())
+        return subscription
 
 
-async def _extents(subscription: Subscription) -> dict[TopicPartition, Extent]:
-    first, end = await subscription.beginning_offsets(), await subscription.end_offsets()
-    return {tp: Extent(first[tp], max(first[tp], end[tp])) for tp in sorted(end)}
+class Begun(NamedTuple):
+    """A subscription that stands where reading begins, and the offsets to end at; others are paused."""
+
+    subscription: Subscription
+    ends: dict[TopicPartition, int]
+
+
+async def _read(begun: Begun | None) -> AsyncGenerator[Record]:
+    if begun is None:
+        return
+    try:
+        async for record in _read_until(*begun):
+            yield record
+    finally:
+        await begun.subscription.close()
+
+
+def _not_empty(ranges: Mapping[TopicPartition, Extent]) -> dict[TopicPartition, Extent]:
+    return {tp: extent for tp, extent in ranges.items() if extent.first < extent.end}
 
 
 async def _read_until(subscription: Subscription, ends: dict[TopicPartition, int]) -> AsyncIterator[Record]:

@@ -1,9 +1,5 @@
-"""A feed of the run that a command is attached to: which partitions are which bucket, and the trainer's offsets.
+"""A feed of the run that a command is attached to: which partitions are which bucket, and the trainer's offsets."""
 
-Whoever only looks gives way to the run, by its priority and by reading seldom.
-"""
-
-import os
 from collections.abc import Mapping
 
 from deploy.bus.cluster.groups import committed_offsets
@@ -14,13 +10,6 @@ from deploy.surveys.attachment import Attachment
 from deploy.surveys.standing.standing import last_metrics, shards_of
 from schemas.ports.bus import TopicPartition
 from schemas.wire.topics import TRAJECTORIES
-
-NICENESS = 19
-
-
-def give_way() -> None:
-    """Leave the processors to the run: from now on this process takes what nobody else wants."""
-    os.nice(NICENESS)
 
 
 async def feed_of(attached: Attachment, state: LiveState, client_id: str) -> LiveFeed:

@@ -13,9 +13,10 @@ import uvloop
 
 from deploy.bus.client.outage import advised
 from deploy.inspection.bus_history import BusHistory
-from deploy.live.attaching import feed_of, give_way
+from deploy.live.attaching import feed_of
 from deploy.live.feed import LiveFeed
 from deploy.live.state import LiveState
+from deploy.runs.priority import give_way
 from deploy.surveys.attachment import Attachment
 from deploy.top.printing import Manner, print_lines
 from deploy.wiring.collector import settle_collector

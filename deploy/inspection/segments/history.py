@@ -24,10 +24,13 @@ class SegmentHistory:
         self.manifest: ExportManifest = read_manifest(directory)
         self._verified: set[str] = set()
 
-    async def extents(self, topic: str) -> dict[TopicPartition, Extent]:
-        """What was held of each partition of a topic (full name) when it was exported; empty if it was not."""
-        found = self._topic(topic).extents
-        return {TopicPartition(topic, partition): extent for partition, extent in sorted(found.items())}
+    async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
+        """What was held of each partition of these topics (full names) when exported; none of one that was not."""
+        return {
+            TopicPartition(topic, partition): extent
+            for topic in topics
+            for partition, extent in sorted(self._topic(topic).extents.items())
+        }
 
     async def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncIterator[Record]:
         """All records of the topic, or only those within the offsets named by partition; ascending per partition.
@@ -40,6 +43,16 @@ class SegmentHistory:
                 for record in await asyncio.to_thread(self._read, topic, file):
                     if ranges is None or _holds(ranges.get(record.partition), record.offset):
                         yield record
+
+    async def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncIterator[Record]:
+        """The records of several topics within these offsets, topic by topic.
+
+        Raises:
+            DataError: see ``records``.
+        """
+        for topic in dict.fromkeys(tp.topic for tp in ranges):
+            async for record in self.records(topic, {tp.partition: ranges[tp] for tp in ranges if tp.topic == topic}):
+                yield record
 
     async def fetch(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
         """The records at these partitions and offsets; places that hold none are left out.

@@ -52,13 +52,12 @@ class Results:
         for reason, count in findings.skipped.items():
             self.skipped[reason] += count
         self.recoveries += outcome.recoveries
-        if not outcome.passed:
+        if not outcome.passed:  # no path of this machine in a file that is published
             self.failures.append(
                 {
                     "plan": str(outcome.plan),
                     "reproduce": outcome.plan.command,
-                    "directory": str(outcome.directory),
-                    "problems": outcome.all_problems[:10],
+                    "problems": [text.replace(str(outcome.directory), "RUN") for text in outcome.all_problems[:10]],
                 }
             )
         self.write()

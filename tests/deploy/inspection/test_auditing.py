@@ -10,7 +10,7 @@ from schemas.errors import DataError
 from schemas.identifiers import PolicyVersion, make_trajectory_id
 from schemas.messages.prompts import LengthEstimate, Prompt, SamplingParams, WorkOrder
 from schemas.messages.reports import SkipRecord
-from schemas.ports.bus import Outgoing, TopicPartition
+from schemas.ports.bus import Outgoing, Subscription, TopicPartition
 from schemas.ports.history import Extent
 from schemas.ports.memory_bus import MemoryBus
 from schemas.wire.topics import CATALOGUE, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
@@ -149,10 +149,10 @@ async def test_a_live_audit_raises_no_false_alarm(seed: int) -> None:
     living = asyncio.create_task(live())
 
     class Interrupted(BusHistory):
-        async def extents(self, topic: str) -> dict[TopicPartition, Extent]:
+        async def _extents_of(self, topic: str, subscription: Subscription) -> dict[TopicPartition, Extent]:
             for _ in range(rng.randint(1, 8)):
                 await asyncio.sleep(0)
-            return await super().extents(topic)
+            return await super()._extents_of(topic, subscription)
 
     history = Interrupted(bus)
     while not living.done():
@@ -171,9 +171,9 @@ async def test_an_audit_reads_topics_in_the_order_in_which_they_refer_to_each_ot
     asked: list[str] = []
 
     class Asked(BusHistory):
-        async def extents(self, topic: str) -> dict[TopicPartition, Extent]:
+        async def _extents_of(self, topic: str, subscription: Subscription) -> dict[TopicPartition, Extent]:
             asked.append(topic)
-            return await super().extents(topic)
+            return await super()._extents_of(topic, subscription)
 
     def listed() -> list[object]:
         asked.append("checkpoints")

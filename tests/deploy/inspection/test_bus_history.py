@@ -63,6 +63,20 @@ async def test_only_what_was_asked_for_is_delivered() -> None:
     assert await _all(history, "t", {}) == []
 
 
+async def test_several_topics_are_read_in_one_go_and_missing_ones_hold_nothing() -> None:
+    history = await _filled()
+    bus = history.bus
+    assert isinstance(bus, MemoryBus)
+    bus.create_topic("u", 1)
+    await _publish(bus, "u", 0, 4)
+    held = await history.extents("u", "missing", "t")
+    assert held == await history.extents("u") | await history.extents("t")
+    ranges = held | {TopicPartition("t", 0): Extent(6, 8), TopicPartition("missing", 0): Extent(0, 9)}
+    del ranges[TopicPartition("t", 1)]
+    read = [(record.topic, record.partition, record.offset) async for record in history.within(ranges)]
+    assert sorted(read) == [("t", 0, 6), ("t", 0, 7), ("u", 0, 0), ("u", 0, 1), ("u", 0, 2), ("u", 0, 3)]
+
+
 async def test_places_are_fetched_and_empty_ones_left_out() -> None:
     history = await _filled(count=3 * NEIGHBOURS)
     far = 3 * NEIGHBOURS - 1
@@ -101,6 +115,10 @@ async def test_on_a_broker_reading_ends_though_transaction_markers_stand_last(bo
     assert fetched[0, 0].headers == (("h", b"\xff"),)
     assert fetched[0, 0].key == "a"
     assert await history.extents(f"{topic}-missing") == {}
+    assert await history.extents(f"{topic}-missing", topic) == extents
+    async with asyncio.timeout(10):
+        first = [record async for record in history.within({TopicPartition(topic, 0): Extent(0, 2)})]
+    assert first == [fetched[0, 0]]
     assert await _all(history, topic, {0: Extent(2, 99), 1: Extent(7, 9), 5: Extent(0, 1)}) == [fetched[0, 2]]
     assert await _all(history, topic, {5: Extent(0, 1)}) == []
     async with asyncio.timeout(10), contextlib.aclosing(history.records(topic)) as left_early:

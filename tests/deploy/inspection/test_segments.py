@@ -79,6 +79,12 @@ async def test_an_export_shows_the_same_history_as_the_bus(
     name = TRAJECTORIES.full_name(RUN)
     ranges = {0: Extent(5, 60), 2: Extent(40, 41)}
     assert await _all(read, name, ranges) == await _all(source, name, ranges)
+    names = [topic.full_name(RUN) for topic in USUAL]
+    held = await read.extents(*names)
+    assert held == await source.extents(*names)
+    within = [sorted([record async for record in history.within(held)]) for history in (read, source)]
+    assert within[0] == within[1]
+    assert {record.topic for record in within[0]} > {name}
     places = [(0, 0), (1, 33), (2, 5), (2, 9999), (8, 0)]
     assert await read.fetch(name, places) == await source.fetch(name, places)
     assert await read.extents(HEARTBEATS.full_name(RUN)) == {}
