@@ -348,10 +348,11 @@ async def test_an_order_that_a_worker_swallows_goes_to_another_after_its_time() 
     time += 40.0
     await scene.beat()
     await scene.finish(half, [0])
+    await scene.beat("w1")
     await scene.settle()
+    assert scene.orders("w1") == []
     time += 30.0
     await scene.beat()
-    await scene.beat("w1")
     await scene.until(lambda: len(scene.orders("w1")) == BOUND - 2)
     assert {whole.group_id, half.group_id}.isdisjoint(order.group_id for order in scene.orders("w1"))
     time += 35.0
