@@ -33,7 +33,7 @@ def length_facts(completions: Sequence[Estimated]) -> LengthFacts | None:
         calibration.since_fade = 0
     for cell, count in calibration.cells.items():
         counts[cell] = round(count)
-    windows = [_judged(window) for window in _windows(sorted(completions))]
+    windows = [_judged(window) for window in _windows(sorted(completions, key=lambda each: each.at))]
     return LengthFacts(
         count=len(completions),
         cells=tuple((*cell, count) for cell, count in sorted(counts.items())),

@@ -44,3 +44,11 @@ def test_few_completions_are_one_window_and_none_is_nothing() -> None:
     assert found is not None
     assert len(found.windows) == 1
     assert length_facts([]) is None
+
+
+def test_completions_that_ended_together_need_no_order_though_of_some_the_estimate_is_not_known() -> None:
+    twins = [Estimated(1.0, 100, 90, upper) for upper in (None, 120, None, 80)]
+    found = length_facts(twins)
+    assert found is not None
+    assert found.count == 4
+    assert found.coverage == 0.5
