@@ -21,6 +21,7 @@ from deploy.bus.topic_admin import apply_topics
 from deploy.runs.directory import RunDirectory
 
 RUN = "made-up"
+CONFIG = f'[run]\nname = "{RUN}"\n[model]\npath = "absent"\n[data]\npath = "absent"\n'
 PARTITIONS = 8
 RESULT = Path(__file__).parents[1] / "results" / "audit.json"
 
@@ -60,8 +61,7 @@ async def _write(directory: RunDirectory, servers: str, records: int, tokens: in
     state = directory.checkpoints / f"step_{manifest.step}" / STATE
     state.mkdir(parents=True)
     (state / MANIFEST).write_bytes(encode_manifest(manifest))
-    config = f'[run]\nname = "{RUN}"\n[model]\npath = "none"\n[data]\npath = "none"\n'
-    directory.config.write_text(config)
+    directory.config.write_text(CONFIG)
 
 
 class Round(NamedTuple):

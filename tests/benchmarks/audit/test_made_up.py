@@ -1,6 +1,10 @@
+from pathlib import Path
+
+from benchmarks.audit.__main__ import CONFIG, RUN
 from benchmarks.audit.made_up import MadeUpRun
 from deploy.inspection.auditing import audit
 from deploy.inspection.bus_history import BusHistory
+from deploy.settings.loading import load_settings
 from schemas.ports.memory_bus import MemoryBus
 from schemas.wire.topics import CATALOGUE
 
@@ -18,3 +22,9 @@ async def test_the_run_that_is_timed_balances_and_has_a_crash_in_it() -> None:
     assert own.undone.steps == 3
     assert own.checkpoint == str(manifest.policy_version)
     assert verdict.ordered == 3000
+
+
+def test_its_configuration_is_one_of_a_run(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(CONFIG)
+    assert load_settings(config, []).run.name == RUN
