@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paired import Pair, paired_cost
+from benchmarks.protocol.beside import audits_beside_a_demo
 from benchmarks.protocol.switched import BLOCK_STEPS
 from benchmarks.protocol.trial import Recording, Spent, switch_pairs, train
 from deploy.broker.cluster import start_cluster
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.protocol", description=__doc__)
     parser.add_argument("--steps", type=int, default=280, help="optimizer steps of each trainer")
     parser.add_argument("--rounds", type=int, default=5, help="of two trainers, one after the other")
+    parser.add_argument("--pairs", type=int, default=10, help="of steps beside audits and beside none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -48,7 +50,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     recording = _record(options, folder)
     print(f"{len(recording.records)} trajectories of a demo", flush=True)
-    audit = _audited(folder)
+    audit = _audited(folder, options)
     taken: list[tuple[Measured, Measured]] = []
     with start_cluster(folder / "kafka") as cluster:
         for turn in range(options.rounds):
@@ -111,19 +113,25 @@ class Measured:
         }
 
 
-def _audited(folder: Path) -> dict[str, float]:
-    """What an audit of the whole demo takes beside a broker that serves it, as a share of the demo's training time."""
+def _audited(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """What an audit of the whole demo takes, and what one beside a demo under way takes of its trainer's time."""
     with broker_of(open_run(folder / DEMO), folder / "audited", lambda line: None) as address:
-        verdicts = [_audit(folder / DEMO, address) for _ in range(AUDITS)]
+        alone = [_audit(folder / DEMO, address) for _ in range(AUDITS)]
+    beside = audits_beside_a_demo(folder, options.seed, options.pairs)
     metrics = (folder / DEMO / "metrics.jsonl").read_text().splitlines()
     trained_s = json.loads(metrics[-1])["time"] - json.loads(metrics[0])["time"]
-    seconds = statistics.median(verdicts)
-    print(f"audit of the demo: {seconds:.2f} s, {seconds / trained_s:.1%} of {trained_s:.0f} s of training", flush=True)
+    slower = paired_cost(beside.steps, options.seed)
+    share = slower.typical * beside.audit_s / trained_s
+    print(f"audit of the demo, alone: {statistics.median(alone):.2f} s")
+    print(f"demo's steps beside audits: {slower}; one takes {beside.audit_s:.1f} s there", flush=True)
+    print(f"one audit: {share:.2%} of the trainer's {trained_s:.0f} s", flush=True)
     return {
-        "seconds": seconds,
-        "all_seconds": sorted(verdicts),
+        "share": round(share, 5),
+        "steps_beside_audits": slower.row(),
+        "beside_s": round(beside.audit_s, 2),
+        "audits_beside": beside.audits,
+        "alone_s": sorted(alone),
         "trained_s": round(trained_s, 1),
-        "share": round(seconds / trained_s, 4),
         "demo_step_s": round(trained_s / (len(metrics) - 1), 5),
     }
 
@@ -147,7 +155,7 @@ def _record(options: argparse.Namespace, folder: Path) -> Recording:
 
 
 def _summary(
-    options: argparse.Namespace, clock: Measured, processor: Measured, audit: dict[str, float]
+    options: argparse.Namespace, clock: Measured, processor: Measured, audit: dict[str, Any]
 ) -> dict[str, Any]:
     for name, measured in (("by the clock", clock), ("processor time", processor)):
         cost = paired_cost(measured.steps, options.seed)
@@ -156,7 +164,7 @@ def _summary(
     print(
         f"together {clock.seconds(options.seed):.4f} s a step, {of_demo:.1%} of the demo's {audit['demo_step_s']:.3f} s"
     )
-    print(f"with an audit of the whole demo {of_demo + audit['share']:.1%}")
+    print(f"with an audit beside it {of_demo + audit['share']:.1%}")
     return {
         "share_of_demo_step": round(of_demo, 4),
         "share_with_audit": round(of_demo + audit["share"], 4),

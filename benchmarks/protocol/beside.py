@@ -1,0 +1,89 @@
+"""What audits of a running demo cost its trainer: steps beside one audit after another, and steps beside none."""
+
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.observation.trial import demo
+from benchmarks.paired import Pair
+
+MAX_STEPS = 10_000
+"""More than is needed; the run is stopped."""
+STRETCH_STEPS = 20
+NAME = "protocol-bench-audited"
+
+
+@dataclass
+class Audits:
+    """``took_s``: of each audit that came to its end, from the start of the command.
+
+    Raises:
+        RuntimeError: the books do not balance.
+    """
+
+    command: Sequence[str]
+    took_s: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def following_one_another(self) -> Iterator[None]:
+        """One after the other until the block ends; the last is cut short."""
+        over = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            audits = pool.submit(self._audit_until, over)
+            try:
+                yield
+            finally:
+                over.set()
+                audits.result()
+
+    def _audit_until(self, over: threading.Event) -> None:
+        while not over.is_set():
+            began = time.monotonic()
+            with subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as audit:
+                while audit.poll() is None and not over.wait(0.02):
+                    pass
+                if audit.poll() is None:
+                    audit.kill()
+                    return
+            if audit.returncode:
+                raise RuntimeError(f"expected a run that balances, got exit code {audit.returncode}")
+            self.took_s.append(time.monotonic() - began)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """``steps``: beside audits and beside none. ``audit_s``: of the last audits, which read most, until their end."""
+
+    steps: list[Pair]
+    audit_s: float
+    audits: int
+
+
+def audits_beside_a_demo(folder: Path, seed: int, pairs: int) -> Beside:
+    """Measure a demo that learns nothing, so that its completions stay as they are.
+
+    Raises:
+        RuntimeError: it took no steps, or its books did not balance.
+    """
+    steps: list[Pair] = []
+    with demo(folder, NAME, MAX_STEPS, seed, ()) as run:
+        audits = Audits([sys.executable, "-m", "deploy.cli.app", "audit", str(run.path), "--json"])
+        for number in range(pairs):
+            took = {}
+            for audited in (True, False) if number % 2 else (False, True):
+                if audited:
+                    with audits.following_one_another():
+                        took[audited] = run.stretch(STRETCH_STEPS).step_s
+                else:
+                    took[audited] = run.stretch(STRETCH_STEPS).step_s
+            steps.append(Pair(took[False], took[True]))
+    if not audits.took_s:
+        raise RuntimeError(f"expected an audit within {STRETCH_STEPS} steps, got none")
+    return Beside(steps, statistics.median(audits.took_s[-5:]), len(audits.took_s))
