@@ -8,11 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.observation.trial import METERED, Stretch, demo
+from benchmarks.observation.trial import MAX_STEPS, METERED, Stretch, demo
 from benchmarks.observation.viewers import dashboard, scraper, top
 
-MAX_STEPS = 10_000
-"""More than a round needs; the run is stopped."""
 STRETCH_STEPS = 20
 BLOCK_STEPS = 5
 """So short that the machine keeps its pace from one block to the next."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from benchmarks.spending import cpu_s_of
 
 TIMEOUT_S = 300
+MAX_STEPS = 10_000
+"""More than is measured; the run is stopped."""
 WARM_UP_STEPS = 15
 """In these a run fills its queues."""
 SETTLE_STEPS = 20

@@ -7,15 +7,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.observation.trial import demo
+from benchmarks.observation.trial import MAX_STEPS, demo
 from benchmarks.paired import Pair
 
-MAX_STEPS = 10_000
-"""More than is needed; the run is stopped."""
 STRETCH_STEPS = 20
 NAME = "protocol-bench-audited"
 
@@ -78,10 +76,7 @@ def audits_beside_a_demo(folder: Path, seed: int, pairs: int) -> Beside:
         for number in range(pairs):
             took = {}
             for audited in (True, False) if number % 2 else (False, True):
-                if audited:
-                    with audits.following_one_another():
-                        took[audited] = run.stretch(STRETCH_STEPS).step_s
-                else:
+                with audits.following_one_another() if audited else nullcontext():
                     took[audited] = run.stretch(STRETCH_STEPS).step_s
             steps.append(Pair(took[False], took[True]))
     if not audits.took_s:

@@ -6,9 +6,9 @@ Invariants, each with a test of its name:
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from schemas.errors import BusError, BusUnavailable, DataLossRefused, TopicMissing
@@ -53,7 +53,7 @@ class BusHistory:
         first, end = await subscription.beginning_offsets(), await subscription.end_offsets()
         return {tp: Extent(first[tp], max(first[tp], end[tp])) for tp in sorted(end) if tp.topic == topic}
 
-    async def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncIterator[Record]:
+    def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncGenerator[Record, None]:
         """All records of the topic up to its present ends, or only those within the offsets named by partition.
 
         Whoever stops reading before the end closes the iterator (``contextlib.aclosing``).
@@ -63,23 +63,17 @@ class BusHistory:
             DataLossRefused: retention deleted records while they were about to be read.
         """
         if ranges is None:
-            begun = await self._whole(topic)
-        else:
-            begun = await self._parts({TopicPartition(topic, number): extent for number, extent in ranges.items()})
-        async with contextlib.aclosing(_read(begun)) as records:
-            async for record in records:
-                yield record
+            return _read(partial(self._whole, topic))
+        return self.within({TopicPartition(topic, number): extent for number, extent in ranges.items()})
 
-    async def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncIterator[Record]:
+    def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncGenerator[Record, None]:
         """The records of several topics within these offsets; ascending per partition, partitions in any order.
 
         Raises:
             BusUnavailable: see ``records``.
             DataLossRefused: see ``records``.
         """
-        async with contextlib.aclosing(_read(await self._parts(ranges))) as records:
-            async for record in records:
-                yield record
+        return _read(partial(self._parts, ranges))
 
     async def fetch(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
         """The records at these partitions and offsets; places that hold none are left out.
@@ -115,7 +109,7 @@ class BusHistory:
         except (DataLossRefused, BusError) as error:
             if isinstance(error, BusUnavailable) and not isinstance(error, TopicMissing):
                 raise
-            held = await self.extents(*{tp.topic: None for tp in wanted})
+            held = await self.extents(*{tp.topic for tp in wanted})
             wanted = _not_empty({tp: _common(extent, held[tp]) for tp, extent in wanted.items() if tp in held})
             if not wanted:
                 return None
@@ -138,7 +132,8 @@ class Begun(NamedTuple):
     ends: dict[TopicPartition, int]
 
 
-async def _read(begun: Begun | None) -> AsyncGenerator[Record]:
+async def _read(begin: Callable[[], Awaitable[Begun | None]]) -> AsyncGenerator[Record, None]:
+    begun = await begin()
     if begun is None:
         return
     try:
