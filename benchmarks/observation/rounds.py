@@ -1,12 +1,13 @@
 """Pairs of stretches that share the machine's pace: two demos at once, or one whose viewers are stopped by turns."""
 
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from benchmarks.observation.trial import MAX_STEPS, METERED, Stretch, demo
 from benchmarks.observation.viewers import dashboard, scraper, top
@@ -59,5 +60,7 @@ def looked_at_by_turns(folder: Path, turn: int, seed: int, pairs: int) -> Iterat
 
 
 def _send(processes: Sequence[int], what: signal.Signals) -> None:
+    """To those who do the work; who waits for them waits on."""
     for process in processes:
-        os.kill(process, what)
+        for one in (psutil.Process(process), *psutil.Process(process).children()):
+            one.send_signal(what)

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from deploy.cli.looking import Run, Servers, Where
+from deploy.runs.priority import give_way
 
 DEFAULT_PORT = 8470
 
@@ -26,6 +27,7 @@ def ui(
     bootstrap_servers: Servers = None,
 ) -> None:
     """Show a run in the browser: the loop, curves, a timeline, trajectories, dead letters. Any number may look."""
+    give_way()
     from deploy.dashboard.command import serve
     from deploy.inspection.logs import log_to_stderr
     from deploy.surveys.attachment import attach
@@ -47,6 +49,7 @@ def top(
 
     Where there is no terminal, it prints a line an interval until the run is finished.
     """
+    give_way()
     import sys
 
     from deploy.inspection.logs import log_to_stderr

@@ -14,7 +14,6 @@ from deploy.dashboard.server import build_app
 from deploy.inspection.replays.show import Piece, pieces_of
 from deploy.live.attaching import feed_of
 from deploy.live.state import LiveState
-from deploy.runs.priority import give_way
 from deploy.surveys.attachment import Attachment
 from deploy.wiring.collector import settle_collector
 from schemas.errors import UserError
@@ -30,7 +29,6 @@ def serve(attachment: Attachment, where: Path | None, host: str, port: int, *, o
     """
     if host not in LOOPBACK:
         print(f"note: served at {host}: whoever reaches it sees the run and may retry dead letters", file=sys.stderr)
-    give_way()
     uvloop.run(_serve(attachment, where, host, port, open_browser=open_browser))
     return 0
 

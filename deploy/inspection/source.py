@@ -3,8 +3,6 @@
 Invariant the_run_is_left_as_it_is: a broker that is needed to read the run's own log data is started on a copy.
 """
 
-import fcntl
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,15 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.inspection.bus_history import BusHistory
+from deploy.inspection.living import RUNS, directory_of, nodes_of, own_broker
 from deploy.runs.directory import RunDirectory
 from deploy.settings.loading import load_settings
 from deploy.settings.tree import Settings
 from schemas.errors import UserError
 from schemas.ports.history import History
 
-RUNS = Path("runs")
 CHUNK = 1 << 20
-_LISTENER = re.compile(r"^listeners=PLAINTEXT://([^,\s]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -50,11 +47,8 @@ def open_run(path: Path) -> PastRun:
     if path.is_file() and path.name != RunDirectory(path).config.name:
         settings = load_settings(path, [])
         return PastRun(RunDirectory(settings.run.path), settings)
-    if path.is_file():
-        path = path.parent
-    for directory in (RunDirectory(path), RunDirectory(RUNS / path)):
-        if directory.config.is_file():
-            return PastRun(directory, load_settings(directory.config, []))
+    if (directory := directory_of(path)) is not None:
+        return PastRun(directory, load_settings(directory.config, []))
     config = RunDirectory(path).config.name
     raise UserError(f"expected a run's directory with {config}, or its name under {RUNS}/, got {no_run(path)}")
 
@@ -101,11 +95,10 @@ def broker_of(run: PastRun, scratch: Path | None, progress: Callable[[str], None
     if (named := run.settings.kafka.bootstrap_servers) is not None:
         yield named
         return
-    nodes = sorted(run.directory.kafka.glob("node-*"))
-    if nodes and (address := running_brokers(nodes)) is not None:
+    if (address := own_broker(run.directory)) is not None:
         yield address
         return
-    if nodes:
+    if nodes := nodes_of(run.directory):
         from deploy.broker.cluster import start_cluster
 
         data = run.directory.kafka if scratch is None else scratch / "kafka"
@@ -122,22 +115,6 @@ def broker_of(run: PastRun, scratch: Path | None, progress: Callable[[str], None
             "STREAMRL_KAFKA__BOOTSTRAP_SERVERS, or read an export with --export DIR"
         )
     yield found.bootstrap_servers
-
-
-def running_brokers(nodes: list[Path]) -> str | None:
-    """Addresses of the nodes, if a broker holds their folders."""
-    addresses = []
-    for node in nodes:
-        properties, lock = node / "server.properties", node / "lock"
-        if not properties.exists() or not lock.exists():
-            return None
-        with lock.open("rb") as claim:
-            try:
-                fcntl.flock(claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if (match := _LISTENER.search(properties.read_text())) is not None:
-                    addresses.append(match[1])
-    return ",".join(addresses) if len(addresses) == len(nodes) else None
 
 
 def _copy_tree(source: Path, target: Path) -> None:

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from deploy.bus.kafka_bus import KafkaBus
 from deploy.bus.settings import KafkaSettings
-from deploy.inspection.source import RUNS, PastRun, open_run, running_brokers
+from deploy.inspection.living import RUNS, own_broker
+from deploy.inspection.source import PastRun, open_run
 from deploy.runs.directory import RunDirectory
 from deploy.settings.layers import from_environment
 from deploy.settings.tree import Settings
@@ -101,7 +102,7 @@ def attach(where: Path | None, run: str, servers: str | None) -> Attachment:
     if servers and not where.exists() and not RunDirectory(RUNS / where).config.is_file() and is_plain_name(str(where)):
         return _attach_to_broker(servers, run or str(where))
     past = open_run(where)
-    named, own = servers or past.settings.kafka.bootstrap_servers, _own_broker(past.directory)
+    named, own = servers or past.settings.kafka.bootstrap_servers, own_broker(past.directory)
     address = named or own or _detached_broker()
     if address is None:
         raise UserError(_without_broker(where, past))
@@ -124,7 +125,7 @@ def _attach_to_broker(servers: str | None, run: str) -> Attachment:
     if address := servers or kafka.bootstrap_servers:
         return Attachment(_at(kafka, address), run)
     for directory in _newest_first(RUNS):
-        if directory.config.is_file() and (address := _own_broker(directory)):
+        if directory.config.is_file() and (address := own_broker(directory)):
             past = open_run(directory.path)
             return Attachment(_at(past.settings.kafka, address), run or past.name, past.settings, directory.kafka)
     if address := _detached_broker():
@@ -150,11 +151,6 @@ def _at(kafka: KafkaSettings, address: str) -> KafkaSettings:
 def _newest_first(runs: Path) -> list[RunDirectory]:
     folders = [path for path in runs.glob("*") if path.is_dir()]
     return [RunDirectory(path) for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
-
-
-def _own_broker(directory: RunDirectory) -> str | None:
-    nodes = sorted(directory.kafka.glob("node-*"))
-    return running_brokers(nodes) if nodes else None
 
 
 def _detached_broker() -> str | None:

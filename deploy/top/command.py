@@ -16,7 +16,6 @@ from deploy.inspection.bus_history import BusHistory
 from deploy.live.attaching import feed_of
 from deploy.live.feed import LiveFeed
 from deploy.live.state import LiveState
-from deploy.runs.priority import give_way
 from deploy.surveys.attachment import Attachment
 from deploy.top.printing import Manner, print_lines
 from deploy.wiring.collector import settle_collector
@@ -34,7 +33,6 @@ def show(attachment: Attachment, where: Path | None, manner: Manner, *, on_scree
         UserError: no such run, or no broker.
         StreamRLError: the broker refuses.
     """
-    give_way()
     try:
         return uvloop.run(_show(attachment, str(where) if where else "", manner, on_screen=on_screen))
     except BrokenPipeError:  # whoever read our output has seen enough

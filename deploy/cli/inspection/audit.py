@@ -25,8 +25,23 @@ def audit(
 
     Exit code 4 if the books do not balance; the first line then names the first trajectory that breaks them.
     """
+    _give_way_to(run)
     from deploy.inspection.accounts.commands import audit_run
     from deploy.inspection.logs import log_to_stderr
 
     log_to_stderr()
     raise typer.Exit(audit_run(run, export, as_json=as_json))
+
+
+def _give_way_to(run: Path | None) -> None:
+    """Before anything heavy is imported: half of a short audit's work is its imports.
+
+    Not where a run's own broker has to be started first: it would inherit that, and be slow to come on a busy machine.
+    """
+    from deploy.inspection.living import directory_of, nodes_of, own_broker
+    from deploy.runs.priority import give_way
+
+    if run is None or (directory := directory_of(run)) is None:
+        return
+    if own_broker(directory) is not None or not nodes_of(directory):
+        give_way()

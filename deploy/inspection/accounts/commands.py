@@ -20,7 +20,6 @@ from deploy.inspection.segments.export import ALL, USUAL, Exporter
 from deploy.inspection.segments.history import SegmentHistory
 from deploy.inspection.segments.manifest import ExportManifest, Format
 from deploy.inspection.source import PastRun, history_of, open_run
-from deploy.runs.priority import give_way
 from deploy.wiring.collector import settle_collector
 from schemas.errors import UserError
 from schemas.wire.topics import Topic
@@ -58,7 +57,6 @@ def _audit_topics(run: Path | None) -> Verdict:
         history_of(past, None, Path(scratch), _tell) as history,
         _progress() as progress,
     ):
-        give_way()
         return uvloop.run(audit(history, past.name, lambda: checkpoints_of(past), progress))
 
 

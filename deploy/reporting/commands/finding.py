@@ -4,7 +4,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.inspection.source import RUNS, no_run
+from deploy.inspection.living import RUNS
+from deploy.inspection.source import no_run
 from deploy.runs.directory import RunDirectory
 from schemas.errors import UserError
 

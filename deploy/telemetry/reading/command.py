@@ -6,7 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from deploy.inspection.source import RUNS, open_run
+from deploy.inspection.living import RUNS
+from deploy.inspection.source import open_run
 from deploy.telemetry.reading.recorded import Recorded, spans_with
 from deploy.telemetry.reading.tree import TRAJECTORY, Branch, branches, linked, of_trajectory
 from schemas.errors import UserError

@@ -53,7 +53,9 @@ async def test_an_outage_is_told_once_with_what_to_do_and_so_is_its_end(
         "if run my-bad is over, its broker ended with it: `streamrl kafka up --data-dir runs/my-bad/kafka "
         f"--port {address.rpartition(':')[2]}` starts it again"
     )
-    begun, ended = (line for line in said.decode().splitlines() if line)
+    lines = [line for line in said.decode().splitlines() if line]
+    assert len(lines) == 2, lines
+    begun, ended = lines
     assert f'event="the broker at {address} does not answer; {advice}"' in begun
     assert f'event="the broker at {address} answers again"' in ended
     assert refused == f"expected the broker at {address} to answer again, got connection refused; {advice}"

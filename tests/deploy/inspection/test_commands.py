@@ -14,7 +14,6 @@ from consumers.training.persistence.manifest import MANIFEST, STATE, encode_mani
 from deploy.bus.kafka_bus import KafkaBus
 from deploy.bus.settings import KafkaSettings
 from deploy.bus.topic_admin import apply_topics
-from deploy.inspection.accounts import commands
 from deploy.inspection.accounts.commands import audit_run, export_run
 from deploy.inspection.bus_history import BusHistory
 from deploy.inspection.letters.commands import list_letters, retry_letters, show_letter
@@ -41,7 +40,6 @@ def past(bootstrap_servers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     run = f"audited-{uuid.uuid4().hex[:8]}"
     monkeypatch.setattr(worlds, "RUN", run)
     monkeypatch.setenv(SERVERS, bootstrap_servers)
-    monkeypatch.setattr(commands, "give_way", lambda: None)  # audits in this process, which cannot take it back
     world, directory = busy_world(3), RunDirectory(tmp_path / run)
     manifest = world.saved[-1].manifest
     state = directory.checkpoints / f"step_{manifest.step}" / STATE

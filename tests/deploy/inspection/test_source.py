@@ -1,5 +1,4 @@
 import asyncio
-import fcntl
 import os
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from deploy.broker.cluster import start_cluster
 from deploy.bus.kafka_bus import KafkaBus
 from deploy.bus.settings import KafkaSettings
 from deploy.bus.topic_admin import apply_topics
-from deploy.inspection.source import PastRun, copy_sparse, history_of, open_run, running_brokers
+from deploy.inspection.source import PastRun, copy_sparse, history_of, open_run
 from deploy.runs.directory import RunDirectory
 from deploy.settings.loading import as_toml
 from deploy.settings.tree import Settings
@@ -30,24 +29,6 @@ def made_run(parent: Path, **kafka: str) -> PastRun:
     directory.create()
     directory.config.write_text(as_toml(settings))
     return open_run(directory.path)
-
-
-def node(folder: Path, port: int) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "server.properties").write_text(f"node.id=1\nlisteners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://x:1\n")
-    (folder / "lock").touch()
-    return folder
-
-
-def test_a_broker_that_holds_its_folder_is_found_where_it_listens(tmp_path: Path) -> None:
-    nodes = [node(tmp_path / "node-1", 21), node(tmp_path / "node-2", 22)]
-    assert running_brokers(nodes) is None
-    with (nodes[0] / "lock").open() as first, (nodes[1] / "lock").open() as second:
-        fcntl.flock(first, fcntl.LOCK_EX)
-        assert running_brokers(nodes) is None
-        fcntl.flock(second, fcntl.LOCK_EX)
-        assert running_brokers(nodes) == "127.0.0.1:21,127.0.0.1:22"
-    assert running_brokers(nodes) is None
 
 
 def test_a_directory_that_holds_runs_is_refused_with_their_names(tmp_path: Path) -> None:

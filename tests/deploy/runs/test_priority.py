@@ -1,0 +1,70 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.runs.priority import AUTOGROUP, NICENESS
+
+BEGIN = (
+    "import os, signal, time; from deploy.runs.priority import give_way; give_way(); print(os.getpid(), flush=True); "
+)
+TEN_MINUTES = "time.sleep(600)"
+in_autogroups = pytest.mark.skipif(not os.access(AUTOGROUP, os.W_OK), reason="this kernel has no autogroups")
+
+
+def started(then: str) -> tuple["subprocess.Popen[str]", int]:
+    """The command, and the process that does its work."""
+    command = subprocess.Popen([sys.executable, "-c", BEGIN + then], stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    return command, int(command.stdout.readline())
+
+
+def finished(command: "subprocess.Popen[str]") -> int:
+    with command:
+        return command.wait(10)
+
+
+def test_it_takes_only_what_nobody_else_wants() -> None:
+    command, worker = started(TEN_MINUTES)
+    assert psutil.Process(worker).nice() == NICENESS
+    command.terminate()
+    assert finished(command) == -signal.SIGTERM
+
+
+@in_autogroups
+def test_its_session_as_a_whole_has_a_small_share_and_others_keep_theirs() -> None:
+    ours = AUTOGROUP.read_text()
+    command, worker = started(TEN_MINUTES)
+    assert Path(f"/proc/{worker}/autogroup").read_text().split()[1:] == ["nice", str(NICENESS)]
+    assert ours == AUTOGROUP.read_text() == Path(f"/proc/{command.pid}/autogroup").read_text()
+    command.terminate()
+    finished(command)
+
+
+def test_the_command_ends_with_the_code_of_its_work() -> None:
+    assert finished(started("os._exit(4)")[0]) == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH])
+def test_signals_reach_the_work(number: signal.Signals) -> None:
+    handled = f"signal.signal({number.value}, lambda *_: os._exit(7)); print('ready', flush=True); {TEN_MINUTES}"
+    command, _ = started(handled)
+    assert command.stdout is not None
+    assert command.stdout.readline() == "ready\n"
+    command.send_signal(number)
+    assert finished(command) == 7
+
+
+def test_work_does_not_outlive_a_command_that_was_killed() -> None:
+    command, worker = started(TEN_MINUTES)
+    command.kill()
+    finished(command)
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
