@@ -15,7 +15,7 @@ from typing import NoReturn
 
 NICENESS = 19
 AUTOGROUP = Path("/proc/self/autogroup")
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH)
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGWINCH)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -51,12 +51,22 @@ def _waited_for(child: int, awaited: Collection[signal.Signals]) -> int:
     """Exit code of the child, negative for the signal that ended it."""
     while True:
         number = signal.sigwait(awaited)
+        if number == signal.SIGTSTP:
+            _stand_still_with(child)
+            continue
         if number != signal.SIGCHLD:
             os.kill(child, number)
             continue
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
+
+
+def _stand_still_with(child: int) -> None:
+    """Until somebody lets this process go on. A stop from a terminal would not act in a session that has none."""
+    os.kill(child, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os.kill(child, signal.SIGCONT)
 
 
 def _end_as(code: int) -> NoReturn:

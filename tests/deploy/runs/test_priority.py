@@ -60,6 +60,24 @@ def test_signals_reach_the_work(number: signal.Signals) -> None:
     assert finished(command) == 7
 
 
+def test_the_work_stands_still_while_the_command_does() -> None:
+    command, worker = started(TEN_MINUTES)
+    command.send_signal(signal.SIGTSTP)
+    wait_for(worker, psutil.STATUS_STOPPED)
+    wait_for(command.pid, psutil.STATUS_STOPPED)
+    command.send_signal(signal.SIGCONT)
+    wait_for(worker, psutil.STATUS_SLEEPING)
+    command.terminate()
+    assert finished(command) == -signal.SIGTERM
+
+
+def wait_for(process: int, status: str) -> None:
+    deadline = time.monotonic() + 10
+    while psutil.Process(process).status() != status:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_work_does_not_outlive_a_command_that_was_killed() -> None:
     command, worker = started(TEN_MINUTES)
     command.kill()
