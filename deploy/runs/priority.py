@@ -30,6 +30,7 @@ def give_way() -> None:
         with suppress(OSError):  # the kernel lets nobody but the administrator do this ten times a second
             AUTOGROUP.write_text(str(NICENESS))
     os.nice(NICENESS)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # numpy's threads wait for work by turning, and get none here
 
 
 def _go_on_in_a_session_of_its_own() -> None:

@@ -9,7 +9,6 @@ Invariants:
 - a_superseded_writer_publishes_nothing: the lineage is checked right before the manifest becomes visible.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -211,7 +210,7 @@ def _write_state(directory: Path, state: TrainerState) -> None:
     (directory / STATE).mkdir()
     save_file(state.optimizer, directory / OPTIMIZER)
     save_file(state.rng, directory / RNG)
-    (directory / INTAKE).write_text(json.dumps(state.intake))
+    (directory / INTAKE).write_bytes(_INTAKE.dump_json(state.intake))
     (directory / REPORT).write_bytes(state.report)
 
 

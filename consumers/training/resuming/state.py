@@ -39,7 +39,7 @@ def stream_fields(snapshot: IntakeStart) -> dict[str, Any]:
 
 def intake_document(snapshot: IntakeStart) -> dict[str, Any]:
     """What of the intake is too large for the manifest."""
-    return {"dedupe": {name: list(place) for name, place in snapshot.dedupe.items()}}
+    return {"dedupe": dict(snapshot.dedupe)}
 
 
 def intake_start(manifest: CheckpointManifest | None, document: Mapping[str, Any], lineage: int) -> IntakeStart:
