@@ -1,15 +1,21 @@
 """The trainer's own parts with its protocol behind a switch, so that both ways share a process and the machine's mood.
 
-On: as in every run. Off: the report goes out as a plain record without offsets, and no checksum of any tensor is made.
+On: as in every run. Off: the report goes out as a plain record without offsets, no checksum of any tensor is made, and
+a checkpoint is what other trainers write: model and optimizer, neither verified nor forced to the disk.
 """
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from consumers.algorithms.credit import ModelLimits
 from consumers.batching.samples import MicroBatch
 from consumers.training.persistence.manifest import CheckpointManifest
+from consumers.training.policy import TrainedPolicy
 from consumers.training.ports import Lineage, OpenPolicy, Policy, Restored, StepOutcome
 from consumers.training.trainer import Trainer
 from schemas.identifiers import PolicyVersion
@@ -32,13 +38,15 @@ class Switch:
         return (step // BLOCK_STEPS + self.phase) % 2 == 0
 
 
-def switched(trainer: Trainer, phase: int) -> Trainer:
-    """The same trainer with the switch in it."""
+def switched(trainer: Trainer, phase: int, folder: Path) -> Trainer:
+    """The same trainer with the switch in it. ``folder``: for plain checkpoints."""
     switch = Switch(phase)
     open_policy: OpenPolicy = trainer.open_policy
 
     def open_switched(restored: Restored | None) -> Policy:
-        return SwitchedPolicy(open_policy(restored), switch)
+        policy = open_policy(restored)
+        assert isinstance(policy, TrainedPolicy), "there are weights to keep"
+        return SwitchedPolicy(policy, switch, folder)
 
     return replace(trainer, bus=SwitchedBus(trainer.bus, switch), open_policy=open_switched)
 
@@ -47,8 +55,9 @@ def switched(trainer: Trainer, phase: int) -> Trainer:
 class SwitchedPolicy:
     """``consumers.training.ports.Policy``; tells the switch of each step."""
 
-    policy: Policy
+    policy: TrainedPolicy
     switch: Switch
+    folder: Path
 
     @property
     def step(self) -> int:
@@ -86,7 +95,18 @@ class SwitchedPolicy:
         self, manifest: CheckpointManifest, intake: Mapping[str, Any], report: bytes, lineage: Lineage
     ) -> str:
         """See the port."""
-        return self.policy.checkpoint(manifest, intake, report, lineage)
+        if self.switch.is_on(self.step):
+            return self.policy.checkpoint(manifest, intake, report, lineage)
+        return self._plain_checkpoint()
+
+    def _plain_checkpoint(self) -> str:
+        """As transformers' Trainer keeps them, the newest only."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        learner = self.policy.learner
+        learner.model.save_pretrained(self.folder)
+        torch.save(learner.optimizer_tensors(), self.folder / "optimizer.pt")
+        torch.save(torch.get_rng_state(), self.folder / "rng_state.pth")
+        return str(self.folder)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from benchmarks.protocol.__main__ import CHECKPOINT_EVERY
 from benchmarks.protocol.switched import BLOCK_STEPS, Switch
 from benchmarks.protocol.trial import WARM_UP_BLOCKS, Spent, switch_pairs
 
@@ -19,6 +20,12 @@ def test_neither_a_steps_work_nor_a_runs_pace_is_taken_for_a_cost() -> None:
     pairs = switch_pairs(spent(0, work, pace=1.0), spent(1, work, pace=1.4))
     assert len(pairs) == (STEPS // BLOCK_STEPS - WARM_UP_BLOCKS) // 2
     assert [pair.cost for pair in pairs] == pytest.approx([COST - 1] * len(pairs))
+
+
+def test_all_checkpoints_of_a_run_are_of_one_kind() -> None:
+    for phase in (0, 1):
+        kinds = {Switch(phase).is_on(step) for step in range(CHECKPOINT_EVERY, 10 * CHECKPOINT_EVERY, CHECKPOINT_EVERY)}
+        assert kinds == {phase == 0}
 
 
 def test_a_checkpoint_is_counted_by_itself() -> None:
