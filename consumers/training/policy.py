@@ -80,6 +80,7 @@ class TrainedPolicy:
         self.learner = PolicyLearner(model, reference, algorithm, training, max_completion_length)
         remove_leftovers(places.weights)
         self._named: dict[str, Tensor] | None = None
+        self._texts_by_dtype: dict[str, dict[str, str]] = {}
         self._places = places
         self._training = training
         self._checkpoints = CheckpointStore(places.checkpoints, training.keep_checkpoints)
@@ -143,7 +144,12 @@ class TrainedPolicy:
         copy_tokenizer(self._places.model, directory)
 
     def _texts(self, dtype: str) -> dict[str, str]:
-        """The configuration files that go with weights of this type."""
+        """The configuration files that go with weights of this type; training changes none of them."""
+        if dtype not in self._texts_by_dtype:
+            self._texts_by_dtype[dtype] = self._configuration(dtype)
+        return self._texts_by_dtype[dtype]
+
+    def _configuration(self, dtype: str) -> dict[str, str]:
         model = self.learner.model
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]

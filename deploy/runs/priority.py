@@ -37,6 +37,7 @@ def _go_on_in_a_session_of_its_own() -> None:
     before = os.getpid()
     awaited = {*PASSED_ON, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)  # so that none comes before it is waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who starts us may ignore it, and nothing would be told then
     if child := os.fork():
         code = _waited_for(child, awaited)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)

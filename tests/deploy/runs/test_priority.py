@@ -46,8 +46,10 @@ def test_its_session_as_a_whole_has_a_small_share_and_others_keep_theirs() -> No
     finished(command)
 
 
-def test_the_command_ends_with_the_code_of_its_work() -> None:
-    assert finished(started("os._exit(4)")[0]) == 4
+@pytest.mark.parametrize("disposition", ["SIG_DFL", "SIG_IGN"])
+def test_the_command_ends_with_the_code_of_its_work(disposition: str) -> None:
+    code = f"import signal; signal.signal(signal.SIGCHLD, signal.{disposition}); {BEGIN} os._exit(4)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=10).returncode == 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH])
