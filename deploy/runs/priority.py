@@ -5,7 +5,6 @@ counts within one session only, and a command in another terminal takes as much 
 command goes on in a session of its own, whose share as a whole is made small.
 """
 
-import ctypes
 import os
 import signal
 from collections.abc import Collection
@@ -13,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from deploy.supervisor.parent import die_with_parent
+
 NICENESS = 19
 AUTOGROUP = Path("/proc/self/autogroup")
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGWINCH)
-_PR_SET_PDEATHSIG = 1
 
 
 def give_way() -> None:
@@ -44,7 +44,7 @@ def _go_on_in_a_session_of_its_own() -> None:
         _end_as(code)
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     if os.getppid() != before:  # it ended before it could be watched
         os._exit(128 + signal.SIGTERM)
 
@@ -55,13 +55,10 @@ def _waited_for(child: int, awaited: Collection[signal.Signals]) -> int:
         number = signal.sigwait(awaited)
         if number == signal.SIGTSTP:
             _stand_still_with(child)
-            continue
-        if number != signal.SIGCHLD:
+        elif number != signal.SIGCHLD:
             os.kill(child, number)
-            continue
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
+        elif (ended := os.waitpid(child, os.WNOHANG))[0]:
+            return os.waitstatus_to_exitcode(ended[1])
 
 
 def _stand_still_with(child: int) -> None:

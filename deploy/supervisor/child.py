@@ -1,7 +1,6 @@
 """One supervised process: its command, its log file, and how it is ended. Dies with its parent."""
 
 import asyncio
-import ctypes
 import os
 import re
 import signal
@@ -10,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+from deploy.supervisor.parent import die_with_parent
+
 TAIL_BYTES = 16 << 10
 _ERROR = re.compile(r"^error: |^[\w.]*(Error|Exception|Superseded|Refused)\b|level=(error|critical)")
 
@@ -50,7 +50,7 @@ class Child:
                 stderr=output,
                 env={**os.environ, **spec.environment},
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         return cls(spec, process, time.monotonic())
 
@@ -89,10 +89,3 @@ class Child:
     def _signal(self, number: signal.Signals) -> None:
         if self.process.returncode is None:
             self.process.send_signal(number)
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

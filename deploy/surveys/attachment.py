@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from deploy.bus.kafka_bus import KafkaBus
 from deploy.bus.settings import KafkaSettings
-from deploy.inspection.living import RUNS, own_broker
+from deploy.inspection.living import RUNS, nodes_of, own_broker
 from deploy.inspection.source import PastRun, open_run
 from deploy.runs.directory import RunDirectory
 from deploy.settings.layers import from_environment
@@ -112,7 +112,7 @@ def attach(where: Path | None, run: str, servers: str | None) -> Attachment:
 
 def _without_broker(where: Path, past: PastRun) -> str:
     said = f"expected a running broker of run {past.name}, got none: it runs while the run does; "
-    if not any(past.directory.kafka.glob("node-*")):
+    if not nodes_of(past.directory):
         return said + "name another with --bootstrap-servers"
     return (
         f"{said}start it once more with `streamrl kafka up --data-dir {past.directory.kafka}`, or read what was kept "

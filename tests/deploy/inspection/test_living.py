@@ -27,11 +27,12 @@ def test_a_broker_that_holds_its_folder_is_found_where_it_listens(tmp_path: Path
     assert running_brokers(nodes) is None
 
 
-def test_a_command_that_looks_gives_way_only_to_a_run_that_lives(tmp_path: Path) -> None:
+def test_a_command_that_looks_gives_way_unless_a_broker_has_to_be_started(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "a")
     run.create()
     run.config.touch()
     assert own_broker(run) is None
+    assert niceness_of_an_audit("a", tmp_path) == NICENESS  # its topics are elsewhere: nothing has to be started
     lock = node(run.kafka / "node-1", 21) / "lock"
     assert niceness_of_an_audit("a", tmp_path) == os.nice(0)
     with lock.open() as held:
