@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="streamrl-peers-") as name:
         folder = Path(options.keep or name)
         folder.mkdir(parents=True, exist_ok=True)
+        _warm_up(options, policy, folder / "warm-up")
         rounds = [_round(options, policy, folder / f"seed{seed}", seed) for seed in range(options.rounds)]
     result = _written(options, rounds, time.monotonic() - began)
     for row in result["rows"]:
@@ -67,6 +68,20 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def _warm_up(options: argparse.Namespace, policy: Path, folder: Path) -> None:
+    """One step of each that does not count: the first to start would pay for a disk that was just written to."""
+    folder.mkdir(parents=True)
+    prompts, same = folder / "prompts.jsonl", Hyperparameters(max_steps=1)
+    write_mixed(prompts, 2 * same.groups_per_step, 0, "train")
+    for name in options.contenders:
+        CONTENDERS[name](Plan(policy, prompts, folder / name, 0, _cores(), options.limit_s, 1, same))
+    print("every contender has taken a step that does not count", flush=True)
+
+
+def _cores() -> tuple[int, ...]:
+    return tuple(sorted(os.sched_getaffinity(0))[:CORES])
+
+
 def _round(options: argparse.Namespace, policy: Path, folder: Path, seed: int) -> list[Judged]:
     """Every contender once, in an order that changes with the seed."""
     folder.mkdir(parents=True)
@@ -74,7 +89,7 @@ def _round(options: argparse.Namespace, policy: Path, folder: Path, seed: int) -
     same = Hyperparameters(max_steps=options.steps)
     write_mixed(prompts, 2 * same.groups_per_step * same.max_steps, seed, "train")
     write_mixed(held_out, options.held_out, HELD_OUT_SEED, "held_out")
-    cores = tuple(sorted(os.sched_getaffinity(0))[:CORES])
+    cores = _cores()
     examiner = HeldOut(policy, held_out, same.temperature, MAX_COMPLETION_LENGTH, len(cores))
     judged = []
     names = options.contenders
