@@ -11,23 +11,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.observation.rounds import BLOCK_STEPS, STRETCH_STEPS, Looked, looked_at_by_turns, two_at_once
+from benchmarks.observation.rounds import STRETCH_STEPS, VISIT_STEPS, Looked, looked_at_by_turns, two_at_once
 from benchmarks.paired import Pair, paired_cost
 from deploy.broker.jvm.jars import KAFKA_VERSION
 
 RESULTS = Path(__file__).parents[1] / "results" / "observation.json"
 MEANS = {
     "metrics": "endpoints of every process, scraped as often as our prometheus.yaml does; beside a demo with none",
-    "viewers": "`streamrl ui` with a page open and `streamrl top`, stopped and let go on by turns",
+    "viewers": "`streamrl ui` with a page open and `streamrl top`, settled, in every other stretch",
 }
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Measure as the arguments say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.observation", description=__doc__)
-    parser.add_argument("--stretches", type=int, default=8, help="of two demos at once, in each round")
-    parser.add_argument("--pairs", type=int, default=60, help="of stretches with viewers and without, in each round")
-    parser.add_argument("--rounds", type=int, default=3, help="each round starts its demos anew")
+    parser.add_argument("--stretches", type=int, default=30, help="of two demos at once, in each round")
+    parser.add_argument("--pairs", type=int, default=35, help="of stretches with viewers and without, in each round")
+    parser.add_argument("--rounds", type=int, default=1, help="each round starts its demos anew")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -59,7 +59,7 @@ def _said(found: Looked) -> str:
 def _summary(options: argparse.Namespace, measured: dict[str, list[Looked]]) -> dict[str, Any]:
     return {
         "rows": [_row(kind, MEANS[kind], pairs, options.seed) for kind, pairs in measured.items()],
-        "steps_of_a_stretch": {"metrics": STRETCH_STEPS, "viewers": BLOCK_STEPS},
+        "steps_of_a_stretch": {"metrics": STRETCH_STEPS, "viewers": VISIT_STEPS},
         "rounds": options.rounds,
         "seed": options.seed,
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}; viewers share them with the run",

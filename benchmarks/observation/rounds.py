@@ -1,20 +1,17 @@
-"""Pairs of stretches that share the machine's pace: two demos at once, or one whose viewers are stopped by turns."""
+"""Pairs of stretches that share the machine's pace: two demos at once, or one whose viewers come and go."""
 
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
-from benchmarks.observation.trial import MAX_STEPS, METERED, Stretch, demo
+from benchmarks.observation.trial import MAX_STEPS, METERED, Demo, Stretch, demo
 from benchmarks.observation.viewers import dashboard, scraper, top
 
 STRETCH_STEPS = 20
-BLOCK_STEPS = 5
-"""So short that the machine keeps its pace from one block to the next."""
+VISIT_STEPS = 40
+"""Long beside the steps in which those who come settle, short beside the changes of the machine's pace."""
 
 
 class Looked(NamedTuple):
@@ -41,26 +38,20 @@ def two_at_once(folder: Path, turn: int, seed: int, stretches: int) -> Iterator[
 
 
 def looked_at_by_turns(folder: Path, turn: int, seed: int, pairs: int) -> Iterator[Looked]:
-    """A demo whose endpoints are scraped, with viewers that are stopped every other stretch.
-
-    What comes while they are stopped is read besides when they go on, so this is rather more than their cost.
-    """
+    """A demo whose endpoints are scraped, and viewers who come for every other stretch and go after it."""
     with ExitStack() as stack:
         run = stack.enter_context(demo(folder, f"r{turn}-viewed", MAX_STEPS, seed, (METERED,)))
-        viewers = [stack.enter_context(viewer(run.path)) for viewer in (dashboard, top)]
         stack.enter_context(scraper(run.path))
-        stack.callback(_send, viewers, signal.SIGCONT)
         run.settled()
         for number in range(pairs):
             found = {}
             for looking in (True, False) if number % 2 else (False, True):
-                _send(viewers, signal.SIGCONT if looking else signal.SIGSTOP)
-                found[looking] = run.stretch(BLOCK_STEPS, viewers)
+                found[looking] = _visited(run) if looking else run.stretch(VISIT_STEPS)
             yield Looked(found[False], found[True])
 
 
-def _send(processes: Sequence[int], what: signal.Signals) -> None:
-    """To those who do the work; who waits for them waits on."""
-    for process in processes:
-        for one in (psutil.Process(process), *psutil.Process(process).children()):
-            one.send_signal(what)
+def _visited(run: Demo) -> Stretch:
+    """What viewers cost who are there already; that they start and read what was before them is not measured."""
+    with dashboard(run.path) as page, top(run.path) as terminal:
+        run.settled()
+        return run.stretch(VISIT_STEPS, (page, terminal))
