@@ -66,7 +66,9 @@ class PartitionFrontier:
 
     def is_done(self, offset: int) -> bool:
         """Whether this offset is finished."""
-        return offset < self.low or offset in self.done or any(first <= offset < end for first, end in self.passed)
+        if offset < self.low or offset in self.done:
+            return True
+        return bool(self.passed) and any(first <= offset < end for first, end in self.passed)
 
     def unfinished(self) -> int:
         """Records that were read and are not finished."""

@@ -137,8 +137,9 @@ async def _read(begin: Callable[[], Awaitable[Begun | None]]) -> AsyncGenerator[
     if begun is None:
         return
     try:
-        async for record in _read_until(*begun):
-            yield record
+        async for records in _read_until(*begun):
+            for record in records:
+                yield record
     finally:
         await begun.subscription.close()
 
@@ -147,15 +148,14 @@ def _not_empty(ranges: Mapping[TopicPartition, Extent]) -> dict[TopicPartition, 
     return {tp: extent for tp, extent in ranges.items() if extent.first < extent.end}
 
 
-async def _read_until(subscription: Subscription, ends: dict[TopicPartition, int]) -> AsyncIterator[Record]:
-    """Deliver what lies before the ends. The subscription's own positions pass markers that are never delivered."""
+async def _read_until(subscription: Subscription, ends: dict[TopicPartition, int]) -> AsyncIterator[list[Record]]:
+    """Deliver what lies before the ends, as polled. The subscription's own positions pass markers never delivered."""
     clock = asyncio.get_running_loop().time
     unread, heard_at = dict(ends), clock()
+    bounds = {(tp.topic, tp.partition): end for tp, end in ends.items()}
     while unread:
         records = await subscription.poll(max_records=MAX_RECORDS, timeout_s=POLL_S)
-        for record in records:
-            if record.offset < ends.get(TopicPartition(record.topic, record.partition), 0):
-                yield record
+        yield [record for record in records if record.offset < bounds.get((record.topic, record.partition), 0)]
         positions = await subscription.positions()
         finished = [tp for tp, end in unread.items() if positions[tp] >= end]
         subscription.pause(finished)

@@ -11,6 +11,7 @@ Invariants:
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ OPTIMIZER, RNG, INTAKE, REPORT = (
     f"{STATE}/{name}" for name in ("optimizer.safetensors", "rng.safetensors", "intake.json", "report.bin")
 )
 TENSORS = ".safetensors"
+SECURING_THREADS = 4
+"""Files forced to the disk at once share its flushes."""
 _INTAKE = TypeAdapter(dict[str, JsonValue])
 
 
@@ -100,8 +103,7 @@ class CheckpointStore:
             with self.location.staging(slot, lineage.number) as directory:
                 write_model(directory)
                 _write_state(directory, state)
-                files = tuple(_described(directory, path) for path in sorted(directory.rglob("*")) if path.is_file())
-                manifest = state.manifest.model_copy(update={"files": files})
+                manifest = state.manifest.model_copy(update={"files": self._secured(directory)})
                 self.location.publish(slot, directory, manifest, lineage.check)
         except (OSError, SafetensorError) as error:
             with suppress(CheckpointError):
@@ -113,6 +115,17 @@ class CheckpointStore:
             ) from error
         self._forget_old(manifest)
         return self.location.address(slot)
+
+    def _secured(self, directory: Path) -> tuple[CheckpointFile, ...]:
+        """The staged files, durable; their checksums are made while the disk is waited for."""
+        paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+        largest_first = sorted(paths, key=lambda path: path.stat().st_size, reverse=True)
+        with ThreadPoolExecutor(SECURING_THREADS) as pool:
+            secured = pool.map(self.location.secure, largest_first)
+            files = tuple(_described(directory, path) for path in paths)
+            for _ in secured:
+                pass  # raises what the disk did
+        return files
 
     def newest(self) -> Restored | None:
         """The newest checkpoint that verifies, by lineage and then step, or none if there is no checkpoint.

@@ -52,8 +52,11 @@ class CheckpointLocation(Protocol):
     def staging(self, slot: Slot, lineage: int) -> AbstractContextManager[Path]:
         """An empty local directory to write the files into; it is gone after the block."""
 
+    def secure(self, staged: Path) -> None:
+        """Make a staged file durable, if its content stays where it was written. Called from several threads."""
+
     def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> None:
-        """Make the staged files a checkpoint, durably: the manifest becomes visible last, right after ``fence``."""
+        """Make the secured files a checkpoint, durably: the manifest becomes visible last, right after ``fence``."""
 
     def fetch(self, slot: Slot, manifest: CheckpointManifest) -> Path:
         """A local directory with the checkpoint's files and manifest; not verified."""

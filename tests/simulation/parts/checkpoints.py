@@ -88,6 +88,10 @@ class MemoryPlace:
         """There are no files."""
         yield Path()
 
+    def secure(self, staged: Path) -> None:
+        """There are no files."""
+        raise AssertionError("a simulated checkpoint has no files")
+
     def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> None:
         """See ``put``, which takes pieces instead of files."""
         raise AssertionError("a simulated checkpoint has no files")

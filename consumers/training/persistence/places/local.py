@@ -99,10 +99,15 @@ class LocalLocation:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
+    def secure(self, staged: Path) -> None:
+        """Sync it."""
+        sync(staged)
+
     def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> None:
-        """Sync everything, then rename the directory in; what an abandoned lineage left there goes."""
-        (staged / STATE / MANIFEST).write_bytes(encode_manifest(manifest))
-        for path in (*staged.rglob("*"), staged):
+        """Sync what names the files, then rename the directory in; what an abandoned lineage left there goes."""
+        written = staged / STATE / MANIFEST
+        written.write_bytes(encode_manifest(manifest))
+        for path in (written, *(path for path in staged.rglob("*") if path.is_dir()), staged):
             sync(path)
         fence()
         target, aside = self.root / slot.name, self.root / f"{REPLACED}{slot.name}"

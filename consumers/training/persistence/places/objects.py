@@ -144,6 +144,9 @@ class ObjectLocation:
         with self._temporary(slot) as directory:
             yield directory
 
+    def secure(self, staged: Path) -> None:
+        """Nothing: it is uploaded."""
+
     def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> None:
         """Upload the files, then create the manifest; what failed attempts of this lineage left goes first."""
         self._delete([_manifest_key(slot)])

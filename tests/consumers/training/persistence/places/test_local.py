@@ -1,3 +1,4 @@
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,3 +83,26 @@ def test_other_files_beside_the_checkpoints_are_none(local_place: Place) -> None
     (root / "lineages" / "²x.json").touch()
     assert versions(local_place.open()) == []
     assert claimed(local_place).number == 1
+
+
+def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(
+    local_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lineage = claimed(local_place)
+    synced: set[int] = set()
+    unsynced: list[list[str]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_sync(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        parts = [path, *path.rglob("*")]
+        unsynced.append([part.name for part in parts if part.stat().st_ino not in synced])
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    write(local_place.open(), 4, lineage)
+    assert unsynced == [[]]
