@@ -152,7 +152,7 @@ async def _read_until(subscription: Subscription, ends: dict[TopicPartition, int
     """Deliver what lies before the ends, as polled. The subscription's own positions pass markers never delivered."""
     clock = asyncio.get_running_loop().time
     unread, heard_at = dict(ends), clock()
-    bounds = {(tp.topic, tp.partition): end for tp, end in ends.items()}
+    bounds = {(tp.topic, tp.partition): end for tp, end in ends.items()}  # plain keys: a named one a record is slow
     while unread:
         records = await subscription.poll(max_records=MAX_RECORDS, timeout_s=POLL_S)
         yield [record for record in records if record.offset < bounds.get((record.topic, record.partition), 0)]
