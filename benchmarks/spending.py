@@ -16,6 +16,19 @@ def cpu_s_of(roots: Iterable[int]) -> float:
     return spent
 
 
+def broker_cpu_s_of(root: int) -> float:
+    """The same, of the broker below this process alone."""
+    with suppress(psutil.NoSuchProcess):
+        return sum(_cpu_s(each) for each in psutil.Process(root).children(recursive=True) if _is_broker(each))
+    return 0.0
+
+
+def _is_broker(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return str(process.name()) == "java"
+    return False
+
+
 def _cpu_s(process: psutil.Process) -> float:
     with suppress(psutil.NoSuchProcess):
         times = process.cpu_times()

@@ -53,7 +53,8 @@ def _measured(options: argparse.Namespace, folder: Path) -> dict[str, list[Looke
 
 def _said(found: Looked) -> str:
     pair = Pair(found.without.step_s, found.having.step_s)
-    return f"{pair.without:.4f} and {pair.having:.4f} s/step, {pair.cost:+.1%}"
+    work = Pair(found.without.step_per_work, found.having.step_per_work)
+    return f"{pair.without:.4f} and {pair.having:.4f} s/step, {pair.cost:+.1%}, at equal work {work.cost:+.1%}"
 
 
 def _summary(options: argparse.Namespace, measured: dict[str, list[Looked]]) -> dict[str, Any]:
@@ -65,22 +66,27 @@ def _summary(options: argparse.Namespace, measured: dict[str, list[Looked]]) -> 
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}; viewers share them with the run",
         "versions": f"Python {platform.python_version()}, torch {version('torch')}, Apache Kafka {KAFKA_VERSION}",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "does_not_show": "what a page costs the browser that draws it; runs of other sizes than the demo's",
+        "does_not_show": "what a page costs the browser that draws it; runs of other sizes than the demo's; at equal "
+        "work, what the run's own processes need longer because viewers use the caches",
     }
 
 
 def _row(name: str, means: str, pairs: list[Looked], seed: int) -> dict[str, Any]:
-    """Costs by the clock, by the run's own processor time, and what the viewers' own is of all the cores'."""
+    """Costs by the clock, at equal work (see ``Stretch``), by the run's own processor time, and the viewers' share."""
     by_clock = paired_cost([Pair(off.step_s, on.step_s) for off, on in pairs], seed)
+    at_equal_work = paired_cost([Pair(off.step_per_work, on.step_per_work) for off, on in pairs], seed)
     by_processor = paired_cost([Pair(off.run_cpu_s, on.run_cpu_s) for off, on in pairs], seed)
     viewers = statistics.median(on.viewers_cpu_s / on.step_s for _, on in pairs) / (os.cpu_count() or 1)
-    print(f"{name}: a step takes {by_clock} longer, {by_processor} more of the run's processor time; ", end="")
-    print(f"the viewers themselves take {viewers:.1%} of the machine's")
+    print(f"{name}: a step takes {by_clock} longer, at equal work {at_equal_work}; ", end="")
+    print(
+        f"{by_processor} more of the run's processor time; the viewers themselves take {viewers:.1%} of the machine's"
+    )
     return {
         "what": name,
         "means": means,
         "off_step_s": round(statistics.median(off.step_s for off, _ in pairs), 5),
         **by_clock.row(),
+        "at_equal_work": at_equal_work.row(),
         "run_processor_time": by_processor.row(),
         "viewers_share_of_processors": round(viewers, 4),
     }

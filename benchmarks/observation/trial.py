@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.spending import cpu_s_of
+from benchmarks.spending import broker_cpu_s_of, cpu_s_of
 
 TIMEOUT_S = 300
 MAX_STEPS = 10_000
@@ -25,11 +25,23 @@ METERED = "--metrics.port=29310"
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps in which the same people looked. ``step_s``: mean; processor seconds of the run and its viewers a step."""
+    """Steps in which the same people looked. ``step_s``: mean; processor seconds a step of the run, of the broker
+    that is part of it, and of the viewers.
+    """
 
     step_s: float
     run_cpu_s: float
+    broker_cpu_s: float
     viewers_cpu_s: float
+
+    @property
+    def step_per_work(self) -> float:
+        """Seconds of a step for each processor second of the run's processes but the broker.
+
+        A shared machine works faster at one time than at another, and a step's processor seconds with it; their ratio
+        does not change. What viewers take from the run, themselves and by what the broker does for them, changes it.
+        """
+        return self.step_s / (self.run_cpu_s - self.broker_cpu_s)
 
 
 @dataclass
@@ -48,11 +60,11 @@ class Demo:
             RuntimeError: the run ended or stands still.
         """
         began = self._reach(self._steps() + 1)
-        run_cpu_s, viewers_cpu_s = cpu_s_of([self.process.pid]), cpu_s_of(viewers)
+        before = self._spent(viewers)
         ended = self._reach(began + steps)
-        run_cpu_s, viewers_cpu_s = cpu_s_of([self.process.pid]) - run_cpu_s, cpu_s_of(viewers) - viewers_cpu_s
+        spent = [after - then for after, then in zip(self._spent(viewers), before, strict=True)]
         took = self._seen[ended - 1] - self._seen[began - 1]
-        return Stretch(took / (ended - began), run_cpu_s / (ended - began), viewers_cpu_s / (ended - began))
+        return Stretch(took / (ended - began), *(seconds / (ended - began) for seconds in spent))
 
     def settled(self) -> None:
         """Wait until those who came have read what was before them."""
@@ -61,6 +73,9 @@ class Demo:
     def warmed_up(self) -> None:
         """Wait for the first steps."""
         self._reach(WARM_UP_STEPS)
+
+    def _spent(self, viewers: Sequence[int]) -> tuple[float, float, float]:
+        return cpu_s_of([self.process.pid]), broker_cpu_s_of(self.process.pid), cpu_s_of(viewers)
 
     def _reach(self, steps: int) -> int:
         """Wait for a step; the one that was reached."""

@@ -17,15 +17,19 @@ from schemas.ports.bus import Start, TopicPartition
 AskOffsets = Callable[[list[KafkaPartition]], Awaitable[dict[KafkaPartition, int]]]
 Positions = Mapping[TopicPartition, int]
 
+FETCHER_LOOKS_MS, UNHURRIED_LOOKS_MS = 200, 10_000
+"""aiokafka's fetcher looks at every partition so often even if nothing happens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How consumers of one subscription are made."""
+    """How consumers of one subscription are made. ``ahead``: they fetch more while the last records are dealt with."""
 
     settings: KafkaSettings
     client_id: str
     group_id: str | None
     outage: Outage = field(default_factory=Outage)
+    ahead: bool = True
 
     async def assigned(self, partitions: Iterable[TopicPartition]) -> AIOKafkaConsumer:
         """A started consumer of these partitions, all paused at offset 0 so that it reads nothing yet."""
@@ -38,6 +42,7 @@ class Reader:
             auto_offset_reset="none",
             isolation_level="read_committed",
             fetch_max_wait_ms=settings.fetch_max_wait_ms,
+            consumer_timeout_ms=FETCHER_LOOKS_MS if self.ahead else UNHURRIED_LOOKS_MS,
             fetch_min_bytes=settings.fetch_min_bytes,
             fetch_max_bytes=settings.fetch_max_bytes,
             max_partition_fetch_bytes=settings.max_partition_fetch_bytes,

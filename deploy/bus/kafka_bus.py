@@ -7,6 +7,7 @@ from aiokafka import AIOKafkaProducer
 
 from deploy.bus.client.outage import Outage
 from deploy.bus.connection import client_options, partition_counts, started
+from deploy.bus.consumers import Reader
 from deploy.bus.publisher import KafkaPublisher
 from deploy.bus.settings import KafkaSettings
 from deploy.bus.subscription import KafkaSubscription, open_subscription
@@ -18,17 +19,19 @@ from schemas.ports.bus import Start, TopicPartition
 class KafkaBus:
     """``schemas.ports.bus.Bus`` on the broker that the settings name; holds no connection itself.
 
-    ``advice``: what a user can do when the broker does not answer.
+    ``advice``: what a user can do when the broker does not answer. ``ahead``: subscriptions fetch more while the last
+    records are dealt with.
     """
 
-    def __init__(self, settings: KafkaSettings, advice: str = "") -> None:
+    def __init__(self, settings: KafkaSettings, advice: str = "", *, ahead: bool = True) -> None:
         self._settings = settings
+        self._ahead = ahead
         self.outage = Outage(settings.bootstrap_servers or "", advice)
 
     @property
     def unhurried(self) -> "KafkaBus":
-        """The same broker for who only looks on: a read costs as much as hundreds of records, so it is asked less."""
-        bus = KafkaBus(self._settings.unhurried)
+        """The same broker for who only looks on: who pauses between its reads asks nothing of the broker meanwhile."""
+        bus = KafkaBus(self._settings, ahead=False)
         bus.outage = self.outage
         return bus
 
@@ -92,9 +95,8 @@ class KafkaBus:
         assigned = [tp for topic in topics for tp in _partitions_of(topic, counts, wanted)]
         if not assigned:
             raise BusError(f"expected partitions to read, got none of {sorted(wanted or ())}")
-        return await open_subscription(
-            self._settings, client_id, assigned, start, group_id, whole=wanted is None, outage=self.outage
-        )
+        reader = Reader(self._settings, client_id, group_id, self.outage, self._ahead)
+        return await open_subscription(reader, assigned, start, whole=wanted is None)
 
 
 def _partitions_of(topic: str, counts: dict[str, int], wanted: frozenset[int] | None) -> list[TopicPartition]:

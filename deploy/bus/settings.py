@@ -10,8 +10,6 @@ from schemas.settings import Section
 SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
 SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 
-UNHURRIED_MS = 1000
-
 
 class KafkaSettings(Section):
     """Every wait is bounded by one of these times; sizes are in bytes before compression."""
@@ -68,11 +66,6 @@ class KafkaSettings(Section):
     ssl_cafile: Annotated[Path | None, Field(description="Certificates to trust; none: the system's.")] = None
     ssl_certfile: Annotated[Path | None, Field(description="Our own certificate.")] = None
     ssl_keyfile: Path | None = None
-
-    @property
-    def unhurried(self) -> "KafkaSettings":
-        """The same for who reads to look on: one fetch a second, however little or much there is by then."""
-        return self.model_copy(update={"fetch_min_bytes": self.fetch_max_bytes, "fetch_max_wait_ms": UNHURRIED_MS})
 
     @property
     def writer_stall_s(self) -> float:

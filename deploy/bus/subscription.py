@@ -14,12 +14,10 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.errors import CorruptRecordException, OffsetOutOfRangeError
 from aiokafka.structs import ConsumerRecord
 
-from deploy.bus.client.outage import Outage
 from deploy.bus.client.stopping import discard
 from deploy.bus.connection import our_errors
 from deploy.bus.consumers import Positions, Reader, refuse_holes, starting_positions
 from deploy.bus.lookout import Lookout
-from deploy.bus.settings import KafkaSettings
 from schemas.errors import BusError, BusUnavailable
 from schemas.ports.bus import Record, Start, TopicPartition
 
@@ -81,7 +79,7 @@ class KafkaSubscription:
             except Exception:
                 self._seek_to_next(consumer)  # aiokafka drops what it had taken from the other partitions
                 raise
-        if fetched:
+        if fetched and self._reader.ahead:
             await self._let_it_fetch(consumer)
         records = []
         for tp, batch in fetched.items():
@@ -189,22 +187,14 @@ def _records(tp: KafkaPartition, batch: Iterable[ConsumerRecord]) -> list[Record
 
 
 async def open_subscription(
-    settings: KafkaSettings,
-    client_id: str,
-    assigned: Iterable[TopicPartition],
-    start: Start,
-    group_id: str | None,
-    *,
-    whole: bool,
-    outage: Outage,
+    reader: Reader, assigned: Iterable[TopicPartition], start: Start, *, whole: bool
 ) -> KafkaSubscription:
-    """A subscription whose positions are pinned when this returns. It tells ``outage`` whether the broker answers.
+    """A subscription whose positions are pinned when this returns.
 
     Raises:
         BusUnavailable: no broker answers.
         DataLossRefused: named start offsets are not on the broker (any more); it lists what is missing.
     """
-    reader = Reader(settings, client_id, group_id, outage)
     partitions = tuple(assigned)
     consumer = await reader.assigned(partitions)
     try:

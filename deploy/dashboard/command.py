@@ -13,6 +13,7 @@ from deploy.dashboard.room import CLIENT_ID, PLAIN, Room
 from deploy.dashboard.server import build_app
 from deploy.inspection.replays.show import Piece, pieces_of
 from deploy.live.attaching import feed_of
+from deploy.live.pace import Pace
 from deploy.live.state import LiveState
 from deploy.surveys.attachment import Attachment
 from deploy.wiring.collector import settle_collector
@@ -38,9 +39,9 @@ async def _serve(attachment: Attachment, where: Path | None, host: str, port: in
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    state = LiveState(attached.run)
+    state, pace = LiveState(attached.run), Pace()
     room = Room(attached.bus, state, str(where or attached.run), lambda: _pieces(attached), attached.advice)
-    runner = web.AppRunner(build_app(room, stop, host), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(build_app(room, stop, host, pace.seconds), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         address = await listen(runner, host, port)
@@ -48,7 +49,7 @@ async def _serve(attachment: Attachment, where: Path | None, host: str, port: in
         if open_browser:
             await asyncio.to_thread(webbrowser.open, address)
         settle_collector()
-        await (await feed_of(attached, state, CLIENT_ID)).run(stop)
+        await (await feed_of(attached, state, CLIENT_ID, pace.seconds)).run(stop)
     finally:
         stop.set()
         await runner.cleanup()

@@ -1,6 +1,7 @@
 """The dashboard's web server: one page, a stream of updates, and a few answers in JSON. Knows no broker."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from aiohttp import web
@@ -13,6 +14,7 @@ from deploy.dashboard.inspector import inspect
 from deploy.dashboard.letters import newest_letters, retry_letter
 from deploy.dashboard.room import Room
 from deploy.dashboard.stream import Stream
+from deploy.live.pace import OFTEN_S
 from deploy.live.snapshot import snapshot
 from schemas.errors import StreamRLError, UserError
 
@@ -25,10 +27,12 @@ STREAM = web.AppKey("stream", Stream)
 STOP = web.AppKey("stop", asyncio.Event)
 
 
-def build_app(room: Room, stop: asyncio.Event, host: str = "localhost") -> web.Application:
+def build_app(
+    room: Room, stop: asyncio.Event, host: str = "localhost", pace_s: Callable[[], float] = lambda: OFTEN_S
+) -> web.Application:
     """The application; streams end when ``stop`` is set. ``host``: the name it is served under."""
     app = web.Application(middlewares=[_guarded(host), _told], client_max_size=MAX_BODY)
-    app[ROOM], app[STREAM], app[STOP] = room, Stream(room.state), stop
+    app[ROOM], app[STREAM], app[STOP] = room, Stream(room.state, pace_s=pace_s), stop
     app.router.add_get("/", _index)
     app.router.add_get("/page/{name}", _asset)
     app.router.add_get("/api/updates", _updates)
@@ -97,7 +101,7 @@ async def _updates(request: web.Request) -> web.StreamResponse:
 
 async def _snapshot(request: web.Request) -> web.StreamResponse:
     stream = request.app[STREAM]
-    return web.json_response(snapshot(stream.state, stream.clock()))
+    return web.json_response(snapshot(stream.state, stream.state.moment(stream.clock())))
 
 
 async def _trajectory(request: web.Request) -> web.StreamResponse:

@@ -1,13 +1,16 @@
 """Follows a run's topics and folds them into a live state. Reads only; joins no group and commits nothing."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
 
 import structlog
 
 from deploy.bus.client.outage import Outage
 from deploy.inspection.bus_history import BusHistory
+from deploy.live.pace import OFTEN_S
 from deploy.live.state import LiveState
 from schemas.errors import BrokerError, BusError, BusUnavailable, DataLossRefused
 from schemas.ports.bus import Bus, Record, Subscription, TopicPartition
@@ -25,23 +28,33 @@ from schemas.wire.topics import (
 
 log = structlog.get_logger()
 
-POLL_S = 0.25
+POLL_S = 2.0
 RETRY_S = 2.0
-LAG_EVERY_S = 5.0
+ENDS_EVERY_S = 5.0
 MAX_RECORDS = 2000
 PAST: dict[Topic, int] = {CONTROL: 1 << 40, STEPS: 4000, HEARTBEATS: 4000, SKIPS: 4000, TRAJECTORIES: 1500}
-"""Offsets of the past that are read, over all partitions of a topic; of the others only what comes."""
+"""Offsets of the past that are read, over all partitions of a topic; of the others only what comes. Orders are counted
+by their ends, not read: they have more partitions than all the others, and each makes every read dearer."""
 FOLLOWED = (*PAST, WORK_ORDERS, DEAD_LETTERS)
 
-Committed = Callable[[], Awaitable[Mapping[TopicPartition, int]]]
-"""Asks the broker for the trainer's next offsets, for the lag."""
+
+class Committed(Protocol):
+    """The trainer's next offsets, for the lag."""
+
+    async def ask(self) -> Mapping[TopicPartition, int]:
+        """Ask the broker."""
+        ...
+
+    async def close(self) -> None:
+        """Release; idempotent, and may be asked again."""
+        ...
 
 
 @dataclass
 class LiveFeed:
     """``state`` is complete up to the last poll. ``shards`` None: partitions cannot be told by bucket. ``outage``: told
-    of, and shared with what else reads from ``bus``. ``unhurried``: the same bus, whose reads bring much at once; what
-    comes is read from it, if there is one.
+    of, and shared with what else reads from ``bus``. ``unhurried``: the same bus, which does nothing between two reads;
+    what comes is read from it, if there is one. ``pace_s``: seconds between two reads.
     """
 
     bus: Bus
@@ -51,29 +64,41 @@ class LiveFeed:
     client_id: str = "streamrl-live"
     outage: Outage = field(default_factory=Outage)
     unhurried: Bus | None = None
+    pace_s: Callable[[], float] = lambda: OFTEN_S
     positions: dict[TopicPartition, int] = field(default_factory=dict)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the state up to date.
 
         Consumes: all topics but tokens and commands, from the recent past on. Produces: nothing.
-        Waits for: new records.
+        Waits for: its pace, new records.
         On failure: what retention deleted is passed over, and a topic that was made anew is followed from its end on;
             while no broker answers, that is told once, and asked again.
-        On stop: returns within one poll.
+        On stop: returns at once.
         """
-        while not stop.is_set():
+        following, stopping = asyncio.create_task(self._follow_always()), asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+        finally:
+            following.cancel()
+            stopping.cancel()
+            await asyncio.gather(following, stopping, return_exceptions=True)
+
+    async def _follow_always(self) -> NoReturn:
+        while True:
             try:
                 if not self.positions:
                     await self._catch_up()
-                await self._follow(stop)
+                await self._follow()
             except DataLossRefused as error:
                 for topic, partition, begin, end in error.holes:
                     place = TopicPartition(topic, partition)
                     self.positions[place] = end if self.positions[place] == begin else begin
             except BusUnavailable as error:
                 self.outage.begin(self.client_id, error)
-                await _stopped_within(stop, RETRY_S)
+                await asyncio.sleep(RETRY_S)
 
     async def _catch_up(self) -> None:
         """Read the recent past, in the order of its times."""
@@ -91,38 +116,53 @@ class LiveFeed:
             self.state.take(record)
         self.positions = positions
 
-    async def _follow(self, stop: asyncio.Event) -> None:
+    async def _follow(self) -> NoReturn:
         topics = sorted({tp.topic for tp in self.positions})
         bus, start = self.unhurried or self.bus, dict(self.positions)
         subscription = await bus.subscribe(topics, client_id=self.client_id, start=start)
+        read = {tp for tp in start if tp.topic != WORK_ORDERS.full_name(self.state.run)}
+        subscription.pause(start)
         self.outage.end(self.client_id)
-        lags = asyncio.create_task(self._watch_lags(subscription)) if self.committed and self.shards else None
+        ends = asyncio.create_task(self._watch_ends(subscription))
         try:
-            while not stop.is_set():
+            while True:
+                subscription.resume(read)
                 records = await subscription.poll(max_records=MAX_RECORDS, timeout_s=POLL_S)
-                for record in sorted(records, key=lambda each: each.timestamp):
+                subscription.pause(read)
+                for record in records:
                     self.positions[TopicPartition(record.topic, record.partition)] = record.offset + 1
-                    self.state.take(record)
+                self.state.take_all(sorted(records, key=lambda each: each.timestamp))
+                if len(records) < MAX_RECORDS:
+                    self.state.read_at = time.time()
+                    await asyncio.sleep(self.pace_s())
         finally:
-            if lags is not None:
-                lags.cancel()
-                await asyncio.gather(lags, return_exceptions=True)
+            ends.cancel()
+            await asyncio.gather(ends, return_exceptions=True)
             await subscription.close()
 
-    async def _watch_lags(self, subscription: Subscription) -> None:
-        assert self.committed is not None
-        assert self.shards is not None
-        topic = TRAJECTORIES.full_name(self.state.run)
-        while True:
-            try:
-                ends, finished = await subscription.end_offsets(), await self.committed()
-                self.outage.end(self.client_id)
-                self.state.unfinished = unfinished_by_bucket(topic, ends, finished, self.shards)
-            except BusUnavailable as error:
-                self.outage.begin(self.client_id, error)
-            except (BrokerError, BusError) as error:
-                log.warning("lag is not known now", error=str(error))
-            await asyncio.sleep(LAG_EVERY_S)
+    async def _watch_ends(self, subscription: Subscription) -> None:
+        try:
+            while True:
+                try:
+                    await self._ask_for_ends(subscription)
+                    self.outage.end(self.client_id)
+                except BusUnavailable as error:
+                    self.outage.begin(self.client_id, error)
+                except (BrokerError, BusError) as error:
+                    log.warning("lag is not known now", error=str(error))
+                await asyncio.sleep(max(ENDS_EVERY_S, 2 * self.pace_s()))
+        finally:
+            if self.committed is not None:
+                await self.committed.close()
+
+    async def _ask_for_ends(self, subscription: Subscription) -> None:
+        ends = await subscription.end_offsets()
+        orders = {tp: end for tp, end in ends.items() if tp.topic == WORK_ORDERS.full_name(self.state.run)}
+        self.state.ordered(sum(max(0, end - self.positions[tp]) for tp, end in orders.items()), time.time())
+        self.positions |= orders
+        if self.committed is not None and self.shards is not None:
+            topic, finished = TRAJECTORIES.full_name(self.state.run), await self.committed.ask()
+            self.state.unfinished = unfinished_by_bucket(topic, ends, finished, self.shards)
 
 
 def unfinished_by_bucket(
@@ -135,10 +175,3 @@ def unfinished_by_bucket(
             bucket = tp.partition // shards
             found[bucket] = found.get(bucket, 0) + max(0, end - finished.get(tp, 0))
     return found
-
-
-async def _stopped_within(stop: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(stop.wait(), seconds)
-    except TimeoutError:
-        return

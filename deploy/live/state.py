@@ -2,11 +2,12 @@
 
 Invariants, each with a test of its name:
 - it_stays_bounded: however many records come, what is held has an upper limit;
-- a_resumed_trainer_takes_its_steps_back: of steps taken again, the newer ones count.
+- a_resumed_trainer_takes_its_steps_back: of steps taken again, the newer ones count;
+- every_trajectory_is_counted: also those that are not looked into, because very many came at once.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from deploy.live.parts.events import EventLog
 from deploy.live.parts.fates import Fates
 from deploy.live.parts.histograms import Calibration, Staleness
 from deploy.live.parts.rates import Rate
+from deploy.live.parts.sampling import NEWEST, sampled
 from deploy.live.parts.sketch import Sketch, sketch_of
 from deploy.live.parts.timeline import Lane
 from deploy.observation.state import NO_VERSION, SILENT_AFTER_S
@@ -24,11 +26,14 @@ from schemas.messages.base import Message
 from schemas.messages.control import DrainWorker, FlowControl, RunFinished, WeightsReady
 from schemas.messages.reports import Heartbeat, RefusedStep, SkipRecord, StepReport, WorkerState
 from schemas.ports.bus import Record
-from schemas.wire.topics import DEAD_LETTERS, TRAJECTORIES, WORK_ORDERS
+from schemas.wire.topics import DEAD_LETTERS, TRAJECTORIES
 
-SHOWN_TRAJECTORIES = 40
+SHOWN_TRAJECTORIES = NEWEST
+LENGTH_WEIGHT = 0.01
 WORKERS_HELD = 256
 EVENT_EVERY_STEPS = 10
+AWAY_S = 15.0
+"""After so long without a read, the broker is away."""
 CURVES = (
     "reward",
     "reward_std",
@@ -53,14 +58,18 @@ TRAINER, COORDINATOR = "trainer", "coordinator"
 
 
 def _rates() -> dict[str, Rate]:
-    slow = {"steps": 30.0, "trained": 30.0, "weights": 30.0}
-    names = ("orders", "trajectories", "tokens", "skips", "dead_letters", *slow)
+    slow = {"orders": 15.0, "steps": 30.0, "trained": 30.0, "weights": 30.0}
+    names = ("trajectories", "tokens", "skips", "dead_letters", *slow)
     return {name: Rate(slow.get(name, 5.0)) for name in names}
 
 
 @dataclass
 class LiveState:
-    """What is known of a run. ``snapshot`` in ``deploy.live.snapshot`` turns it into plain data."""
+    """What is known of a run. ``snapshot`` in ``deploy.live.snapshot`` turns it into plain data.
+
+    ``read_at``: when the topics were last read to their ends, in epoch seconds. ``mean_length``: of the newest
+    completions, in tokens. ``bucket_of``: length buckets by partition.
+    """
 
     run: str
     rates: dict[str, Rate] = field(default_factory=_rates)
@@ -84,15 +93,32 @@ class LiveState:
     mode: str = "run"
     finished: bool = False
     silent: set[str] = field(default_factory=set)
+    read_at: float | None = None
+    mean_length: float = 0.0
+    bucket_of: dict[int, int] = field(default_factory=dict)
+
+    def moment(self, now: float) -> float:
+        """Until when the run is known, of which displays speak; of the present while nothing can be read."""
+        return now if self.read_at is None or now - self.read_at > AWAY_S else min(now, self.read_at)
+
+    def take_all(self, records: Sequence[Record]) -> None:
+        """``take`` what came at once, in the order of its times. Of very many trajectories some are looked into, from
+        which the tokens of the others are told.
+        """
+        places = [index for index, record in enumerate(records) if _name_of(record) == TRAJECTORIES.name]
+        skipped = set(places) - sampled(places)
+        for index, record in enumerate(records):
+            if index in skipped and record.partition in self.bucket_of:
+                self._count_trajectory(record.timestamp, self.mean_length, self.bucket_of[record.partition])
+            else:
+                self.take(record)
 
     def take(self, record: Record) -> None:
-        """Take a record of one of the run's topics into account. Orders and dead letters are counted, not decoded."""
-        name = record.topic.rpartition(".")[2]
+        """Take a record of one of the run's topics into account. Dead letters are counted, not decoded."""
+        name = _name_of(record)
         if name == TRAJECTORIES.name:
             if (sketch := sketch_of(record)) is not None:
                 self.observe_trajectory(sketch, record.timestamp)
-        elif name == WORK_ORDERS.name:
-            self.rates["orders"].add(record.timestamp)
         elif name == DEAD_LETTERS.name:
             self.rates["dead_letters"].add(record.timestamp)
             self.log.add(record.timestamp, "bad", "a record was refused; see dead letters")
@@ -102,14 +128,23 @@ class LiveState:
 
     def observe_trajectory(self, sketch: Sketch, at: float) -> None:
         """A completion came, and was written at this time."""
-        self.rates["trajectories"].add(at)
-        self.rates["tokens"].add(at, sketch.length)
-        self.buckets[min(sketch.bucket, 63)] += 1
+        bucket = self.bucket_of[sketch.partition] = min(sketch.bucket, 63)
+        self._count_trajectory(at, sketch.length, bucket)
+        self.mean_length += (sketch.length - self.mean_length) * (LENGTH_WEIGHT if self.mean_length else 1.0)
         self.calibration.add(sketch.predicted, sketch.length)
         self.fates.arrived((sketch.partition, sketch.offset), sketch.oldest.number)
         self.last.append(sketch)
         if (lane := self.worker_lane(sketch.worker_id)) is not None:
             lane.extend(sketch.started_at, sketch.finished_at, "generate", sketch.newest.number)
+
+    def _count_trajectory(self, at: float, tokens: float, bucket: int) -> None:
+        self.rates["trajectories"].add(at)
+        self.rates["tokens"].add(at, tokens)
+        self.buckets[bucket] += 1
+
+    def ordered(self, count: int, at: float) -> None:
+        """So many work orders came since this was last told."""
+        self.rates["orders"].add(at, count)
 
     def observe(self, message: Message) -> None:
         """Take a decoded message into account; those that say nothing for a display are passed over."""
@@ -224,3 +259,7 @@ class LiveState:
     def _finish(self, message: RunFinished) -> None:
         self.finished = True
         self.log.add(message.sent_at, "good", f"the run is finished at step {message.step}: {message.reason}")
+
+
+def _name_of(record: Record) -> str:
+    return record.topic.rpartition(".")[2]

@@ -15,6 +15,7 @@ from deploy.bus.client.outage import advised
 from deploy.inspection.bus_history import BusHistory
 from deploy.live.attaching import feed_of
 from deploy.live.feed import LiveFeed
+from deploy.live.pace import Pace
 from deploy.live.state import LiveState
 from deploy.surveys.attachment import Attachment
 from deploy.top.printing import Manner, print_lines
@@ -43,7 +44,8 @@ def show(attachment: Attachment, where: Path | None, manner: Manner, *, on_scree
 async def _show(attachment: Attachment, where: str, manner: Manner, *, on_screen: bool) -> int:
     attached = await attachment.with_run()
     stop = asyncio.Event()
-    feed = await feed_of(attached, LiveState(attached.run), CLIENT_ID)
+    pace_s = Pace().seconds if on_screen else lambda: manner.interval_s
+    feed = await feed_of(attached, LiveState(attached.run), CLIENT_ID, pace_s)
     reading = asyncio.create_task(feed.run(stop))
     shown = _on_screen(attached, feed, where or attached.run, stop) if on_screen else _in_lines(feed, manner, stop)
     showing = asyncio.create_task(shown)
@@ -77,7 +79,7 @@ async def _on_screen(attached: Attachment, feed: LiveFeed, run_path: str, stop: 
             raise BusUnavailable(advised(error, attached.advice)) from error
 
     tell_in_events(feed.state)
-    app = TopApp(feed.state, read, run_path)
+    app = TopApp(feed.state, read, run_path, pace_s=feed.pace_s)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, app.exit)
     settle_collector()

@@ -31,7 +31,7 @@ async def print_lines(feed: LiveFeed, manner: Manner, stop: asyncio.Event) -> No
     await _caught_up(feed, stop)
     told = 0
     while not stop.is_set():
-        now = time.time()
+        now = feed.state.moment(time.time())
         feed.state.tick(now)
         if manner.as_json:
             print(json.dumps(object_of(feed.state, now, told), separators=(",", ":"), allow_nan=False), flush=True)

@@ -7,11 +7,11 @@ import { KINDS, Timeline } from "./timeline.js";
 
 const $ = (id) => document.getElementById(id);
 const state = {}, dirty = new Set();
-const REDRAW_MS = 100, BEHIND_S = 1;
-let heardAt = 0, skew = 0, drawnAt = 0, letterCount = -1;
+const REDRAW_MS = 100, PATIENCE_MS = 2000;
+let pace = 1, heardAt = 0, skew = 0, drawnAt = 0, letterCount = -1;
 
 const timeline = new Timeline($("timeline"), $("tip"), (on) => $("follow").setAttribute("aria-pressed", String(on)));
-const present = () => performance.now() / 1000 + skew - BEHIND_S;  // what happens now is told a moment later
+const present = () => performance.now() / 1000 + skew - pace;  // what happens now is told with the next update
 
 const DRAW = {
   loop() {
@@ -57,14 +57,14 @@ function connect() {
   source.onmessage = ({ data }) => {
     const found = JSON.parse(data), offset = found.now - performance.now() / 1000;
     skew = heardAt && Math.abs(offset - skew) < 2 ? skew + (offset - skew) * 0.1 : offset;
-    heardAt = performance.now();
-    for (const [name, section] of Object.entries(found)) if (name !== "now") { state[name] = section; dirty.add(name); }
+    heardAt = performance.now(); pace = found.pace;
+    for (const [name, section] of Object.entries(found)) if (!["now", "pace"].includes(name)) { state[name] = section; dirty.add(name); }
   };
 }
 
 setInterval(() => {
   const quiet = performance.now() - heardAt;
-  text($("link"), !heardAt ? "connecting…" : quiet < 3000 ? "live" : `no update for ${Math.round(quiet / 1000)} s`);
+  text($("link"), !heardAt ? "connecting…" : quiet < pace * 1000 + PATIENCE_MS ? "live" : `no update for ${Math.round(quiet / 1000)} s`);
 }, 500);
 
 const SCHEMES = { "": ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };

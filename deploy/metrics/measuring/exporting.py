@@ -4,7 +4,7 @@ Invariant measuring_ends_nothing: whatever fails here is logged; the role goes o
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from deploy.bus.cluster.groups import committed_offsets
+from deploy.bus.cluster.groups import GroupOffsets, Offsets
 from deploy.bus.kafka_bus import KafkaBus
 from deploy.metrics.companions import Companion, stopped_within
 from deploy.metrics.endpoint import endpoint
@@ -20,6 +20,7 @@ from deploy.metrics.measuring.roles import Look, measure
 from deploy.metrics.meters import Meters
 from deploy.settings.tree import Settings
 from schemas.errors import BusError
+from schemas.ports.bus import Subscription, TopicPartition
 from schemas.wire.topics import TRAJECTORIES
 
 log = structlog.get_logger()
@@ -86,26 +87,37 @@ class LagSampler:
     settings: Settings
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Ask until stopped.
+        """Ask until stopped, over connections that are kept.
 
         Consumes: nothing. Produces: gauges. Waits for: the interval, the broker.
         On failure: the gauges go, and the broker is asked again. On stop: returns within one question.
         """
-        while not await stopped_within(stop, self.settings.metrics.lag_interval_s):
-            try:
-                await self._ask()
-            except BusError as error:
-                log.warning("consumer lag not known", error=str(error))
-                self.meters.forget("consumer_lag_records")
-
-    async def _ask(self) -> None:
-        kafka, topic = self.settings.kafka, TRAJECTORIES.full_name(self.settings.run.name)
-        committed = await committed_offsets(kafka, {topic})
-        subscription = await KafkaBus(kafka).subscribe([topic], client_id="streamrl-lag", start="latest")
+        groups, subscription = GroupOffsets(self.settings.kafka, {self._topic}), None
         try:
-            ends = await subscription.end_offsets()
+            while not await stopped_within(stop, self.settings.metrics.lag_interval_s):
+                try:
+                    if subscription is None:
+                        subscription = await self._subscribed()
+                    self._note(await groups.ask(), await subscription.end_offsets())
+                except BusError as error:
+                    log.warning("consumer lag not known", error=str(error))
+                    self.meters.forget("consumer_lag_records")
         finally:
-            await subscription.close()
+            await groups.close()
+            if subscription is not None:
+                await subscription.close()
+
+    @property
+    def _topic(self) -> str:
+        return TRAJECTORIES.full_name(self.settings.run.name)
+
+    async def _subscribed(self) -> Subscription:
+        """Of which only the ends are asked; it reads nothing."""
+        subscription = await KafkaBus(self.settings.kafka).unhurried.subscribe([self._topic], client_id="streamrl-lag")
+        subscription.pause(subscription.partitions())
+        return subscription
+
+    def _note(self, committed: Mapping[str, Offsets], ends: Mapping[TopicPartition, int]) -> None:
         for group, offsets in committed.items():
             for tp, end in ends.items():
                 lag = max(0, end - offsets.get(tp, 0))

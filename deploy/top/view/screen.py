@@ -1,4 +1,4 @@
-"""The Textual application: tabs of panels over a live state, redrawn every two seconds, or at once when a key asks.
+"""The Textual application: tabs of panels over a live state, drawn at the pace that is given, or when a key asks.
 
 Invariants, each with a test of its name:
 - only_what_is_in_sight_is_drawn: sections that no visible panel needs are not even put together;
@@ -16,6 +16,7 @@ from textual.containers import Grid, Horizontal, Vertical
 from textual.theme import Theme
 from textual.widgets import Footer, OptionList, Static, TabbedContent, TabPane
 
+from deploy.live.pace import OFTEN_S
 from deploy.live.snapshot import SECTIONS
 from deploy.live.state import LiveState
 from deploy.top.drawing.blocks import ACCENT
@@ -23,7 +24,6 @@ from deploy.top.view.help import Help
 from deploy.top.view.panels import BOARD, CURVES, EVENTS, HEAD, LAG, LENGTHS, LOOP, SPLIT, STALENESS, WORKERS, Panel
 from deploy.top.view.trajectories import Read, Trajectories
 
-TICK_S = 2.0
 INTERRUPTED = 130
 SLOW = {"curves": 2, "lengths": 2, "staleness": 2, "split": 2}
 """Sections that are looked at every so many ticks."""
@@ -34,7 +34,9 @@ TABS = ("loop", "curves", "lengths", "workers", "trajectories", "events")
 
 
 class TopApp(App[None]):
-    """``read`` fetches a whole trajectory; ``run_path``: how the run is named on a command line."""
+    """``read`` fetches a whole trajectory; ``run_path``: how the run is named on a command line; ``pace_s``: seconds
+    between two looks.
+    """
 
     CSS_PATH = Path(__file__).parent / "top.tcss"
     ENABLE_COMMAND_PALETTE = False
@@ -51,12 +53,19 @@ class TopApp(App[None]):
         Binding("ctrl+c", "interrupt", show=False, priority=True),
     ]
 
-    def __init__(self, state: LiveState, read: Read, run_path: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        state: LiveState,
+        read: Read,
+        run_path: str,
+        clock: Callable[[], float] = time.time,
+        pace_s: Callable[[], float] = lambda: OFTEN_S,
+    ) -> None:
         super().__init__()
         self.register_theme(THEME)
         self.theme = THEME.name
         self.title = f"streamrl top  {state.run}"
-        self.state, self.clock = state, clock
+        self.state, self.clock, self.pace_s = state, clock, pace_s
         self.sections: dict[str, Any] = {}
         self.head = Panel(HEAD, "head", classes="")
         self.tabs = TabbedContent(id="tabs")
@@ -91,14 +100,18 @@ class TopApp(App[None]):
 
     def on_mount(self) -> None:
         """Begin to look."""
-        self.set_interval(TICK_S, self.look)
-        self.call_after_refresh(self.look)
+        self.call_after_refresh(self.look_again)
+
+    def look_again(self) -> None:
+        """Look, and once more when it is time."""
+        self.look()
+        self.set_timer(self.pace_s(), self.look_again)
 
     def look(self) -> None:
         """Draw what has changed since, of what is in sight."""
         if self.held or not self.head.is_attached or (pane := self.tabs.active_pane) is None:
             return
-        now = self.clock()
+        now = self.state.moment(self.clock())
         self.state.tick(now)
         panels = [panel for panel in (self.head, *pane.query(Panel)) if panel.display]
         listing = pane.id == "trajectories-tab"

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
+from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.record.util import calc_crc32c
 from aiokafka.structs import TopicPartition as KafkaPartition
 
@@ -201,15 +202,25 @@ async def test_a_reader_that_gets_no_offsets_any_more_is_replaced(bootstrap_serv
     await subscription.close()
 
 
-async def test_an_unhurried_reader_gets_what_came_meanwhile_with_one_read(bus: KafkaBus, topic: str) -> None:
+async def test_an_unhurried_reader_that_pauses_asks_nothing_and_then_gets_all_with_one_read(
+    bus: KafkaBus, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subscription = await bus.unhurried.subscribe([topic], client_id="looker")
+    everything, fetches = subscription.partitions(), []
+    subscription.pause(everything)
+    fetch = Fetcher._proc_fetch_request
+    monkeypatch.setattr(Fetcher, "_proc_fetch_request", lambda *each: fetches.append(each) or fetch(*each))
     publisher = await bus.publisher("writer")
     try:
-        reading = asyncio.create_task(subscription.poll(timeout_s=10))
-        for number in range(8):
-            await publisher.publish(Outgoing(topic, bytes([number]), None, number % 2))
-            await asyncio.sleep(0.02)
-        assert {record.value for record in await reading} == {bytes([number]) for number in range(8)}
+        for turn in range(3):
+            for number in range(8):
+                await publisher.publish(Outgoing(topic, bytes([turn, number]), None, number % 2))
+            await asyncio.sleep(0.3)
+            assert len(fetches) == turn
+            subscription.resume(everything)
+            records = await subscription.poll(timeout_s=10)
+            subscription.pause(everything)
+            assert {record.value for record in records} == {bytes([turn, number]) for number in range(8)}
     finally:
         await publisher.close()
         await subscription.close()

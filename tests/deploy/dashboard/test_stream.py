@@ -1,7 +1,8 @@
 import asyncio
 import json
 
-from deploy.dashboard.stream import SLOW, TICK_S, Stream
+from deploy.dashboard.stream import SLOW, Stream
+from deploy.live.pace import OFTEN_S
 from deploy.live.state import LiveState
 from tests.schemas.examples import examples
 
@@ -25,7 +26,7 @@ async def test_only_what_changed_is_sent_and_slow_sections_wait_for_their_turn()
     stream.state.observe(examples()["step-report"].replace(finished=False, sent_at=1000.0))
     turns = []
     for _ in range(SLOW["curves"] + 1):
-        clock[0] += TICK_S
+        clock[0] += OFTEN_S
         turns.append(json.loads((await anext(updates)).removeprefix("data: ")))
     assert all("loop" in turn for turn in turns[:1])
     assert sum("curves" in turn for turn in turns) == 1

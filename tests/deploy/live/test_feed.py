@@ -1,6 +1,7 @@
 import asyncio
+import itertools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from schemas.identifiers import PolicyVersion
 from schemas.ports.bus import Outgoing, Subscription, TopicPartition
 from schemas.ports.bus_around import BusAround
 from schemas.ports.memory_bus import MemoryBus
+from schemas.wire.topics import WORK_ORDERS
 from tests.deploy.live.made_up_run import SHARDS, MadeUpRun
 from tests.deploy.live.writing import append, topics_of
 from tests.schemas.examples import examples
@@ -31,6 +33,22 @@ class Asked(BusAround):
     async def subscribe(self, topics: Iterable[str], **how: Any) -> Subscription:
         self.topics += topics
         return await super().subscribe(topics, **how)
+
+
+@dataclass
+class Committed:
+    """Offsets that somebody committed."""
+
+    answer: Callable[[], Mapping[TopicPartition, int]]
+    asked: int = 0
+    closed: bool = False
+
+    async def ask(self) -> Mapping[TopicPartition, int]:
+        self.asked += 1
+        return self.answer()
+
+    async def close(self) -> None:
+        self.closed = True
 
 
 def a_past(seconds: float) -> tuple[MemoryBus, MadeUpRun]:
@@ -97,9 +115,7 @@ async def test_lag_is_what_the_trainer_has_not_finished() -> None:
     bus, _ = a_past(5.0)
     state, stop = LiveState(RUN), asyncio.Event()
 
-    async def committed() -> Mapping[TopicPartition, int]:
-        return {TopicPartition(f"{RUN}.trajectories", 0): 2}
-
+    committed = Committed(lambda: {TopicPartition(f"{RUN}.trajectories", 0): 2})
     task = asyncio.create_task(LiveFeed(bus, state, SHARDS, committed).run(stop))
     async with asyncio.timeout(10):
         while not state.unfinished:
@@ -109,25 +125,25 @@ async def test_lag_is_what_the_trainer_has_not_finished() -> None:
     logs = bus.log(f"{RUN}.trajectories").partitions
     assert state.unfinished[0] == len(logs[0]) + len(logs[1]) - 2
     assert sum(state.unfinished.values()) == sum(map(len, logs)) - 2
+    assert committed.closed
 
 
 async def test_an_outage_is_told_once_however_often_the_broker_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.live.feed.LAG_EVERY_S", 0.01)
+    monkeypatch.setattr("deploy.live.feed.ENDS_EVERY_S", 0.01)
     bus, _ = a_past(5.0)
-    asked, state, stop = 0, LiveState(RUN), asyncio.Event()
+    state, stop = LiveState(RUN), asyncio.Event()
 
-    async def committed() -> Mapping[TopicPartition, int]:
-        nonlocal asked
-        asked += 1
-        if asked <= 5:
+    def silent_at_first() -> Mapping[TopicPartition, int]:
+        if committed.asked <= 5:
             raise BusUnavailable("no answer")
         return {}
 
-    feed = LiveFeed(bus, state, SHARDS, committed, outage=Outage("b:1", "start it again"))
+    committed = Committed(silent_at_first)
+    feed = LiveFeed(bus, state, SHARDS, committed, outage=Outage("b:1", "start it again"), pace_s=lambda: 0.01)
     with capture_logs() as logs:
         task = asyncio.create_task(feed.run(stop))
         async with asyncio.timeout(10):
-            while asked < 10:
+            while committed.asked < 10:
                 await asyncio.sleep(0.02)
         stop.set()
         await asyncio.wait_for(task, 5)
@@ -135,6 +151,27 @@ async def test_an_outage_is_told_once_however_often_the_broker_is_asked(monkeypa
         "the broker at b:1 does not answer; start it again",
         "the broker at b:1 answers again",
     ]
+
+
+async def test_orders_are_counted_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.live.feed.ENDS_EVERY_S", 0.01)
+    bus, made_up = a_past(5.0)
+    state, stop = LiveState(RUN), asyncio.Event()
+    feed = LiveFeed(bus, state, pace_s=lambda: 0.01)
+    task = asyncio.create_task(feed.run(stop))
+    async with asyncio.timeout(10):
+        while state.step < made_up.version:
+            await asyncio.sleep(0.02)
+        for each in [each for each in itertools.islice(made_up.happenings(), 400) if each.topic is WORK_ORDERS][:7]:
+            append(bus, RUN, each)
+        while state.rates["orders"].total < 7:
+            await asyncio.sleep(0.02)
+    stop.set()
+    await asyncio.wait_for(task, 5)
+    topic = WORK_ORDERS.full_name(RUN)
+    ends = {TopicPartition(topic, lane): len(held) for lane, held in enumerate(bus.log(topic).partitions)}
+    assert {tp: at for tp, at in feed.positions.items() if tp.topic == topic} == ends
+    assert state.rates["orders"].total == 7
 
 
 def test_lag_counts_this_topic_only() -> None:

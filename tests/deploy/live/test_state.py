@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from deploy.live.snapshot import snapshot
-from deploy.live.state import CURVES, SHOWN_TRAJECTORIES, TRAINER, WORKERS_HELD, LiveState
+from deploy.live.state import AWAY_S, CURVES, SHOWN_TRAJECTORIES, TRAINER, WORKERS_HELD, LiveState
 from schemas.identifiers import PolicyVersion
 from schemas.messages.control import RunFinished
 from schemas.messages.reports import RecordRef, WorkerState
@@ -41,6 +41,32 @@ def test_a_run_is_folded_into_what_a_display_needs() -> None:
     assert 0.5 < shown["lengths"]["close"] < 1
     assert len(shown["trajectories"]) == SHOWN_TRAJECTORIES
     assert all(lane["stretches"] == sorted(lane["stretches"]) for lane in shown["timeline"])
+
+
+def test_every_trajectory_is_counted() -> None:
+    one_by_one, at_once = LiveState(RUN), LiveState(RUN)
+    came = records(120.0)
+    for record in came:
+        one_by_one.take(record)
+    for begin in range(0, len(came), 1000):
+        at_once.take_all(came[begin : begin + 1000])
+    exact, told = one_by_one.rates, at_once.rates
+    assert exact["trajectories"].total > 2000
+    assert told["trajectories"].total == exact["trajectories"].total
+    assert sum(at_once.buckets.values()) == sum(one_by_one.buckets.values())
+    assert told["tokens"].total == pytest.approx(exact["tokens"].total, rel=0.1)
+    assert at_once.calibration.close_share == pytest.approx(one_by_one.calibration.close_share or 0, abs=0.1)
+    assert list(at_once.last) == list(one_by_one.last)
+    assert at_once.step == one_by_one.step
+
+
+def test_a_display_speaks_of_the_moment_until_which_the_run_is_known() -> None:
+    state = LiveState(RUN)
+    assert state.moment(BEGIN) == BEGIN
+    state.read_at = BEGIN
+    assert state.moment(BEGIN + 4) == BEGIN
+    assert state.moment(BEGIN - 1) == BEGIN - 1
+    assert state.moment(BEGIN + AWAY_S + 1) == BEGIN + AWAY_S + 1
 
 
 def test_it_stays_bounded() -> None:

@@ -7,7 +7,7 @@ from deploy.live.state import LiveState
 from schemas.errors import UserError
 from schemas.messages.trajectories import Trajectory
 from schemas.ports.bus import Record
-from schemas.wire.topics import TRAJECTORIES
+from schemas.wire.topics import TRAJECTORIES, WORK_ORDERS
 from tests.deploy.live.made_up_run import Happening, MadeUpRun
 from tests.deploy.live.writing import append, topics_of
 
@@ -31,7 +31,10 @@ class MadeUpState:
         until = self.now + seconds
         for happening in self.happenings:
             append(self.bus, RUN, happening)
-            self.state.take(self.last_of(happening))
+            if happening.topic is WORK_ORDERS:
+                self.state.ordered(1, happening.at)
+            else:
+                self.state.take(self.last_of(happening))
             if happening.at > until:
                 break
         self.now = until

@@ -4,9 +4,10 @@ import pytest
 
 from deploy.bus.cluster.codecs import CODECS, codec_problem
 from deploy.bus.cluster.facts import ask_cluster
-from deploy.bus.cluster.groups import committed_offsets
+from deploy.bus.cluster.groups import GroupOffsets, committed_offsets
 from deploy.bus.cluster.release import release_at
 from deploy.bus.cluster.times import offsets_since
+from deploy.bus.connection import started
 from deploy.bus.kafka_bus import KafkaBus
 from deploy.bus.settings import KafkaSettings
 from schemas.ports.bus import Outgoing, TopicPartition
@@ -43,3 +44,29 @@ async def test_a_cluster_tells_of_itself_its_groups_and_offsets_by_time(bootstra
     await reader.close()
     assert await committed_offsets(settings, {"asked"}) == {"asked.grpo": {first: 1}}
     assert await committed_offsets(settings, {"other"}) == {}
+
+
+@pytest.mark.kafka
+async def test_groups_are_asked_again_over_the_same_connection(
+    bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, opened = KafkaSettings(bootstrap_servers=bootstrap_servers), []
+    monkeypatch.setattr("deploy.bus.cluster.groups.started", lambda *each: opened.append(each) or started(*each))
+    await create_topic(bootstrap_servers, "again", 1)
+    place = TopicPartition("again", 0)
+    publisher, asked = await KafkaBus(settings).publisher("w"), GroupOffsets(settings, {"again"})
+    for _ in range(3):
+        await publisher.publish(Outgoing("again", b"x", "k", 0))
+    await publisher.close()
+    reader = await KafkaBus(settings).subscribe(["again"], client_id="r", group_id="again.grpo")
+    try:
+        assert await asked.ask() == {}
+        for offset in (1, 2):
+            await reader.commit({place: offset})
+            assert await asked.ask() == {"again.grpo": {place: offset}}
+        assert len(opened) == 1
+        await asked.close()
+        assert await asked.ask() == {"again.grpo": {place: 2}}
+    finally:
+        await asked.close()
+        await reader.close()

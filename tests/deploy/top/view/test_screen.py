@@ -9,11 +9,12 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from deploy.live import snapshot
+from deploy.live.pace import OFTEN_S
 from deploy.live.state import LiveState
 from deploy.top.view import screen
 from deploy.top.view.help import Help
 from deploy.top.view.panels import Panel
-from deploy.top.view.screen import INTERRUPTED, TABS, TICK_S, TopApp
+from deploy.top.view.screen import INTERRUPTED, TABS, TopApp
 from tests.deploy.top.made_up_state import RUN, MadeUpState
 
 SIZES = [(80, 24), (100, 30), (120, 30), (120, 50), (160, 50), (240, 70)]
@@ -222,8 +223,7 @@ async def test_redraws_are_bounded_at_a_thousand_trajectories_a_second() -> None
         first, clock = app.ticks, asyncio.get_running_loop().time
         began = clock()
         before = run.state.rates["trajectories"].total
-        while clock() - began < 1.5:
+        while clock() - began < 1.5 or run.state.rates["trajectories"].total - before <= 1000:
             run.go_on(0.05)
             await pilot.pause(0.02)
-        assert run.state.rates["trajectories"].total - before > 1000
-        assert app.ticks - first <= (clock() - began) / TICK_S + 2
+        assert app.ticks - first <= (clock() - began) / OFTEN_S + 2

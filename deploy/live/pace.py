@@ -1,0 +1,49 @@
+"""How often to look at a run: often where processors idle, seldom where the run needs them."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import psutil
+
+OFTEN_S, SELDOM_S = 1.0, 5.0
+ROOM, CROWDED = 0.3, 0.15
+"""Shares of all processors that idle: above the first there is room for us, below the second there is none."""
+
+
+class Spent(NamedTuple):
+    """Seconds of all processors since the machine was started; ``free``: idle, or for what gives way as we do."""
+
+    free: float
+    total: float
+
+
+class Pace:
+    """For one process that looks. It is measured between two questions, the machine's own processors only."""
+
+    def __init__(self, spent: Callable[[], Spent] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._spent, self._clock = spent or spent_by_all, clock
+        self._measured_at, self._before = clock(), self._spent()
+        self._seconds = OFTEN_S
+
+    def seconds(self) -> float:
+        """Until the next look."""
+        now = self._clock()
+        if now - self._measured_at >= OFTEN_S:
+            spent = self._spent()
+            self._seconds = pace_for((spent.free - self._before.free) / max(1e-9, spent.total - self._before.total))
+            self._measured_at, self._before = now, spent
+        return self._seconds
+
+
+def pace_for(free: float) -> float:
+    """Seconds between two looks where this share of all processors idles."""
+    crowded = min(1.0, max(0.0, (ROOM - free) / (ROOM - CROWDED)))
+    return OFTEN_S + crowded * (SELDOM_S - OFTEN_S)
+
+
+def spent_by_all() -> Spent:
+    """As the system counts it; what it does not count is zero."""
+    times = psutil.cpu_times()._asdict()
+    total = sum(seconds for kind, seconds in times.items() if not kind.startswith("guest"))  # in user time, too
+    return Spent(sum(times.get(kind, 0.0) for kind in ("idle", "iowait", "nice")), total)
