@@ -29,6 +29,8 @@ from schemas.wire.topics import (
 log = structlog.get_logger()
 
 POLL_S = 2.0
+MORE_POLLS, GATHER_S = 3, 0.05
+"""Brokers answer one by one: after the first answer there are so many polls for the others', which wait so long."""
 RETRY_S = 2.0
 ENDS_EVERY_S = 5.0
 MAX_RECORDS = 2000
@@ -127,7 +129,7 @@ class LiveFeed:
         try:
             while True:
                 subscription.resume(read)
-                records = await subscription.poll(max_records=MAX_RECORDS, timeout_s=POLL_S)
+                records = await _gathered(subscription)
                 subscription.pause(read)
                 for record in records:
                     self.positions[TopicPartition(record.topic, record.partition)] = record.offset + 1
@@ -163,6 +165,17 @@ class LiveFeed:
         if self.committed is not None and self.shards is not None:
             topic, finished = TRAJECTORIES.full_name(self.state.run), await self.committed.ask()
             self.state.unfinished = unfinished_by_bucket(topic, ends, finished, self.shards)
+
+
+async def _gathered(subscription: Subscription) -> list[Record]:
+    """What came since the last read, but at most about ``MAX_RECORDS``."""
+    records = await subscription.poll(max_records=MAX_RECORDS, timeout_s=POLL_S)
+    for _ in range(MORE_POLLS):
+        more = await subscription.poll(max_records=MAX_RECORDS, timeout_s=GATHER_S)
+        records += more
+        if not more or len(records) >= MAX_RECORDS:
+            break
+    return records
 
 
 def unfinished_by_bucket(
