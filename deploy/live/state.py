@@ -58,7 +58,7 @@ TRAINER, COORDINATOR = "trainer", "coordinator"
 
 
 def _rates() -> dict[str, Rate]:
-    slow = {"orders": 15.0, "steps": 30.0, "trained": 30.0, "weights": 30.0}
+    slow = {"orders": 30.0, "steps": 30.0, "trained": 30.0, "weights": 30.0}
     names = ("trajectories", "tokens", "skips", "dead_letters", *slow)
     return {name: Rate(slow.get(name, 5.0)) for name in names}
 
