@@ -50,13 +50,33 @@ async def admin_of(settings: KafkaSettings) -> AsyncIterator[AIOKafkaAdminClient
         BrokerUnreachable: no broker answers.
         BusError: the broker refuses.
     """
-    admin = await started(AIOKafkaAdminClient(**client_options(settings, CLIENT_ID)), settings)
+    admin = await open_admin(settings)
     try:
-        with our_errors(f"asking the brokers at {settings.bootstrap_servers}"):
-            async with asyncio.timeout(settings.request_timeout_ms / 1000):
-                yield admin
+        async with answered(settings):
+            yield admin
     finally:
         await discard(admin)
+
+
+async def open_admin(settings: KafkaSettings) -> AIOKafkaAdminClient:
+    """A connected admin client; the caller discards it.
+
+    Raises:
+        BrokerUnreachable: no broker answers.
+    """
+    return await started(AIOKafkaAdminClient(**client_options(settings, CLIENT_ID)), settings)
+
+
+@asynccontextmanager
+async def answered(settings: KafkaSettings) -> AsyncIterator[None]:
+    """What is asked of an admin client in this block must be answered within the request time-out.
+
+    Raises:
+        BusError: the broker refuses or does not answer.
+    """
+    with our_errors(f"asking the brokers at {settings.bootstrap_servers}"):
+        async with asyncio.timeout(settings.request_timeout_ms / 1000):
+            yield
 
 
 async def ask_cluster(settings: KafkaSettings, wanted: Callable[[str], bool]) -> ClusterFacts:

@@ -1,14 +1,12 @@
 """Committed offsets of consumer groups, as the broker keeps them. Joins no group and commits nothing."""
 
-import asyncio
 import time
 from collections.abc import Collection
 
 from aiokafka.admin import AIOKafkaAdminClient
 
 from deploy.bus.client.stopping import discard
-from deploy.bus.cluster.facts import CLIENT_ID
-from deploy.bus.connection import client_options, our_errors, started
+from deploy.bus.cluster.facts import answered, open_admin
 from deploy.bus.settings import KafkaSettings
 from schemas.ports.bus import TopicPartition
 
@@ -36,12 +34,10 @@ class GroupOffsets:
             BusError: the broker refuses.
         """
         if self._admin is None:
-            options = client_options(self._settings, CLIENT_ID)
-            self._admin = await started(AIOKafkaAdminClient(**options), self._settings)
+            self._admin = await open_admin(self._settings)
         try:
-            with our_errors(f"asking the brokers at {self._settings.bootstrap_servers}"):
-                async with asyncio.timeout(self._settings.request_timeout_ms / 1000):
-                    return await self._asked(self._admin)
+            async with answered(self._settings):
+                return await self._asked(self._admin)
         except BaseException:
             await self.close()  # the next one to be asked may be another broker
             raise

@@ -3,11 +3,10 @@ import time
 import pytest
 
 from deploy.bus.cluster.codecs import CODECS, codec_problem
-from deploy.bus.cluster.facts import ask_cluster
+from deploy.bus.cluster.facts import ask_cluster, open_admin
 from deploy.bus.cluster.groups import GroupOffsets, committed_offsets
 from deploy.bus.cluster.release import release_at
 from deploy.bus.cluster.times import offsets_since
-from deploy.bus.connection import started
 from deploy.bus.kafka_bus import KafkaBus
 from deploy.bus.settings import KafkaSettings
 from schemas.ports.bus import Outgoing, TopicPartition
@@ -51,7 +50,7 @@ async def test_groups_are_asked_again_over_the_same_connection(
     bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, opened = KafkaSettings(bootstrap_servers=bootstrap_servers), []
-    monkeypatch.setattr("deploy.bus.cluster.groups.started", lambda *each: opened.append(each) or started(*each))
+    monkeypatch.setattr("deploy.bus.cluster.groups.open_admin", lambda each: opened.append(each) or open_admin(each))
     await create_topic(bootstrap_servers, "again", 1)
     place = TopicPartition("again", 0)
     publisher, asked = await KafkaBus(settings).publisher("w"), GroupOffsets(settings, {"again"})
