@@ -80,7 +80,7 @@ bench-transport: .venv/ready  ## our Kafka path against a Redis stream and JSONL
 	.venv/bin/python -m benchmarks.transport $(ARGS)
 
 docs: .venv/ready  ## write the generated pages of the manual and build it
-	.venv/bin/python -m deploy.manual
+	.venv/bin/python -m docs.generate
 	.venv/bin/zensical build --strict
 
 fmt: .venv/ready  ## format and mend what can be mended

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import structlog
 
-from schemas.errors import BusUnavailable, DeliveryUnknown
-from schemas.messages.control import (
+from bus.port import Outgoing, TransactionalPublisher
+from schemas.control import (
     Control,
     DrainWorker,
     FleetTarget,
@@ -23,9 +23,9 @@ from schemas.messages.control import (
     WorkerClaimed,
     control_key,
 )
-from schemas.messages.reports import StepReport
-from schemas.ports.bus import Outgoing, TransactionalPublisher
-from schemas.wire.topics import CONTROL
+from schemas.errors import BusUnavailable, DeliveryUnknown
+from schemas.reports import StepReport
+from schemas.topics import CONTROL
 
 log = structlog.get_logger()
 

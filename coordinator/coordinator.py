@@ -11,18 +11,15 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from bus.port import Bus, Record, Subscription, TransactionalPublisher
 from coordinator.announcer import Announcer
-from coordinator.flow import decide
 from coordinator.membership import Membership, Standing
-from coordinator.recovery import Recovered, message_of, recover, subscribe_members
-from coordinator.scaling.rule import Bounds
-from coordinator.scaling.settings import ScalingSettings
-from coordinator.scaling.watch import FleetWatch
-from coordinator.settings import CoordinatorSettings
+from coordinator.scaling import Bounds, FleetWatch
+from coordinator.settings import CoordinatorSettings, ScalingSettings
+from coordinator.state import Recovered, decide, message_of, recover, subscribe_members
+from schemas.control import OperatorCommand
 from schemas.identifiers import PolicyVersion
-from schemas.messages.control import OperatorCommand
-from schemas.messages.reports import Heartbeat, StepReport
-from schemas.ports.bus import Bus, Record, Subscription, TransactionalPublisher
+from schemas.reports import Heartbeat, StepReport
 
 log = structlog.get_logger()
 

@@ -6,6 +6,21 @@ from pydantic import Field
 
 from schemas.settings import Section
 
+# ``[scaling]``: how soon the number of workers follows the balance of generation and training.
+
+
+class ScalingSettings(Section):
+    """``[scaling]``: when workers join and leave, between run.workers and run.max_workers."""
+
+    settle_steps: Annotated[
+        int, Field(ge=0, description="Steps that are not judged after the number of workers changed.")
+    ] = 1
+    margin: Annotated[
+        float,
+        Field(ge=0, lt=1, description="A worker leaves if without it generation takes this share less than training."),
+    ] = 0.15
+    idle_steps: Annotated[int, Field(ge=1, description="Steps in a row for which that must hold.")] = 3
+
 
 class CoordinatorSettings(Section):
     """``[coordinator]``."""

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.broker.cluster import start_cluster
-from deploy.broker.jvm.jars import KAFKA_VERSION
-from deploy.broker.probe import free_ports, live_brokers
-from deploy.broker.server_properties import HOST
+from bus.embedded.cluster import start_cluster
+from bus.embedded.jars import KAFKA_VERSION
+from bus.embedded.node import HOST, free_ports, live_brokers
 
 NAMED_BY = "STREAMRL_KAFKA__BOOTSTRAP_SERVERS"
 HEAP_MB = 256

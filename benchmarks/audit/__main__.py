@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.audit.made_up import MadeUpRun
-from consumers.training.persistence.manifest import MANIFEST, STATE, encode_manifest
-from deploy.broker.cluster import start_cluster
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
-from deploy.bus.topic_admin import apply_topics
-from deploy.runs.directory import RunDirectory
+from bus.embedded.cluster import start_cluster
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.kafka.topic_admin import apply_topics
+from consumers.training.checkpoints.manifest import MANIFEST, STATE, encode_manifest
+from settings.run_directory import RunDirectory
 
 RUN = "made-up"
 CONFIG = f'[run]\nname = "{RUN}"\n[model]\npath = "absent"\n[data]\npath = "absent"\n'
@@ -73,7 +73,7 @@ class Round(NamedTuple):
 
 
 def _audit(directory: RunDirectory, servers: str) -> Round:
-    command = [sys.executable, "-m", "deploy.cli.app", "audit", str(directory.path), "--json"]
+    command = [sys.executable, "-m", "streamrl.cli.app", "audit", str(directory.path), "--json"]
     environment = {**os.environ, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": servers}
     began, computed = time.monotonic(), _computed()
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

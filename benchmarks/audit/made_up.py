@@ -9,14 +9,21 @@ from random import Random
 
 import numpy as np
 
-from consumers.intake.tally import SkipTally
-from consumers.training.persistence import manifest as stored
+from bus.port import Bus, Outgoing, Publisher
+from consumers.ingest.rejections import SkipTally
+from consumers.training.checkpoints import manifest as stored
 from schemas.identifiers import PolicyVersion, make_group_id, make_trajectory_id
-from schemas.messages.prompts import LengthEstimate, Prompt, SamplingParams, WorkOrder
-from schemas.messages.reports import RecordRef, SkipReason, SkipRecord, StepReport
-from schemas.messages.trajectories import FinishReason, Trajectory, VersionSpan
-from schemas.ports.bus import Bus, Outgoing, Publisher
-from schemas.wire.topics import SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
+from schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
+from schemas.topics import SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
+from schemas.trajectories import (
+    FinishReason,
+    LengthEstimate,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+    VersionSpan,
+    WorkOrder,
+)
 
 ALGORITHM = "grpo"
 GROUP = 8

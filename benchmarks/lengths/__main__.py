@@ -14,7 +14,7 @@ from benchmarks.lengths.language import fine_tuned
 from benchmarks.lengths.report import WORKLOADS, environment, write_readme
 from benchmarks.lengths.trial import ask, judge, predictors, teach
 from benchmarks.lengths.workload import Policy, Task
-from producers.lengths.learning import LearnedLengths
+from producers.lengths.learned.predictor import LearnedLengths
 
 HERE = Path(__file__).parent
 FEW = 100

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.lengths.trial import loop_of
 from benchmarks.lengths.workload import Policy, Task
-from producers.lengths.completion import Completion
-from producers.lengths.learning import LearnedLengths
+from producers.lengths.estimators import Completion
+from producers.lengths.learned.predictor import LearnedLengths
 from producers.lengths.settings import LengthSettings
 
 
@@ -20,7 +20,7 @@ def save_small(folder: Path) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2Model
 
-    from deploy.demo.tokenizer import build_tokenizer
+    from streamrl.demo.task import build_tokenizer
 
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
@@ -42,8 +42,8 @@ def fine_tuned(policy: Policy, tasks: Sequence[Task], seed: int, epochs: float, 
     """A predictor over the model, fine-tuned to the completions that ``trial.teach`` teaches."""
     import torch
 
-    from producers.lengths.language_model.network import Effort
-    from producers.lengths.ranker.offline import fit_language_model
+    from producers.lengths.language_model import Effort
+    from producers.lengths.offline import fit_language_model
 
     torch.set_num_threads(1)
     rng = random.Random(f"teach/{seed}/0")

@@ -58,9 +58,9 @@ def fit_ahead(
 
     A run of them needs ``lengths.model_dir``, and its prompts of a data set of that name: in ``synthetic.jsonl``.
     """
-    from producers.lengths.completion import Completion
-    from producers.lengths.ranker.offline import fit_trees
-    from schemas.messages.prompts import Prompt
+    from producers.lengths.estimators import Completion
+    from producers.lengths.offline import fit_trees
+    from schemas.trajectories import Prompt
 
     earlier = []
     for number, row in enumerate(prompts(n, seed, noise)):

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lengths.workload import Policy, Task
-from producers.lengths.completion import Completion
-from producers.lengths.learning import LearnedLengths
-from producers.lengths.measures.buckets import Buckets
-from producers.lengths.measures.recent import RecentLengths
-from producers.lengths.measures.scores import kendall_tau, recall_of_longest
+from producers.lengths.buckets import Buckets, RecentLengths
+from producers.lengths.calibration import kendall_tau, recall_of_longest
+from producers.lengths.estimators import Completion
+from producers.lengths.learned.predictor import LearnedLengths
 from producers.lengths.predictor import LengthPredictor, build_predictor
 from producers.lengths.settings import LengthSettings
-from schemas.messages.prompts import LengthEstimate, Prompt
 from schemas.settings import LoopSettings
+from schemas.trajectories import LengthEstimate, Prompt
 
 BUILT = ("constant", "observed_quantiles", "learned")
 

@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.lengths import synthetic as lognormal
 from benchmarks.peers import tasks as mixed
 from producers.prompts.settings import DataSettings
-from producers.prompts.sources.source import open_source
-from schemas.messages.prompts import Prompt
+from producers.prompts.sources import open_source
+from schemas.trajectories import Prompt
 
 LIMIT = 4096
 MIXTURE: dict[str, dict[str, Any]] = {

@@ -105,7 +105,7 @@ def demo(folder: Path, name: str, steps: int, seed: int, overrides: Sequence[str
         RuntimeError: it took no steps.
     """
     where = (f"--run.name={name}", f"--run.directory={folder}", f"--training.max_steps={steps}", STILL)
-    command = [sys.executable, "-m", "deploy.cli.app", "demo", "--seed", str(seed), *where, *overrides]
+    command = [sys.executable, "-m", "streamrl.cli.app", "demo", "--seed", str(seed), *where, *overrides]
     with (
         (folder / f"{name}.log").open("w") as log,
         subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process,

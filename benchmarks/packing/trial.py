@@ -7,13 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from consumers.batching.costs import CostModel
-from consumers.batching.micro_batcher import MicroBatcher
-from consumers.batching.packing import cheapest_runs, split_to_multiple
-from consumers.batching.rounds import Round, deal, waiting_share
-from consumers.batching.samples import MicroBatch, TrainingSample, collate
+from benchmarks.packing.rounds import Round, deal, waiting_share
+from consumers.batching.micro_batches import (
+    CostModel,
+    MicroBatch,
+    MicroBatcher,
+    TrainingSample,
+    cheapest_runs,
+    collate,
+    split_to_multiple,
+)
 from consumers.batching.settings import BatchingSettings
-from consumers.training.accounting.metrics import PaddingMetrics
+from consumers.training.metrics import PaddingMetrics
 
 RANKS = (2, 4, 8)
 Way = Callable[[Sequence[TrainingSample], BatchingSettings], list[MicroBatch]]

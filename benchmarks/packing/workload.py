@@ -5,13 +5,12 @@ from random import Random
 
 import numpy as np
 
-from consumers.batching.samples import Sample, TrainingSample
-from producers.generation.engines.emulated.lengths import trace_length
-from producers.generation.engines.emulated.settings import LengthTraceSettings
+from consumers.batching.micro_batches import Sample, TrainingSample
+from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import RecordRef
-from schemas.messages.trajectories import FinishReason, Trajectory, VersionSpan
+from schemas.reports import RecordRef
 from schemas.settings import LoopSettings
+from schemas.trajectories import FinishReason, Trajectory, VersionSpan
 
 FIRST = PolicyVersion(1, 0)
 

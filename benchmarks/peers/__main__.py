@@ -21,7 +21,7 @@ from benchmarks.peers.judging.report import SHARES, figures, hardware, plot, run
 from benchmarks.peers.policy.cache import ensure_policy
 from benchmarks.peers.policy.warm_start import WarmStartRecipe
 from benchmarks.peers.tasks import MAX_COMPLETION_LENGTH, write_mixed
-from deploy.broker.jvm.jars import KAFKA_VERSION
+from bus.embedded.jars import KAFKA_VERSION
 
 RESULTS = Path(__file__).parents[1] / "results"
 CORES = 2

@@ -10,9 +10,9 @@ from typing import Any
 import tomli_w
 
 from benchmarks.plan.cases import TIME_SCALE, Case
-from deploy.planning.prediction import Prediction, predict
-from deploy.settings.loading import load_settings
-from deploy.settings.tree import Settings
+from planning.prediction import Prediction, predict
+from settings.loading import load_settings
+from settings.tree import Settings
 
 FEWEST, MOST = 5, 16
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -34,7 +34,7 @@ def trial(case: Case, scratch: Path, address: str, wall_s: float) -> dict[str, A
 
 
 def _run(config: Path, address: str, steps: int) -> None:
-    command = [sys.executable, "-m", "deploy.cli.app", "run", str(config)]
+    command = [sys.executable, "-m", "streamrl.cli.app", "run", str(config)]
     command += [f"--kafka.bootstrap_servers={address}", f"--training.max_steps={steps}"]
     done = subprocess.run(
         command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=False

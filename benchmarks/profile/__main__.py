@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 def _model(directory: Path) -> Path:
-    from deploy.demo.model import ModelShape, build_model, save
+    from streamrl.demo.warm_start import ModelShape, build_model, save
 
     save(build_model(ModelShape(max_position_embeddings=POSITIONS), seed=0), directory / "model")
     return directory / "model"

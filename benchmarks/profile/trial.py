@@ -10,17 +10,16 @@ from typing import Any
 
 from benchmarks.profile.emulated import finishes
 from benchmarks.profile.workload import Trace, prompt_tokens
-from deploy.profiling import points
-from deploy.profiling.fitting import Fitted, fit_decode, fit_prefill
-from deploy.profiling.measuring.decoding import DecodeMeter, DecodePoint, PrefillPoint
-from deploy.profiling.measuring.endless import endless_model
-from deploy.profiling.profiler import PROMPTS_AT_ONCE
-from producers.generation.engines.choice import build_decoder
-from producers.generation.engines.decoder import Completion, Decoder
+from planning import profiler as points
+from planning.fitting import Fitted, fit_decode, fit_prefill
+from planning.measuring import DecodeMeter, DecodePoint, PrefillPoint, endless_model
+from planning.profiler import PROMPTS_AT_ONCE
+from producers.generation.engines.factory import build_decoder
+from producers.generation.engines.port import GenerationRequest
+from producers.generation.engines.threaded import Completion, Decoder
 from producers.generation.settings import GenerationSettings
-from schemas.messages.prompts import SamplingParams
-from schemas.ports.engine import GenerationRequest
-from schemas.profiles.decode import DecodeSettings
+from schemas.profiles import DecodeSettings
+from schemas.trajectories import SamplingParams
 
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "processor": time.process_time}

@@ -20,9 +20,9 @@ from benchmarks.paired import Pair, paired_cost
 from benchmarks.protocol.beside import audits_beside_a_demo
 from benchmarks.protocol.switched import BLOCK_STEPS
 from benchmarks.protocol.trial import Recording, Spent, switch_pairs, train
-from deploy.broker.cluster import start_cluster
-from deploy.broker.jvm.jars import KAFKA_VERSION
-from deploy.inspection.source import broker_of, open_run
+from bus.embedded.cluster import start_cluster
+from bus.embedded.jars import KAFKA_VERSION
+from inspection.source import broker_of, open_run
 
 RESULTS = Path(__file__).parents[1] / "results" / "protocol.json"
 DEMO = "protocol-bench-demo"
@@ -144,7 +144,7 @@ def _audited(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _audit(directory: Path, address: str) -> float:
-    command = [sys.executable, "-m", "deploy.cli.app", "audit", str(directory), "--json"]
+    command = [sys.executable, "-m", "streamrl.cli.app", "audit", str(directory), "--json"]
     environment = {**os.environ, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": address}
     ended = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     return float(json.loads(ended.stdout)["seconds"])
@@ -152,7 +152,7 @@ def _audit(directory: Path, address: str) -> float:
 
 def _record(options: argparse.Namespace, folder: Path) -> Recording:
     """Run a demo for its trajectories."""
-    streamrl = [sys.executable, "-m", "deploy.cli.app"]
+    streamrl = [sys.executable, "-m", "streamrl.cli.app"]
     where = (f"--run.name={DEMO}", f"--run.directory={folder}", f"--training.max_steps={options.steps + 10}")
     subprocess.run([*streamrl, "demo", "--seed", str(options.seed), *where], check=True)
     run = open_run(folder / DEMO)

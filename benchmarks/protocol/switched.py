@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from consumers.algorithms.credit import ModelLimits
-from consumers.batching.samples import MicroBatch
-from consumers.training.persistence.manifest import CheckpointManifest
+from bus.interceptors import BusAround, TransactionalAround
+from bus.port import Outgoing, Publisher, TopicPartition, TransactionalPublisher
+from consumers.algorithms.advantages import ModelLimits
+from consumers.batching.micro_batches import MicroBatch
+from consumers.training.checkpoints.manifest import CheckpointManifest
 from consumers.training.policy import TrainedPolicy
 from consumers.training.ports import Lineage, OpenPolicy, Policy, Restored, StepOutcome
 from consumers.training.trainer import Trainer
 from schemas.identifiers import PolicyVersion
-from schemas.ports.bus import Outgoing, Publisher, TopicPartition, TransactionalPublisher
-from schemas.ports.bus_around import BusAround, TransactionalAround
 
 BLOCK_STEPS = 2
 """Steps from one turn of the switch to the next: a sixth of a second, in which a shared machine keeps its pace."""

@@ -10,10 +10,10 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.protocol.switched import Switch, switched
-from consumers.training.resuming.points import Point
-from deploy.settings.loading import load_settings
-from deploy.wiring.collector import settle_collector
+from consumers.training.resume import Point
 from deploy.wiring.trainer import build_trainer
+from inspection.host import settle_collector
+from settings.loading import load_settings
 
 
 @dataclass

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from benchmarks.paired import Pair
 from benchmarks.protocol.switched import BLOCK_STEPS
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
-from deploy.bus.topic_admin import apply_topics
-from deploy.inspection.segments.history import SegmentHistory
-from deploy.runs.children import ONE_THREAD
-from schemas.ports.bus import Outgoing, Record
-from schemas.wire.topics import TRAJECTORIES
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.kafka.topic_admin import apply_topics
+from bus.port import Outgoing, Record
+from deploy.local.run import ONE_THREAD
+from inspection.export import SegmentHistory
+from schemas.topics import TRAJECTORIES
 
 TIMEOUT_S = 300
 WARM_UP_BLOCKS = 20

@@ -12,7 +12,7 @@ from benchmarks.transport import servers
 from benchmarks.transport.measure import Outcome, Pair, Result, pair, play
 from benchmarks.transport.report import environment, write_plot, write_table
 from benchmarks.transport.round import PATHS, Round
-from schemas.wire.topics import TRAJECTORIES
+from schemas.topics import TRAJECTORIES
 
 HERE = Path(__file__).parents[1]
 WARM_UP = 3

@@ -13,7 +13,7 @@ import uvloop
 
 from benchmarks.transport import files_path, kafka_path, redis_path
 from benchmarks.transport.round import Ends, MicroBatches, Round
-from deploy.wiring.collector import settle_collector
+from inspection.host import settle_collector
 
 READY = "ready"
 

@@ -4,11 +4,11 @@ from collections.abc import Awaitable, Callable
 
 from benchmarks.transport.round import Ends, MicroBatches, Round
 from benchmarks.transport.workload import as_message, ended_trajectories, index_of
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
-from schemas.messages.trajectories import Trajectory
-from schemas.ports.bus import Outgoing
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.port import Outgoing
 from schemas.settings import LoopSettings
+from schemas.trajectories import Trajectory
 
 PARTITIONS = LoopSettings().shards
 """Trajectories of one predicted length spread over this many partitions."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.transport.servers import redis_server
-from deploy.broker.jvm.jars import KAFKA_VERSION
+from bus.embedded.jars import KAFKA_VERSION
 
 BEGIN, END = "<!-- transport: begin, written by `make bench-transport` -->", "<!-- transport: end -->"
 PACKAGES = ("aiokafka", "uvloop", "msgpack", "pydantic", "numpy", "redis", "orjson")

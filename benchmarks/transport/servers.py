@@ -10,9 +10,9 @@ from pathlib import Path
 import redis
 
 from benchmarks.transport.kafka_path import PARTITIONS
-from deploy.broker.cluster import start_cluster
-from deploy.broker.probe import free_ports
-from deploy.bus.topic_admin import apply_topics
+from bus.embedded.cluster import start_cluster
+from bus.embedded.node import free_ports
+from bus.kafka.topic_admin import apply_topics
 
 RUN = "bench"
 REDIS_SAVE = "3600 1"

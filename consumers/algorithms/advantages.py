@@ -1,11 +1,18 @@
-"""Advantages of the samples of one prompt, from their rewards. Pure numpy: knows no tokens and no policy.
+"""Turns a group into training samples: shaped rewards → advantages, and which samples stay out and why. Pure."""
 
-Sources: GRPO (arXiv 2402.03300) for the group baseline and deviation, Dr. GRPO (arXiv 2503.20783) for leaving the
-deviation out, RLOO (arXiv 2402.14740) for the leave-one-out baseline, DAPO (arXiv 2503.14476) for the overlong penalty.
-"""
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.batching.micro_batches import Group, Sample, TrainingSample
+from schemas.reports import SkipReason
+from schemas.trajectories import FinishReason
+
+# Advantages of the samples of one prompt, from their rewards. Pure numpy: knows no tokens and no policy. Sources:
+# GRPO (arXiv 2402.03300) for the group baseline and deviation, Dr. GRPO (arXiv 2503.20783) for leaving the deviation
+# out, RLOO (arXiv 2402.14740) for the leave-one-out baseline, DAPO (arXiv 2503.14476) for the overlong penalty.
 
 SCALE_EPSILON = 1e-4
 """Added to a standard deviation before dividing by it, as TRL does."""
@@ -41,3 +48,75 @@ def overlong_penalty(lengths: NDArray[np.int64], *, l_max: int, l_cache: int, fa
     over: Rewards = (lengths - (l_max - l_cache)) / l_cache
     penalty: Rewards = -factor * np.clip(over, 0.0, 1.0)
     return penalty
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the model can take: token ids below ``vocabulary``, sequences of at most ``positions`` tokens."""
+
+    vocabulary: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class Credit:
+    """``training_samples`` go into the gradient, ``left_out`` do not, each with the reason in words.
+
+    ``rewards`` float64 (G): the shaped rewards of all samples; ``deviation`` of them, 0 if they are all equal.
+    """
+
+    training_samples: tuple[TrainingSample, ...]
+    left_out: tuple[tuple[Sample, str], ...]
+    rewards: Rewards
+    deviation: float
+
+
+def credit_group(group: Group, settings: AlgorithmSettings, limits: ModelLimits) -> Credit:
+    """Advantages over all samples of the group; those that cannot be or are not to be trained then stay out."""
+    rewards = np.array([sample.reward for sample in group.samples], dtype=np.float64)
+    if settings.overlong_l_max is not None:
+        lengths = np.array([len(sample.trajectory.token_ids) for sample in group.samples], dtype=np.int64)
+        rewards = rewards + overlong_penalty(
+            lengths, l_max=settings.overlong_l_max, l_cache=settings.overlong_l_cache, factor=settings.overlong_factor
+        )
+    advantages = _advantages(rewards, settings)
+    kept: list[TrainingSample] = []
+    left_out: list[tuple[Sample, str]] = []
+    for sample, advantage in zip(group.samples, advantages.tolist(), strict=True):
+        if (detail := _barred(sample, settings, limits)) is None:
+            kept.append(TrainingSample(sample, advantage))
+        else:
+            left_out.append((sample, detail))
+    return Credit(tuple(kept), tuple(left_out), rewards, deviation(rewards))
+
+
+def _advantages(rewards: Rewards, settings: AlgorithmSettings) -> Rewards:
+    if settings.name == "rloo":
+        return leave_one_out_advantages(rewards)
+    return group_advantages(rewards, scale=settings.scale_rewards == "group")
+
+
+def refusal_of(credit: Credit, settings: AlgorithmSettings) -> tuple[SkipReason, str] | None:
+    """Why none of a group goes into a step, or none if it does."""
+    if settings.dynamic_sampling and credit.deviation == 0.0:
+        return SkipReason.ZERO_ADVANTAGE, "all rewards of the group are equal"
+    if not credit.training_samples:
+        return SkipReason.FILTERED, credit.left_out[0][1]
+    return None
+
+
+def _barred(sample: Sample, settings: AlgorithmSettings, limits: ModelLimits) -> str | None:
+    trajectory = sample.trajectory
+    if not trajectory.loss_mask.any():
+        return "no token of the completion is to be trained"
+    if settings.mask_truncated_completions and trajectory.finish_reason is FinishReason.LENGTH:
+        return f"truncated at {len(trajectory.token_ids)} tokens and algorithm.mask_truncated_completions is on"
+    length = len(trajectory.prompt_token_ids) + len(trajectory.token_ids)
+    if length > limits.positions:
+        return f"expected at most {limits.positions} tokens, the model's positions, got {length}"
+    largest = max(int(trajectory.prompt_token_ids.max(initial=0)), int(trajectory.token_ids.max(initial=0)))
+    if largest >= limits.vocabulary:
+        return f"expected token ids below {limits.vocabulary}, the model's vocabulary, got {largest}"
+    if trajectory.temperature <= 0:
+        return f"expected a sampling temperature above 0, got {trajectory.temperature}"
+    return None

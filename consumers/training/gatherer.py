@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from consumers.algorithms.credit import credit_group, refusal_of
+from consumers.algorithms.advantages import credit_group, refusal_of
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.samples import Group, MicroBatch
-from consumers.intake.reader import Intake
-from consumers.training.accounting.gathering import GatheredStep
-from consumers.training.accounting.stopwatch import Stopwatch
-from consumers.training.incarnation import Incarnation
-from consumers.training.resuming.points import Point
+from consumers.batching.micro_batches import Group, MicroBatch
+from consumers.ingest.reader import Intake
+from consumers.training.metrics import Stopwatch
+from consumers.training.resume import Point
+from consumers.training.session import Incarnation
+from consumers.training.step_report import GatheredStep
 from schemas.settings import LoopSettings
 
 IDLE_S = 5.0

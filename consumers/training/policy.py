@@ -15,9 +15,13 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from consumers.algorithms.credit import ModelLimits
+from consumers.algorithms.advantages import ModelLimits
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.samples import MicroBatch
+from consumers.batching.micro_batches import MicroBatch
+from consumers.training.checkpoints.catalogue import Lineage
+from consumers.training.checkpoints.manifest import CheckpointManifest
+from consumers.training.checkpoints.storage import CheckpointLocation, remove_leftovers
+from consumers.training.checkpoints.store import CheckpointStore, Restored, TrainerState
 from consumers.training.model import (
     copy_tokenizer,
     load_model,
@@ -26,16 +30,11 @@ from consumers.training.model import (
     resolve_device,
     with_floats_as,
 )
-from consumers.training.persistence.checkpoint import CheckpointStore, Restored, TrainerState
-from consumers.training.persistence.files import remove_leftovers
-from consumers.training.persistence.lineage import Lineage
-from consumers.training.persistence.locations import CheckpointLocation
-from consumers.training.persistence.manifest import CheckpointManifest
-from consumers.training.persistence.weight_export import WEIGHTS, WeightStore
 from consumers.training.ports import Lineage as Claim
 from consumers.training.ports import StepOutcome
 from consumers.training.settings import TrainingSettings
 from consumers.training.step import PolicyLearner
+from consumers.training.weight_export import WEIGHTS, WeightStore
 from schemas.identifiers import PolicyVersion
 
 log = structlog.get_logger()

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from consumers.algorithms.credit import ModelLimits
-from consumers.batching.samples import MicroBatch
-from consumers.training.persistence.manifest import CheckpointManifest
+from consumers.algorithms.advantages import ModelLimits
+from consumers.batching.micro_batches import MicroBatch
+from consumers.training.checkpoints.manifest import CheckpointManifest
 from schemas.identifiers import PolicyVersion
 
 P = ParamSpec("P")

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from consumers.algorithms.advantages import SCALE_EPSILON
-from consumers.algorithms.losses import BatchTotals, denominator, token_losses
+from consumers.algorithms.losses import BatchTotals, CompletionScorer, denominator, token_losses
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.samples import MicroBatch
+from consumers.batching.micro_batches import MicroBatch
 from consumers.training.ports import StepOutcome
-from consumers.training.scoring.logprobs import CompletionScorer
 from consumers.training.settings import TrainingSettings
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")

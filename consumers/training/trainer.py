@@ -27,22 +27,20 @@ from pathlib import Path
 
 import structlog
 
+from bus.port import Bus
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
-from consumers.intake.reader import Intake
-from consumers.intake.settings import IntakeSettings
-from consumers.training.accounting.gathering import GatheredStep
-from consumers.training.accounting.metrics import append_metrics, finite
-from consumers.training.accounting.reporting import refused_step, step_report
-from consumers.training.accounting.stopwatch import Span
+from consumers.ingest.reader import Intake
+from consumers.ingest.settings import IntakeSettings
 from consumers.training.gatherer import Gatherer
-from consumers.training.incarnation import Beginning, Incarnation
+from consumers.training.metrics import Span, append_metrics, finite
 from consumers.training.ports import Checkpoints, OpenCompute, OpenPolicy, StepOutcome
-from consumers.training.resuming.points import Point, Reached, ignore
+from consumers.training.resume import Point, Reached, ignore
+from consumers.training.session import Beginning, Incarnation
 from consumers.training.settings import TrainingSettings
+from consumers.training.step_report import GatheredStep, refused_step, step_report
 from schemas.errors import SettingsError, StreamRLError
-from schemas.messages.reports import SkipReason
-from schemas.ports.bus import Bus
+from schemas.reports import SkipReason
 from schemas.settings import LoopSettings
 
 log = structlog.get_logger()

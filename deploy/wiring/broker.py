@@ -1,11 +1,19 @@
 """Which broker a command uses: the named one, else the one `streamrl kafka up` left running, else one of its own."""
 
+import asyncio
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.port import Outgoing
+from schemas.control import OperatorCommand
 from schemas.errors import SettingsError
+from schemas.topics import COMMANDS
 
 
 @contextmanager
@@ -25,7 +33,7 @@ def broker_for(
     if bootstrap_servers is not None:
         yield bootstrap_servers
         return
-    from deploy.broker.cluster import start_cluster
+    from bus.embedded.cluster import start_cluster
 
     if address := _left_running(progress):
         yield address
@@ -52,10 +60,31 @@ def broker_of_others(bootstrap_servers: str | None, progress: Callable[[str], No
 
 
 def _left_running(progress: Callable[[str], None]) -> str | None:
-    from deploy.broker import detached
+    from bus.embedded import detached
 
     found = detached.status(detached.default_data_dir())
     if not found.running:
         return None
     progress(f"using the broker of `streamrl kafka up`: {found.bootstrap_servers}")
     return found.bootstrap_servers
+
+
+Action = Literal["pause", "resume", "drain", "drain_worker"]
+
+
+def send_command(bootstrap_servers: str, run: str, action: Action, reason: str, worker_id: str | None) -> None:
+    """Publish the command and wait until the broker has it.
+
+    Raises:
+        BrokerError: no broker answers at that address.
+    """
+    command = OperatorCommand(action=action, worker_id=worker_id, reason=reason, sent_at=time.time())
+    asyncio.run(_publish(KafkaSettings(bootstrap_servers=bootstrap_servers), run, command))
+
+
+async def _publish(settings: KafkaSettings, run: str, command: OperatorCommand) -> None:
+    publisher = await KafkaBus(settings).publisher("streamrl-operator")
+    try:
+        await publisher.publish(Outgoing.of(COMMANDS.full_name(run), command, key=command.action))
+    finally:
+        await publisher.close()

@@ -2,26 +2,81 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import structlog
 import uvloop
 
-from deploy.metrics.companions import Companion, beside
-from deploy.metrics.measuring.exporting import exported
-from deploy.metrics.tracking.tracker import tracking_of
-from deploy.settings.tree import Settings
-from deploy.telemetry.logged import LoggedTraces
-from deploy.telemetry.tracing.roles import traced
 from deploy.wiring.broker import broker_of_others
-from deploy.wiring.collector import settle_collector
-from deploy.wiring.watchdog import Watchdog
+from inspection.host import settle_collector
+from observability.metrics.exporting import Companion, beside, exported
+from observability.metrics.tracking import tracking_of
+from observability.tracing.context import LoggedTraces
+from observability.tracing.roles import traced
 from schemas.errors import UserError
+from settings.tree import Settings
+
+# Ends a process that makes no progress, so that its supervisor starts it anew. Knows nothing of what it does.
+# Invariant a_stuck_process_ends: when the event loop does not turn, or a loop that told of itself does not turn any
+# more, for longer than the limit, all stacks go to standard error and the process exits.
+
+log = structlog.get_logger()
+
+EXIT_CODE = 70
+
+
+def _exit() -> NoReturn:
+    faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    for task in asyncio.all_tasks():
+        task.print_stack(file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)
+
+
+@dataclass
+class Watchdog:
+    """``alive`` is called, by name, at every turn of a loop; waiting is a turn as well, as long as it is bounded.
+
+    The event loop itself is watched from a thread of faulthandler's, which needs no interpreter lock.
+    """
+
+    limit_s: float
+    end: Callable[[], None] = _exit
+    clock: Callable[[], float] = time.monotonic
+    _turned_at: dict[str, float] = field(default_factory=dict)
+
+    def alive(self, name: str) -> None:
+        """A loop turned."""
+        self._turned_at[name] = self.clock()
+
+    async def watch(self) -> None:
+        """Watch until cancelled."""
+        interval, looked_at = self.limit_s / 8, self.clock()
+        try:
+            while True:
+                faulthandler.dump_traceback_later(self.limit_s, exit=True)
+                await asyncio.sleep(interval)
+                self.look(self.clock() - looked_at - interval)
+                looked_at = self.clock()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def look(self, late_s: float) -> None:
+        """Whoever is late only because the whole process stood still is forgiven."""
+        for name, turned_at in self._turned_at.items():
+            silent_s = self.clock() - turned_at
+            self._turned_at[name] += max(0.0, late_s)
+            if silent_s - max(0.0, late_s) > self.limit_s:
+                log.critical("no progress, ending this process", loop=name, silent_for_s=round(silent_s, 1))
+                self.end()
 
 
 class Loop(Protocol):
@@ -95,7 +150,7 @@ def _ask_to_stop(stop: asyncio.Event) -> None:
 def _builder(role: str) -> Build:
     match role:
         case "worker":
-            from deploy.wiring.worker import build_worker
+            from deploy.wiring.build import build_worker
 
             return build_worker
         case "trainer":
@@ -103,15 +158,15 @@ def _builder(role: str) -> Build:
 
             return build_trainer
         case "dispatcher":
-            from deploy.wiring.dispatcher import build_dispatcher
+            from deploy.wiring.build import build_dispatcher
 
             return build_dispatcher
         case "ranker":
-            from deploy.wiring.dispatcher import build_ranker
+            from deploy.wiring.build import build_ranker
 
             return build_ranker
         case "coordinator" | "relay":
-            from deploy.wiring.coordinator import build_coordinator, build_relay
+            from deploy.wiring.build import build_coordinator, build_relay
 
             return build_coordinator if role == "coordinator" else build_relay
         case _:

@@ -1,12 +1,12 @@
 """Builds the trainer: its bus, its policy (in torch, or emulated), where it computes, and where checkpoints go."""
 
-from consumers.training.persistence.checkpoint import CheckpointStore
-from consumers.training.persistence.checkpoint import Restored as RestoredTensors
-from consumers.training.persistence.locations import CheckpointLocation, open_location
+from bus.kafka.bus import KafkaBus
+from consumers.training.checkpoints.storage import CheckpointLocation, open_location
+from consumers.training.checkpoints.store import CheckpointStore
+from consumers.training.checkpoints.store import Restored as RestoredTensors
 from consumers.training.ports import OpenCompute, OpenPolicy, Policy, Restored
 from consumers.training.trainer import Trainer
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.settings.tree import Settings
+from settings.tree import Settings
 
 
 def build_trainer(settings: Settings, _worker_id: str) -> Trainer:
@@ -15,7 +15,7 @@ def build_trainer(settings: Settings, _worker_id: str) -> Trainer:
     place = open_location(location, settings.run.path / "cache")
     checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
     if settings.training.backend == "emulated":
-        open_policy, open_compute = _emulated(settings, checkpoints)
+        open_policy, open_compute = _emulated_trainer(settings, checkpoints)
     else:
         open_policy, open_compute = _in_torch(settings, place)
     return Trainer(
@@ -52,10 +52,10 @@ def _in_torch(settings: Settings, place: CheckpointLocation) -> tuple[OpenPolicy
     return open_policy, lambda: ComputeThread(settings.training.threads)
 
 
-def _emulated(settings: Settings, checkpoints: CheckpointStore) -> tuple[OpenPolicy, OpenCompute]:
-    from consumers.training.emulated.compute import EmulatedCompute, EmulatedDevice
-    from consumers.training.emulated.policy import EmulatedPolicy
-    from consumers.training.persistence.weight_export import WeightStore
+def _emulated_trainer(settings: Settings, checkpoints: CheckpointStore) -> tuple[OpenPolicy, OpenCompute]:
+    from consumers.training.compute import EmulatedCompute, EmulatedDevice
+    from consumers.training.emulated_policy import EmulatedPolicy
+    from consumers.training.weight_export import WeightStore
 
     device = EmulatedDevice(settings.emulation.time_scale)
     weights = WeightStore(settings.run.weights_store, settings.training.keep_weight_versions)

@@ -17,22 +17,21 @@ from functools import partial
 
 import structlog
 
+from bus.port import Bus, Outgoing, Subscription, TransactionalPublisher
 from producers.dispatch.recovery import CLIENT_ID, message_of, rebuild
 from producers.dispatch.scheduler import Scheduler
 from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.state import TYPICAL_CURVE, DispatchState
+from producers.dispatch.state import DispatchState
 from producers.dispatch.status import DispatcherStatus, status_of
-from producers.dispatch.window.drafts import Drafts
-from producers.dispatch.window.orders import OrderForm
+from producers.dispatch.window import Drafts, OrderForm
 from producers.lengths.predictor import LengthPredictor
-from producers.prompts.sources.source import PromptSource
+from producers.prompts.sources import PromptSource
 from schemas.errors import BusUnavailable, DeliveryUnknown
 from schemas.identifiers import lane_of
-from schemas.messages.prompts import WorkOrder
-from schemas.ports.bus import Bus, Outgoing, Subscription, TransactionalPublisher
-from schemas.profiles.decode import DecodeCurve
+from schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from schemas.settings import LoopSettings
-from schemas.wire.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
+from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
+from schemas.trajectories import WorkOrder
 
 log = structlog.get_logger()
 

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from bus.port import Bus, Record, Start, TopicPartition
 from producers.dispatch.admission import HISTORY_STEPS
 from producers.dispatch.state import DispatchState
-from producers.lengths.replay import replay
+from producers.lengths.predictor import replay
+from schemas.control import RunFinished
 from schemas.errors import WireError
-from schemas.messages.base import Message
-from schemas.messages.control import RunFinished
-from schemas.messages.prompts import WorkOrder
-from schemas.messages.reports import SkipRecord, StepReport
-from schemas.ports.bus import Bus, Record, Start, TopicPartition
-from schemas.wire.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
+from schemas.messages import Message
+from schemas.reports import SkipRecord, StepReport
+from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
+from schemas.trajectories import WorkOrder
 
 log = structlog.get_logger()
 

@@ -14,15 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from producers.dispatch.fleet.candidates import Candidate
-from producers.dispatch.planning.makespan import predicted_finish
-from producers.dispatch.planning.plans import Item, Plan, Worker
-from producers.dispatch.planning.skewness import skewness_aware
-from producers.dispatch.planning.strategies import STRATEGIES
+from producers.dispatch.fleet import Candidate
+from producers.dispatch.plans import Item, Plan, Worker, predicted_finish
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
-from producers.dispatch.window.drafts import Draft
-from producers.dispatch.window.lanes import Lanes
+from producers.dispatch.strategies import STRATEGIES, skewness_aware
+from producers.dispatch.window import Draft, Lanes
 
 LOOK_S = 0.1
 """Time between two looks for completions that outgrew their estimates."""

@@ -6,27 +6,21 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from producers.dispatch.admission import AdmissionLedger
-from producers.dispatch.fleet.candidates import Candidate, least_loaded
-from producers.dispatch.fleet.flights import Flight, FlightTable
-from producers.dispatch.fleet.progress import Expected, Progress
-from producers.dispatch.fleet.workers import Fleet
-from producers.dispatch.planning.doubt import spread_of
+from producers.dispatch.fleet import Candidate, Expected, Fleet, Flight, FlightTable, Progress, least_loaded
 from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.window.outcomes import Outcomes
-from producers.dispatch.window.positions import Positions
+from producers.dispatch.uncertainty import spread_of
+from producers.dispatch.window import Outcomes, Positions
 from producers.lengths.calibration import Calibration
-from producers.lengths.completion import Completion
+from producers.lengths.estimators import Completion
 from producers.lengths.predictor import LengthPredictor
+from schemas.control import FlowControl, RunFinished
 from schemas.identifiers import PolicyVersion
-from schemas.messages.base import Message
-from schemas.messages.control import FlowControl, RunFinished
-from schemas.messages.prompts import WorkOrder
-from schemas.messages.reports import Heartbeat, SkipReason, SkipRecord, StepReport
-from schemas.messages.trajectories import FinishReason, Trajectory
-from schemas.profiles.decode import DecodeCurve, DecodeSettings
+from schemas.messages import Message
+from schemas.profiles import TYPICAL_CURVE, DecodeCurve
+from schemas.reports import Heartbeat, SkipReason, SkipRecord, StepReport
 from schemas.settings import LoopSettings
+from schemas.trajectories import FinishReason, Trajectory, WorkOrder
 
-TYPICAL_CURVE = DecodeCurve(DecodeSettings())
 LONGEST_PATIENCE = 8
 """Times ``order_timeout_s``, at most, that an order may take."""
 

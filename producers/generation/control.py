@@ -11,11 +11,11 @@ from typing import Literal
 
 import structlog
 
-from producers.generation.fence import Fence
-from producers.generation.weights.adopter import Adopter
+from bus.port import Record, Subscription, TopicPartition
+from producers.generation.outbox import Fence
+from producers.generation.weights import Adopter
+from schemas.control import DrainWorker, FlowControl, RunFinished, WeightsReady, WorkerClaimed
 from schemas.errors import BusUnavailable, WireError
-from schemas.messages.control import DrainWorker, FlowControl, RunFinished, WeightsReady, WorkerClaimed
-from schemas.ports.bus import Record, Subscription, TopicPartition
 
 log = structlog.get_logger()
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from producers.generation.rollout.load import Load
+from bus.port import Outgoing, Publisher
+from producers.generation.engines.port import Engine
+from producers.generation.rollout import Load
 from schemas.errors import BusError
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import Heartbeat, WorkerState
-from schemas.ports.bus import Outgoing, Publisher
-from schemas.ports.engine import Engine
+from schemas.reports import Heartbeat, WorkerState
 
 log = structlog.get_logger()
 

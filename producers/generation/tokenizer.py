@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from schemas.errors import ModelError
-from schemas.messages.prompts import Prompt
+from schemas.trajectories import Prompt
 
 
 class ModelTokenizer:

@@ -13,13 +13,10 @@ from typing import Protocol
 import structlog
 
 from producers.lengths.learned.features import ROW_WIDTH
-from producers.lengths.learned.fitting import fit
-from producers.lengths.learned.history import Levels
-from producers.lengths.learned.memory import Memory, Observations
-from producers.lengths.learned.model import LengthModel, load_newest, save
-from producers.lengths.learned.refit import Refitter
+from producers.lengths.learned.history import Levels, Memory, Observations
+from producers.lengths.learned.model import LengthModel, Refitter, fit, load_newest, save
 from producers.lengths.settings import LengthSettings
-from schemas.messages.prompts import Prompt
+from schemas.trajectories import Prompt
 
 log = structlog.get_logger()
 
@@ -148,7 +145,7 @@ class Upkeep:
             return
         changed_at = folder.stat().st_mtime_ns
         if self._settings.predictor == "language_model":
-            from producers.lengths.language_model.store import load_newest as load_language_model
+            from producers.lengths.model_store import load_newest as load_language_model
 
             loaded: Loaded | None = load_language_model(folder, newer_than=self._version)
         else:

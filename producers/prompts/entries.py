@@ -13,7 +13,7 @@ from pydantic import JsonValue, ValidationError
 from producers.prompts.settings import PLACEHOLDER, DataSettings
 from schemas.errors import DataError
 from schemas.identifiers import make_prompt_id
-from schemas.messages.prompts import ChatTurn, Prompt
+from schemas.trajectories import ChatTurn, Prompt
 
 MAX_PROMPT_BYTES = 2 << 20
 """Half of what a work order may weigh, so that every prompt fits into one."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgpack
 
-from producers.rewards import verdict
+from producers.rewards import loading as verdict
 from producers.rewards.loading import Scorer, load_scorer
 from schemas.errors import UserError
 

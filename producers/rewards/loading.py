@@ -6,14 +6,68 @@ A task is one completion with its prompt, as a plain map: ``prompt`` (text, or c
 
 import inspect
 import json
+import math
+import warnings
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from producers.rewards.builtin.names import BUILT_IN, BuiltInOptions
+from producers.rewards.builtin import BUILT_IN, BuiltInOptions
 from schemas.errors import RewardLoadError, UserError
 from schemas.import_path import load_function
+
+if TYPE_CHECKING:
+    from producers.prompts.sources import GymDataset
+
+# Judges what a reward function returned or raised. Pure; never raises.
+
+MAX_REASON = 300
+Verdict = tuple[float | None, str | None]
+"""A reward, or none with the reason; none without a reason: the function does not apply to this completion."""
+
+
+def of_returned(returned: Any) -> Verdict:
+    """The reward in what a function returned for one completion: a list, tuple, array or tensor of one number."""
+    try:
+        values = returned.tolist() if hasattr(returned, "tolist") else returned
+        if not isinstance(values, list | tuple):
+            return None, f"expected a list of 1 reward, got {type(returned).__name__}"
+        if len(values) != 1:
+            return None, f"expected a list of 1 reward, got {len(values)}"
+        return _of_value(values[0])
+    except Exception as error:
+        return of_raised(error)
+
+
+def _of_value(value: Any) -> Verdict:
+    if value is None:
+        return None, None
+    plain = value.item() if hasattr(value, "item") else value
+    if not isinstance(plain, int | float):
+        return None, f"expected a number or None, got {type(value).__name__}"
+    try:
+        number = float(plain)
+    except OverflowError:
+        number = math.inf
+    return (number, None) if math.isfinite(number) else (None, f"expected a finite number, got {number}")
+
+
+def of_raised(error: BaseException) -> Verdict:
+    """One line that names what was raised."""
+    try:
+        text = " ".join(str(error)[: 4 * MAX_REASON].split())
+    except Exception:
+        text = ""
+    name = type(error).__name__
+    return None, (f"{name}: {text}" if text else name)[:MAX_REASON]
+
+
+def timed_out(timeout_s: float) -> str:
+    """The reason given to a completion whose call did not return in time."""
+    return f"timed out after {timeout_s:g} s"
+
 
 DATASET = "dataset"
 Task = dict[str, Any]
@@ -46,7 +100,6 @@ def load_scorer(function: str, options: str = "{}") -> Scorer:
 
 
 def _dataset_scorer() -> Scorer:
-    from producers.rewards.dataset import score, warm_up
 
     try:
         warm_up()
@@ -56,7 +109,7 @@ def _dataset_scorer() -> Scorer:
 
 
 def _built_in_scorer(name: str, options: BuiltInOptions) -> Scorer:
-    from producers.rewards.builtin.choice import built_in
+    from producers.rewards.builtin import built_in
 
     try:
         return Scorer(bind(built_in(name, options), name), is_async=False)
@@ -111,3 +164,35 @@ def _completion(task: Task) -> Any:
 
 def _drop(*_arguments: Any, **_named: Any) -> None:
     """Accepts what a function wants to log."""
+
+
+# The scorer that a reasoning-gym data set brings along; runs in the reward process only.
+
+
+@cache
+def _dataset(name: str) -> "GymDataset":
+    from producers.prompts.sources import open_dataset  # heavy, and only this scorer needs it
+
+    return open_dataset(name, {}, size=1)
+
+
+def warm_up() -> None:
+    """Import the library, which takes seconds, before the first completion waits for it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym  # noqa: F401
+
+
+def score(task: Task) -> list[float]:
+    """The score of one completion, 0 to 1, in a list as a reward function returns it.
+
+    Raises:
+        DataError: the prompt's data set is not one of reasoning-gym's.
+        ValueError: the prompt lacks the columns that the scorer needs.
+    """
+    from producers.prompts.entries import scoring_entry
+
+    dataset, columns = _dataset(task["dataset"]), task["columns"]
+    if "answer" not in columns or "metadata" not in columns:
+        raise ValueError(f"expected columns 'answer' and 'metadata', got {sorted(columns)}")
+    return [dataset.score_answer(answer=task["text"], entry=scoring_entry(columns))]

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from producers.rewards.builtin.names import BUILT_IN, THINK_ANSWER, BuiltInOptions
+from producers.rewards.builtin import BUILT_IN, THINK_ANSWER, BuiltInOptions
 from producers.rewards.loading import DATASET
 from schemas.settings import Section
 

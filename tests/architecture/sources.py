@@ -7,7 +7,19 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("schemas", "producers", "consumers", "coordinator", "deploy")
+PACKAGES = (
+    "schemas",
+    "bus",
+    "producers",
+    "consumers",
+    "coordinator",
+    "observability",
+    "settings",
+    "inspection",
+    "planning",
+    "deploy",
+    "streamrl",
+)
 
 
 @dataclass(frozen=True)
@@ -19,7 +31,8 @@ class Source:
 
     @property
     def room(self) -> str:
-        return self.module.rpartition(".")[0] or self.module
+        """A folder of a package, however deep its files lie; a file right in a package is a room of its own."""
+        return ".".join(self.module.split(".")[:2])
 
 
 @cache
@@ -41,7 +54,10 @@ def functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def imports(source: Source, *, at_load: bool = False) -> set[str]:
-    """Modules of ours that a source imports; ``at_load``: only those imported when the module is."""
+    """Modules that a source imports, also those it imports when a function is called.
+
+    ``at_load``: only those imported when the module is.
+    """
     nodes = _load_time_nodes(source.tree) if at_load else ast.walk(source.tree)
     names: set[str] = set()
     for node in nodes:
@@ -52,9 +68,9 @@ def imports(source: Source, *, at_load: bool = False) -> set[str]:
     return names
 
 
-def own_imports(source: Source) -> set[str]:
+def own_imports(source: Source, *, at_load: bool = False) -> set[str]:
     modules = {other.module for other in sources()}
-    return {name for name in imports(source, at_load=True) if name in modules and name != source.module}
+    return {name for name in imports(source, at_load=at_load) if name in modules and name != source.module}
 
 
 def _load_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:

@@ -4,6 +4,16 @@ import statistics
 from tests.architecture.sources import PACKAGES, functions, sources
 
 LOOP_LINES = ("Consumes:", "Produces:", "Waits for:", "On failure:", "On stop:")
+LONG = {
+    "consumers/training/checkpoints/storage.py": "two kinds of place behind one protocol",
+    "planning/simulation.py": "the loop in virtual time: its parts know each other",
+}
+"""Files of over 500 lines, and why."""
+FEW = {
+    "deploy/images": "what runs inside a container, beside the files it is built of",
+    "streamrl/init": "the templates and the checks have nothing in common but the moment they are for",
+}
+"""Folders of fewer than three modules, and why."""
 BANNED_NAMES = {"utils", "common", "helpers", "misc"}
 
 
@@ -16,9 +26,9 @@ def test_every_module_says_what_it_is() -> None:
     assert not [str(source.path) for source in sources() if not ast.get_docstring(source.tree)]
 
 
-def test_files_and_functions_stay_small() -> None:
+def test_files_and_functions_can_be_read_in_one_sitting() -> None:
     files = {str(source.path): source.text.count("\n") for source in sources()}
-    long_files = {path: lines for path, lines in files.items() if lines > 300}
+    long_files = {path: lines for path, lines in files.items() if lines > 800 or (lines > 500 and path not in LONG)}
     long_functions = [
         f"{source.path}:{node.name} {_lines(node)}"
         for source in sources()
@@ -30,12 +40,13 @@ def test_files_and_functions_stay_small() -> None:
     assert statistics.median(_lines(node) for source in sources() for node in functions(source)) <= 12
 
 
-def test_folders_stay_small() -> None:
+def test_a_folder_holds_more_than_a_file_could() -> None:
     folders: dict[str, int] = {}
     for source in sources():
-        if source.path.name != "__init__.py":
+        if source.path.name != "__init__.py" and len(source.path.parts) > 2:
             folders[str(source.path.parent)] = folders.get(str(source.path.parent), 0) + 1
-    assert not {folder: count for folder, count in folders.items() if count > 9}
+    assert not {folder: count for folder, count in folders.items() if count < 3 and folder not in FEW}
+    assert not [str(source.path) for source in sources() if len(source.path.parts) > 4]
 
 
 def test_no_file_has_a_name_that_says_nothing() -> None:
@@ -48,7 +59,7 @@ def test_every_loop_says_what_it_consumes_and_how_it_ends() -> None:
         for node in functions(source):
             is_loop = isinstance(node, ast.AsyncFunctionDef) and (node.name == "run" or node.name.endswith("_loop"))
             takes_stop = any(argument.arg == "stop" for argument in node.args.args)
-            is_port = source.module.startswith("schemas.ports") or _is_protocol_stub(node)
+            is_port = source.module.startswith("bus") or _is_protocol_stub(node)
             if is_loop and takes_stop and not is_port:
                 text = ast.get_docstring(node) or ""
                 wrong += [f"{source.path}:{node.name} lacks '{line}'" for line in LOOP_LINES if line not in text]
@@ -61,10 +72,10 @@ def _is_protocol_stub(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def test_messages_and_settings_are_frozen() -> None:
-    import schemas.messages.base
+    import schemas.messages
     import schemas.settings
 
-    assert schemas.messages.base.Message.model_config["frozen"]
+    assert schemas.messages.Message.model_config["frozen"]
     assert schemas.settings.Section.model_config["frozen"]
     assert schemas.settings.Section.model_config["extra"] == "forbid"
 

@@ -8,14 +8,14 @@ HEAVY = {"torch", "transformers", "aiokafka", "vllm", "reasoning_gym", "datasets
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = f"import deploy.cli.app, sys; print(sorted({HEAVY!r} & set(sys.modules)))"
+    code = f"import streamrl.cli.app, sys; print(sorted({HEAVY!r} & set(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
 
 
 def test_the_contract_imports_without_the_heavy_libraries() -> None:
     heavy = HEAVY - {"pydantic"}
-    code = f"import schemas.wire.codec, schemas.ports.memory_bus, sys; print(sorted({heavy!r} & set(sys.modules)))"
+    code = f"import schemas.codec, bus.memory, sys; print(sorted({heavy!r} & set(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
 
@@ -25,7 +25,7 @@ def test_help_costs_under_half_a_second(command: list[str]) -> None:
     """Processor time of the child, which a busy machine does not change as it does wall-clock."""
     before = _child_seconds()
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.cli.app", *command, "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "streamrl.cli.app", *command, "--help"], capture_output=True, text=True, check=True
     )
     assert "Usage" in done.stdout
     assert _child_seconds() - before < 0.5

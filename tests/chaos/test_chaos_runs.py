@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.broker.probe import free_ports
+from bus.embedded.node import free_ports
 from tests.chaos.faults.schedule import plan_of
 from tests.chaos.runs.brokers import Brokers
 from tests.chaos.runs.chaos_run import execute

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from consumers.batching.samples import Sample, TrainingSample
+from consumers.batching.micro_batches import Sample, TrainingSample
 from schemas.identifiers import PolicyVersion, make_trajectory_id
-from schemas.messages.reports import RecordRef
-from schemas.messages.trajectories import FinishReason, Trajectory, VersionSpan
+from schemas.reports import RecordRef
+from schemas.trajectories import FinishReason, Trajectory, VersionSpan
 
 V0 = PolicyVersion(1, 0)
 

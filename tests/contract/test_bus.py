@@ -1,4 +1,4 @@
-"""The promises of ``schemas.ports.bus``, kept by every adapter."""
+"""The promises of ``bus.port``, kept by every adapter."""
 
 import asyncio
 import itertools
@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Iterable
 
 import pytest
 
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.memory import MemoryBus
+from bus.port import Bus, Outgoing, Position, Publisher, Record, Start, Subscription, TopicPartition
 from schemas.errors import BusError, BusUnavailable, DataLossRefused
-from schemas.ports.bus import Bus, Outgoing, Position, Publisher, Record, Start, Subscription, TopicPartition
-from schemas.ports.memory_bus import MemoryBus
 from tests.contract.topics import create_topic
 
 PARTITIONS = 4

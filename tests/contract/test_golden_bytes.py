@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.wire.codec import CONTROL_SCHEMA, MESSAGES, Headers, decode, encode
+from schemas.codec import CONTROL_SCHEMA, MESSAGES, Headers, decode, encode
 from tests.schemas.examples import examples
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.memory import MemoryBus
+from bus.port import Bus, Outgoing, Record, Subscription, TopicPartition, TransactionalPublisher
 from schemas.errors import BusError, BusUnavailable, Superseded
-from schemas.ports.bus import Bus, Outgoing, Record, Subscription, TopicPartition, TransactionalPublisher
-from schemas.ports.memory_bus import MemoryBus
 from tests.contract.topics import create_topic
 
 PARTITIONS = 2

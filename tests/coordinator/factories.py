@@ -1,7 +1,7 @@
 """Messages the coordinator reads, with only what differs spelled out."""
 
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import Heartbeat, StepReport, WorkerState
+from schemas.reports import Heartbeat, StepReport, WorkerState
 
 
 def step_report(lineage: int = 1, number: int = 0, *, finished: bool = False) -> StepReport:

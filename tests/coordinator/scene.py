@@ -5,13 +5,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from bus.memory import MemoryBus
+from bus.port import Outgoing
 from coordinator.coordinator import Coordinator, Scaling
 from coordinator.settings import CoordinatorSettings
-from schemas.messages.base import Message
-from schemas.messages.control import Control
-from schemas.ports.bus import Outgoing
-from schemas.ports.memory_bus import MemoryBus
-from schemas.wire.topics import CATALOGUE, CONTROL, Topic
+from schemas.control import Control
+from schemas.messages import Message
+from schemas.topics import CATALOGUE, CONTROL, Topic
 
 RELAYS = ("http://relay:1",)
 

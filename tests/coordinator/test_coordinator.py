@@ -1,10 +1,11 @@
 import asyncio
 
+from bus.memory import MemoryBus
+from bus.port import Outgoing
 from coordinator.coordinator import Scaling
-from coordinator.scaling.rule import Bounds
-from coordinator.scaling.settings import ScalingSettings
-from schemas.identifiers import PolicyVersion
-from schemas.messages.control import (
+from coordinator.scaling import Bounds
+from coordinator.settings import ScalingSettings
+from schemas.control import (
     DrainWorker,
     FleetTarget,
     FlowControl,
@@ -14,10 +15,9 @@ from schemas.messages.control import (
     WorkerClaimed,
     control_key,
 )
-from schemas.messages.reports import StepReport
-from schemas.ports.bus import Outgoing
-from schemas.ports.memory_bus import MemoryBus
-from schemas.wire.topics import COMMANDS, HEARTBEATS, STEPS
+from schemas.identifiers import PolicyVersion
+from schemas.reports import StepReport
+from schemas.topics import COMMANDS, HEARTBEATS, STEPS
 from tests.coordinator.factories import heartbeat, step_report
 from tests.coordinator.scene import RELAYS, controls, new_bus, publish, running
 from tests.fakes.waiting import until

@@ -1,7 +1,7 @@
 import pytest
 
-from coordinator.flow import FlowDecision, FlowMode, decide
-from schemas.messages.control import OperatorCommand
+from coordinator.state import FlowDecision, FlowMode, decide
+from schemas.control import OperatorCommand
 
 
 def command(action: str, worker_id: str | None = None) -> OperatorCommand:

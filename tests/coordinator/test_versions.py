@@ -1,4 +1,4 @@
-from coordinator.versions import VersionLedger
+from coordinator.state import VersionLedger
 from schemas.identifiers import PolicyVersion
 from tests.coordinator.factories import step_report
 

@@ -2,9 +2,9 @@
 
 import pytest_asyncio
 
-from deploy.bus.settings import KafkaSettings
-from deploy.surveys.attachment import Attachment
-from tests.deploy.surveys.living_run import beat, write_run
+from bus.kafka.settings import KafkaSettings
+from inspection.diagnostics.connect import Attachment
+from tests.inspection.diagnostics.living_run import beat, write_run
 
 RUN = "surveyed"
 

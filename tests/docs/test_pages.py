@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import typer
 
-from deploy.cli.app import app
-from deploy.manual.settings_page import settings_page
-from deploy.manual.topics_page import topics_page
-from deploy.settings.tree import Settings
-from deploy.settings.wording import known_keys
-from schemas.wire.topics import CATALOGUE
+from docs.generate import settings_page, topics_page
+from schemas.topics import CATALOGUE
+from settings.tree import Settings
+from settings.wording import known_keys
+from streamrl.cli.app import app
 from tests.deploy.compose.stack import FILE, services
 from tests.docs.pages import DOCS, GUIDES, ROOT, anchors, commands, links, settings
 
@@ -22,7 +21,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 @pytest.mark.parametrize(("name", "page"), [("settings.md", settings_page), ("topics.md", topics_page)])
 def test_the_generated_pages_are_up_to_date(name: str, page: object) -> None:
     assert callable(page)
-    assert (DOCS / name).read_text() == page(), "run python -m deploy.manual"
+    assert (DOCS / name).read_text() == page(), "run python -m docs.generate"
 
 
 def test_every_setting_and_every_topic_has_its_place() -> None:

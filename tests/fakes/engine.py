@@ -8,11 +8,10 @@ from pathlib import Path
 
 import xxhash
 
+from producers.generation.engines.port import GenerationRequest, TokenDelta
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
-from schemas.messages.prompts import Prompt
-from schemas.messages.trajectories import FinishReason
-from schemas.ports.engine import GenerationRequest, TokenDelta
+from schemas.trajectories import FinishReason, Prompt
 
 VOCAB_SIZE = 128
 

@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.broker.cluster import Cluster, start_cluster
-from deploy.broker.probe import free_ports, is_free
+from bus.embedded.cluster import Cluster, start_cluster
+from bus.embedded.node import free_ports, is_free
 from tests.faults.proxy import HOST, FaultProxy
 
 

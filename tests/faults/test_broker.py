@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
 from schemas.errors import BusUnavailable, UserError
 from tests.faults.cluster import FaultyCluster
 from tests.faults.traffic import Traffic, check

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
-from schemas.ports.bus import Outgoing
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.port import Outgoing
 from tests.faults.cluster import FaultyCluster
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]

@@ -5,11 +5,11 @@ import asyncio
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from deploy.bus.client.stopping import stop
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
+from bus.kafka.bus import KafkaBus
+from bus.kafka.connection import stop
+from bus.kafka.settings import KafkaSettings
+from bus.port import Bus, Outgoing, TopicPartition, TransactionalPublisher
 from schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
-from schemas.ports.bus import Bus, Outgoing, TopicPartition, TransactionalPublisher
 from tests.faults.cluster import FaultyCluster
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]

@@ -6,7 +6,7 @@ import sys
 
 atheris = importlib.import_module("atheris")
 
-with atheris.instrument_imports(include=["schemas.wire", "schemas.messages", "deploy.bus.client"]):
+with atheris.instrument_imports(include=["schemas", "schemas.messages", "bus.kafka"]):
     from tests.fuzz.targets import TARGETS, forget_peak, memory_kib
 
 

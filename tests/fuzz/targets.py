@@ -11,11 +11,10 @@ from pathlib import Path
 
 from aiokafka.errors import CorruptRecordException
 
-from deploy.bus.client.decompression import Undecodable, decompressed
-from deploy.bus.client.record_batches import SafeRecords
+from bus.kafka.records import SafeRecords, Undecodable, decompressed
+from schemas.codec import _KINDS, UNREADABLE_HEADER, decode
 from schemas.errors import WireError
-from schemas.messages.base import Message
-from schemas.wire.codec import _KINDS, UNREADABLE_HEADER, decode
+from schemas.messages import Message
 
 SCHEMAS = sorted(_KINDS)
 

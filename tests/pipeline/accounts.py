@@ -3,12 +3,12 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.port import Record
 from schemas.errors import WireError
-from schemas.messages.reports import SkipRecord, StepReport
-from schemas.ports.bus import Record
-from schemas.wire.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, Topic
+from schemas.reports import SkipRecord, StepReport
+from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, Topic
 
 
 @dataclass

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CLI = [sys.executable, "-m", "deploy.cli.app"]
+CLI = [sys.executable, "-m", "streamrl.cli.app"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 PATIENCE_S = 240.0
 

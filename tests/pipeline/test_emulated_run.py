@@ -2,12 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
-from producers.generation.engines.emulated.lengths import trace_length
-from producers.generation.engines.emulated.settings import LengthTraceSettings
-from schemas.messages.trajectories import Trajectory
-from schemas.wire.topics import TRAJECTORIES
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
+from schemas.topics import TRAJECTORIES
+from schemas.trajectories import Trajectory
 from tests.pipeline.accounts import read_accounts, read_all
 from tests.pipeline.local_run import LocalRun
 

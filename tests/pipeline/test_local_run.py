@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
-from schemas.ports.bus import Outgoing
-from schemas.wire.topics import TRAJECTORIES
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.port import Outgoing
+from schemas.topics import TRAJECTORIES
 from tests.pipeline.accounts import Accounts, read_accounts
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, LocalRun, is_alive

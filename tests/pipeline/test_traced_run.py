@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
-from deploy.telemetry.context import context_of
-from deploy.telemetry.reading.command import find
-from deploy.telemetry.reading.recorded import Recorded
-from deploy.telemetry.reading.tree import branches
-from schemas.messages.trajectories import Trajectory
-from schemas.wire.topics import TRAJECTORIES
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from inspection.diagnostics.trace import find
+from observability.tracing.context import context_of
+from observability.tracing.span_files import Recorded, branches
+from schemas.topics import TRAJECTORIES
+from schemas.trajectories import Trajectory
 from tests.pipeline.accounts import read_accounts, read_all
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import LocalRun

@@ -2,12 +2,21 @@
 
 import numpy as np
 
+from schemas.control import DrainWorker, FlowControl, OperatorCommand, RunFinished, WeightsReady, WorkerClaimed
 from schemas.identifiers import PolicyVersion
-from schemas.messages.base import Message
-from schemas.messages.control import DrainWorker, FlowControl, OperatorCommand, RunFinished, WeightsReady, WorkerClaimed
-from schemas.messages.prompts import ChatTurn, LengthEstimate, Prompt, SamplingParams, WorkOrder
-from schemas.messages.reports import Heartbeat, RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport, WorkerState
-from schemas.messages.trajectories import FinishReason, TokenChunk, Trajectory, VersionSpan
+from schemas.messages import Message
+from schemas.reports import Heartbeat, RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport, WorkerState
+from schemas.trajectories import (
+    ChatTurn,
+    FinishReason,
+    LengthEstimate,
+    Prompt,
+    SamplingParams,
+    TokenChunk,
+    Trajectory,
+    VersionSpan,
+    WorkOrder,
+)
 
 SHA256 = "0123456789abcdef" * 4
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import RecordRef, SkipReason, SkipRecord, StepReport
-from schemas.messages.trajectories import Trajectory, VersionSpan
+from schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
+from schemas.trajectories import Trajectory, VersionSpan
 from tests.schemas.examples import examples
 from tests.simulation.judges.ledger import Checkpoint, Evidence, judge_training
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from consumers.intake.frontier import PartitionFrontier
-from consumers.intake.judging.dedupe import DedupeWindow
-from consumers.intake.judging.groups import GroupAssembler
-from consumers.intake.rejects import Rejects
-from consumers.training.persistence.lineage import Lineage
-from schemas.ports.bus import Start
+from bus.port import Start
+from consumers.ingest.filters import DedupeWindow
+from consumers.ingest.frontier import PartitionFrontier
+from consumers.ingest.groups import GroupAssembler
+from consumers.ingest.rejections import Rejects
+from consumers.training.checkpoints.catalogue import Lineage
 from tests.simulation.bus.reading import SimSubscription
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.run import run_seed, simulate

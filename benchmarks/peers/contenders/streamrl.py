@@ -37,7 +37,7 @@ def train(mode: str, plan: Plan, overrides: dict[str, dict[str, Any]] | None = N
     plan.output.mkdir(parents=True)
     config = plan.output / "streamrl.toml"
     config.write_text(tomli_w.dumps(settings(mode, plan, overrides or {})))
-    command = [sys.executable, "-W", "ignore", "-m", "deploy.cli.app", "run", str(config)]
+    command = [sys.executable, "-W", "ignore", "-m", "streamrl.cli.app", "run", str(config)]
     launched = launch(command, {}, plan.cores, plan.limit_s, plan.output / "output.log")
     if launched.exit_code not in (0, None):
         raise RuntimeError(f"expected {mode} to train, got exit code {launched.exit_code}; see {plan.output}")

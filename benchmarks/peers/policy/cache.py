@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.peers.policy.warm_start import WarmStartRecipe
 from benchmarks.peers.tasks import FIXED_TEXTS, HELD_OUT_ONE_IN, PARTS
-from deploy.broker.runtime import cache_root
+from bus.embedded.runtime import cache_root
 
 
 def ensure_policy(recipe: WarmStartRecipe) -> Path:

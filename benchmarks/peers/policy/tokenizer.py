@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.peers.tasks import FIXED_TEXTS
-from deploy.demo.tokenizer import build_tokenizer
+from streamrl.demo.task import build_tokenizer
 
 
 def build_mixed_tokenizer() -> Any:

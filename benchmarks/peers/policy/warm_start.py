@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 
 from benchmarks.peers.policy.tokenizer import build_mixed_tokenizer
 from benchmarks.peers.tasks import PARTS, Entry, entries
-from deploy.demo.model import ModelShape, build_model
-from deploy.demo.tokenizer import EOS
+from streamrl.demo.task import EOS
+from streamrl.demo.warm_start import ModelShape, build_model
 
 IGNORED = -100
 """Label of positions that are not trained, as torch's cross entropy has it."""

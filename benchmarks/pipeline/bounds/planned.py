@@ -5,9 +5,9 @@ import random
 from collections.abc import Sequence
 
 from benchmarks.pipeline.bounds.realised import Queue
-from producers.dispatch.planning.plans import Item, Worker
-from producers.dispatch.planning.strategies import STRATEGIES
-from schemas.profiles.decode import DecodeCurve
+from producers.dispatch.plans import Item, Worker
+from producers.dispatch.strategies import STRATEGIES
+from schemas.profiles import DecodeCurve
 
 
 def planned(

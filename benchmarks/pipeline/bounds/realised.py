@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from producers.generation.engines.emulated.timeline import Grown, Timeline
-from producers.generation.engines.emulated.timeline import Sequence as Completion
-from schemas.profiles.decode import DecodeCurve
+from producers.generation.engines.emulated import EmulatedSequence as Completion
+from producers.generation.engines.emulated import Grown, Timeline
+from schemas.profiles import DecodeCurve
 
 FOREVER_S = 1e9
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.messages.reports import StepReport
-from schemas.messages.trajectories import Trajectory
-from schemas.ports.history import History
-from schemas.wire.topics import STEPS, TRAJECTORIES
+from bus.history import History
+from schemas.reports import StepReport
+from schemas.topics import STEPS, TRAJECTORIES
+from schemas.trajectories import Trajectory
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def run_pipeline(configuration: Path, log: Path) -> float:
         StreamRLError: it failed, or took too long; the text ends with its last line.
     """
     began = time.monotonic()
-    command = [sys.executable, "-m", "deploy.cli.app", "run", str(configuration)]
+    command = [sys.executable, "-m", "streamrl.cli.app", "run", str(configuration)]
     with log.open("wb") as output:
         child = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
         try:

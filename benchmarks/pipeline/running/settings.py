@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pipeline.cases import Case
-from deploy.settings.loading import validated
-from deploy.settings.tree import Settings
+from settings.loading import validated
+from settings.tree import Settings
 
 NEVER = 1_000_000
 BOUNDARIES = (500, 1000, 2000, 4000)

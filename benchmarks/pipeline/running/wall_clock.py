@@ -13,11 +13,11 @@ from benchmarks.pipeline.running.session import run_pipeline
 from benchmarks.pipeline.running.settings import configuration
 from benchmarks.pipeline.running.spans import Span, read_spans
 from benchmarks.pipeline.workload.prompts import write_prompts
-from deploy.broker.cluster import start_cluster
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
-from deploy.inspection.bus_history import BusHistory
-from deploy.settings.loading import as_toml
+from bus.embedded.cluster import start_cluster
+from bus.history import BusHistory
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from settings.loading import as_toml
 
 PASS_STEPS = 8
 """Steps in one pass over the prompts."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.pipeline.cases import SLOWED
 from benchmarks.pipeline.results import Row
-from deploy.broker.jvm.jars import KAFKA_VERSION
+from bus.embedded.jars import KAFKA_VERSION
 
 BEGIN, END = "<!-- pipeline: begin, written by `make bench-pipeline` -->", "<!-- pipeline: end -->"
 WALL_CLOCK = (

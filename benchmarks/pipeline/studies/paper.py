@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks.pipeline.bounds.planned import planned
 from benchmarks.pipeline.bounds.realised import makespan, round_robin
 from benchmarks.pipeline.results import Row
-from producers.generation.engines.emulated.settings import STREAMRL_BINS, LengthTraceSettings
-from schemas.profiles.decode import DecodeCurve, DecodeSettings
+from producers.generation.engines.length_trace import STREAMRL_BINS, LengthTraceSettings
+from schemas.profiles import DecodeCurve, DecodeSettings
 
 CURVE = DecodeCurve(DecodeSettings(step_s=0.00859, batch_scale=0.00859 / 0.0000527))
 SAMPLES = 1024

@@ -18,23 +18,22 @@ from benchmarks.pipeline.cases import Case
 from benchmarks.pipeline.running.recording import Recording, read_recording
 from benchmarks.pipeline.running.settings import configuration
 from benchmarks.pipeline.virtual.time_lapse import TimeLapse
-from consumers.training.emulated.compute import EmulatedCompute, EmulatedDevice
-from consumers.training.emulated.policy import EmulatedPolicy
-from consumers.training.persistence.checkpoint import CheckpointStore
-from consumers.training.persistence.locations import open_location
-from consumers.training.persistence.weight_export import WeightStore
+from bus.history import BusHistory
+from bus.memory import MemoryBus
+from consumers.training.checkpoints.storage import open_location
+from consumers.training.checkpoints.store import CheckpointStore
+from consumers.training.compute import EmulatedCompute, EmulatedDevice
+from consumers.training.emulated_policy import EmulatedPolicy
 from consumers.training.trainer import Trainer
+from consumers.training.weight_export import WeightStore
 from coordinator.coordinator import Coordinator
-from deploy.inspection.bus_history import BusHistory
-from deploy.settings.tree import Settings
-from deploy.wiring.dispatcher import build_dispatcher
-from producers.generation.engines.emulated.engine import EmulatedEngine
-from producers.generation.engines.emulated.stand_ins import ConstantRewards, FillerTokenizer
+from deploy.wiring.build import build_dispatcher
+from producers.generation.engines.emulated import ConstantRewards, EmulatedEngine, FillerTokenizer
 from producers.generation.worker import GenerationWorker
+from schemas.control import WeightsReady
 from schemas.identifiers import PolicyVersion
-from schemas.messages.control import WeightsReady
-from schemas.ports.memory_bus import MemoryBus
-from schemas.wire.topics import CATALOGUE
+from schemas.topics import CATALOGUE
+from settings.tree import Settings
 
 TIME_SCALE = 20.0
 """Emulated seconds in a virtual one: heartbeats and the like come at the pace at which they do in a real run."""

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
-from schemas.profiles.decode import DecodeCurve, DecodeSettings
+from schemas.profiles import DecodeCurve, DecodeSettings
 
 _P99 = NormalDist().inv_cdf(0.99)
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from producers.generation.engines.decoder import Completion
-from producers.generation.engines.facts import ModelFacts, one_line, read_facts
-from producers.generation.engines.weights import check_weights
+from producers.generation.engines.model_files import ModelFacts, check_weights, one_line, read_facts
+from producers.generation.engines.threaded import Completion
 from producers.generation.settings import GenerationSettings
 from schemas.errors import ModelError
-from schemas.messages.trajectories import FinishReason
+from schemas.trajectories import FinishReason
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _DEFAULT_CPU_CACHE = 256 << 20

@@ -1,15 +1,25 @@
-"""What earlier completions say: the level of each data set, and how a prompt that repeats compares with it.
+"""A bounded sample of what was observed, in which old observations fade out.
 
-Lengths are learned relative to their data set's level, in logarithms: which prompts are the longer ones belongs to the
-prompts and lasts, while the level moves with the policy and is followed at once, between two fits. What the model
-already explains does not move the level, so a few long prompts in a row do not; and a step has a fixed size, so the
-level settles where half of the completions are longer than predicted, however long the longest get.
+Once it is full, each new one replaces a random other (Aggarwal 2006), so that the chance to still be there halves with
+every 0.69 × capacity further ones: a policy of long ago does not count, and no data set vanishes at once.
 """
 
 import math
+import random
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from producers.lengths.learned.features import Row
+
+# What earlier completions say: the level of each data set, and how a prompt that repeats compares with it. Lengths
+# are learned relative to their data set's level, in logarithms: which prompts are the longer ones belongs to the
+# prompts and lasts, while the level moves with the policy and is followed at once, between two fits. What the model
+# already explains does not move the level, so a few long prompts in a row do not; and a step has a fixed size, so the
+# level settles where half of the completions are longer than predicted, however long the longest get.
 
 SETTLED = 128
 """Completions of a data set after which its level is one; until then it is their mean."""
@@ -73,7 +83,7 @@ class Levels:
 
 
 @dataclass(slots=True)
-class _Past:
+class _PromptPast:
     count: int = 0
     mean: float = 0.0
 
@@ -100,7 +110,7 @@ class PromptHistory:
 
     def __init__(self, limit: int = MAX_PROMPTS) -> None:
         self._limit = limit
-        self._past: OrderedDict[str, _Past] = OrderedDict()
+        self._past: OrderedDict[str, _PromptPast] = OrderedDict()
         self._carries: dict[int, _Carry] = {}
 
     def __len__(self) -> int:
@@ -125,9 +135,72 @@ class PromptHistory:
         """Note a completion's distance from the model; ``seen``: the prompt's past before its group."""
         if seen[0]:
             self._carries.setdefault(seen[0].bit_length(), _Carry()).add(seen[1], distance)
-        past = self._past.setdefault(prompt_id, _Past())
+        past = self._past.setdefault(prompt_id, _PromptPast())
         past.count += 1
         past.mean += (distance - past.mean) / min(past.count, RECENT)
         self._past.move_to_end(prompt_id)
         if len(self._past) > self._limit:
             self._past.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Observations:
+    """``rows`` float32 [N, F]; ``level`` and ``length`` float32 [N]; ``censored`` bool [N]; ``dataset`` int64 [N].
+
+    Data sets are numbered as they came.
+    """
+
+    rows: NDArray[np.float32]
+    level: NDArray[np.float32]
+    length: NDArray[np.float32]
+    censored: NDArray[np.bool_]
+    dataset: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Memory:
+    """At most ``capacity`` observations."""
+
+    def __init__(self, capacity: int, width: int, seed: int = 0) -> None:
+        self._capacity = capacity
+        self._random = random.Random(seed)
+        self._size = 0
+        self._number_of: dict[str, int] = {}
+        self._all = Observations(
+            rows=np.empty((capacity, width), np.float32),
+            level=np.empty(capacity, np.float32),
+            length=np.empty(capacity, np.float32),
+            censored=np.empty(capacity, np.bool_),
+            dataset=np.empty(capacity, np.int64),
+        )
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, row: Row, *, level: float, length: int, censored: bool, dataset: str) -> None:
+        """Note one; when full, a random other one leaves. A level that is not settled yet is NaN."""
+        place = self._size if self._size < self._capacity else self._random.randrange(self._capacity)
+        self._size = max(self._size, place + 1)
+        self._all.rows[place] = row
+        self._all.level[place] = level
+        self._all.length[place] = length
+        self._all.censored[place] = censored
+        self._all.dataset[place] = self._number_of.setdefault(dataset, len(self._number_of))
+
+    def snapshot(self, levels: Levels) -> Observations:
+        """A copy that another thread may read; where no level had settled, with the level of now."""
+        held = slice(0, self._size)
+        dataset = self._all.dataset[held].copy()
+        level = self._all.level[held].copy()
+        now = np.array([levels.of(name) for name in self._number_of], np.float32)
+        unsettled = np.isnan(level)
+        level[unsettled] = now[dataset[unsettled]]
+        return Observations(
+            rows=self._all.rows[held].copy(),
+            level=level,
+            length=self._all.length[held].copy(),
+            censored=self._all.censored[held].copy(),
+            dataset=dataset,
+        )

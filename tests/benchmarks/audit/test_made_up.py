@@ -2,11 +2,11 @@ from pathlib import Path
 
 from benchmarks.audit.__main__ import CONFIG, RUN
 from benchmarks.audit.made_up import MadeUpRun
-from deploy.inspection.auditing import audit
-from deploy.inspection.bus_history import BusHistory
-from deploy.settings.loading import load_settings
-from schemas.ports.memory_bus import MemoryBus
-from schemas.wire.topics import CATALOGUE
+from bus.history import BusHistory
+from bus.memory import MemoryBus
+from inspection.audit.audit import audit
+from schemas.topics import CATALOGUE
+from settings.loading import load_settings
 
 
 async def test_the_run_that_is_timed_balances_and_has_a_crash_in_it() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.broker.probe import free_ports
+from bus.embedded.node import free_ports
 from tests.chaos.campaign.results import Results
 from tests.chaos.crashing.commit import POINTS
 from tests.chaos.crashing.trial import Trained, Trials, codes_of

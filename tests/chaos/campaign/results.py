@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from deploy.broker.jvm.jars import KAFKA_VERSION
+from bus.embedded.jars import KAFKA_VERSION
 from tests.chaos.checking.recovery import Recovery
 from tests.chaos.runs.chaos_run import Outcome
 

@@ -4,12 +4,12 @@ import asyncio
 import json
 import sys
 
-from consumers.audit.checks.verdict import Verdict
-from consumers.training.persistence.catalogue import read_manifests
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
-from deploy.inspection.auditing import audit
-from deploy.inspection.bus_history import BusHistory
+from bus.history import BusHistory
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from consumers.training.checkpoints.catalogue import read_manifests
+from inspection.audit.audit import audit
+from inspection.audit.verdict import Verdict
 from tests.chaos.checking.checker import Findings
 from tests.chaos.checking.checkpoints import location_of
 from tests.chaos.runs.setting import Setting
@@ -46,7 +46,7 @@ def _disagreements(verdict: Verdict, findings: Findings) -> list[str]:
 async def audit_by_command(setting: Setting) -> list[str]:
     """`streamrl audit --json`, as a user calls it."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "deploy.cli.app", "audit", str(setting.directory.config), "--json"),
+        *(sys.executable, "-m", "streamrl.cli.app", "audit", str(setting.directory.config), "--json"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -4,15 +4,15 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.port import Record
+from schemas.control import Control
 from schemas.errors import WireError
-from schemas.messages.base import Message
-from schemas.messages.control import Control
-from schemas.messages.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
-from schemas.messages.trajectories import Trajectory
-from schemas.ports.bus import Record
-from schemas.wire.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
+from schemas.messages import Message
+from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
+from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
+from schemas.trajectories import Trajectory
 from tests.pipeline.accounts import read_all
 
 M = TypeVar("M", bound=Message)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from consumers.training.persistence.catalogue import read_manifests
-from consumers.training.persistence.locations import CheckpointLocation, open_location
+from consumers.training.checkpoints.catalogue import read_manifests
+from consumers.training.checkpoints.storage import CheckpointLocation, open_location
 from tests.chaos.checking.checker import Durable, Finished
 from tests.chaos.runs.setting import Setting
 

@@ -8,11 +8,11 @@ import contextlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.port import Outgoing, Publisher, Subscription, TopicPartition
 from schemas.errors import BusError
-from schemas.ports.bus import Outgoing, Publisher, Subscription, TopicPartition
-from schemas.wire.topics import TOKENS
+from schemas.topics import TOKENS
 from tests.pipeline.accounts import read_all
 from tests.simulation.history import Acknowledged, BusHistory, Delivered, judge_bus
 

@@ -9,9 +9,9 @@ STEP = 5
 KEPT = 2
 """The checkpoint that is under way when a writer dies: that of step 4."""
 
-CHECKPOINT = "consumers.training.persistence.checkpoint:"
-LOCAL = "consumers.training.persistence.places.local:"
-EXPORT = "consumers.training.persistence.weight_export:"
+CHECKPOINT = "consumers.training.checkpoints.store:"
+LOCAL = "consumers.training.checkpoints.storage:"
+EXPORT = "consumers.training.weight_export:"
 TRANSACTION = "aiokafka:AIOKafkaProducer."
 
 
@@ -45,7 +45,7 @@ GRADIENT = (
     CrashPoint("the batch gathered", "batch_gathered", nth=STEP),
     *_around("the optimizer step", "consumers.training.step:PolicyLearner.finish_step", STEP),
     CrashPoint("the step applied", "step_applied", nth=STEP),
-    *_around("marking the records trained", "consumers.intake.reader:Intake.mark_trained", STEP),
+    *_around("marking the records trained", "consumers.ingest.reader:Intake.mark_trained", STEP),
     CrashPoint("the records marked", "trained_marked", nth=STEP),
     CrashPoint("the rest skipped", "left_out_skipped", nth=STEP),
 )
@@ -64,7 +64,7 @@ SAVED = (
     *_around("writing the random numbers' state", f"{CHECKPOINT}save_file", KEPT, r"rng"),
     *_around("making the manifest", f"{LOCAL}encode_manifest", KEPT),
     *_around("syncing the manifest", f"{LOCAL}sync", KEPT, r"manifest"),
-    *_around("the fence", "consumers.training.persistence.lineage:Lineage.check", 2 * KEPT),
+    *_around("the fence", "consumers.training.checkpoints.catalogue:Lineage.check", 2 * KEPT),
     *_around("the checkpoint gets its name", "pathlib:Path.rename", 1, r"checkpoints/step_4$"),
     *_around("syncing the name", f"{LOCAL}sync", KEPT + 1, r"checkpoints$"),
     *_around("forgetting old checkpoints", f"{CHECKPOINT}CheckpointStore._forget_old", KEPT + 1),

@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from deploy.settings.loading import load_settings
 from schemas.errors import StreamRLError
+from settings.loading import load_settings
 from tests.chaos.crashing.points import CrashPoint, arm
 
 
 def serve() -> None:
-    import deploy.wiring.process
-    import deploy.wiring.trainer  # noqa: F401
+    import deploy.wiring.build  # noqa: F401
 
     for line in sys.stdin:
         job = json.loads(line)
@@ -47,8 +46,8 @@ def _become_trainer(job: dict[str, object]) -> NoReturn:
 
 
 def _train(config: Path) -> int:
-    from deploy.cli.app import _first_of_ours
     from deploy.wiring.process import run_role
+    from streamrl.cli.app import _first_of_ours
 
     try:
         run_role("trainer", load_settings(config, []), "")

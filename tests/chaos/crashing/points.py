@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-BUILD_TRAINER = "deploy.wiring.trainer:build_trainer"
+BUILD_TRAINER = "deploy.wiring.build:build_trainer"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def arm(point: CrashPoint) -> None:
     if ":" in point.target:
         _replace(point.target, lambda function: _deadly(function, die))
     else:
-        from consumers.training.resuming.points import Point
+        from consumers.training.resume import Point
 
         wanted = Point(point.target)
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from deploy.bus.topic_admin import apply_topics
-from schemas.ports.bus import Outgoing
+from bus.kafka.topic_admin import apply_topics
+from bus.port import Outgoing
 from tests.chaos.checking.audited import audit_problems
 from tests.chaos.checking.books import read_books
 from tests.chaos.checking.checker import check

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from deploy.bus.kafka_bus import KafkaBus
-from deploy.bus.settings import KafkaSettings
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.port import Outgoing
 from schemas.identifiers import PolicyVersion
-from schemas.messages.trajectories import FinishReason, Trajectory, VersionSpan
-from schemas.ports.bus import Outgoing
-from schemas.wire.topics import TRAJECTORIES
+from schemas.topics import TRAJECTORIES
+from schemas.trajectories import FinishReason, Trajectory, VersionSpan
 
 PARTITIONS = 4
 GENERATIONS = 4

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from schemas.errors import Superseded
-from schemas.weights_store import complete_versions
+from schemas.weights import complete_versions
 from tests.chaos.faults.plan import Event, Fault
 from tests.chaos.runs.chaos_run import ChaosRun
 from tests.chaos.runs.fleet import FleetFailed

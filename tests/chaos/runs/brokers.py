@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from deploy.broker.cluster import Cluster, start_cluster
+from bus.embedded.cluster import Cluster, start_cluster
 from tests.faults.cluster import faulty_cluster
 from tests.faults.proxy import FaultProxy
 

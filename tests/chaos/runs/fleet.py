@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from deploy.supervisor.child import Child, ChildSpec
-from deploy.supervisor.supervisor import Supervisor
+from deploy.local.supervisor import Child, ChildSpec, Supervisor
 from tests.pipeline.local_run import is_alive
 
 MAX_RESTARTS = 30

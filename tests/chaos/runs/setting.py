@@ -8,13 +8,13 @@ from typing import Any
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
-from deploy.bus.topic_admin import apply_topics
-from deploy.runs.children import child_specs
-from deploy.runs.directory import RunDirectory
-from deploy.settings.loading import as_toml, load_settings
-from deploy.settings.tree import Settings
-from deploy.supervisor.child import ChildSpec
-from schemas.wire.topics import STEPS, TRAJECTORIES, Topic
+from bus.kafka.topic_admin import apply_topics
+from deploy.local.run import child_specs
+from deploy.local.supervisor import ChildSpec
+from schemas.topics import STEPS, TRAJECTORIES, Topic
+from settings.loading import as_toml, load_settings
+from settings.run_directory import RunDirectory
+from settings.tree import Settings
 from tests.pipeline.local_run import write_config
 
 MAX_STEPS = 40

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy.broker.probe import free_ports
+from bus.embedded.node import free_ports
 from tests.chaos.campaign.results import hardware, versions
 from tests.chaos.checking.audited import audit_problems
 from tests.chaos.checking.books import read_books

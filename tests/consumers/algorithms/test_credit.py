@@ -3,12 +3,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from consumers.algorithms.credit import ModelLimits, credit_group
+from consumers.algorithms.advantages import ModelLimits, credit_group
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.samples import Group, Sample
+from consumers.batching.micro_batches import Group, Sample
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import RecordRef
-from schemas.messages.trajectories import FinishReason, Trajectory, VersionSpan
+from schemas.reports import RecordRef
+from schemas.trajectories import FinishReason, Trajectory, VersionSpan
 
 LIMITS = ModelLimits(vocabulary=20, positions=30)
 

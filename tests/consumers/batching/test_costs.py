@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from consumers.batching.costs import CostModel
+from consumers.batching.micro_batches import CostModel
 from consumers.batching.settings import BatchingSettings
 
 

@@ -2,8 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.batching.micro_batcher import MicroBatcher
-from consumers.batching.samples import MicroBatch
+from consumers.batching.micro_batches import MicroBatch, MicroBatcher
 from consumers.batching.settings import BatchingSettings
 from tests.consumers.factories import training_sample
 

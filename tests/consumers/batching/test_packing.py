@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.batching.costs import CostModel, Lengths
-from consumers.batching.packing import Run, best_run, cheapest_runs, split_to_multiple
+from consumers.batching.micro_batches import CostModel, Lengths, Run, best_run, cheapest_runs, split_to_multiple
 
 MODEL = CostModel(linear=1.0, quadratic=0.01, launch=8.0)
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=12).map(lambda found: sorted(found, reverse=True))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.batching.rounds import Round, deal, waiting_share
+from benchmarks.packing.rounds import Round, deal, waiting_share
 
 costs = st.lists(st.floats(0, 1000), max_size=24)
 ranks = st.integers(1, 5)

@@ -1,6 +1,6 @@
 import numpy as np
 
-from consumers.batching.samples import TrainingSample, collate
+from consumers.batching.micro_batches import TrainingSample, collate
 from tests.consumers.factories import sample, training_sample
 
 

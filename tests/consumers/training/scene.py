@@ -9,22 +9,22 @@ from typing import Any
 
 import numpy as np
 
+from bus.memory import MemoryBus
+from bus.port import Outgoing
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
-from consumers.intake.settings import IntakeSettings
+from consumers.ingest.settings import IntakeSettings
+from consumers.training.checkpoints.storage import open_location
+from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.compute import ComputeThread
-from consumers.training.persistence.checkpoint import CheckpointStore
-from consumers.training.persistence.locations import open_location
 from consumers.training.policy import PolicyPlaces, TrainedPolicy
 from consumers.training.settings import TrainingSettings
 from consumers.training.trainer import Trainer
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import RefusedStep, SkipRecord, StepReport
-from schemas.messages.trajectories import Trajectory
-from schemas.ports.bus import Outgoing
-from schemas.ports.memory_bus import MemoryBus
+from schemas.reports import RefusedStep, SkipRecord, StepReport
 from schemas.settings import LoopSettings
-from schemas.wire.topics import CATALOGUE, SKIPS, STEPS, TRAJECTORIES
+from schemas.topics import CATALOGUE, SKIPS, STEPS, TRAJECTORIES
+from schemas.trajectories import Trajectory
 from tests.consumers.training.factories import VOCABULARY, make_trajectory
 
 RUN = "r"

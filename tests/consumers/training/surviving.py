@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from schemas.messages.reports import SkipRecord, StepReport
+from schemas.reports import SkipRecord, StepReport
 
 Place = tuple[int, int]
 

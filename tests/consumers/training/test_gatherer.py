@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
-from consumers.training.resuming.points import Point
+from consumers.training.resume import Point
 from schemas.errors import SettingsError
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import StepReport
-from schemas.messages.trajectories import Trajectory
+from schemas.reports import StepReport
+from schemas.trajectories import Trajectory
 from tests.consumers.training.factories import VOCABULARY, make_trajectory
 from tests.consumers.training.scene import LOOP, TRAINING, Scene, group
 

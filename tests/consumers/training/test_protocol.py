@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bus.port import Outgoing
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.intake.settings import IntakeSettings
-from consumers.training.resuming.points import Point
+from consumers.ingest.settings import IntakeSettings
+from consumers.training.resume import Point
 from schemas.identifiers import PolicyVersion
-from schemas.messages.trajectories import FinishReason
-from schemas.ports.bus import Outgoing
+from schemas.trajectories import FinishReason
 from tests.consumers.training.scene import LOOP, TRAINING, Scene, group
 from tests.consumers.training.surviving import Surviving, surviving
 

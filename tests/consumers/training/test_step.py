@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.samples import MicroBatch
+from consumers.batching.micro_batches import MicroBatch
 from consumers.training.model import load_model, load_reference
 from consumers.training.settings import TrainingSettings
 from consumers.training.step import PolicyLearner, learning_rate_at

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from bus.port import TopicPartition
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.training.persistence.checkpoint import load_checkpoint
+from consumers.training.checkpoints.store import load_checkpoint
 from schemas.errors import CheckpointError, SettingsError, Superseded
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import SkipReason
-from schemas.messages.trajectories import FinishReason
-from schemas.ports.bus import TopicPartition
+from schemas.reports import SkipReason
+from schemas.trajectories import FinishReason
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
 
 

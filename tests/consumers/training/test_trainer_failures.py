@@ -14,16 +14,15 @@ import xxhash
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
+from bus.memory import MemoryBus
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.training.persistence.checkpoint import CheckpointStore
-from consumers.training.persistence.files import remove_leftovers
-from consumers.training.persistence.locations import open_location
+from consumers.training.checkpoints.storage import open_location, remove_leftovers
+from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.policy import PolicyPlaces, TrainedPolicy
-from consumers.training.resuming.points import Point
+from consumers.training.resume import Point
 from schemas.errors import CheckpointError, DeliveryUnknown, StreamRLError, Superseded
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import StepReport
-from schemas.ports.memory_bus import MemoryBus
+from schemas.reports import StepReport
 from tests.consumers.training.announcing.fakes import MoodyBus
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
 
@@ -255,7 +254,7 @@ async def test_a_trainer_whose_half_written_weights_a_newer_one_removed_is_super
             scene.store().claim_lineage(now=0.0)
             remove_leftovers(scene.root / "weights")
 
-    monkeypatch.setattr("consumers.training.persistence.weight_export.save_file", save)
+    monkeypatch.setattr("consumers.training.weight_export.save_file", save)
     for number in range(2):
         await scene.publish_group(number)
     with pytest.raises(Superseded, match="another trainer has taken over"):

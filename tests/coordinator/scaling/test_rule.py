@@ -2,8 +2,8 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.scaling.rule import Balance, Bounds, Rule
-from coordinator.scaling.settings import ScalingSettings
+from coordinator.scaling import Balance, Bounds, Rule
+from coordinator.settings import ScalingSettings
 
 PAPER = (-0.7, 1.8, -4.3, 4.5, 3.2, 10.1, 9.4, 18.1, 21.9, 29.7, -8.2, 1.6)
 PAPER += (9.2, 12.1, 17.0, 21.6, -7.7, -2.1, 7.7, 5.9, 10.1, 15.7, -4.1)

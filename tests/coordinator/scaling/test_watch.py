@@ -1,7 +1,6 @@
-from coordinator.scaling.rule import Bounds
-from coordinator.scaling.settings import ScalingSettings
-from coordinator.scaling.watch import FleetWatch
-from schemas.messages.reports import Heartbeat, StepReport, WorkerState
+from coordinator.scaling import Bounds, FleetWatch
+from coordinator.settings import ScalingSettings
+from schemas.reports import Heartbeat, StepReport, WorkerState
 from tests.coordinator.factories import heartbeat, step_report
 
 

@@ -8,16 +8,14 @@ import jsonschema
 import pytest
 import yaml
 
-from deploy.bus.settings import KafkaSettings
-from deploy.cli.app import app
-from deploy.settings.given import Given
-from deploy.settings.layers import from_environment, from_toml
-from deploy.settings.loading import validated
-from deploy.settings.tree import Settings
-from deploy.starting.examples import example
-from deploy.starting.template import as_commented_toml
+from bus.kafka.settings import KafkaSettings
 from schemas.settings import LoopSettings
-from schemas.wire.topics import CATALOGUE
+from schemas.topics import CATALOGUE
+from settings.layers import Given, from_environment, from_toml
+from settings.loading import validated
+from settings.tree import Settings
+from streamrl.cli.app import app
+from streamrl.init.examples import as_commented_toml, example
 from tests.deploy.compose.stack import FILE, IMAGES, OURS, ROLES, services, stack
 
 TASK = IMAGES / "trial" / "streamrl.toml"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.broker.probe import free_ports
-from deploy.bus.settings import KafkaSettings
+from bus.embedded.node import free_ports
+from bus.kafka.settings import KafkaSettings
 from deploy.images.health import metrics_address
-from deploy.runs.directory import RunDirectory
+from settings.run_directory import RunDirectory
 from tests.deploy.compose.containers import Containers
 from tests.deploy.compose.stack import IMAGES
 from tests.pipeline.accounts import read_accounts

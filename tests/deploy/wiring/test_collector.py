@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.wiring.collector import settle_collector
+from inspection.host import settle_collector
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.settings.tree import Settings
-from deploy.wiring.dispatcher import decode_curve
-from producers.dispatch.state import TYPICAL_CURVE
 from schemas.errors import SettingsError
-from schemas.profiles.decode import DecodeSettings
-from schemas.profiles.profile import DeviceProfile
-from schemas.profiles.training import TrainingCosts
+from schemas.profiles import TYPICAL_CURVE, DecodeSettings, DeviceProfile, TrainingCosts
+from settings.tree import Settings, decode_curve
 
 MODEL = {"model": {"path": "some/model"}, "data": {"dataset": "chain_sum"}}
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from producers.dispatch.scheduler import Scheduler
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
-from producers.dispatch.window.drafts import Draft
-from producers.dispatch.window.orders import OrderForm
-from producers.lengths.constant import ConstantLength
+from producers.dispatch.window import Draft, OrderForm
+from producers.lengths.estimators import ConstantLength
 from producers.lengths.settings import LengthSettings
-from schemas.messages.prompts import LengthEstimate, Prompt, WorkOrder
-from schemas.messages.reports import WorkerState
-from schemas.profiles.decode import DecodeCurve, DecodeSettings
+from schemas.profiles import DecodeCurve, DecodeSettings
+from schemas.reports import WorkerState
 from schemas.settings import LoopSettings
+from schemas.trajectories import LengthEstimate, Prompt, WorkOrder
 from tests.producers.dispatch.scene import heartbeat, step_report, trajectory
 
 CURVE = DecodeCurve(DecodeSettings())

@@ -8,21 +8,28 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from bus.memory import MemoryBus
+from bus.port import Outgoing, Position
 from producers.dispatch.dispatcher import Dispatcher
 from producers.dispatch.settings import DispatchSettings
-from producers.lengths.constant import ConstantLength
+from producers.lengths.estimators import ConstantLength
 from producers.lengths.predictor import LengthPredictor
 from producers.lengths.settings import LengthSettings
+from schemas.control import Control, FlowControl, RunFinished, control_key
 from schemas.identifiers import PolicyVersion, make_trajectory_id
-from schemas.messages.base import Message
-from schemas.messages.control import Control, FlowControl, RunFinished, control_key
-from schemas.messages.prompts import LengthEstimate, Prompt, SamplingParams, WorkOrder
-from schemas.messages.reports import Heartbeat, RecordRef, SkipReason, SkipRecord, StepReport, WorkerState
-from schemas.messages.trajectories import FinishReason, Trajectory, VersionSpan
-from schemas.ports.bus import Outgoing, Position
-from schemas.ports.memory_bus import MemoryBus
+from schemas.messages import Message
+from schemas.reports import Heartbeat, RecordRef, SkipReason, SkipRecord, StepReport, WorkerState
 from schemas.settings import LoopSettings
-from schemas.wire.topics import CATALOGUE, CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from schemas.trajectories import (
+    FinishReason,
+    LengthEstimate,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+    VersionSpan,
+    WorkOrder,
+)
 
 LOOP = LoopSettings(groups_per_step=2, num_generations=2, max_staleness=1, max_completion_length=100)
 FAST = DispatchSettings(poll_s=0.01, lease_s=30.0)

@@ -3,21 +3,19 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from bus.memory import MemoryBus, MemoryTransactionalPublisher
+from bus.port import Outgoing
 from producers.dispatch.settings import DispatchSettings
-from producers.lengths.completion import Completion
-from producers.lengths.constant import ConstantLength
-from producers.lengths.learning import LearnedLengths
-from producers.lengths.measures.buckets import Buckets
-from producers.lengths.observed import ObservedQuantiles
+from producers.lengths.buckets import Buckets
+from producers.lengths.estimators import Completion, ConstantLength, ObservedQuantiles
+from producers.lengths.learned.predictor import LearnedLengths
 from producers.lengths.predictor import LengthPredictor
 from producers.lengths.settings import LengthSettings
 from schemas.errors import BusUnavailable, DataError, DeliveryUnknown, Superseded
 from schemas.identifiers import lane_of
-from schemas.messages.prompts import LengthEstimate, Prompt
-from schemas.messages.reports import SkipReason, WorkerState
-from schemas.ports.bus import Outgoing
-from schemas.ports.memory_bus import MemoryBus, MemoryTransactionalPublisher
-from schemas.wire.topics import HEARTBEATS, WORK_ORDERS
+from schemas.reports import SkipReason, WorkerState
+from schemas.topics import HEARTBEATS, WORK_ORDERS
+from schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.scene import FAST, LOOP, Scene, version
 
 BOUND = LOOP.max_groups_in_flight

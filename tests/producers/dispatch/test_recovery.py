@@ -1,12 +1,12 @@
 import time
 
+from bus.port import Outgoing, TopicPartition
 from producers.dispatch.recovery import rebuild
 from producers.dispatch.state import DispatchState
-from producers.lengths.constant import ConstantLength
+from producers.lengths.estimators import ConstantLength
 from producers.lengths.settings import LengthSettings
-from schemas.messages.reports import RecordRef, SkipReason
-from schemas.ports.bus import Outgoing, TopicPartition
-from schemas.wire.topics import HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
+from schemas.reports import RecordRef, SkipReason
+from schemas.topics import HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from tests.producers.dispatch.scene import FAST, LOOP, Scene, order, skip_record, step_report, trajectory, version
 
 

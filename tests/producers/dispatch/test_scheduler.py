@@ -10,13 +10,12 @@ import pytest
 from producers.dispatch.scheduler import Scheduler
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
-from producers.dispatch.window.drafts import Draft
-from producers.dispatch.window.orders import OrderForm
-from producers.lengths.constant import ConstantLength
+from producers.dispatch.window import Draft, OrderForm
+from producers.lengths.estimators import ConstantLength
 from producers.lengths.settings import LengthSettings
-from schemas.messages.prompts import LengthEstimate, Prompt
-from schemas.messages.reports import WorkerState
+from schemas.reports import WorkerState
 from schemas.settings import LoopSettings
+from schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.floor import CURVE, Floor
 from tests.producers.dispatch.planning.lengths import benchmark_lengths, ideal_s
 from tests.producers.dispatch.scene import heartbeat, step_report

@@ -1,13 +1,12 @@
 import pytest
 
-from producers.dispatch.fleet.candidates import Candidate
+from producers.dispatch.fleet import Candidate
 from producers.dispatch.state import DispatchState
-from producers.lengths.observed import ObservedQuantiles
+from producers.lengths.estimators import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
-from schemas.messages.control import RunFinished
-from schemas.messages.prompts import WorkOrder
-from schemas.messages.reports import SkipReason
-from schemas.messages.trajectories import FinishReason
+from schemas.control import RunFinished
+from schemas.reports import SkipReason
+from schemas.trajectories import FinishReason, WorkOrder
 from tests.producers.dispatch.scene import (
     FAST,
     LOOP,

@@ -10,10 +10,10 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from schemas.control import WeightsReady
 from schemas.identifiers import PolicyVersion, make_group_id, make_prompt_id
-from schemas.messages.control import WeightsReady
-from schemas.messages.prompts import LengthEstimate, Prompt, SamplingParams, WorkOrder
-from schemas.messages.weights import WeightFile, WeightManifest
+from schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
+from schemas.weights import WeightFile, WeightManifest
 
 WORKER = "w0"
 

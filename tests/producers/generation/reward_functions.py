@@ -2,8 +2,8 @@
 
 import time
 
-from schemas.messages.prompts import SamplingParams
-from schemas.ports.engine import GenerationRequest
+from producers.generation.engines.port import GenerationRequest
+from schemas.trajectories import SamplingParams
 from tests.fakes.engine import fake_tokens
 
 

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from bus.memory import MemoryBus, MemorySubscription
+from bus.port import Outgoing, TopicPartition
 from producers.generation.control import Control
-from producers.generation.fence import Fence, FencedPublisher
-from producers.generation.weights.adopter import Adopter
-from producers.generation.weights.fetcher import WeightsFetcher
+from producers.generation.outbox import Fence, FencedPublisher
+from producers.generation.weights import Adopter, WeightsFetcher
+from schemas.control import WorkerClaimed, control_key
 from schemas.errors import BusUnavailable, Superseded
-from schemas.messages.control import WorkerClaimed, control_key
-from schemas.ports.bus import Outgoing, TopicPartition
-from schemas.ports.memory_bus import MemoryBus, MemorySubscription
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine
 from tests.fakes.waiting import until

@@ -2,10 +2,10 @@ import asyncio
 from contextlib import suppress
 
 from producers.generation.heartbeat import Heartbeats
-from producers.generation.rollout.load import Load
+from producers.generation.rollout import Load
 from schemas.errors import DeliveryUnknown
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import Heartbeat, WorkerState
+from schemas.reports import Heartbeat, WorkerState
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine
 from tests.fakes.publisher import FailingBus

@@ -2,12 +2,12 @@ import asyncio
 
 import structlog
 
-from producers.generation.orders import Orders
+from bus.memory import MemoryBus
+from bus.port import Outgoing
 from producers.generation.outbox import Outbox
-from producers.generation.rollout.rollout import Rollout
+from producers.generation.rollout import Rollout
+from producers.generation.worker import Orders
 from schemas.identifiers import PolicyVersion
-from schemas.ports.bus import Outgoing
-from schemas.ports.memory_bus import MemoryBus
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.scorer import FakeScorer
 from tests.producers.generation.factories import WORKER, work_order

@@ -1,12 +1,12 @@
 """A send of unknown outcome, from the worker's outbox to the trainer's intake and ledger."""
 
+from bus.port import Outgoing
 from producers.generation.outbox import Outbox
 from schemas.errors import BusError, DeliveryUnknown
-from schemas.messages.reports import SkipReason
-from schemas.ports.bus import Outgoing
-from schemas.wire.topics import TRAJECTORIES
+from schemas.reports import SkipReason
+from schemas.topics import TRAJECTORIES
 from tests.consumers.factories import trajectory
-from tests.consumers.intake.scene import RUN, Scene, next_group, refs_of
+from tests.consumers.ingest.scene import RUN, Scene, next_group, refs_of
 from tests.fakes.publisher import FailingBus
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from producers.generation.tokenizer import ModelTokenizer
 from schemas.errors import ModelError
-from schemas.messages.prompts import ChatTurn, Prompt
+from schemas.trajectories import ChatTurn, Prompt
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"

@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
+from bus.port import Outgoing
 from producers.generation.settings import GenerationSettings
 from producers.generation.worker import GenerationWorker
 from producers.rewards.runner import RewardRunner
 from producers.rewards.settings import RewardSettings
+from schemas.control import Control, DrainWorker, FlowControl, RunFinished, control_key
 from schemas.errors import BusUnavailable, DeliveryUnknown, EngineError, ModelError, RewardLoadError
 from schemas.identifiers import PolicyVersion, lane_of
-from schemas.messages.base import Message
-from schemas.messages.control import Control, DrainWorker, FlowControl, RunFinished, control_key
-from schemas.messages.prompts import ChatTurn, Prompt, WorkOrder
-from schemas.messages.reports import Heartbeat, WorkerState
-from schemas.messages.trajectories import FinishReason, Trajectory
-from schemas.ports.bus import Outgoing
+from schemas.messages import Message
+from schemas.reports import Heartbeat, WorkerState
 from schemas.settings import LoopSettings
-from schemas.wire.topics import CATALOGUE, CONTROL, HEARTBEATS, TOKENS, TRAJECTORIES, WORK_ORDERS, Topic
+from schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, TOKENS, TRAJECTORIES, WORK_ORDERS, Topic
+from schemas.trajectories import ChatTurn, FinishReason, Prompt, Trajectory, WorkOrder
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer

@@ -9,10 +9,10 @@ import pytest
 
 from coordinator.coordinator import Coordinator
 from coordinator.settings import CoordinatorSettings
+from schemas.control import WorkerClaimed
 from schemas.errors import Superseded
-from schemas.messages.control import WorkerClaimed
-from schemas.messages.reports import WorkerState
-from schemas.wire.topics import CONTROL
+from schemas.reports import WorkerState
+from schemas.topics import CONTROL
 from tests.fakes.engine import FakeEngine
 from tests.fakes.publisher import FailingBus
 from tests.fakes.waiting import until

@@ -4,9 +4,9 @@ import math
 import random
 from collections.abc import Iterable
 
-from producers.lengths.completion import Completion
-from producers.lengths.learning import LearnedLengths
-from schemas.messages.prompts import Prompt
+from producers.lengths.estimators import Completion
+from producers.lengths.learned.predictor import LearnedLengths
+from schemas.trajectories import Prompt
 
 SAMPLES = 4
 

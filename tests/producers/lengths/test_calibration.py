@@ -3,8 +3,8 @@ import random
 import pytest
 
 from producers.lengths.calibration import Calibration
-from schemas.messages.prompts import LengthEstimate
 from schemas.settings import LoopSettings
+from schemas.trajectories import LengthEstimate
 
 LOOP = LoopSettings(bucket_boundaries=(64, 256))
 ESTIMATE = LengthEstimate(median=50, upper=100, bucket=1, predictor="test")

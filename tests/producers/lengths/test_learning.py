@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.lengths.completion import Completion
-from producers.lengths.learning import LearnedLengths
-from producers.lengths.measures.scores import kendall_tau, recall_of_longest
+from producers.lengths.calibration import kendall_tau, recall_of_longest
+from producers.lengths.estimators import Completion
+from producers.lengths.learned.predictor import LearnedLengths
 from producers.lengths.predictor import build_predictor
 from producers.lengths.settings import LengthSettings
-from schemas.messages.prompts import LengthEstimate, Prompt
 from schemas.settings import LoopSettings
+from schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.lengths.policy import prompt_of, teach, typical
 
 LOOP = LoopSettings(max_completion_length=2000, bucket_boundaries=(64, 256))

@@ -3,13 +3,12 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from producers.lengths.completion import Completion
-from producers.lengths.measures.recent import RecentLengths
-from producers.lengths.observed import ObservedQuantiles
+from producers.lengths.buckets import RecentLengths
+from producers.lengths.estimators import Completion, ObservedQuantiles
 from producers.lengths.predictor import build_predictor
 from producers.lengths.settings import LengthSettings
-from schemas.messages.prompts import Prompt
 from schemas.settings import LoopSettings
+from schemas.trajectories import Prompt
 
 LOOP = LoopSettings(max_completion_length=1000, bucket_boundaries=(64, 256))
 SETTINGS = LengthSettings(min_observations=4, window=100, prior_fraction=0.2)

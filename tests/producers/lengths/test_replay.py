@@ -1,18 +1,16 @@
 from collections.abc import Callable
 from typing import Any
 
+from bus.memory import MemoryBus, MemorySubscription
 from producers.dispatch.recovery import rebuild
 from producers.dispatch.state import DispatchState
-from producers.lengths.completion import Completion
-from producers.lengths.constant import ConstantLength
-from producers.lengths.learning import LearnedLengths
-from producers.lengths.predictor import build_predictor
-from producers.lengths.replay import replay
+from producers.lengths.estimators import Completion, ConstantLength
+from producers.lengths.learned.predictor import LearnedLengths
+from producers.lengths.predictor import build_predictor, replay
 from producers.lengths.settings import LengthSettings
 from schemas.errors import BusUnavailable
-from schemas.messages.trajectories import FinishReason, Trajectory
-from schemas.ports.memory_bus import MemoryBus, MemorySubscription
-from schemas.wire.topics import TRAJECTORIES, WORK_ORDERS
+from schemas.topics import TRAJECTORIES, WORK_ORDERS
+from schemas.trajectories import FinishReason, Trajectory
 from tests.producers.dispatch.scene import FAST, LOOP, Scene, order, trajectory
 
 SETTINGS = LengthSettings(predictor="learned", learn_after=64, min_observations=8)

@@ -1,12 +1,11 @@
 """What a change of the bucket boundaries does to a running dispatcher."""
 
-from producers.lengths.measures.buckets import Buckets
-from producers.lengths.observed import ObservedQuantiles
+from producers.lengths.buckets import Buckets
+from producers.lengths.estimators import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
-from schemas.messages.prompts import WorkOrder
-from schemas.messages.trajectories import Trajectory
 from schemas.settings import LoopSettings
-from schemas.wire.topics import TRAJECTORIES
+from schemas.topics import TRAJECTORIES
+from schemas.trajectories import Trajectory, WorkOrder
 from tests.producers.dispatch.scene import Scene, trajectory
 
 LOOP = LoopSettings(

@@ -1,7 +1,7 @@
 import time
 from pathlib import Path
 
-from producers.lengths.learning import LearnedLengths
+from producers.lengths.learned.predictor import LearnedLengths
 from producers.lengths.settings import LengthSettings
 from schemas.settings import LoopSettings
 from tests.producers.lengths.policy import prompt_of, teach

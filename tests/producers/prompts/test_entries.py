@@ -7,7 +7,7 @@ import pytest
 from producers.prompts.entries import json_safe, make_prompt, scoring_entry
 from producers.prompts.settings import DataSettings
 from schemas.errors import DataError
-from schemas.messages.prompts import ChatTurn, Prompt
+from schemas.trajectories import ChatTurn, Prompt
 
 
 def _prompt(content: Any, columns: dict[str, Any] | None = None, **settings: Any) -> Prompt:

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from producers.prompts.filtering import load_filter
+from producers.prompts.sources import load_filter
 from schemas.errors import DataError, SettingsError
 
 

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from producers.rewards.lane import Job, offenders
+from producers.rewards.runner import Job, offenders
 
 
 @pytest.fixture

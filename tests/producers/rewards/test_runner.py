@@ -13,7 +13,7 @@ import pytest
 from producers.rewards.runner import RewardRunner, ScoreRequest, Scores
 from producers.rewards.settings import RewardSettings
 from schemas.errors import RewardLoadError
-from schemas.messages.prompts import ChatTurn, Prompt
+from schemas.trajectories import ChatTurn, Prompt
 
 HERE = "tests.producers.rewards.functions"
 ROOT = Path(__file__).parents[3]

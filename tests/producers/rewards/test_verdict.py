@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.rewards.verdict import MAX_REASON, of_raised, of_returned
+from producers.rewards.loading import MAX_REASON, of_raised, of_returned
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from schemas.messages.base import Message
-from schemas.messages.trajectories import TokenChunk, Trajectory
+from schemas.messages import Message
+from schemas.trajectories import TokenChunk, Trajectory
 from tests.schemas.examples import examples, trajectory
 
 

@@ -1,4 +1,4 @@
-from schemas.messages.control import Control, control_key
+from schemas.control import Control, control_key
 from tests.schemas.examples import examples
 
 

@@ -2,7 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from schemas.identifiers import PolicyVersion
-from schemas.messages.weights import WeightFile, WeightManifest
+from schemas.weights import WeightFile, WeightManifest
 from tests.schemas.examples import SHA256
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schemas.codec import CONTROL_SCHEMA, MAX_HEADER_BYTES, MESSAGES, Headers, decode, encode, headers_of
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema, WireError
-from schemas.messages.base import Message
-from schemas.messages.trajectories import TokenChunk, Trajectory
-from schemas.wire.codec import CONTROL_SCHEMA, MAX_HEADER_BYTES, MESSAGES, Headers, decode, encode, headers_of
+from schemas.messages import Message
+from schemas.trajectories import TokenChunk, Trajectory
 from tests.schemas.examples import examples, trajectory, work_order
 
 ARRAYS = ("prompt_token_ids", "token_ids", "logprobs", "loss_mask")

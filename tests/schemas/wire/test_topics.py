@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas.messages.control import Control
-from schemas.wire.codec import MESSAGES
-from schemas.wire.topics import CATALOGUE, CONTROL, DEAD_LETTERS, TRAJECTORIES, Topic
+from schemas.codec import MESSAGES
+from schemas.control import Control
+from schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, TRAJECTORIES, Topic
 
 ROOT = Path(__file__).parents[3]
 by_name = pytest.mark.parametrize("topic", CATALOGUE, ids=lambda topic: topic.name)
@@ -77,7 +77,7 @@ def test_every_topic_is_used_by_a_room(topic: Topic) -> None:
 def _names(path: Path, constant: str) -> bool:
     return any(
         isinstance(node, ast.ImportFrom)
-        and node.module == "schemas.wire.topics"
+        and node.module == "schemas.topics"
         and constant in {alias.name for alias in node.names}
         for node in ast.walk(ast.parse(path.read_text()))
     )

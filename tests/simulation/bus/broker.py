@@ -11,8 +11,8 @@ from enum import Enum
 
 import xxhash
 
+from bus.port import Outgoing, Record, TopicPartition
 from schemas.errors import BusUnavailable
-from schemas.ports.bus import Outgoing, Record, TopicPartition
 
 
 class Fate(Enum):

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from bus.port import Record, TopicPartition
 from schemas.errors import BusError, DataLossRefused
-from schemas.ports.bus import Record, TopicPartition
 
 if TYPE_CHECKING:
     from tests.simulation.bus.sim_bus import SimBus
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class SimSubscription:
-    """``schemas.ports.bus.Subscription``."""
+    """``bus.port.Subscription``."""
 
     bus: "SimBus"
     name: str

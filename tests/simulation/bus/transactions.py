@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bus.port import Outgoing, TopicPartition
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
-from schemas.ports.bus import Outgoing, TopicPartition
 from tests.simulation.bus.broker import Fate, Transaction, partition_of
 from tests.simulation.virtual_time import OUTSIDE
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class SimTransactionalPublisher:
-    """``schemas.ports.bus.TransactionalPublisher``. ``unresolved``: a transaction whose end is not known here."""
+    """``bus.port.TransactionalPublisher``. ``unresolved``: a transaction whose end is not known here."""
 
     bus: "SimBus"
     name: str

@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from bus.port import Outgoing, Position, TopicPartition
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown
-from schemas.ports.bus import Outgoing, Position, TopicPartition
 from tests.simulation.bus.broker import partition_of
 from tests.simulation.virtual_time import OUTSIDE
 
@@ -39,7 +39,7 @@ class _Lane:
 
 @dataclass(eq=False)
 class SimPublisher:
-    """``schemas.ports.bus.Publisher``."""
+    """``bus.port.Publisher``."""
 
     bus: "SimBus"
     name: str

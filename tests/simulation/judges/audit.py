@@ -1,10 +1,10 @@
 """Puts what a world left behind before the production audit, which must find the books in balance."""
 
-from consumers.audit.balance import balance
-from consumers.audit.books.books import Books
-from consumers.training.persistence.catalogue import read_manifests
-from schemas.ports.history import Extent
-from schemas.wire.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from bus.history import Extent
+from consumers.training.checkpoints.catalogue import read_manifests
+from inspection.audit.checks import balance
+from inspection.audit.index import Books
+from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 from tests.simulation.bus.broker import Broker, Log, committed
 from tests.simulation.history import Problem
 from tests.simulation.worlds.crew import RUN

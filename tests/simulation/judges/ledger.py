@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
-from schemas.messages.trajectories import Trajectory
+from schemas.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
+from schemas.trajectories import Trajectory
 from tests.simulation.history import Problem
 
 STARTING_S = 3.0

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+from bus.port import Record
 from schemas.errors import WireError
-from schemas.messages.base import Message
-from schemas.messages.reports import RefusedStep, SkipRecord, StepReport
-from schemas.messages.trajectories import Trajectory
-from schemas.ports.bus import Record
-from schemas.wire.topics import SKIPS, STEPS, TRAJECTORIES
+from schemas.messages import Message
+from schemas.reports import RefusedStep, SkipRecord, StepReport
+from schemas.topics import SKIPS, STEPS, TRAJECTORIES
+from schemas.trajectories import Trajectory
 from tests.simulation.bus.broker import Broker, committed
 from tests.simulation.bus.events import digest_of
 from tests.simulation.history import Acknowledged, BusHistory, Delivered, Problem, judge_bus

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from consumers.training.persistence.catalogue import read_entries, read_manifests, superfluous
-from consumers.training.persistence.lineage import Lineage, claim_lineage
-from consumers.training.persistence.locations import Slot
-from consumers.training.persistence.manifest import CheckpointManifest, encode_manifest
+from consumers.training.checkpoints.catalogue import Lineage, claim_lineage, read_entries, read_manifests, superfluous
+from consumers.training.checkpoints.manifest import CheckpointManifest, encode_manifest
+from consumers.training.checkpoints.storage import Slot
 from schemas.errors import CheckpointError
-from schemas.messages.reports import RecordRef
+from schemas.reports import RecordRef
 
 Contents = tuple[RecordRef, ...]
 BeforeWrite = Callable[[str], None]

@@ -12,12 +12,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import xxhash
 
-from consumers.algorithms.credit import ModelLimits
-from consumers.batching.samples import MicroBatch
-from consumers.training.persistence.manifest import CheckpointManifest
+from consumers.algorithms.advantages import ModelLimits
+from consumers.batching.micro_batches import MicroBatch
+from consumers.training.checkpoints.manifest import CheckpointManifest
 from consumers.training.ports import Lineage, StepOutcome
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import RecordRef
+from schemas.reports import RecordRef
 from tests.simulation.parts.checkpoints import SavedPieces, SimCheckpoints
 from tests.simulation.parts.sampling import VOCABULARY
 from tests.simulation.parts.weights import WeightShelf

@@ -8,12 +8,11 @@ from random import Random
 
 import xxhash
 
+from producers.generation.engines.port import GenerationRequest, TokenDelta
 from producers.rewards.runner import ScoreRequest, Scores
 from schemas.errors import EngineError
 from schemas.identifiers import PolicyVersion, make_prompt_id
-from schemas.messages.prompts import Prompt
-from schemas.messages.trajectories import FinishReason
-from schemas.ports.engine import GenerationRequest, TokenDelta
+from schemas.trajectories import FinishReason, Prompt
 
 VOCABULARY = 64
 

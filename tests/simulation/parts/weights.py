@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from producers.generation.weights.fetcher import WeightsFetcher
+from producers.generation.weights import WeightsFetcher
+from schemas.control import WeightsReady
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion
-from schemas.messages.control import WeightsReady
 
 
 @dataclass

@@ -8,9 +8,9 @@ from random import Random
 
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
-from consumers.intake.settings import IntakeSettings
+from consumers.ingest.settings import IntakeSettings
 from consumers.training.ports import Restored
-from consumers.training.resuming.points import Point
+from consumers.training.resume import Point
 from consumers.training.settings import TrainingSettings
 from consumers.training.trainer import Trainer
 from coordinator.coordinator import Coordinator
@@ -19,10 +19,10 @@ from producers.dispatch.dispatcher import Dispatcher
 from producers.dispatch.settings import DispatchSettings
 from producers.generation.settings import GenerationSettings
 from producers.generation.worker import GenerationWorker
-from producers.lengths.observed import ObservedQuantiles
+from producers.lengths.estimators import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
 from schemas.settings import LoopSettings
-from schemas.wire.topics import CATALOGUE
+from schemas.topics import CATALOGUE
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.parts.checkpoints import BeforeWrite, MemoryPlace, SimCheckpoints, SimRestored
 from tests.simulation.parts.policy import SimCompute, SimPolicy

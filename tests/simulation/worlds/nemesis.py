@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from random import Random
 
-from schemas.messages.control import OperatorCommand
-from schemas.ports.bus import Outgoing, TopicPartition
-from schemas.wire.topics import COMMANDS, TRAJECTORIES
+from bus.port import Outgoing, TopicPartition
+from schemas.control import OperatorCommand
+from schemas.topics import COMMANDS, TRAJECTORIES
 from tests.simulation.bus.faults import FaultRates
 from tests.simulation.history import Problem
 from tests.simulation.worlds.crew import RUN

@@ -9,10 +9,10 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from random import Random
 
-from consumers.training.resuming.points import Point
+from consumers.training.resume import Point
+from schemas.control import RunFinished, WeightsReady
 from schemas.errors import DataLossRefused, LifecycleError, StreamRLError, Superseded
-from schemas.messages.control import RunFinished, WeightsReady
-from schemas.wire.topics import CONTROL
+from schemas.topics import CONTROL
 from tests.simulation.bus.faults import Chances
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.history import Problem

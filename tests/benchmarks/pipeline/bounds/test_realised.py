@@ -1,7 +1,7 @@
 import pytest
 
 from benchmarks.pipeline.bounds.realised import Queue, ended, finish_times, makespan, round_robin
-from schemas.profiles.decode import DecodeCurve, DecodeSettings
+from schemas.profiles import DecodeCurve, DecodeSettings
 
 CURVE = DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1.0))
 

@@ -4,7 +4,7 @@ import pytest
 from benchmarks.pipeline.running.figures import figures, occupancy
 from benchmarks.pipeline.running.recording import Recording
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import StepReport
+from schemas.reports import StepReport
 
 
 def report(step: int, at: float) -> StepReport:

@@ -1,11 +1,11 @@
 import pytest
 
-from consumers.algorithms.credit import ModelLimits, credit_group
+from consumers.algorithms.advantages import ModelLimits, credit_group
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.samples import Group, Sample
-from consumers.training.accounting.gathering import GatheredStep
+from consumers.batching.micro_batches import Group, Sample
+from consumers.training.step_report import GatheredStep
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import RecordRef
+from schemas.reports import RecordRef
 from tests.consumers.training.factories import make_micro_batch, make_trajectory
 
 

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from consumers.algorithms.credit import ModelLimits, credit_group
+from consumers.algorithms.advantages import ModelLimits, credit_group
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.samples import Group, Sample, TrainingSample, collate
-from consumers.training.accounting.metrics import PaddingMetrics, StepMetrics, append_metrics, finite
-from consumers.training.accounting.stopwatch import Span
+from consumers.batching.micro_batches import Group, Sample, TrainingSample, collate
+from consumers.training.metrics import PaddingMetrics, Span, StepMetrics, append_metrics, finite
 from schemas.identifiers import PolicyVersion
-from schemas.messages.reports import RecordRef
-from schemas.messages.trajectories import FinishReason, VersionSpan
+from schemas.reports import RecordRef
+from schemas.trajectories import FinishReason, VersionSpan
 from tests.consumers.factories import sample
 from tests.consumers.training.factories import make_trajectory
 

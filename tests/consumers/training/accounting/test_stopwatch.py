@@ -1,6 +1,6 @@
 import pytest
 
-from consumers.training.accounting.stopwatch import Span, Stopwatch
+from consumers.training.metrics import Span, Stopwatch
 
 
 def test_seconds_add_up_by_name_and_stretches_say_when() -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bus.memory import MemoryBus, MemoryTransactionalPublisher
+from bus.port import Outgoing, TopicPartition
 from schemas.errors import BusError, Superseded
-from schemas.ports.bus import Outgoing, TopicPartition
-from schemas.ports.memory_bus import MemoryBus, MemoryTransactionalPublisher
 
 
 @dataclass

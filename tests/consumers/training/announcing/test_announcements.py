@@ -3,10 +3,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from consumers.training.announcing.announcements import Announcements
-from consumers.training.announcing.announcer import Check
+from bus.port import Outgoing, TopicPartition
+from consumers.training.announcer import Announcements, Check
 from schemas.errors import BusError
-from schemas.ports.bus import Outgoing, TopicPartition
 
 
 class SlowAnnouncer:

@@ -1,8 +1,8 @@
 import pytest
 
-from consumers.training.announcing.announcer import ATTEMPTS, TransactionalAnnouncer, open_announcer
+from bus.port import Outgoing, TopicPartition
+from consumers.training.announcer import ATTEMPTS, TransactionalAnnouncer, open_announcer
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
-from schemas.ports.bus import Outgoing, TopicPartition
 from tests.consumers.training.announcing.fakes import MoodyBus
 
 RECORD = Outgoing("r.steps", b"report", "grpo")

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from consumers.training.emulated.compute import RUN_AHEAD_S, EmulatedCompute, EmulatedDevice
+from consumers.training.compute import RUN_AHEAD_S, EmulatedCompute, EmulatedDevice
 
 
 class Clock:

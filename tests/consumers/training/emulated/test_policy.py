@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from consumers.training.emulated.compute import EmulatedCompute, EmulatedDevice
-from consumers.training.emulated.policy import EmulatedPolicy, forward_backward_s
-from consumers.training.persistence.weight_export import WeightStore
+from consumers.training.compute import EmulatedCompute, EmulatedDevice
+from consumers.training.emulated_policy import EmulatedPolicy, forward_backward_s
 from consumers.training.trainer import Trainer
+from consumers.training.weight_export import WeightStore
 from schemas.identifiers import PolicyVersion
-from schemas.messages.trajectories import Trajectory
-from schemas.profiles.training import TrainingCosts
-from schemas.wire.topics import TRAJECTORIES
+from schemas.profiles import TrainingCosts
+from schemas.topics import TRAJECTORIES
+from schemas.trajectories import Trajectory
 from tests.consumers.training.factories import make_micro_batch
 from tests.consumers.training.scene import RUN, Scene
 

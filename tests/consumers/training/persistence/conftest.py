@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from consumers.training.persistence.places.objects import forget_memory
+from consumers.training.checkpoints.storage import forget_memory
 from tests.consumers.training.persistence.scene import Place, make_bucket, s3_environment, s3_server
 
 

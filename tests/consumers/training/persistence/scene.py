@@ -16,11 +16,10 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from safetensors.torch import save_file
 from werkzeug.serving import make_server
 
-from consumers.training.persistence.checkpoint import CheckpointStore, Restored, TrainerState
-from consumers.training.persistence.lineage import Lineage
-from consumers.training.persistence.locations import CheckpointLocation, open_location
-from consumers.training.persistence.manifest import Anchor, CheckpointManifest, SkipTally
-from consumers.training.persistence.places.objects import ObjectLocation
+from consumers.training.checkpoints.catalogue import Lineage
+from consumers.training.checkpoints.manifest import Anchor, CheckpointManifest, SkipTally
+from consumers.training.checkpoints.storage import CheckpointLocation, ObjectLocation, open_location
+from consumers.training.checkpoints.store import CheckpointStore, Restored, TrainerState
 from schemas.identifiers import PolicyVersion
 
 FILES = (

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.training.persistence.catalogue import Entry, read_manifests, superfluous
-from consumers.training.persistence.lineage import claim_lineage
-from consumers.training.persistence.locations import Slot
+from consumers.training.checkpoints.catalogue import Entry, claim_lineage, read_manifests, superfluous
+from consumers.training.checkpoints.storage import Slot
 from schemas.errors import SettingsError
 from schemas.identifiers import PolicyVersion
 from tests.consumers.training.persistence.scene import Place, manifest_of, versions, write
@@ -74,8 +73,8 @@ def test_a_checkpoint_in_the_place_of_another_is_none(local_place: Place) -> Non
 
 def test_reading_manifests_loads_no_tensor_library() -> None:
     code = (
-        "import sys, consumers.training.persistence.catalogue, consumers.training.persistence.places.objects\n"
-        "import consumers.training.persistence.places.local, consumers.training.persistence.lineage\n"
+        "import sys, consumers.training.checkpoints.catalogue, consumers.training.checkpoints.storage\n"
+        "import consumers.training.checkpoints.storage, consumers.training.checkpoints.catalogue\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

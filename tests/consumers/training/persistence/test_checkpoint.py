@@ -5,9 +5,9 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from consumers.training.persistence.checkpoint import CheckpointStore, load_checkpoint
-from consumers.training.persistence.lineage import Lineage
-from consumers.training.persistence.locations import CheckpointLocation
+from consumers.training.checkpoints.catalogue import Lineage
+from consumers.training.checkpoints.storage import CheckpointLocation
+from consumers.training.checkpoints.store import CheckpointStore, load_checkpoint
 from schemas.errors import CheckpointError, Superseded
 from schemas.identifiers import PolicyVersion
 from tests.consumers.training.persistence.scene import (

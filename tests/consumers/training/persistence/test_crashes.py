@@ -18,10 +18,9 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from consumers.training.persistence.catalogue import read_entries
-from consumers.training.persistence.checkpoint import CheckpointStore
-from consumers.training.persistence.lineage import Lineage
-from consumers.training.persistence.locations import open_location
+from consumers.training.checkpoints.catalogue import Lineage, read_entries
+from consumers.training.checkpoints.storage import open_location
+from consumers.training.checkpoints.store import CheckpointStore
 from schemas.identifiers import PolicyVersion
 from tests.consumers.training.persistence.scene import Place, newest, write
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from consumers.training.persistence.checkpoint import CheckpointStore, load_checkpoint
-from consumers.training.persistence.locations import open_location
+from consumers.training.checkpoints.storage import open_location
+from consumers.training.checkpoints.store import CheckpointStore, load_checkpoint
 from schemas.errors import CheckpointError
 from tests.consumers.training.persistence.scene import FILES, Place, write
 

@@ -15,8 +15,8 @@ import torch
 from obstore.exceptions import GenericError
 from obstore.store import ObjectStore
 
-from consumers.training.persistence.checkpoint import CheckpointStore
-from consumers.training.persistence.lineage import Lineage
+from consumers.training.checkpoints.catalogue import Lineage
+from consumers.training.checkpoints.store import CheckpointStore
 from schemas.errors import CheckpointError
 from tests.consumers.training.persistence.scene import Place, newest, state_of, versions, write, write_model
 

@@ -7,17 +7,16 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
-from consumers.training.persistence.lineage import Lineage, claim_lineage
-from consumers.training.persistence.places.local import LocalLocation
-from consumers.training.persistence.places.objects import ObjectLocation
+from consumers.training.checkpoints.catalogue import Lineage, claim_lineage
+from consumers.training.checkpoints.storage import LocalLocation, ObjectLocation
 from schemas.errors import CheckpointError, SettingsError, Superseded
 from tests.consumers.training.persistence.scene import Place, own_environment
 
 CLAIMANT = """
 import sys
 from pathlib import Path
-from consumers.training.persistence.lineage import claim_lineage
-from consumers.training.persistence.locations import open_location
+from consumers.training.checkpoints.catalogue import claim_lineage
+from consumers.training.checkpoints.storage import open_location
 location = open_location(sys.argv[1], Path(sys.argv[2]))
 sys.stdin.readline()
 print(*(claim_lineage(location, at_least=1, now=0.0).number for _ in range(15)))

@@ -3,7 +3,7 @@ import hashlib
 import pytest
 from pydantic import ValidationError
 
-from consumers.training.persistence.manifest import CheckpointFile, decode_manifest, encode_manifest
+from consumers.training.checkpoints.manifest import CheckpointFile, decode_manifest, encode_manifest
 from schemas.errors import CheckpointError
 from schemas.identifiers import PolicyVersion
 from tests.consumers.training.persistence.scene import manifest_of

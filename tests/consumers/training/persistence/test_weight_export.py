@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from consumers.training.persistence.weight_export import WeightStore
+from consumers.training.weight_export import WeightStore
 from schemas.identifiers import PolicyVersion
-from schemas.messages.weights import WeightManifest
+from schemas.weights import WeightManifest
 
 
 def export(store: WeightStore, number: int, tensors: dict[str, torch.Tensor] | None = None) -> str:

@@ -4,12 +4,12 @@ from collections import Counter
 import pytest
 
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.intake.frontier import Frontier
-from consumers.intake.ledger import Anchor
-from consumers.intake.opening import IntakeStart
-from consumers.intake.tally import SkipTally
-from consumers.training.persistence.manifest import CheckpointManifest, decode_manifest, encode_manifest
-from consumers.training.resuming.state import (
+from consumers.ingest.frontier import Frontier
+from consumers.ingest.ledger import Anchor
+from consumers.ingest.reader import IntakeStart
+from consumers.ingest.rejections import SkipTally
+from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
+from consumers.training.resume import (
     changed_sections,
     check_continues,
     config_marks,

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from consumers.algorithms import losses
+from consumers.algorithms.losses import CompletionScorer
 from consumers.training.model import load_model
-from consumers.training.scoring import logprobs
-from consumers.training.scoring.logprobs import CompletionScorer
 from tests.consumers.training.factories import VOCABULARY, make_micro_batch
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_logits_made_in_pieces_give_the_same_gradient(model_path: Path, monkeypa
     ids, mask = torch.tensor(batch.input_ids), torch.tensor(batch.loss_mask)
     gradients = []
     for limit in (1 << 26, 3 * VOCABULARY):
-        monkeypatch.setattr(logprobs, "MAX_LOGITS", limit)
+        monkeypatch.setattr(losses, "MAX_LOGITS", limit)
         model.zero_grad()
         found, _ = CompletionScorer(model)(ids, mask, torch.ones(5))
         found.sum().backward()

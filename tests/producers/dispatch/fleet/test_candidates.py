@@ -1,6 +1,6 @@
 import pytest
 
-from producers.dispatch.fleet.candidates import Candidate, least_loaded
+from producers.dispatch.fleet import Candidate, least_loaded
 from schemas.identifiers import PolicyVersion
 
 

@@ -1,4 +1,4 @@
-from producers.dispatch.fleet.flights import Flight, FlightTable
+from producers.dispatch.fleet import Flight, FlightTable
 from tests.producers.dispatch.scene import order
 
 

@@ -1,7 +1,7 @@
 import pytest
 
-from producers.dispatch.fleet.progress import Expected, Progress
-from schemas.profiles.decode import DecodeCurve, DecodeSettings
+from producers.dispatch.fleet import Expected, Progress
+from schemas.profiles import DecodeCurve, DecodeSettings
 
 CURVE = DecodeCurve(DecodeSettings(step_s=0.01, batch_scale=1.0))
 """A step of b takes 10 ms × (1 + b)."""

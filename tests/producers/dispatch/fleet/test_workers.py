@@ -1,5 +1,5 @@
-from producers.dispatch.fleet.workers import Fleet
-from schemas.messages.reports import WorkerState
+from producers.dispatch.fleet import Fleet
+from schemas.reports import WorkerState
 from tests.producers.dispatch.scene import heartbeat
 
 

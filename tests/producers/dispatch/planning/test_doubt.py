@@ -6,11 +6,10 @@ from statistics import fmean
 
 import pytest
 
-from producers.dispatch.planning.doubt import Doubt, as_given, cautious
-from producers.dispatch.planning.makespan import predicted_finish
-from producers.dispatch.planning.plans import Item, Worker
-from producers.dispatch.planning.strategies import STRATEGIES
-from schemas.profiles.decode import DecodeCurve, DecodeSettings
+from producers.dispatch.plans import Item, Worker, predicted_finish
+from producers.dispatch.strategies import STRATEGIES
+from producers.dispatch.uncertainty import Doubt, as_given, cautious
+from schemas.profiles import DecodeCurve, DecodeSettings
 
 CURVE = DecodeCurve(DecodeSettings())
 WORKERS = [Worker(f"w{number}", 32) for number in range(4)]

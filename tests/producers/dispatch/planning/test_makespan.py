@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.dispatch.planning.makespan import finish_s, lane_finish, predicted_finish
-from producers.dispatch.planning.plans import Item, Lane, Plan, Worker
-from schemas.profiles.decode import DecodeCurve, DecodeSettings
+from producers.dispatch.plans import Item, Lane, Plan, Worker, finish_s, lane_finish, predicted_finish
+from schemas.profiles import DecodeCurve, DecodeSettings
 
 CURVE = DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1.0))
 """A step of b takes 1 + b seconds."""

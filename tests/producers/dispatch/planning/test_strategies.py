@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.dispatch.planning.doubt import Doubt
-from producers.dispatch.planning.makespan import predicted_finish
-from producers.dispatch.planning.plans import Item, Lane, Plan, Worker
-from producers.dispatch.planning.skewness import skewness_aware
-from producers.dispatch.planning.strategies import STRATEGIES
+from producers.dispatch.plans import Item, Lane, Plan, Worker, predicted_finish
+from producers.dispatch.strategies import STRATEGIES, skewness_aware
+from producers.dispatch.uncertainty import Doubt
 from schemas.errors import LifecycleError
-from schemas.profiles.decode import DecodeCurve, DecodeSettings
+from schemas.profiles import DecodeCurve, DecodeSettings
 from tests.producers.dispatch.planning.lengths import benchmark_lengths, ideal_s
 
 CURVE = DecodeCurve(DecodeSettings())

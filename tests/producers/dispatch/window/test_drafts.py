@@ -1,9 +1,9 @@
 import itertools
 
-from producers.dispatch.window.drafts import SLICE, Drafts
-from producers.lengths.completion import Completion
-from producers.lengths.measures.buckets import Buckets
-from schemas.messages.prompts import LengthEstimate, Prompt
+from producers.dispatch.window import SLICE, Drafts
+from producers.lengths.buckets import Buckets
+from producers.lengths.estimators import Completion
+from schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.scene import CountedSource
 
 

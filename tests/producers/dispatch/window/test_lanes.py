@@ -2,11 +2,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from producers.dispatch.fleet.candidates import Candidate
-from producers.dispatch.planning.plans import Item, Lane, Plan, Worker
-from producers.dispatch.window.lanes import Lanes
+from producers.dispatch.fleet import Candidate
+from producers.dispatch.plans import Item, Lane, Plan, Worker
+from producers.dispatch.window import Lanes
 from schemas.identifiers import PolicyVersion
-from schemas.profiles.decode import DecodeCurve, DecodeSettings
+from schemas.profiles import DecodeCurve, DecodeSettings
 
 
 def _lanes(*queues: Sequence[int], slots: int = 2, concurrency: int = 2, is_static: bool = False) -> Lanes:

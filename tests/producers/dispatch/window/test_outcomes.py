@@ -1,4 +1,4 @@
-from producers.dispatch.window.outcomes import Outcomes
+from producers.dispatch.window import Outcomes
 
 
 def test_a_window_is_over_with_its_last_group() -> None:

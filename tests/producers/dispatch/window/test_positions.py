@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.dispatch.window.positions import Positions
+from producers.dispatch.window import Positions
 
 
 def test_positions_come_in_order() -> None:

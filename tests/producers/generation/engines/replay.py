@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from producers.generation.engines.port import Engine, GenerationRequest
 from schemas.identifiers import PolicyVersion
-from schemas.messages.prompts import SamplingParams
-from schemas.messages.trajectories import FinishReason
-from schemas.ports.engine import Engine, GenerationRequest
+from schemas.trajectories import FinishReason, SamplingParams
 
 _requests = iter(range(1 << 30))
 

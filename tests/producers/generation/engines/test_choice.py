@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from producers.generation.engines.choice import build_engine
+from producers.generation.engines.factory import build_engine
 from producers.generation.settings import GenerationSettings
 from schemas.errors import ModelError
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from producers.generation.engines.facts import read_facts
+from producers.generation.engines.model_files import read_facts
 from schemas.errors import ModelError
 from tests.producers.generation.engines.conftest import EOS, VOCAB
 

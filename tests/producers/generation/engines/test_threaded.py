@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from producers.generation.engines.decoder import Completion
-from producers.generation.engines.facts import ModelFacts
-from producers.generation.engines.threaded import ThreadedEngine
+from producers.generation.engines.model_files import ModelFacts
+from producers.generation.engines.threaded import Completion, ThreadedEngine
 from schemas.errors import EngineError, ModelError, WeightsError
 from schemas.identifiers import PolicyVersion
-from schemas.messages.trajectories import FinishReason
+from schemas.trajectories import FinishReason
 from tests.producers.generation.engines.replay import request, sample
 
 PAUSE_S = 0.0005

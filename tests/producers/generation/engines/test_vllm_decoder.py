@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from producers.generation.engines.choice import build_engine
+from producers.generation.engines.factory import build_engine
+from producers.generation.engines.port import Engine
 from producers.generation.settings import GenerationSettings
 from schemas.errors import WeightsError
 from schemas.identifiers import PolicyVersion
-from schemas.messages.trajectories import FinishReason
-from schemas.ports.engine import Engine
+from schemas.trajectories import FinishReason
 from tests.producers.generation.engines.conftest import EOS, MakeVersion
 from tests.producers.generation.engines.replay import (
     full_forward,

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from producers.generation.engines.facts import ModelFacts, read_facts
-from producers.generation.engines.weights import check_weights, mapped_tensors, read_weights
+from producers.generation.engines.model_files import ModelFacts, check_weights, mapped_tensors, read_facts, read_weights
 from schemas.errors import WeightsError
 from tests.producers.generation.engines.conftest import EOS, build_model
 

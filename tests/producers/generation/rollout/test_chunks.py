@@ -1,8 +1,8 @@
-from producers.generation.rollout.chunks import MAX_PENDING, TokenStream
+from producers.generation.engines.port import TokenDelta
+from producers.generation.rollout import MAX_PENDING, TokenStream
 from schemas.errors import DeliveryUnknown
 from schemas.identifiers import PolicyVersion
-from schemas.messages.trajectories import FinishReason, TokenChunk
-from schemas.ports.engine import TokenDelta
+from schemas.trajectories import FinishReason, TokenChunk
 from tests.fakes.publisher import FailingBus
 
 DELTA = TokenDelta([1, 2], [-0.5, -0.25], PolicyVersion(1, 3), FinishReason.STOP)

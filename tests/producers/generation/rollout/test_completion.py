@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.generation.rollout.completion import Completion
+from producers.generation.engines.port import TokenDelta
+from producers.generation.rollout import Completion
 from schemas.errors import EngineError
 from schemas.identifiers import PolicyVersion
-from schemas.messages.trajectories import FinishReason
-from schemas.ports.engine import TokenDelta
+from schemas.trajectories import FinishReason
 
 DELTAS = st.lists(
     st.tuples(

@@ -3,12 +3,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from producers.generation.rollout.rollout import Rollout
+from producers.generation.rollout import Rollout
+from schemas.codec import decode, encode, headers_of
 from schemas.errors import EngineError
 from schemas.identifiers import PolicyVersion
-from schemas.messages.prompts import SamplingParams
-from schemas.messages.trajectories import FinishReason, VersionSpan
-from schemas.wire.codec import decode, encode, headers_of
+from schemas.trajectories import FinishReason, SamplingParams, VersionSpan
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine, FakeTokenizer, fake_tokens
 from tests.fakes.scorer import FakeScorer

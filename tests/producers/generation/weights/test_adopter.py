@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from producers.generation.weights.adopter import Adopter
-from producers.generation.weights.fetcher import WeightsFetcher
+from producers.generation.weights import Adopter, WeightsFetcher
 from schemas.errors import WeightsError
 from schemas.identifiers import PolicyVersion
 from tests.fakes.engine import FakeEngine

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from producers.generation.weights.fetcher import WeightsFetcher
+from producers.generation.weights import WeightsFetcher
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion
-from schemas.messages.weights import WeightFile
+from schemas.weights import WeightFile
 from tests.producers.generation.factories import FakeRelay, running_relay
 
 V1, V2, V3 = PolicyVersion(1, 1), PolicyVersion(1, 2), PolicyVersion(2, 0)

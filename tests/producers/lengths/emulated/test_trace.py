@@ -4,16 +4,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-from producers.generation.engines.emulated.lengths import trace_length
-from producers.generation.engines.emulated.settings import LengthTraceSettings
-from producers.lengths.emulated.trace import TraceLengths
-from producers.lengths.measures.buckets import Buckets
-from producers.lengths.measures.scores import recall_of_longest
+from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
+from producers.lengths.buckets import Buckets
+from producers.lengths.calibration import recall_of_longest
+from producers.lengths.estimators import TraceLengths
 from producers.lengths.predictor import build_predictor
 from producers.lengths.settings import LengthSettings
 from schemas.errors import SettingsError
-from schemas.messages.prompts import LengthEstimate, Prompt
 from schemas.settings import LoopSettings
+from schemas.trajectories import LengthEstimate, Prompt
 
 DRAWN = LengthTraceSettings(prompt_share=0.5)
 

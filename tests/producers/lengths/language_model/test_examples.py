@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from producers.lengths.language_model.examples import Example, lesson_of
+from producers.lengths.language_model import Example, lesson_of
 
 EXAMPLES = [Example("x", "a", 10), Example("x", "a", 1000), Example("y", "a", 100), Example("x", "b", 7)]
 

@@ -4,9 +4,16 @@ from typing import Literal
 import pytest
 import torch
 
-from producers.lengths.language_model.examples import Example, lesson_of
-from producers.lengths.language_model.network import MAX_TOKENS, Effort, LengthRegressor, open_regressor, train
-from producers.lengths.measures.scores import kendall_tau
+from producers.lengths.calibration import kendall_tau
+from producers.lengths.language_model import (
+    MAX_TOKENS,
+    Effort,
+    Example,
+    LengthRegressor,
+    lesson_of,
+    open_regressor,
+    train,
+)
 from schemas.errors import ModelError
 from tests.producers.lengths.language_model.tiny import save_tiny
 from tests.producers.lengths.policy import prompt_of, typical

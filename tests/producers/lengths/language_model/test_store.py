@@ -3,19 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from producers.lengths.language_model.network import open_regressor
-from producers.lengths.language_model.store import (
-    KEPT,
-    MANIFEST,
-    Manifest,
-    load,
-    load_newest,
-    newest_whole,
-    next_version,
-    save,
-)
+from producers.lengths.language_model import open_regressor
+from producers.lengths.model_store import KEPT, MANIFEST, Manifest, load, load_newest, newest_whole, next_version, save
 from schemas.errors import MalformedFrame
-from schemas.messages.prompts import Prompt
+from schemas.trajectories import Prompt
 from tests.producers.lengths.language_model.tiny import save_tiny
 
 PROMPT = Prompt(prompt_id="p", dataset="a", content="Sort these 7 numbers.")

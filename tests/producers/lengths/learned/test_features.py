@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producers.lengths.learned.features import ROW_WIDTH, SHOWN_CHARACTERS, text_features
-from schemas.messages.prompts import ChatTurn, Prompt
+from schemas.trajectories import ChatTurn, Prompt
 
 
 def _prompt(content: str | tuple[ChatTurn, ...], dataset: str = "a") -> Prompt:

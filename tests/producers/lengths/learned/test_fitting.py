@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 
 from producers.lengths.learned.features import ROW_WIDTH
-from producers.lengths.learned.fitting import PARAMETERS, fit, lengths_to_learn, packed
-from producers.lengths.learned.memory import Observations
+from producers.lengths.learned.history import Observations
+from producers.lengths.learned.model import PARAMETERS, fit, lengths_to_learn, packed
 from schemas.errors import MalformedFrame
 
 

@@ -2,8 +2,7 @@ import math
 
 import numpy as np
 
-from producers.lengths.learned.history import Levels
-from producers.lengths.learned.memory import Memory
+from producers.lengths.learned.history import Levels, Memory
 
 
 def _filled(count: int, capacity: int = 100) -> Memory:

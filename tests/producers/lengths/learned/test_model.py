@@ -5,8 +5,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from producers.lengths.learned.features import ROW_WIDTH
-from producers.lengths.learned.forest import Forest
-from producers.lengths.learned.model import KEPT_FILES, LengthModel, load, load_newest, save
+from producers.lengths.learned.model import KEPT_FILES, Forest, LengthModel, load, load_newest, save
 from schemas.errors import MalformedFrame
 
 LEVELS = {"a": (3.5, 200)}

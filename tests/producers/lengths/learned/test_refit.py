@@ -1,6 +1,6 @@
 import threading
 
-from producers.lengths.learned.refit import Refitter
+from producers.lengths.learned.model import Refitter
 
 
 def test_the_caller_goes_on_while_a_fit_is_under_way() -> None:

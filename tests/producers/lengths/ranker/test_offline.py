@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from producers.lengths.completion import Completion
-from producers.lengths.language_model.network import Effort
-from producers.lengths.learning import LearnedLengths
-from producers.lengths.ranker.offline import fit_language_model, fit_trees, split
+from producers.lengths.estimators import Completion
+from producers.lengths.language_model import Effort
+from producers.lengths.learned.predictor import LearnedLengths
+from producers.lengths.offline import fit_language_model, fit_trees, split
 from producers.lengths.settings import LengthSettings
 from schemas.errors import DataError
 from schemas.settings import LoopSettings

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from producers.lengths.completion import Completion
-from producers.lengths.learning import LearnedLengths
-from producers.lengths.ranker.ranker import Ranker
+from bus.port import Outgoing
+from producers.lengths.estimators import Completion
+from producers.lengths.learned.predictor import LearnedLengths
+from producers.lengths.ranker import Ranker
 from producers.lengths.settings import LengthSettings
-from schemas.messages.control import RunFinished
-from schemas.messages.trajectories import FinishReason
-from schemas.ports.bus import Outgoing
-from schemas.wire.topics import CONTROL, TRAJECTORIES
+from schemas.control import RunFinished
+from schemas.topics import CONTROL, TRAJECTORIES
+from schemas.trajectories import FinishReason
 from tests.producers.dispatch.scene import LOOP, Scene, order, trajectory
 
 

@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from producers.lengths.completion import Completion
-from producers.lengths.language_model.store import newest_whole
+from producers.lengths.estimators import Completion
 from producers.lengths.learned.model import load_newest
-from producers.lengths.learning import LearnedLengths
-from producers.lengths.ranker.students import LanguageStudent, Student, TreeStudent, build_student
+from producers.lengths.learned.predictor import LearnedLengths
+from producers.lengths.model_store import newest_whole
+from producers.lengths.ranker import LanguageStudent, Student, TreeStudent, build_student
 from producers.lengths.settings import LengthSettings
 from schemas.errors import SettingsError
 from schemas.settings import LoopSettings

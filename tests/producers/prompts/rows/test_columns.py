@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from producers.prompts.rows.columns import column_map
 from producers.prompts.settings import DataSettings
+from producers.prompts.tables import column_map
 from schemas.errors import DataError
 
 TURNS = [{"role": "user", "content": "1+1?"}]

@@ -7,8 +7,7 @@ import pytest
 
 from producers.prompts.entries import scoring_entry
 from producers.prompts.settings import DataSettings
-from producers.prompts.sources.gym import ReasoningGymSource, open_dataset
-from producers.prompts.sources.source import open_source
+from producers.prompts.sources import ReasoningGymSource, open_dataset, open_source
 from schemas.errors import DataError
 
 
@@ -87,7 +86,7 @@ def test_columns_are_all_that_the_scorer_needs_after_the_wire(name: str) -> None
 
 
 def test_the_library_is_imported_only_when_a_data_set_is_opened() -> None:
-    code = "import producers.prompts.sources.source, sys; print('reasoning_gym' in sys.modules)"
+    code = "import producers.prompts.sources, sys; print('reasoning_gym' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 

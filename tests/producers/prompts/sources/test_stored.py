@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from producers.prompts.settings import DataSettings
-from producers.prompts.sources.stored import StoredSource
+from producers.prompts.sources import StoredSource
 from schemas.errors import DataError
 
 

@@ -1,8 +1,6 @@
 import pytest
 
-from producers.rewards.builtin.answers import answer_in, exact_match
-from producers.rewards.builtin.formats import matches_format
-from producers.rewards.builtin.names import THINK_ANSWER
+from producers.rewards.builtin import THINK_ANSWER, answer_in, exact_match, matches_format
 
 TAGGED = r"<answer>(.*?)</answer>"
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from producers.rewards.builtin.mathematics import math_verify
+from producers.rewards.builtin import math_verify
 from producers.rewards.runner import RewardRunner, ScoreRequest
 from producers.rewards.settings import RewardSettings
-from schemas.messages.prompts import Prompt
+from schemas.trajectories import Prompt
 
 
 @pytest.mark.parametrize(

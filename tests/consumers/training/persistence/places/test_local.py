@@ -6,9 +6,9 @@ from typing import cast
 
 import pytest
 
-from consumers.training.persistence.checkpoint import CheckpointStore
-from consumers.training.persistence.lineage import Lineage
-from consumers.training.persistence.locations import CheckpointLocation
+from consumers.training.checkpoints.catalogue import Lineage
+from consumers.training.checkpoints.storage import CheckpointLocation
+from consumers.training.checkpoints.store import CheckpointStore
 from schemas.errors import Superseded
 from schemas.identifiers import PolicyVersion
 from tests.consumers.training.persistence.scene import Place, newest, state_of, versions, write, write_model

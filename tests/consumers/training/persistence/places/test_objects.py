@@ -3,10 +3,9 @@ from pathlib import Path
 import obstore
 import pytest
 
-from consumers.training.persistence.checkpoint import CheckpointStore
-from consumers.training.persistence.lineage import Lineage
-from consumers.training.persistence.locations import open_location
-from consumers.training.persistence.places.objects import ObjectLocation, forget_memory
+from consumers.training.checkpoints.catalogue import Lineage
+from consumers.training.checkpoints.storage import ObjectLocation, forget_memory, open_location
+from consumers.training.checkpoints.store import CheckpointStore
 from schemas.errors import CheckpointError
 from schemas.identifiers import PolicyVersion
 from tests.consumers.training.persistence.scene import Place, newest, state_of, versions, write, write_model

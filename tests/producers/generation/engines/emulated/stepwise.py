@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from schemas.profiles.decode import DecodeCurve
+from schemas.profiles import DecodeCurve
 
 
 @dataclass

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from producers.generation.engines.emulated.engine import EmulatedEngine
-from producers.generation.engines.emulated.settings import LengthTraceSettings
-from producers.generation.rollout.completion import Completion
+from producers.generation.engines.emulated import EmulatedEngine
+from producers.generation.engines.length_trace import LengthTraceSettings
+from producers.generation.engines.port import GenerationRequest
+from producers.generation.rollout import Completion
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
-from schemas.messages.prompts import Prompt, SamplingParams
-from schemas.messages.trajectories import FinishReason
-from schemas.ports.engine import GenerationRequest
-from schemas.profiles.decode import DecodeCurve, DecodeSettings
+from schemas.profiles import DecodeCurve, DecodeSettings
+from schemas.trajectories import FinishReason, Prompt, SamplingParams
 from tests.producers.generation.engines.emulated.stepwise import Completion as Expected
 from tests.producers.generation.engines.emulated.stepwise import simulate
 

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from producers.generation.engines.emulated.lengths import trace_length
-from producers.generation.engines.emulated.settings import LengthTraceSettings
+from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
 from schemas.errors import DataError
-from schemas.messages.prompts import Prompt
+from schemas.trajectories import Prompt
 
 NUMBER = 20_000
 

@@ -1,6 +1,6 @@
-from producers.generation.engines.emulated.stand_ins import ConstantRewards, FillerTokenizer
+from producers.generation.engines.emulated import ConstantRewards, FillerTokenizer
 from producers.rewards.runner import ScoreRequest
-from schemas.messages.prompts import Prompt
+from schemas.trajectories import Prompt
 
 
 def _prompt(text: str) -> Prompt:

@@ -3,8 +3,8 @@ from itertools import groupby
 
 import pytest
 
-from producers.generation.engines.emulated.timeline import Adopted, Grown, Sequence, Timeline
-from schemas.profiles.decode import DecodeCurve, DecodeSettings
+from producers.generation.engines.emulated import Adopted, EmulatedSequence, Grown, Timeline
+from schemas.profiles import DecodeCurve, DecodeSettings
 from tests.producers.generation.engines.emulated.stepwise import Completion, simulate
 
 CURVES = [
@@ -29,7 +29,7 @@ def _fast(
     """The same through a timeline that is advanced to ``looks``, to what is told, and where it asks to be."""
     timeline = Timeline(curve, slots, 0)
     found = [Completion(one.arrival, one.prompt, one.length) for one in completions]
-    sequences = [Sequence(one.prompt, one.length) for one in completions]
+    sequences = [EmulatedSequence(one.prompt, one.length) for one in completions]
     told = [(one.arrival, 0, index) for index, one in enumerate(completions)]
     told += [(one.dropped_at, 1, index) for index, one in enumerate(completions) if one.dropped_at is not None]
     told += [(at, 2, index + 1) for index, at in enumerate(adoptions)] + [(at, 3, 0) for at in looks]
@@ -83,7 +83,7 @@ def test_fast_forward_equals_step_by_step(curve: DecodeSettings, seed: int) -> N
 
 def test_every_token_belongs_to_the_version_of_its_step() -> None:
     timeline = Timeline(DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1e9, adopt_s=0.5)), 4, "first")
-    timeline.arrive(Sequence(1, 10), 0.0)
+    timeline.arrive(EmulatedSequence(1, 10), 0.0)
     timeline.adopt("second", 3.5)
     timeline.adopt("third", 3.6)
     timeline.adopt("fourth", 9.0)
@@ -94,7 +94,7 @@ def test_every_token_belongs_to_the_version_of_its_step() -> None:
 
 def test_requests_beyond_the_slots_start_in_order_of_arrival() -> None:
     timeline = Timeline(DecodeCurve(DecodeSettings()), 2, 0)
-    sequences = [Sequence(1, 5) for _ in range(5)]
+    sequences = [EmulatedSequence(1, 5) for _ in range(5)]
     for sequence in sequences:
         timeline.arrive(sequence, 0.0)
     ends = [event for event in timeline.advance(1.0) if isinstance(event, Grown)]
@@ -105,14 +105,14 @@ def test_requests_beyond_the_slots_start_in_order_of_arrival() -> None:
 def test_a_long_leg_is_one_event() -> None:
     timeline = Timeline(DecodeCurve(DecodeSettings()), 64, 0)
     for _ in range(64):
-        timeline.arrive(Sequence(1, 1_000_000), 0.0)
+        timeline.arrive(EmulatedSequence(1, 1_000_000), 0.0)
     assert timeline.advance(0.0) == []
     assert timeline.next_wake() == pytest.approx(20_000.0)
 
 
 def test_chunks_are_handed_over_on_their_way() -> None:
     timeline = Timeline(DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1e9, chunk_tokens=4)), 1, 0)
-    timeline.arrive(Sequence(1, 10), 0.0)
+    timeline.arrive(EmulatedSequence(1, 10), 0.0)
     events = [event for event in timeline.advance(100.0) if isinstance(event, Grown)]
     assert [(event.parts[0][1], round(event.at), event.is_over) for event in events] == [
         (4, 4, False),

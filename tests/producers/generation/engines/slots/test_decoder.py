@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from producers.generation.engines.slots.decoder import SlotDecoder
+from producers.generation.engines.slots import SlotDecoder
 from producers.generation.engines.threaded import ThreadedEngine
 from producers.generation.settings import GenerationSettings
 from schemas.errors import EngineError, ModelError, WeightsError
 from schemas.identifiers import PolicyVersion
-from schemas.messages.trajectories import FinishReason
+from schemas.trajectories import FinishReason
 from tests.producers.generation.engines.conftest import EOS, MakeVersion
 from tests.producers.generation.engines.replay import (
     full_forward,

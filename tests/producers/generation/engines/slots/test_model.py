@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from producers.generation.engines.facts import read_facts
-from producers.generation.engines.slots.model import SlotModel
+from producers.generation.engines.model_files import read_facts
+from producers.generation.engines.slots import SlotModel
 from producers.generation.settings import GenerationSettings
 from schemas.errors import ModelError
 

@@ -1,0 +1,330 @@
+"""One Kafka node: formats its folder, starts its process, waits until it serves, explains why it did not."""
+
+import base64
+import fcntl
+import random
+import re
+import shutil
+import socket
+import struct
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bus.embedded.process import ProcessId
+from schemas.errors import BrokerError
+
+# The text of Kafka's configuration files, from a cluster's plan. Pure: opens no file and no socket.
+
+HOST = "127.0.0.1"
+LARGEST_MESSAGE = 64 * 1024 * 1024
+REPLICATION_AT_MOST = 3
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """One combined broker and controller: its id from 1, its ports, and the folder that is all its own.
+
+    ``advertised_port``: where clients are told to come, if a proxy stands before the node; the brokers' own traffic
+    then goes over ``internal_port``, so that it does not pass the proxy.
+    """
+
+    node_id: int
+    port: int
+    controller_port: int
+    folder: Path
+    advertised_port: int | None = None
+    internal_port: int | None = None
+
+    @property
+    def data(self) -> Path:
+        """Kafka's own files."""
+        return self.folder / "data"
+
+    @property
+    def server_log(self) -> Path:
+        """What the node logs."""
+        return self.folder / "server.log"
+
+    @property
+    def output(self) -> Path:
+        """What the Java runtime writes to stdout and stderr."""
+        return self.folder / "output.log"
+
+    @property
+    def address(self) -> str:
+        """``host:port`` for clients."""
+        return f"{HOST}:{self.port}"
+
+
+def server_properties(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> str:
+    """``server.properties`` of ``spec`` as a member of ``cluster``: loopback only, tuned for a small machine."""
+    replicas = min(len(cluster), REPLICATION_AT_MOST)
+    in_sync = 2 if replicas > 2 else 1
+    settings: dict[str, str | int] = {
+        **_identity(spec, cluster),
+        **_durability(replicas, in_sync),
+        **_limits(),
+        **_footprint(),
+    }
+    return "".join(f"{key}={value}\n" for key, value in settings.items())
+
+
+def _identity(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> dict[str, str | int]:
+    ours = [("PLAINTEXT", spec.port, spec.advertised_port or spec.port)]
+    if spec.internal_port is not None:
+        ours.append(("INTERNAL", spec.internal_port, spec.internal_port))
+    names = [name for name, *_ in ours]
+    return {
+        "process.roles": "broker,controller",
+        "node.id": spec.node_id,
+        "controller.quorum.voters": ",".join(f"{each.node_id}@{HOST}:{each.controller_port}" for each in cluster),
+        "listeners": ",".join(
+            [*(f"{name}://{HOST}:{port}" for name, port, _ in ours), f"CONTROLLER://{HOST}:{spec.controller_port}"]
+        ),
+        "advertised.listeners": ",".join(f"{name}://{HOST}:{told}" for name, _, told in ours),
+        "controller.listener.names": "CONTROLLER",
+        "inter.broker.listener.name": names[-1],
+        "listener.security.protocol.map": ",".join(
+            ["CONTROLLER:PLAINTEXT", *(f"{name}:PLAINTEXT" for name, *_ in ours)]
+        ),
+        "log.dirs": str(spec.data),
+    }
+
+
+def _durability(replicas: int, in_sync: int) -> dict[str, str | int]:
+    return {
+        "default.replication.factor": replicas,
+        "min.insync.replicas": in_sync,
+        "offsets.topic.replication.factor": replicas,
+        "transaction.state.log.replication.factor": replicas,
+        "transaction.state.log.min.isr": in_sync,
+        "share.coordinator.state.topic.replication.factor": replicas,
+        "share.coordinator.state.topic.min.isr": in_sync,
+        "unclean.leader.election.enable": "false",
+        "auto.create.topics.enable": "false",
+        "transaction.max.timeout.ms": 900_000,
+        # A killed node is let back in only when its old session has run out (default 9 s).
+        "broker.session.timeout.ms": 4_000,
+        "broker.heartbeat.interval.ms": 500,
+    }
+
+
+def _limits() -> dict[str, str | int]:
+    return {
+        "message.max.bytes": LARGEST_MESSAGE,
+        "replica.fetch.max.bytes": LARGEST_MESSAGE,
+        "fetch.max.bytes": LARGEST_MESSAGE,
+        "socket.request.max.bytes": 2 * LARGEST_MESSAGE,
+        "group.initial.rebalance.delay.ms": 0,
+        "group.min.session.timeout.ms": 500,
+    }
+
+
+def _footprint() -> dict[str, str | int]:
+    return {
+        "num.partitions": 1,
+        "offsets.topic.num.partitions": 8,
+        "transaction.state.log.num.partitions": 8,
+        "share.coordinator.state.topic.num.partitions": 8,
+        "num.network.threads": 2,
+        "num.io.threads": 4,
+        "log.segment.bytes": 256 * 1024 * 1024,
+        "log.cleaner.dedupe.buffer.size": 16 * 1024 * 1024,
+    }
+
+
+def logging_properties(spec: NodeSpec) -> str:
+    """Log4j's configuration: warnings and errors to the node's own log file, at most 2 x 8 MB, nothing to stdout."""
+    return f"""status=error
+appender.file.type=RollingFile
+appender.file.name=File
+appender.file.fileName={spec.server_log}
+appender.file.filePattern={spec.server_log}.%i
+appender.file.layout.type=PatternLayout
+appender.file.layout.pattern=%d %p %m (%c)%n
+appender.file.policies.type=SizeBasedTriggeringPolicy
+appender.file.policies.size=8MB
+appender.file.strategy.type=DefaultRolloverStrategy
+appender.file.strategy.max=1
+rootLogger.level=warn
+rootLogger.appenderRef.file.ref=File
+"""
+
+
+# Asks a broker over its own protocol who is in the cluster, and finds ports for new ones. Knows no client library.
+
+# Below the range from which systems take the ports of outgoing connections: a port given to a node stays its own
+# while the node is down, so that it can come back on it.
+_PORTS = range(20_000, 32_000)
+_METADATA_V1 = struct.pack(">hhih", 3, 1, 1, 5) + b"probe" + struct.pack(">i", 0)
+_LARGEST_ANSWER = 1 << 20
+
+
+def live_brokers(port: int, timeout_s: float = 2.0) -> frozenset[int]:
+    """Ids of the brokers that the node at ``port`` knows to be alive; empty before it can serve clients.
+
+    Sends Metadata v1 with no topics. Raises OSError when nothing answers there.
+    """
+    with socket.create_connection((HOST, port), timeout_s) as connection:
+        connection.settimeout(timeout_s)
+        connection.sendall(struct.pack(">i", len(_METADATA_V1)) + _METADATA_V1)
+        (length,) = struct.unpack(">i", _receive(connection, 4))
+        if not 0 <= length <= _LARGEST_ANSWER:
+            raise OSError(f"{HOST}:{port} does not speak Kafka's protocol")
+        return parse_brokers(_receive(connection, length))
+
+
+def parse_brokers(answer: bytes) -> frozenset[int]:
+    """The broker ids of a Metadata v1 answer. Raises OSError when the bytes are not one."""
+    try:
+        _, count = struct.unpack_from(">ii", answer)
+        position, ids = 8, set()
+        for _ in range(count):
+            node_id, host_length = struct.unpack_from(">ih", answer, position)
+            position += 6 + host_length + 4
+            (rack_length,) = struct.unpack_from(">h", answer, position)
+            position += 2 + max(0, rack_length)
+            ids.add(node_id)
+    except struct.error as error:
+        raise OSError("the answer to a Kafka metadata request is cut short") from error
+    return frozenset(ids)
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        chunk = connection.recv(count - len(received))
+        if not chunk:
+            raise ConnectionResetError("the broker closed the connection")
+        received += chunk
+    return bytes(received)
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on this loopback port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except (OSError, OverflowError):
+            return False
+        return True
+
+
+def free_ports(count: int, but: frozenset[int] = frozenset()) -> tuple[int, ...]:
+    """``count`` different ports that were free a moment ago, none of them in ``but``."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if len(found) == count:
+            break
+        if port not in but and is_free(port):
+            found.append(port)
+    return tuple(found)
+
+
+START_TIMEOUT_S = 90.0
+CLAIM_TIMEOUT_S = 2.0
+_POLL_S = 0.05
+_TELLING = re.compile(r"\b(FATAL|ERROR|Error|[A-Za-z.]*Exception)\b")
+
+
+class PortTaken(BrokerError):
+    """A port of the node was taken by another process before the node could listen on it."""
+
+
+def new_uuid() -> str:
+    """A Kafka uuid: 16 random bytes in unpadded URL-safe base64 that do not start like a command-line flag."""
+    while (text := base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")).startswith("-"):
+        pass
+    return text
+
+
+@contextmanager
+def claimed(spec: NodeSpec) -> Iterator[int]:
+    """Holds the node's folder for one process; yields the file descriptor that carries the claim over to it.
+
+    The claim lasts until every process that inherited the descriptor has ended, so two nodes never write one folder.
+    Raises BrokerError when a node already runs there.
+    """
+    spec.folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + CLAIM_TIMEOUT_S
+    with (spec.folder / "lock").open("w") as claim:
+        while True:
+            try:
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # A process that was just killed lets go of its files a moment later.
+                if time.monotonic() > deadline:
+                    raise BrokerError(
+                        f"a Kafka node already runs on the data in {spec.folder}: end what runs it (if it was "
+                        f"`kafka up`: `streamrl kafka down --data-dir {spec.folder.parent}`), or name another folder"
+                    ) from None
+                time.sleep(_POLL_S)
+        yield claim.fileno()
+
+
+def cluster_id_of(spec: NodeSpec) -> str | None:
+    """The cluster to which the node's folder was formatted; None when it was not."""
+    meta = spec.data / "meta.properties"
+    lines = meta.read_text().splitlines() if meta.exists() else []
+    return next((line.partition("=")[2] for line in lines if line.startswith("cluster.id=")), None)
+
+
+def write_configuration(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> None:
+    """Writes the node's configuration files; its ports may differ from those of an earlier start."""
+    spec.data.mkdir(parents=True, exist_ok=True)
+    # The codecs unpack native code there; a killed node leaves it behind.
+    shutil.rmtree(spec.folder / "tmp", ignore_errors=True)
+    spec.output.unlink(missing_ok=True)
+    (spec.folder / "tmp").mkdir()
+    (spec.folder / "server.properties").write_text(server_properties(spec, cluster))
+    (spec.folder / "log4j2.properties").write_text(logging_properties(spec))
+
+
+def format_storage(spec: NodeSpec, cluster_id: str, bootstrap_checkpoint: Path) -> None:
+    """Makes the data folder a member of ``cluster_id``, as Kafka's storage tool does, without a second JVM start.
+
+    ``bootstrap_checkpoint`` is that tool's own file of feature levels; it names neither node nor cluster.
+    """
+    shutil.copyfile(bootstrap_checkpoint, spec.data / "bootstrap.checkpoint")
+    identity = {"version": 1, "cluster.id": cluster_id, "node.id": spec.node_id, "directory.id": new_uuid()}
+    (spec.data / "meta.properties").write_text("".join(f"{key}={value}\n" for key, value in identity.items()))
+
+
+def wait_ready(spec: NodeSpec, process: ProcessId, expected: Iterable[int]) -> None:
+    """Returns when the node serves clients and knows all ``expected`` broker ids to be alive.
+
+    Raises BrokerError with the node's last telling log line when it ends, or after START_TIMEOUT_S seconds.
+    """
+    wanted = frozenset(expected)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if not process.alive():
+            words = last_words(spec)
+            kind = PortTaken if "Address already in use" in words else BrokerError
+            raise kind(f"Kafka node {spec.node_id} ended while starting: {words}")
+        try:
+            if wanted <= live_brokers(spec.port):
+                return
+        except OSError:
+            pass  # not listening yet
+        time.sleep(_POLL_S)
+    raise BrokerError(
+        f"Kafka node {spec.node_id} on {spec.address} did not serve within {START_TIMEOUT_S:.0f} s: {last_words(spec)}"
+    )
+
+
+def last_words(spec: NodeSpec) -> str:
+    """The last line of the node's logs that tells an error, else the last line, and where to read more."""
+    lines: list[str] = []
+    for log in (spec.output, spec.server_log):
+        if log.exists():
+            lines += [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if line and not line.startswith("at ")]
+    telling = [line for line in lines if _TELLING.search(line)]
+    return f"{(telling or lines or ['it logged nothing'])[-1][:300]} (see {spec.server_log})"

@@ -1,0 +1,127 @@
+"""Processes that either die with this one or outlive it. Knows nothing of Java or Kafka.
+
+Invariant: a signal never reaches a stranger: a process is named by its pid and its start time together.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# How a process sees to it that it does not outlive the one that started it. Imports next to nothing.
+
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)  # opened here, because a process between fork and exec opens no library
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Ask Linux for this signal at the parent's end."""
+    _libc.prctl(PR_SET_PDEATHSIG, number)
+
+
+# Both scripts get OUTPUT COMMAND...; the new process has a session of its own, so the terminal's Ctrl-C passes it by.
+_DETACHED = 'out=$1; shift; "$@" >>"$out" 2>&1 </dev/null & echo $!'
+# The shell is the parent and blocks on a pipe that only we hold open: when we end, however we end, it ends the child.
+# The child cannot be mistaken for another, as its pid stays taken until this shell, its parent, is gone.
+_TIED = f"{_DETACHED}; exec >/dev/null; cat >/dev/null; kill -KILL $! 2>/dev/null; wait"
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """One process of this machine for good: the start time tells it from a later one with the same pid."""
+
+    pid: int
+    started: str
+
+    def alive(self) -> bool:
+        """Whether this very process still runs; one that only waits to be reaped does not."""
+        return _started(self.pid) == self.started
+
+    def send(self, signal_number: int) -> None:
+        """Sends the signal if the process still runs."""
+        if self.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal_number)
+
+    def wait_gone(self, timeout_s: float) -> bool:
+        """Whether it ended within ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while self.alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+def stop_all(processes: Sequence[ProcessId], timeout_s: float) -> None:
+    """SIGTERM to all at once, SIGKILL to those still there after ``timeout_s``; returns when all are gone."""
+    for process in processes:
+        process.send(signal.SIGTERM)
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        if not process.wait_gone(max(0.0, deadline - time.monotonic())):
+            process.send(signal.SIGKILL)
+            process.wait_gone(timeout_s)
+
+
+def start_detached(command: Sequence[str], folder: Path, output: Path, inherited: Sequence[int] = ()) -> ProcessId:
+    """Starts ``command`` in ``folder`` so that it outlives us; its output is appended to ``output``.
+
+    The file descriptors ``inherited`` stay open in it.
+    """
+    said = subprocess.run(
+        ["/bin/sh", "-c", _DETACHED, "sh", str(output), *command],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        pass_fds=inherited,
+        start_new_session=True,
+        check=True,
+    ).stdout
+    return _identify(int(said))
+
+
+class TiedProcess:
+    """A process that is killed when this object is closed or collected, or when our process ends in any way.
+
+    A child that we fork without exec (multiprocessing's ``fork``) holds the tie as well and delays it until it ends.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, output: Path, inherited: Sequence[int] = ()) -> None:
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", _TIED, "sh", str(output), *command],
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=inherited,
+            start_new_session=True,
+        )
+        assert self._shell.stdout is not None
+        self.id = _identify(int(self._shell.stdout.readline()))
+
+    def close(self) -> None:
+        """Kills the process if it still runs, and reaps it."""
+        self._shell.communicate()
+
+
+def _identify(pid: int) -> ProcessId:
+    return ProcessId(pid, _started(pid) or "ended at once")
+
+
+def _started(pid: int) -> str | None:
+    """The start time as the system tells it; None for a process that is gone or only waits to be reaped."""
+    if Path("/proc/self/stat").exists():
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        return None if fields[0] in "ZX" else fields[19]
+    told = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    state, _, started = told.stdout.strip().partition(" ")
+    return None if not state or state.startswith("Z") else started.strip()

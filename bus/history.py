@@ -1,0 +1,218 @@
+"""A run's topics read from a bus, without taking part: no group, no commit, no write. Knows no message.
+
+Invariants, each with a test of its name:
+- reading_ends_where_the_log_ended: at the offsets there were when it began, also when transaction markers stand last;
+- only_what_was_asked_for_is_delivered: nothing outside the named ranges, each partition ascending.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from bus.port import Bus, Record, Subscription, TopicPartition
+from schemas.errors import BusError, BusUnavailable, DataLossRefused, TopicMissing
+
+# What stands on a run's topics, read without taking part: for audits, replays and displays.
+
+
+class Extent(NamedTuple):
+    """Offsets of a partition: the first that is held and the one after the last."""
+
+    first: int
+    end: int
+
+
+class History(Protocol):
+    """Reads topics of one run by offset, up to the ends they had when asked. Writes nothing and commits nothing."""
+
+    async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
+        """What is held of each partition of these topics (full names), asked in this order; none of a missing one."""
+        ...
+
+    def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncIterator[Record]:
+        """All records of the topic, or only those within the offsets named by partition; ascending per partition."""
+        ...
+
+    def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncIterator[Record]:
+        """The records of several topics within these offsets; ascending per partition, partitions in any order."""
+        ...
+
+    async def fetch(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """The records at these partitions and offsets; places that hold none are left out."""
+        ...
+
+    async def close(self) -> None:
+        """Release; idempotent."""
+        ...
+
+
+POLL_S = 0.25
+MAX_RECORDS = 2000
+STALL_S = 60.0
+NEIGHBOURS = 2000
+"""Places no further apart than this are read in one go; a further subscription costs about as much."""
+
+
+@dataclass(frozen=True)
+class BusHistory:
+    """``bus.history.History`` over any bus. Holds no connection between calls."""
+
+    bus: Bus
+    client_id: str = "history"
+
+    async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
+        """What is held of each partition of these topics (full names), asked in this order; none of a missing one.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+        try:
+            subscription = await self.bus.subscribe(topics, client_id=self.client_id)
+        except TopicMissing:
+            each = [await self.extents(topic) for topic in topics] if len(topics) > 1 else []
+            return {tp: extent for found in each for tp, extent in found.items()}
+        try:
+            subscription.pause(subscription.partitions())
+            found: dict[TopicPartition, Extent] = {}
+            for topic in topics:
+                found |= await self._extents_of(topic, subscription)
+            return found
+        finally:
+            await subscription.close()
+
+    async def _extents_of(self, topic: str, subscription: Subscription) -> dict[TopicPartition, Extent]:
+        first, end = await subscription.beginning_offsets(), await subscription.end_offsets()
+        return {tp: Extent(first[tp], max(first[tp], end[tp])) for tp in sorted(end) if tp.topic == topic}
+
+    def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncGenerator[Record, None]:
+        """All records of the topic up to its present ends, or only those within the offsets named by partition.
+
+        Whoever stops reading before the end closes the iterator (``contextlib.aclosing``).
+
+        Raises:
+            BusUnavailable: no broker answers, or it delivers nothing for a minute though there is more.
+            DataLossRefused: retention deleted records while they were about to be read.
+        """
+        if ranges is None:
+            return _read(partial(self._whole, topic))
+        return self.within({TopicPartition(topic, number): extent for number, extent in ranges.items()})
+
+    def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncGenerator[Record, None]:
+        """The records of several topics within these offsets; ascending per partition, partitions in any order.
+
+        Raises:
+            BusUnavailable: see ``records``.
+            DataLossRefused: see ``records``.
+        """
+        return _read(partial(self._parts, ranges))
+
+    async def fetch(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """The records at these partitions and offsets; places that hold none are left out.
+
+        Raises:
+            BusUnavailable: see ``records``.
+        """
+        wanted = set(places)
+        found: dict[tuple[int, int], Record] = {}
+        for ranges in _rounds(wanted):
+            async for record in self.records(topic, ranges):
+                if (record.partition, record.offset) in wanted:
+                    found[record.partition, record.offset] = record
+        return found
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    async def _whole(self, topic: str) -> "Begun | None":
+        try:
+            subscription = await self.bus.subscribe([topic], client_id=self.client_id)
+        except TopicMissing:
+            return None
+        return Begun(subscription, await subscription.end_offsets())
+
+    async def _parts(self, ranges: Mapping[TopicPartition, Extent]) -> "Begun | None":
+        """At the first wanted offsets; if not all of them are held, at the first of those that are."""
+        wanted = _not_empty(ranges)
+        if not wanted:
+            return None
+        try:
+            subscription = await self._subscribe(wanted)
+        except (DataLossRefused, BusError) as error:
+            if isinstance(error, BusUnavailable) and not isinstance(error, TopicMissing):
+                raise
+            held = await self.extents(*{tp.topic for tp in wanted})
+            wanted = _not_empty({tp: _common(extent, held[tp]) for tp, extent in wanted.items() if tp in held})
+            if not wanted:
+                return None
+            subscription = await self._subscribe(wanted)
+        ends = await subscription.end_offsets()
+        return Begun(subscription, {tp: min(end, wanted[tp].end) for tp, end in ends.items() if tp in wanted})
+
+    async def _subscribe(self, wanted: Mapping[TopicPartition, Extent]) -> Subscription:
+        topics, numbers = {tp.topic for tp in wanted}, {tp.partition for tp in wanted}
+        start = {tp: extent.first for tp, extent in wanted.items()}
+        subscription = await self.bus.subscribe(topics, client_id=self.client_id, start=start, partitions=numbers)
+        subscription.pause(subscription.partitions() - start.keys())
+        return subscription
+
+
+class Begun(NamedTuple):
+    """A subscription that stands where reading begins, and the offsets to end at; others are paused."""
+
+    subscription: Subscription
+    ends: dict[TopicPartition, int]
+
+
+async def _read(begin: Callable[[], Awaitable[Begun | None]]) -> AsyncGenerator[Record, None]:
+    begun = await begin()
+    if begun is None:
+        return
+    try:
+        async for records in _read_until(*begun):
+            for record in records:
+                yield record
+    finally:
+        await begun.subscription.close()
+
+
+def _not_empty(ranges: Mapping[TopicPartition, Extent]) -> dict[TopicPartition, Extent]:
+    return {tp: extent for tp, extent in ranges.items() if extent.first < extent.end}
+
+
+async def _read_until(subscription: Subscription, ends: dict[TopicPartition, int]) -> AsyncIterator[list[Record]]:
+    """Deliver what lies before the ends, as polled. The subscription's own positions pass markers never delivered."""
+    clock = asyncio.get_running_loop().time
+    unread, heard_at = dict(ends), clock()
+    bounds = {(tp.topic, tp.partition): end for tp, end in ends.items()}  # plain keys: a named one a record is slow
+    while unread:
+        records = await subscription.poll(max_records=MAX_RECORDS, timeout_s=POLL_S)
+        yield [record for record in records if record.offset < bounds.get((record.topic, record.partition), 0)]
+        positions = await subscription.positions()
+        finished = [tp for tp, end in unread.items() if positions[tp] >= end]
+        subscription.pause(finished)
+        for tp in finished:
+            del unread[tp]
+        if records or finished:
+            heard_at = clock()
+        elif clock() - heard_at > STALL_S:
+            where = ", ".join(f"{tp.topic}/{tp.partition} at {positions[tp]} of {end}" for tp, end in unread.items())
+            raise BusUnavailable(f"expected records up to the end of the log, got none in {STALL_S:.0f} s: {where}")
+
+
+def _common(one: Extent, other: Extent) -> Extent:
+    return Extent(max(one.first, other.first), min(one.end, other.end))
+
+
+def _rounds(places: Iterable[tuple[int, int]]) -> list[dict[int, Extent]]:
+    """Ranges that hold all places, as few rounds of at most one range a partition as neighbourhood allows."""
+    stretches: dict[int, list[Extent]] = {}
+    for partition, offset in sorted(places):
+        known = stretches.setdefault(partition, [])
+        if known and offset - known[-1].end < NEIGHBOURS:
+            known[-1] = Extent(known[-1].first, offset + 1)
+        else:
+            known.append(Extent(offset, offset + 1))
+    count = max((len(known) for known in stretches.values()), default=0)
+    return [{p: known[number] for p, known in stretches.items() if number < len(known)} for number in range(count)]

@@ -1,0 +1,103 @@
+"""The bus on a Kafka broker: opens publishers and subscriptions. Knows neither messages nor our topics."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from aiokafka import AIOKafkaProducer
+
+from bus.kafka.connection import Outage, client_options, partition_counts, started
+from bus.kafka.publisher import KafkaPublisher
+from bus.kafka.settings import KafkaSettings
+from bus.kafka.subscription import KafkaSubscription, Reader, open_subscription
+from bus.kafka.transactional import KafkaTransactionalPublisher, open_transactional
+from bus.port import Start, TopicPartition
+from schemas.errors import BusError, TopicMissing
+
+
+class KafkaBus:
+    """``bus.port.Bus`` on the broker that the settings name; holds no connection itself.
+
+    ``advice``: what a user can do when the broker does not answer. ``ahead``: subscriptions fetch more while the last
+    records are dealt with.
+    """
+
+    def __init__(self, settings: KafkaSettings, advice: str = "", *, ahead: bool = True) -> None:
+        self._settings = settings
+        self._ahead = ahead
+        self.outage = Outage(settings.bootstrap_servers or "", advice)
+
+    @property
+    def unhurried(self) -> "KafkaBus":
+        """The same broker for who only looks on: who pauses between its reads asks nothing of the broker meanwhile."""
+        bus = KafkaBus(self._settings, ahead=False)
+        bus.outage = self.outage
+        return bus
+
+    async def publisher(self, client_id: str) -> KafkaPublisher:
+        """A started publisher, idempotent and in order per partition.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+
+        async def connect() -> AIOKafkaProducer:
+            return await started(self._producer(client_id), self._settings)
+
+        return KafkaPublisher(await connect(), connect, self._settings, client_id)
+
+    async def transactional(self, transactional_id: str) -> KafkaTransactionalPublisher:
+        """A started transactional publisher; every older holder of the id is fenced.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+
+        def make() -> AIOKafkaProducer:
+            return self._producer(
+                transactional_id,
+                transactional_id=transactional_id,
+                transaction_timeout_ms=self._settings.transaction_timeout_ms,
+            )
+
+        return await open_transactional(make, self._settings, transactional_id)
+
+    def _producer(self, client_id: str, **also: Any) -> AIOKafkaProducer:
+        settings = self._settings
+        return AIOKafkaProducer(
+            **also,
+            **client_options(settings, client_id),
+            enable_idempotence=True,
+            acks="all",
+            compression_type=None if settings.compression_type == "none" else settings.compression_type,
+            max_batch_size=settings.max_batch_bytes,
+            linger_ms=0,
+        )
+
+    async def subscribe(
+        self,
+        topics: Iterable[str],
+        *,
+        client_id: str,
+        start: Start = "earliest",
+        partitions: Iterable[int] | None = None,
+        group_id: str | None = None,
+    ) -> KafkaSubscription:
+        """A started subscription; see the port.
+
+        Raises:
+            BusUnavailable: no broker answers, or a topic does not exist.
+            DataLossRefused: a named start offset is not on the broker (any more).
+        """
+        wanted = None if partitions is None else frozenset(partitions)
+        counts = await partition_counts(self._settings, client_id)
+        assigned = [tp for topic in topics for tp in _partitions_of(topic, counts, wanted)]
+        if not assigned:
+            raise BusError(f"expected partitions to read, got none of {sorted(wanted or ())}")
+        reader = Reader(self._settings, client_id, group_id, self.outage, self._ahead)
+        return await open_subscription(reader, assigned, start, whole=wanted is None)
+
+
+def _partitions_of(topic: str, counts: dict[str, int], wanted: frozenset[int] | None) -> list[TopicPartition]:
+    if topic not in counts:
+        raise TopicMissing(f"expected an existing topic, got {topic!r}; create it with `streamrl topics apply`")
+    return [TopicPartition(topic, number) for number in range(counts[topic]) if wanted is None or number in wanted]

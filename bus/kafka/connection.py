@@ -1,0 +1,285 @@
+"""Opening and closing aiokafka's clients within bounds, and aiokafka's errors as ours. Knows no topic of ours."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import structlog
+from aiokafka import AIOKafkaProducer, errors
+from aiokafka.client import AIOKafkaClient
+from aiokafka.conn import collect_hosts
+from aiokafka.errors import ProducerClosed
+from aiokafka.helpers import create_ssl_context
+
+from bus.kafka.settings import KafkaSettings
+from schemas.errors import BrokerError, BusError, BusUnavailable, DataLossRefused, StreamRLError, TopicMissing
+
+# Whether the broker answers its readers: told once when that changes, however many ask and however often.
+
+log = structlog.get_logger()
+
+
+def advised(error: StreamRLError, advice: str) -> str:
+    """The error's text; if it says that no broker answers, with the advice."""
+    silent = isinstance(error, BusUnavailable) and not isinstance(error, TopicMissing)
+    return f"{error}; {advice}" if silent and advice else str(error)
+
+
+@dataclass
+class Outage:
+    """Of the broker at ``address``. ``advice``: what a user can do about it."""
+
+    address: str = ""
+    advice: str = ""
+    goes_on: bool = False
+
+    @property
+    def message(self) -> str:
+        """What is told when it begins."""
+        return f"the broker at {self.address} does not answer" + (f"; {self.advice}" if self.advice else "")
+
+    def begin(self, client_id: str, error: Exception) -> None:
+        """No answer: told, unless it was before."""
+        if not self.goes_on:
+            self.goes_on = True
+            log.warning(self.message, client_id=client_id, error=str(error))
+
+    def end(self, client_id: str) -> None:
+        """An answer: told, if there was none before."""
+        if self.goes_on:
+            self.goes_on = False
+            log.warning(f"the broker at {self.address} answers again", client_id=client_id)
+
+
+# Ends clients of aiokafka within a bounded time, also those whose broker is gone.
+
+CLOSE_TIMEOUT_S = 5.0
+FORCE_TIMEOUT_S = 3.0
+
+
+async def discard(client: Any, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    """Stop a client of any kind; errors and a stop that never ends are of no interest any more.
+
+    In a task of its own, because aiokafka lets a cancellation of its inner tasks escape from ``stop``.
+    """
+    stopping = asyncio.create_task((getattr(client, "stop", None) or client.close)())
+    await asyncio.wait([stopping], timeout=timeout_s)
+    stopping.cancel()
+    await asyncio.gather(stopping, return_exceptions=True)
+
+
+async def stop(producer: AIOKafkaProducer, patience_s: float) -> None:
+    """Stop gracefully within the patience, else by force; errors are of no interest any more."""
+    left = _own_futures(producer)
+    stopping = asyncio.create_task(discard(producer, FORCE_TIMEOUT_S + patience_s))
+    await asyncio.wait([stopping], timeout=patience_s)
+    if not stopping.done():
+        left |= _own_futures(producer)
+        await _end_sender(producer)
+    await stopping
+    for future in left | _own_futures(producer):
+        if future.done() and not future.cancelled():
+            future.exception()  # looked at, or asyncio would log that nobody did
+
+
+async def _end_sender(producer: AIOKafkaProducer) -> None:
+    """End what retries for ever while the broker is away; aiokafka has no public way to do so."""
+    await producer.client.close()
+    sender = producer._sender.sender_task  # noqa: SLF001
+    while sender is not None and not sender.done():
+        sender.cancel()  # once ends the sender, once more the request that it waits for
+        await asyncio.wait([sender], timeout=0.2)
+    producer._message_accumulator.fail_all(ProducerClosed())  # noqa: SLF001
+
+
+def _own_futures(producer: AIOKafkaProducer) -> "set[asyncio.Future[Any]]":
+    """Futures in which aiokafka leaves errors, besides those that it hands out."""
+    accumulator, transactions = producer._message_accumulator, producer._txn_manager  # noqa: SLF001
+    batches = [*itertools.chain(*accumulator._batches.values()), *accumulator._pending_batches]  # noqa: SLF001
+    futures = {future for batch in batches for future in (batch.future, batch._drain_waiter)}  # noqa: SLF001
+    if transactions is not None and transactions._transaction_waiter is not None:  # noqa: SLF001
+        futures.add(transactions._transaction_waiter)  # noqa: SLF001
+    return futures
+
+
+_NO_ANSWER = (
+    TimeoutError,
+    OSError,
+    errors.KafkaConnectionError,
+    errors.NodeNotReadyError,
+    errors.KafkaTimeoutError,
+    errors.RequestTimedOutError,
+    errors.NotLeaderForPartitionError,
+    errors.LeaderNotAvailableError,
+)
+
+
+class BrokerUnreachable(BusUnavailable, BrokerError):
+    """No broker answers at the address: for a room the bus is unavailable, for a user it is one line to act on."""
+
+
+class Startable(Protocol):
+    """A client of aiokafka."""
+
+    async def start(self) -> None:
+        """Connect."""
+        ...
+
+
+Client = TypeVar("Client", bound=Startable)
+
+
+def address_of(settings: KafkaSettings) -> str:
+    """The broker's address.
+
+    Raises:
+        BrokerError: none is set.
+    """
+    if not settings.bootstrap_servers:
+        raise BrokerError("expected kafka.bootstrap_servers to name a broker, got none; set it to host:port")
+    return settings.bootstrap_servers
+
+
+def client_options(settings: KafkaSettings, client_id: str) -> dict[str, Any]:
+    """Arguments that every client of aiokafka takes."""
+    password = settings.sasl_plain_password
+    return {
+        "bootstrap_servers": address_of(settings),
+        "client_id": client_id,
+        "request_timeout_ms": settings.request_timeout_ms,
+        "security_protocol": settings.security_protocol,
+        "ssl_context": _ssl_context(settings),
+        "sasl_mechanism": settings.sasl_mechanism,
+        "sasl_plain_username": settings.sasl_plain_username,
+        "sasl_plain_password": password.get_secret_value() if password else None,
+    }
+
+
+def _ssl_context(settings: KafkaSettings) -> Any:
+    if "SSL" not in settings.security_protocol.split("_"):
+        return None
+    try:
+        return create_ssl_context(
+            cafile=settings.ssl_cafile, certfile=settings.ssl_certfile, keyfile=settings.ssl_keyfile
+        )
+    except OSError as error:
+        raise BrokerError(f"expected readable certificates in kafka.ssl_*, got {error}; check the paths") from error
+
+
+@contextlib.contextmanager
+def our_errors(doing: str) -> Iterator[None]:
+    """Raise aiokafka's errors and time-outs as ours, saying what was being done."""
+    try:
+        yield
+    except errors.OffsetOutOfRangeError as error:
+        raise DataLossRefused(f"{doing}: the broker no longer keeps that offset ({error})") from error
+    except _NO_ANSWER as error:
+        raise BusUnavailable(f"{doing}: no answer from the broker ({type(error).__name__}: {error})") from error
+    except errors.KafkaError as error:
+        raise BusError(f"{doing}: {error}") from error
+
+
+_answered: set[str] = set()
+"""Addresses at which a broker let this process in: if it is silent later, that is not the user's mistake."""
+
+
+async def started(client: Client, settings: KafkaSettings, timeout_s: float | None = None) -> Client:
+    """Start a client within the connect time-out, or another one once somebody listens.
+
+    Raises:
+        BrokerUnreachable: nothing answers, or not as a Kafka broker that lets us in.
+        BusUnavailable: the same, where a broker answered this process before.
+    """
+    address = address_of(settings)
+    try:
+        async with asyncio.timeout(settings.connect_timeout_ms / 1000):
+            await _listening(address)
+        async with asyncio.timeout(timeout_s or settings.connect_timeout_ms / 1000):
+            await client.start()
+    except (TimeoutError, OSError, errors.KafkaError) as error:
+        await discard(client)
+        if address in _answered:
+            raise BusUnavailable(f"expected the broker at {address} to answer again, got {_cause(error)}") from error
+        raise BrokerUnreachable(
+            f"expected a Kafka broker at {address}, got {_cause(error)}; start one with `streamrl kafka up`, or check "
+            "kafka.bootstrap_servers, kafka.security_protocol and the address that the broker advertises"
+        ) from error
+    except BaseException:
+        await discard(client)
+        raise
+    _answered.add(address)
+    return client
+
+
+def _cause(error: Exception) -> str:
+    match error:
+        case TimeoutError():
+            return "no answer in time"
+        case errors.KafkaError():
+            return f"a listener that ends the conversation ({type(error).__name__})"
+        case OSError(errno=int() as number) if number > 0:
+            return os.strerror(number).lower()
+        case _:
+            return str(error)
+
+
+async def _listening(address: str) -> None:
+    """Find one listening socket before aiokafka tries, which would log every refusal as an error of its own."""
+    try:
+        hosts = [(host, port) for host, port, _ in collect_hosts(address)]
+    except ValueError as error:
+        raise BrokerUnreachable(f"expected kafka.bootstrap_servers as host:port, got {address!r}") from error
+    refusal: OSError | None = None
+    for host, port in hosts:
+        try:
+            _, writer = await asyncio.open_connection(host, port)
+        except OSError as error:
+            refusal = error
+        else:
+            writer.close()
+            return
+    raise refusal or OSError(f"no address in {address!r}")
+
+
+class _Prober(AIOKafkaClient):  # type: ignore[misc]
+    """A bare client that starts and stops as the others do."""
+
+    async def start(self) -> None:
+        await self.bootstrap()
+
+
+async def partition_counts(settings: KafkaSettings, client_id: str) -> dict[str, int]:
+    """Number of partitions of every topic. Asks about no topic by name, which could create it.
+
+    Raises:
+        BrokerUnreachable: no broker answers.
+        BusError: the broker refuses.
+    """
+    prober = await started(_Prober(**client_options(settings, client_id)), settings)
+    try:
+        return await partitions_seen_by(prober, settings)
+    finally:
+        await discard(prober)
+
+
+async def partitions_seen_by(client: AIOKafkaClient, settings: KafkaSettings) -> dict[str, int]:
+    """Number of partitions of every topic, as a started client sees them now.
+
+    Raises:
+        BusUnavailable: no broker answers.
+        BusError: the broker refuses.
+    """
+    doing = f"reading the topics of {address_of(settings)}"
+    with our_errors(doing):
+        async with asyncio.timeout(settings.connect_timeout_ms / 1000):
+            try:
+                cluster = await client.fetch_all_metadata()
+            except errors.KafkaError as error:
+                if type(error) is errors.KafkaError:  # what aiokafka raises when it asked every broker in vain
+                    raise BusUnavailable(f"{doing}: no broker answers ({error})") from error
+                raise
+    return {topic: len(cluster.partitions_for_topic(topic)) for topic in cluster.topics()}

@@ -1,0 +1,229 @@
+"""Makes a broker's topics match the catalogue: what differs is a plan of changes, and applying is carrying it out.
+
+Invariants: applying twice changes nothing the second time; nothing is ever deleted, shrunk or given fewer copies.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from aiokafka import TopicPartition as KafkaPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.errors import for_code
+
+from bus.kafka.connection import client_options, discard, our_errors, started
+from bus.kafka.settings import KafkaSettings
+from bus.kafka.subscription import Reader
+from bus.port import TopicPartition
+from schemas.errors import BrokerError
+from schemas.topics import CATALOGUE, Topic
+
+READY_TIMEOUT_S = 30.0
+_CLIENT_ID = "streamrl-topics"
+_TOPIC_EXISTS = 36
+_SET_ON_TOPIC = 1
+"""``config_source`` of a value that somebody set on the topic itself."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference between the broker and the catalogue; a conflict is one that we do not mend."""
+
+    kind: Literal["create", "add partitions", "set", "conflict"]
+    topic: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.topic}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    name: str
+    topic: Topic
+    partitions: int
+    replicas: int
+
+
+@dataclass(frozen=True)
+class _Found:
+    partitions: int
+    replicas: int
+    configs: dict[str, str | None]
+    own: dict[str, str | None]
+    """The part of ``configs`` that was set on the topic itself."""
+
+
+@dataclass
+class _Plan:
+    changes: list[Change] = field(default_factory=list)
+    create: list[NewTopic] = field(default_factory=list)
+    grow: dict[str, NewPartitions] = field(default_factory=dict)
+    alter: list[ConfigResource] = field(default_factory=list)
+
+
+async def diff_topics(
+    bootstrap_servers: str,
+    run: str,
+    trajectory_partitions: int,
+    replication_factor: int | None = None,
+    settings: KafkaSettings | None = None,
+) -> list[Change]:
+    """What ``apply_topics`` would change. ``settings`` gives the security of the connection.
+
+    Raises:
+        BrokerError: no broker answers.
+        BusError: the broker refuses.
+    """
+    named = (settings or KafkaSettings()).model_copy(update={"bootstrap_servers": bootstrap_servers})
+    admin = await _admin(named)
+    try:
+        return (await _plan(admin, run, trajectory_partitions, replication_factor)).changes
+    finally:
+        await discard(admin)
+
+
+async def apply_topics(
+    bootstrap_servers: str,
+    run: str,
+    trajectory_partitions: int,
+    replication_factor: int | None = None,
+    settings: KafkaSettings | None = None,
+) -> list[Change]:
+    """Create what is missing, add partitions, set what differs, and wait until every partition has a leader.
+
+    Args:
+        bootstrap_servers: any broker of the cluster.
+        run: prefix of the topics' names.
+        trajectory_partitions: buckets × shards.
+        replication_factor: copies of new topics; None: one per broker, at most three.
+        settings: security of the connection.
+
+    Returns:
+        What was changed, and the conflicts that were left alone.
+
+    Raises:
+        BrokerError: no broker answers, or it has too few nodes.
+        BusError: the broker refuses.
+    """
+    named = (settings or KafkaSettings()).model_copy(update={"bootstrap_servers": bootstrap_servers})
+    admin = await _admin(named)
+    try:
+        plan = await _plan(admin, run, trajectory_partitions, replication_factor)
+        with our_errors(f"changing the topics of run {run}"):
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await _carry_out(admin, plan)
+    finally:
+        await discard(admin)
+    await _wait_for_leaders(named, _wanted(run, trajectory_partitions, 1))
+    return plan.changes
+
+
+async def _admin(settings: KafkaSettings) -> AIOKafkaAdminClient:
+    return await started(AIOKafkaAdminClient(**client_options(settings, _CLIENT_ID)), settings)
+
+
+def _wanted(run: str, trajectory_partitions: int, replicas: int) -> list[_Wanted]:
+    return [
+        _Wanted(topic.full_name(run), topic, topic.partition_count(trajectory_partitions), replicas)
+        for topic in CATALOGUE
+    ]
+
+
+async def _plan(
+    admin: AIOKafkaAdminClient, run: str, trajectory_partitions: int, replication_factor: int | None
+) -> _Plan:
+    with our_errors(f"reading the topics of run {run}"):
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            brokers = len((await admin.describe_cluster())["brokers"])
+            if replication_factor is not None and replication_factor > brokers:
+                raise BrokerError(
+                    f"expected kafka.replication_factor of at most {brokers}, the number of brokers, "
+                    f"got {replication_factor}; lower it or add brokers"
+                )
+            wanted = _wanted(run, trajectory_partitions, replication_factor or min(3, brokers))
+            found = await _describe(admin, [each.name for each in wanted])
+    plan = _Plan()
+    for each in wanted:
+        if each.name in found:
+            _compare(plan, each, found[each.name], exact_replicas=replication_factor is not None)
+        else:
+            configs = each.topic.configs(replication_factor=each.replicas)
+            plan.create.append(NewTopic(each.name, each.partitions, each.replicas, topic_configs=configs))
+            detail = f"{each.partitions} partitions, {each.replicas} copies, {each.topic.cleanup_policy}"
+            plan.changes.append(Change("create", each.name, detail))
+    return plan
+
+
+def _compare(plan: _Plan, wanted: _Wanted, found: _Found, *, exact_replicas: bool) -> None:
+    name = wanted.name
+    if found.partitions < wanted.partitions:
+        plan.grow[name] = NewPartitions(wanted.partitions)
+        plan.changes.append(Change("add partitions", name, f"{found.partitions} → {wanted.partitions}"))
+    elif found.partitions > wanted.partitions:
+        detail = f"has {found.partitions} partitions, wanted {wanted.partitions}; Kafka cannot take partitions away"
+        plan.changes.append(Change("conflict", name, detail))
+    if exact_replicas and found.replicas != wanted.replicas:
+        detail = f"has {found.replicas} copies, wanted {wanted.replicas}; reassign them with Kafka's own tools"
+        plan.changes.append(Change("conflict", name, detail))
+    # Measured against the copies there are: more in-sync copies than exist would make the topic unwritable.
+    configs = wanted.topic.configs(replication_factor=found.replicas)
+    differing = {key: value for key, value in configs.items() if found.configs.get(key) != value}
+    if differing:
+        merged = {**found.own, **configs}
+        plan.alter.append(ConfigResource(ConfigResourceType.TOPIC, name, configs=merged))
+        for key, value in differing.items():
+            plan.changes.append(Change("set", name, f"{key}: {found.configs.get(key)} → {value}"))
+
+
+async def _describe(admin: AIOKafkaAdminClient, names: Sequence[str]) -> dict[str, _Found]:
+    # Asking for all topics, because asking for one by name may create it.
+    topics = {each["topic"]: each["partitions"] for each in await admin.describe_topics() if each["topic"] in names}
+    if not topics:
+        return {}
+    resources = [ConfigResource(ConfigResourceType.TOPIC, name) for name in topics]
+    entries = [entry for response in await admin.describe_configs(resources) for entry in response.resources]
+    found = {}
+    for code, message, _kind, name, configs, *_ in entries:
+        _refuse_error(code, f"reading the settings of {name}: {message}")
+        partitions = topics[name]
+        found[name] = _Found(
+            partitions=len(partitions),
+            replicas=min(len(each["replicas"]) for each in partitions),
+            configs={key: value for key, value, *_ in configs},
+            own={key: value for key, value, _, source, *_ in configs if source == _SET_ON_TOPIC},
+        )
+    return found
+
+
+async def _carry_out(admin: AIOKafkaAdminClient, plan: _Plan) -> None:
+    if plan.create:
+        response = await admin.create_topics(plan.create)
+        for name, code, *message in response.topic_errors:
+            if code != _TOPIC_EXISTS:  # another process was quicker
+                _refuse_error(code, f"creating {name}: {message}")
+    if plan.grow:
+        await admin.create_partitions(plan.grow)
+    if plan.alter:
+        for response in await admin.alter_configs(plan.alter):
+            for code, message, _kind, name in response.resources:
+                _refuse_error(code, f"setting {name}: {message}")
+
+
+def _refuse_error(code: int, doing: str) -> None:
+    if code:
+        raise for_code(code)(doing)
+
+
+async def _wait_for_leaders(settings: KafkaSettings, wanted: Sequence[_Wanted]) -> None:
+    """Ask every leader for an offset: metadata names a leader a little before that broker has the partition."""
+    partitions = [TopicPartition(each.name, number) for each in wanted for number in range(each.partitions)]
+    consumer = await Reader(settings, _CLIENT_ID, None).assigned(partitions)
+    try:
+        with our_errors(f"waiting for the leaders of {len(partitions)} partitions"):
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await consumer.end_offsets([KafkaPartition(*each) for each in partitions])
+    finally:
+        await discard(consumer)

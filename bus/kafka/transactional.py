@@ -1,0 +1,194 @@
+"""Kafka transactions, one short one a commit. Knows neither messages nor our topics.
+
+Invariants: a producer that did not end a transaction for certain is discarded, because aiokafka could end a later one
+with a late request; whether there is a newer holder is the broker's word, never guessed from a time-out; every wait
+is bounded.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import structlog
+from aiokafka import AIOKafkaProducer
+from aiokafka import TopicPartition as KafkaPartition
+from aiokafka.errors import BrokerResponseError, KafkaError, ProducerFenced
+from aiokafka.producer.message_accumulator import BatchBuilder
+
+from bus.kafka.connection import partitions_seen_by, started, stop
+from bus.kafka.protocol import NOBODY, Holder, holder_of, open_as
+from bus.kafka.publisher import append, new_builder, partition_of
+from bus.kafka.settings import KafkaSettings
+from bus.port import Outgoing, TopicPartition
+from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
+
+STOP_PATIENCE_S = 1.0
+
+log = structlog.get_logger()
+
+
+class KafkaTransactionalPublisher:
+    """``bus.port.TransactionalPublisher``. Opened by ``open_transactional``."""
+
+    def __init__(self, make: Callable[[], AIOKafkaProducer], settings: KafkaSettings, transactional_id: str) -> None:
+        self._make = make
+        self._settings = settings
+        self._id = transactional_id
+        self._holder: Holder = NOBODY
+        self._producer: AIOKafkaProducer | None = None
+        self._counts: Mapping[str, int] = {}
+        self._one_at_a_time = asyncio.Lock()
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._superseded = False
+        self._closed = False
+
+    async def open(self) -> AIOKafkaProducer:
+        """The producer that holds the id. The first fences every other holder; a later one says who we were.
+
+        Raises:
+            Superseded: there is a newer holder.
+            BusUnavailable: no broker answers.
+        """
+        if self._producer is None:
+            producer = self._make()
+            open_as(producer, self._holder)
+            try:
+                # The first transaction of a broker's life waits until it has made the topic that it keeps them in.
+                await started(producer, self._settings, self._settings.transaction_timeout_ms / 1000)
+            except BusUnavailable as error:
+                if isinstance(error.__cause__, ProducerFenced):
+                    self._superseded = True
+                    raise self._newer_holder() from error.__cause__
+                raise
+            self._holder, self._producer = holder_of(producer), producer
+        return self._producer
+
+    async def commit(
+        self,
+        records: Sequence[Outgoing],
+        *,
+        offsets: Mapping[TopicPartition, int] | None = None,
+        group_id: str | None = None,
+    ) -> None:
+        """One transaction; see the port.
+
+        Raises:
+            Superseded: a newer holder opened this transactional id.
+            DeliveryUnknown: the deadline passed; it is not known whether the transaction was committed.
+            BusUnavailable: no broker answered before anything was written.
+            BusError: the broker refused it, or we are closed; nothing was written.
+        """
+        async with self._one_at_a_time:
+            if self._superseded:
+                raise self._newer_holder()
+            if self._closed:
+                raise BusError(f"transactional publisher {self._id} is closed; open a new one")
+            producer = await self.open()
+            batches = await self._batches(producer, records)
+            try:
+                async with asyncio.timeout(self._settings.transaction_timeout_ms / 1000):
+                    await _transact(producer, batches, offsets or {}, group_id)
+            except BaseException as error:
+                self._retire(producer)
+                if isinstance(error, TimeoutError | KafkaError):
+                    raise await self._told(error) from error
+                raise
+
+    async def _batches(
+        self, producer: AIOKafkaProducer, records: Sequence[Outgoing]
+    ) -> list[tuple[TopicPartition, BatchBuilder]]:
+        """The records as batches, in order per partition. Refuses unknown places before anything is begun."""
+        if any(record.topic not in self._counts for record in records):
+            self._counts = await partitions_seen_by(producer.client, self._settings)
+        open_batches: dict[TopicPartition, BatchBuilder] = {}
+        batches = []
+        for record in records:
+            tp = _place_of(record, self._counts)
+            if tp not in open_batches or not append(open_batches[tp], record):
+                open_batches[tp] = new_builder(self._settings.max_batch_bytes, self._settings.compression_type)
+                append(open_batches[tp], record)
+                batches.append((tp, open_batches[tp]))
+        return batches
+
+    async def _told(self, error: TimeoutError | KafkaError) -> BusError | Superseded:
+        """What a failed transaction means. On a fence the broker is asked: it also fences after a time-out."""
+        doing = f"committing a transaction of {self._id}"
+        if _caused_by_fence(error):
+            try:
+                await self.open()
+            except Superseded as newer:
+                return newer
+            except BusError:
+                log.warning("cannot ask who holds a transactional id", transactional_id=self._id)
+            return DeliveryUnknown(f"{doing}: it timed out at the broker; commit the same records again")
+        if isinstance(error, BrokerResponseError) and not error.retriable:
+            with contextlib.suppress(BusError, Superseded):
+                await self.open()  # which ends the transaction, so that readers do not wait for it
+            return BusError(f"{doing}: the broker refused it: {error!r}")
+        return DeliveryUnknown(f"{doing}: no certain answer ({error!r}); commit the same records again")
+
+    def _newer_holder(self) -> Superseded:
+        return Superseded(f"expected to be the newest holder of {self._id}, superseded by a newer one: let it go on")
+
+    def _retire(self, producer: AIOKafkaProducer) -> None:
+        self._producer, self._counts = None, {}
+        task = asyncio.create_task(stop(producer, 0.0))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    async def close(self) -> None:
+        """Release; bounded in time; idempotent. A transaction under way ends first, or at its deadline."""
+        self._closed = True
+        async with self._one_at_a_time:
+            producer, self._producer = self._producer, None
+            if producer is not None:
+                await stop(producer, STOP_PATIENCE_S)
+            await asyncio.gather(*self._retiring)
+
+
+async def _transact(
+    producer: AIOKafkaProducer,
+    batches: Iterable[tuple[TopicPartition, BatchBuilder]],
+    offsets: Mapping[TopicPartition, int],
+    group_id: str | None,
+) -> None:
+    await producer.begin_transaction()
+    sent = [await producer.send_batch(batch, tp.topic, partition=tp.partition) for tp, batch in batches]
+    await asyncio.gather(*sent)
+    if offsets and group_id is not None:
+        named = {KafkaPartition(*tp): offset for tp, offset in offsets.items()}
+        await producer.send_offsets_to_transaction(named, group_id)
+    await producer.commit_transaction()
+
+
+def _place_of(record: Outgoing, counts: Mapping[str, int]) -> TopicPartition:
+    count = counts.get(record.topic)
+    if count is None:
+        raise BusUnavailable(
+            f"expected an existing topic, got {record.topic!r}; create it with `streamrl topics apply`"
+        )
+    number = partition_of(record.key, count) if record.partition is None else record.partition
+    if not 0 <= number < count:
+        raise BusError(f"expected a partition below {count} of {record.topic}, got {number}")
+    return TopicPartition(record.topic, number)
+
+
+def _caused_by_fence(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, ProducerFenced):
+            return True
+        error = error.__cause__
+    return False
+
+
+async def open_transactional(
+    make: Callable[[], AIOKafkaProducer], settings: KafkaSettings, transactional_id: str
+) -> KafkaTransactionalPublisher:
+    """Opened; every older holder of the id is fenced, and its open transaction ended.
+
+    Raises:
+        BusUnavailable: no broker answers.
+    """
+    publisher = KafkaTransactionalPublisher(make, settings, transactional_id)
+    await publisher.open()
+    return publisher

@@ -1,0 +1,201 @@
+"""The bus as the rooms see it: records, a publisher, a subscription, and the factory that opens them."""
+
+from asyncio import Future
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol, Self
+
+from schemas.codec import Headers, decode, encode, headers_of
+from schemas.messages import Message
+
+
+class TopicPartition(NamedTuple):
+    """One partition of a topic (full name, with the run's prefix)."""
+
+    topic: str
+    partition: int
+
+
+class Position(NamedTuple):
+    """Where a record was stored."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
+class Record(NamedTuple):
+    """One record as read. ``timestamp`` is in seconds since the epoch."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: str | None
+    value: bytes | None
+    headers: Headers
+    timestamp: float
+
+    def message(self) -> Message:
+        """Decode the value.
+
+        Raises:
+            WireError: the bytes are not one of our messages.
+        """
+        return decode(self.value, self.headers)
+
+
+class Outgoing(NamedTuple):
+    """One record to write. ``partition`` None: chosen from the key, as Kafka's default partitioner does."""
+
+    topic: str
+    value: bytes | None
+    key: str | None
+    partition: int | None = None
+    headers: Headers = ()
+
+    @classmethod
+    def of(cls, topic: str, message: Message, *, key: str | None, partition: int | None = None) -> Self:
+        """The record that carries a message."""
+        return cls(topic, encode(message), key, partition, headers_of(message))
+
+
+class Publisher(Protocol):
+    """Writes records, idempotently and in order per partition."""
+
+    async def submit(self, record: Outgoing) -> "Future[Position]":
+        """Hand a record over; waits only for buffer space. The future resolves when the broker has it.
+
+        The future fails with ``DeliveryUnknown`` after the delivery deadline; ``BusError`` otherwise.
+        """
+        ...
+
+    async def publish(self, record: Outgoing) -> Position:
+        """``submit`` and wait until the broker has it.
+
+        Raises:
+            DeliveryUnknown: the deadline passed; the record may still arrive.
+            BusError: the broker refused it.
+        """
+        ...
+
+    async def flush(self) -> None:
+        """Wait, within the delivery deadline, for everything submitted."""
+        ...
+
+    async def close(self) -> None:
+        """Flush and release; bounded in time; idempotent."""
+        ...
+
+
+class Subscription(Protocol):
+    """Reads assigned partitions in offset order per partition; the caller keeps the offsets."""
+
+    async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
+        """The next records, or none after the time-out. Paused partitions deliver nothing.
+
+        Raises:
+            DataLossRefused: retention deleted the next record before it was read.
+            BusError: the subscription is closed, or the broker refuses.
+        """
+        ...
+
+    def pause(self, partitions: Iterable[TopicPartition]) -> None:
+        """Stop delivering from these partitions."""
+        ...
+
+    def resume(self, partitions: Iterable[TopicPartition]) -> None:
+        """Deliver from these partitions again."""
+        ...
+
+    def partitions(self) -> frozenset[TopicPartition]:
+        """The partitions this subscription reads."""
+        ...
+
+    async def positions(self) -> dict[TopicPartition, int]:
+        """The next offset that ``poll`` will deliver, by partition."""
+        ...
+
+    async def end_offsets(self) -> dict[TopicPartition, int]:
+        """The offset after the last record, by partition."""
+        ...
+
+    async def beginning_offsets(self) -> dict[TopicPartition, int]:
+        """The oldest offset that the broker still holds, by partition."""
+        ...
+
+    async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Tell the broker how far we are, for lag displays only; the checkpoint is the truth."""
+        ...
+
+    async def close(self) -> None:
+        """Release; bounded in time; idempotent."""
+        ...
+
+
+class TransactionalPublisher(Protocol):
+    """Writes records and offsets all together or not at all, as the one living holder of its transactional id."""
+
+    async def commit(
+        self,
+        records: Sequence[Outgoing],
+        *,
+        offsets: Mapping[TopicPartition, int] | None = None,
+        group_id: str | None = None,
+    ) -> None:
+        """One short transaction. ``offsets`` are committed for ``group_id``, for lag displays only.
+
+        Readers see the records soon after this returns; whoever opens the id next sees them at once.
+        After ``DeliveryUnknown`` or ``BusUnavailable`` the same records may be committed again: a new transaction
+        first ends the old one, whose records are then either all on the topics or none; readers tell repeats by what
+        the records say.
+
+        Raises:
+            Superseded: a newer holder opened this transactional id; nothing of this call will ever be read.
+            DeliveryUnknown: the deadline passed; it is not known whether the transaction was committed.
+            BusError: the broker refused it; nothing was written.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release; bounded in time; idempotent."""
+        ...
+
+
+Start = Literal["earliest", "latest"] | Mapping[TopicPartition, int]
+
+
+class Bus(Protocol):
+    """Opens publishers and subscriptions on one broker."""
+
+    async def publisher(self, client_id: str) -> Publisher:
+        """A started publisher."""
+        ...
+
+    async def transactional(self, transactional_id: str) -> TransactionalPublisher:
+        """A started transactional publisher. Opening it fences every older holder of the id, and ends its open
+        transaction.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+        ...
+
+    async def subscribe(
+        self,
+        topics: Iterable[str],
+        *,
+        client_id: str,
+        start: Start = "earliest",
+        partitions: Iterable[int] | None = None,
+        group_id: str | None = None,
+    ) -> Subscription:
+        """A started subscription that reads all partitions of the topics (or only those numbered).
+
+        ``start`` may name offsets; partitions it leaves out start at the earliest record. When this returns with
+        ``latest``, every record published afterwards will be delivered. ``group_id`` only names the commits.
+        Records of aborted or open transactions are never delivered.
+
+        Raises:
+            BusUnavailable: no broker answered, or a topic does not exist.
+            DataLossRefused: a named offset is not on the broker, or not any more.
+        """
+        ...

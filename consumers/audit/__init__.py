@@ -1,1 +1,0 @@
-"""Proves from topics and checkpoints that nothing is lost and nothing is trained twice. Opens no file and no socket."""

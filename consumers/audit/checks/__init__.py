@@ -1,1 +1,0 @@
-"""What can be wrong with the books, and how it is told."""

@@ -1,0 +1,1 @@
+"""Trajectories topic → whole groups: decode, duplicates, staleness, assembly."""

@@ -1,0 +1,210 @@
+"""Writes down what is not trained: rows on the skips topic, undecodable bytes on the dead-letters topic.
+
+A row enters the books at once and without waiting, so that no moment exists at which a record is half finished; it
+travels to the broker afterwards. Invariant no_row_is_lost: ``settled`` returns only when the broker has every row
+that was written before; one whose fate is unknown is sent again (readers tell repeats by lineage and sequence).
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import structlog
+import xxhash
+
+from bus.port import Outgoing, Position, Publisher, Record
+from schemas.codec import Headers
+from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, WireError
+from schemas.reports import RecordRef, SkipReason, SkipRecord
+from schemas.topics import DEAD_LETTERS, SKIPS
+from schemas.trajectories import Trajectory
+
+# Numbers the skip rows of a lineage, and sums them up for the checkpoint's manifest. Pure. Invariant
+# a_row_has_one_number: rows of a lineage are numbered from 1 without gaps, in the order of the books.
+
+
+def chained(before: str, row: SkipRecord) -> str:
+    """The next rolling hash: xxh3-128, in hex, over the one before and what the row is about, not how it is encoded."""
+    identity = f"{row.lineage}/{row.sequence} {row.reason.value} {row.partition}@{row.offset}-{end_of(row)}"
+    return xxhash.xxh3_128_hexdigest(f"{before}\n{identity}".encode())
+
+
+def end_of(row: SkipRecord) -> int:
+    """The offset after the last record that a row stands for."""
+    return row.offset + 1 if row.end_offset is None else row.end_offset
+
+
+@dataclass
+class SkipTally:
+    """``count`` rows of ``lineage``; ``hash`` and ``reasons`` (records by reason) go on from the parent's."""
+
+    lineage: int
+    count: int = 0
+    hash: str = ""
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def next_sequence(self) -> int:
+        """The number of the next row."""
+        return self.count + 1
+
+    def add(self, row: SkipRecord) -> None:
+        """Note the next row."""
+        assert (row.lineage, row.sequence) == (self.lineage, self.next_sequence), "rows are numbered without gaps"
+        self.count += 1
+        self.hash = chained(self.hash, row)
+        self.reasons[row.reason.value] += end_of(row) - row.offset
+
+    def copy(self) -> "SkipTally":
+        """An independent copy."""
+        return replace(self, reasons=Counter(self.reasons))
+
+    def succeeded_by(self, lineage: int) -> "SkipTally":
+        """Where the rows of the next lineage begin."""
+        return SkipTally(lineage, 0, self.hash, Counter(self.reasons))
+
+
+log = structlog.get_logger()
+
+DETAIL_LIMIT = 1000
+KEY_LIMIT = 256
+HEADERS_LIMIT = 32 << 10
+ATTEMPTS = 5
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """One record on its way, and how often its sending failed."""
+
+    record: Outgoing
+    failures: int = 0
+
+
+@dataclass
+class Rejects:
+    """``counts``: records by reason since this process started. ``publisher`` is set once it is open."""
+
+    run_name: str
+    algorithm: str
+    clock: Callable[[], float]
+    tally: SkipTally
+    publisher: Publisher | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    dead_letters: int = 0
+    refused: BusError | None = None
+    _outbox: deque[_Row] = field(default_factory=deque)
+    _under_way: "dict[asyncio.Future[Position], _Row]" = field(default_factory=dict)
+    _sending: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def skip(
+        self,
+        ref: RecordRef,
+        group_id: str | None,
+        reason: SkipReason,
+        detail: str,
+        step: int,
+        end_offset: int | None = None,
+    ) -> None:
+        """Write one row; a ref without a trajectory id means that the bytes did not decode, or are not there."""
+        row = SkipRecord(
+            algorithm=self.algorithm,
+            reason=reason,
+            detail=_printable(detail, DETAIL_LIMIT),
+            trajectory_id=ref.trajectory_id or None,
+            group_id=group_id and _printable(group_id, KEY_LIMIT),
+            partition=ref.partition,
+            offset=ref.offset,
+            end_offset=end_offset,
+            step=step,
+            lineage=self.tally.lineage,
+            sequence=self.tally.next_sequence,
+            sent_at=self.clock(),
+        )
+        record = Outgoing.of(SKIPS.full_name(self.run_name), row, key=ref.trajectory_id or None)
+        self._outbox.append(_Row(record))
+        self.tally.add(row)
+        self.counts[reason.value] += end_of(row) - row.offset
+
+    def dead_letter(self, record: Record, error: WireError) -> None:
+        """Put a record's bytes, unchanged, on the dead-letters topic with the reason in the headers.
+
+        Only what is larger than any frame may be, and so cannot be written again, is cut; a header says so.
+        """
+        reason: Headers = (
+            ("dlq-error-class", type(error).__name__.encode()),
+            ("dlq-error", _printable(str(error), DETAIL_LIMIT).encode()),
+            ("dlq-topic", record.topic.encode()),
+            ("dlq-partition", str(record.partition).encode()),
+            ("dlq-offset", str(record.offset).encode()),
+            ("dlq-ts", f"{self.clock():.3f}".encode()),
+        )
+        value = record.value
+        if value is not None and len(value) > Trajectory.MAX_BYTES:
+            reason += (("dlq-cut-from", str(len(value)).encode()),)
+            value = value[: Trajectory.MAX_BYTES]
+        written = sum(len(name) + len(content or b"") for name, content in record.headers)
+        kept = record.headers if written <= HEADERS_LIMIT else ()
+        key = record.key and _printable(record.key, KEY_LIMIT)
+        letter = Outgoing(DEAD_LETTERS.full_name(self.run_name), value, key, 0, (*kept, *reason))
+        self._outbox.append(_Row(letter))
+        self.dead_letters += 1
+
+    async def send(self) -> None:
+        """Hand the rows to the publisher; those whose fate is unknown once more.
+
+        Raises:
+            BusError: the broker refused a row for good.
+        """
+        assert self.publisher is not None, "opened before anything is sent"
+        async with self._sending:
+            while self._outbox:
+                if self.refused is not None:
+                    raise self.refused
+                row = self._outbox[0]
+                future = await self.publisher.submit(row.record)
+                self._outbox.popleft()
+                self._under_way[future] = row
+                future.add_done_callback(partial(self._landed, row))
+        if self.refused is not None:
+            raise self.refused
+
+    async def settled(self) -> None:
+        """Wait until the broker has every row written so far.
+
+        Raises:
+            BusError: it refused one.
+            DeliveryUnknown: it did not answer, however often it was asked.
+        """
+        waited_for = {row: row.failures + ATTEMPTS for row in (*self._outbox, *self._under_way.values())}
+        while waited_for := self._still_open(waited_for):
+            if overdue := sum(row.failures >= limit for row, limit in waited_for.items()):
+                raise DeliveryUnknown(
+                    f"expected the broker to take {overdue} rows on skipped trajectories, got no answer {ATTEMPTS} "
+                    "times; check the broker, then start again: a checkpoint must not go without them"
+                )
+            await self.send()
+            if mine := [future for future, row in self._under_way.items() if row in waited_for]:
+                await asyncio.wait(mine)
+        if self.refused is not None:
+            raise self.refused
+
+    def _still_open(self, rows: dict[_Row, int]) -> dict[_Row, int]:
+        missing = {*self._outbox, *self._under_way.values()}
+        return {row: limit for row, limit in rows.items() if row in missing}
+
+    def _landed(self, row: _Row, future: "asyncio.Future[Position]") -> None:
+        self._under_way.pop(future, None)
+        error = None if future.cancelled() else future.exception()
+        if future.cancelled() or isinstance(error, DeliveryUnknown | BusUnavailable):
+            log.warning("a row on a skipped trajectory is sent again", error=str(error))
+            row.failures += 1
+            self._outbox.append(row)
+        elif error is not None:
+            self.refused = error if isinstance(error, BusError) else BusError(f"a row was refused: {error!r}")
+
+
+def _printable(text: str, limit: int) -> str:
+    """Text cut to a length, and free of what UTF-8 cannot carry."""
+    return text[:limit].encode(errors="replace").decode()

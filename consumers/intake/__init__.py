@@ -1,1 +1,0 @@
-"""Trajectories topic → whole groups: decode, duplicates, staleness, assembly. Every record meets exactly one fate."""

@@ -1,1 +1,0 @@
-"""What one optimizer step is answerable for: the groups it gathered, its metrics, its report."""

@@ -1,1 +1,0 @@
-"""How the trainer tells the run what it did: in order, once per version, and only while nobody has taken over."""

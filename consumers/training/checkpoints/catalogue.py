@@ -1,0 +1,157 @@
+"""Which checkpoints a location holds, by their manifests alone: listing, order, and which may go. Knows no tensors.
+
+Invariants:
+- the_newest_lineage_leads: checkpoints are ordered by (lineage, step);
+- nothing_of_a_newer_lineage_is_forgotten: a writer removes what its own chain has left behind, and nothing else.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest
+from consumers.training.checkpoints.storage import CheckpointLocation, Slot, open_location
+from schemas.errors import CheckpointError, Superseded
+
+# Numbers the incarnations of a run's trainer. The newest number owns the run; an older holder must stop. Invariant
+# a_lineage_is_given_once: a number is claimed by creating something that must not exist.
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """A claimed number (from 1) and where it was claimed."""
+
+    number: int
+    location: CheckpointLocation
+
+    def check(self) -> None:
+        """Make sure that nobody has taken over.
+
+        Raises:
+            Superseded: a newer lineage exists.
+            CheckpointError: the claims cannot be read.
+        """
+        try:
+            newest = max(self.location.claims(), default=0)
+        except OSError as error:
+            raise CheckpointError(
+                f"expected to read the lineage claims in {self.location}, got: {error}; "
+                "without them this trainer cannot know whether another has taken over"
+            ) from error
+        if newest > self.number:
+            raise Superseded(
+                f"expected lineage {self.number} to be the newest in {self.location}, found {newest}: "
+                "superseded, another trainer has taken over this run; let it go on"
+            )
+
+
+def claim_lineage(location: CheckpointLocation, *, at_least: int, now: float) -> Lineage:
+    """Claim the number after the largest one claimed, and after ``at_least - 1``; ``now``: seconds since the epoch.
+
+    Raises:
+        CheckpointError: the location cannot be written to.
+    """
+    try:
+        number = max([at_least, *(claimed + 1 for claimed in location.claims())])
+        while not location.claim(number, json.dumps({"lineage": number, "started_at": now}).encode()):
+            number += 1
+    except OSError as error:
+        raise CheckpointError(f"expected to claim a lineage in {location}, got: {error}") from error
+    return Lineage(number, location)
+
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A slot with what its manifest says; ``manifest`` None: there is no sound one, and ``problem`` says why."""
+
+    slot: Slot
+    manifest: CheckpointManifest | None
+    problem: str = ""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newest is largest; without a manifest the lineage may be unknown, and then the entry comes last."""
+        if self.manifest is not None:
+            return self.manifest.lineage, self.manifest.step
+        return self.slot.lineage or 0, self.slot.step
+
+
+def read_entries(location: CheckpointLocation) -> list[Entry]:
+    """Everything at the location that is named as a checkpoint, newest first.
+
+    Raises:
+        CheckpointError: the location cannot be read.
+    """
+    try:
+        entries = [_read(location, slot) for slot in location.slots()]
+    except OSError as error:
+        raise CheckpointError(f"expected to list the checkpoints in {location}, got: {error}") from error
+    return sorted(entries, key=lambda entry: entry.order, reverse=True)
+
+
+def read_manifests(location: CheckpointLocation | str | Path) -> list[CheckpointManifest]:
+    """The sound manifests, newest first; the files they name are not looked at.
+
+    Raises:
+        CheckpointError: the location cannot be read.
+        SettingsError: the text names no location.
+    """
+    if isinstance(location, str | Path):
+        location = open_location(location, Path())
+    entries = read_entries(location)
+    for entry in entries:
+        if entry.manifest is None:
+            log.warning("checkpoint has no sound manifest", problem=entry.problem)
+    return [entry.manifest for entry in entries if entry.manifest is not None]
+
+
+def superfluous(entries: Iterable[Entry], written: CheckpointManifest, keep: int) -> list[Slot]:
+    """What may go after ``written``: abandoned futures, all but the newest ``keep``, and damaged ones around them.
+
+    ``entries``: newest first, ``written`` among them.
+    """
+    own = [entry for entry in entries if entry.order[0] <= written.lineage]
+    chain = _Chain([entry.manifest for entry in own if entry.manifest is not None], written)
+    kept = [entry for entry in own if entry.manifest is not None and not chain.left_behind(entry.manifest)][:keep]
+    oldest = min(entry.slot.step for entry in kept)
+    damaged = [e for e in own if e.manifest is None and oldest < e.slot.step <= written.step]
+    staying = {entry.slot for entry in (*kept, *damaged)}
+    return [entry.slot for entry in own if entry.slot not in staying]
+
+
+class _Chain:
+    """The lineage of one manifest and its ancestors, each up to the step that its child went on from."""
+
+    def __init__(self, manifests: Iterable[CheckpointManifest], newest: CheckpointManifest) -> None:
+        parents = {manifest.lineage: manifest.parent for manifest in manifests}
+        self._last_steps = {newest.lineage: newest.step}
+        parent = newest.parent
+        while parent is not None and parent.lineage not in self._last_steps:
+            self._last_steps[parent.lineage] = parent.number
+            parent = parents.get(parent.lineage)
+
+    def left_behind(self, manifest: CheckpointManifest) -> bool:
+        """Whether the chain does not lead through this checkpoint; what is older than all that is known of it stays."""
+        if manifest.lineage in self._last_steps:
+            return manifest.step > self._last_steps[manifest.lineage]
+        return manifest.lineage > min(self._last_steps) or manifest.step > min(self._last_steps.values())
+
+
+def _read(location: CheckpointLocation, slot: Slot) -> Entry:
+    address = location.address(slot)
+    data = location.manifest(slot)
+    if data is None:
+        return Entry(slot, None, f"expected a manifest in {address}, found none")
+    try:
+        manifest = decode_manifest(data)
+    except CheckpointError as error:
+        return Entry(slot, None, f"{address}: {error}")
+    if location.slot(manifest.lineage, manifest.step) != slot:
+        return Entry(slot, None, f"expected {address} to hold its own checkpoint, got that of step {manifest.step}")
+    return Entry(slot, manifest)

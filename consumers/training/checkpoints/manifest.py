@@ -1,0 +1,105 @@
+"""What a checkpoint is of, and the sealed file that says so. Knows no tensors and no storage.
+
+The file is JSON whose last member is the sha256 of every byte before it, so that no byte of it can change unnoticed.
+"""
+
+import hashlib
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, JsonValue, ValidationError
+
+from schemas.errors import CheckpointError
+from schemas.identifiers import PolicyVersion
+from schemas.trajectories import Part
+from schemas.weights import Sha256
+
+STATE = "trainer_state"
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 64 << 20
+
+_SEAL, _END = b',\n "sha256": "', b'"\n}'
+_SEAL_BYTES = 64 + len(_END)
+
+
+def _inside(path: str) -> str:
+    parts = path.split("/")
+    if "\\" in path or "\0" in path or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"expected a relative path that stays in the checkpoint, got {path!r}")
+    return path
+
+
+class CheckpointFile(Part):
+    """A file of the checkpoint, by its path in it."""
+
+    path: Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_inside)]
+    size: Annotated[int, Field(ge=0)]
+    sha256: Sha256
+
+
+class SkipTally(Part):
+    """Skip rows: how many this lineage has written, their rolling hash, and counts by reason over the whole chain."""
+
+    count: Annotated[int, Field(ge=0)] = 0
+    hash: str = ""
+    by_reason: dict[str, int] = Field(default_factory=dict)
+
+
+class Anchor(Part):
+    """A finished record below the frontier: if the topic shows another one there, it was made anew."""
+
+    offset: Annotated[int, Field(ge=0)]
+    trajectory_id: str
+
+
+class CheckpointManifest(Part):
+    """What a checkpoint is of.
+
+    ``frontier``: by partition, which records of the stream are accounted for; ``anchors``: by partition, how to
+    recognise the topic. ``parent``: the version that this lineage went on from (None: the initial model).
+    """
+
+    format: Literal[2] = 2
+    run: str
+    algorithm: str
+    lineage: Annotated[int, Field(ge=0)]
+    parent: PolicyVersion | None = None
+    step: Annotated[int, Field(ge=0)]
+    policy_version: PolicyVersion
+    frontier: dict[str, JsonValue]
+    anchors: dict[str, Anchor] = Field(default_factory=dict)
+    skips: SkipTally = Field(default_factory=SkipTally)
+    tokens_seen: Annotated[int, Field(ge=0)] = 0
+    prompt_cursor: Annotated[int, Field(ge=0)] = 0
+    config_hash: str
+    created_at: float
+    files: tuple[CheckpointFile, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files together."""
+        return sum(file.size for file in self.files)
+
+
+def encode_manifest(manifest: CheckpointManifest) -> bytes:
+    """The manifest as its sealed file."""
+    content = manifest.model_dump_json(indent=1).encode().removesuffix(b"\n}") + _SEAL
+    return content + hashlib.sha256(content).hexdigest().encode() + _END
+
+
+def decode_manifest(data: bytes) -> CheckpointManifest:
+    """Read a sealed file.
+
+    Raises:
+        CheckpointError: it is not one, a byte of it has changed, or it is of another format.
+    """
+    content, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+    if seal != hashlib.sha256(content).hexdigest().encode() + _END or not content.endswith(_SEAL):
+        raise CheckpointError(f"expected a sealed manifest, got {len(data)} bytes whose seal does not fit")
+    try:
+        return CheckpointManifest.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"expected a manifest of format 2, got one whose {place!r} is wrong: {first['msg']}"
+        ) from error

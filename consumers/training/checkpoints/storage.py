@@ -1,0 +1,502 @@
+"""Checkpoints in an object store (S3, Google Cloud Storage, Azure, memory), by way of obstore.
+
+    {prefix}/lineages/{L}.json
+    {prefix}/lineage_{L}/step_{N}/config.json, model.safetensors, trainer_state/manifest.json …
+
+Invariants:
+- the_manifest_comes_last: a checkpoint without a manifest is none;
+- no_lineage_writes_over_another: keys begin with the writer's lineage.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from ipaddress import ip_address
+from os import environ
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import MemoryStore, ObjectStore, from_url
+
+from consumers.training.checkpoints.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    STATE,
+    CheckpointManifest,
+    encode_manifest,
+)
+from schemas.errors import SettingsError
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+
+# Directories that appear whole or not at all, and checksums of files.
+
+TEMPORARY = ".tmp-"
+
+
+def sha256_of(path: Path) -> str:
+    """Checksum of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def appearing_directory(target: Path) -> Iterator[Path]:
+    """A temporary directory that becomes ``target`` when the block ends well, replacing what was there.
+
+    Not synced to the disk.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / f"{TEMPORARY}{target.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Force a file or directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Delete temporary directories of a process that died while writing."""
+    for path in parent.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# Where checkpoints live: what the store asks of such a place, and which text names which. Knows no tensors.
+
+REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://.*")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one checkpoint; ``lineage`` None: its name does not tell."""
+
+    name: str
+    step: int
+    lineage: int | None = None
+
+
+class CheckpointLocation(Protocol):
+    """Storage of one run's checkpoints and lineage claims. Every method may raise ``OSError``."""
+
+    @property
+    def scratch(self) -> Path:
+        """The local directory whose disk the files are first written to."""
+
+    def claims(self) -> list[int]:
+        """Lineage numbers claimed so far, in no order."""
+
+    def claim(self, number: int, content: bytes) -> bool:
+        """Claim a number; false if it was taken. Of any number of claimants, one is told true."""
+
+    def clear_leftovers(self) -> None:
+        """Undo what a dead writer left half done. For the holder of the newest lineage only."""
+
+    def slot(self, lineage: int, step: int) -> Slot:
+        """Where a checkpoint belongs."""
+
+    def slots(self) -> list[Slot]:
+        """Places that hold something, in no order; whether it is a checkpoint is not looked at."""
+
+    def address(self, slot: Slot) -> str:
+        """The place in words that the user can find it by."""
+
+    def manifest(self, slot: Slot) -> bytes | None:
+        """The manifest's bytes, or none if there is none."""
+
+    def staging(self, slot: Slot, lineage: int) -> AbstractContextManager[Path]:
+        """An empty local directory to write the files into; it is gone after the block."""
+
+    def secure(self, staged: Path) -> None:
+        """Make a staged file durable, if its content stays where it was written. Called from several threads."""
+
+    def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> None:
+        """Make the secured files a checkpoint, durably: the manifest becomes visible last, right after ``fence``."""
+
+    def fetch(self, slot: Slot, manifest: CheckpointManifest) -> Path:
+        """A local directory with the checkpoint's files and manifest; not verified."""
+
+    def remove(self, slot: Slot) -> None:
+        """Forget a checkpoint, the manifest first."""
+
+    def __str__(self) -> str:
+        """The location as text that opens it again."""
+
+
+def open_location(location: str | Path, cache: Path) -> CheckpointLocation:
+    """A directory, or a URL of an object store: ``s3://bucket/prefix``, ``gs://…``, ``az://…``, ``memory://name``.
+
+    Endpoint and credentials come from the usual environment (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` …). ``cache``
+    takes the files that go to or come from an object store. ``memory://`` lives as long as the process.
+
+    Raises:
+        SettingsError: the URL names no store that is known, or lacks something that the store needs.
+    """
+    if isinstance(location, str) and REMOTE.fullmatch(location):
+        return open_objects(location, cache)
+
+    return LocalLocation(Path(location))
+
+
+# Checkpoints in a local directory: ``step_{N}`` is a Hugging Face model directory, ``lineages/`` holds the claims.
+# Invariants: - a_checkpoint_appears_whole: it is written aside, synced, and gets its name by one rename; -
+# a_newer_checkpoint_is_never_written_over: a rename onto an existing checkpoint fails.
+
+CLAIMS = "lineages"
+REPLACED = f"{TEMPORARY}old-"
+
+
+@dataclass(frozen=True)
+class LocalLocation:
+    """``root`` need not exist yet."""
+
+    root: Path
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    @property
+    def scratch(self) -> Path:
+        """Files are written beside the checkpoints."""
+        return self.root
+
+    def claims(self) -> list[int]:
+        """Lineage numbers claimed so far, in no order."""
+        return [int(path.stem) for path in (self.root / CLAIMS).glob("*.json") if path.stem.isdecimal()]
+
+    def claim(self, number: int, content: bytes) -> bool:
+        """Create the claim's file, which must not exist."""
+        folder = self.root / CLAIMS
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{number}.json"
+        try:
+            with path.open("xb") as file:
+                file.write(content)
+        except FileExistsError:
+            return False
+        for made in (path, folder, self.root):
+            sync(made)
+        return True
+
+    def clear_leftovers(self) -> None:
+        """Put back a checkpoint whose replacement never came, and delete what was half written."""
+        for aside in self.root.glob(f"{REPLACED}step_*"):
+            target = self.root / aside.name.removeprefix(REPLACED)
+            if not target.exists():
+                aside.rename(target)
+        remove_leftovers(self.root)
+
+    def slot(self, lineage: int, step: int) -> Slot:
+        """One place for a step: a lineage takes over the place of an abandoned one."""
+        return Slot(f"step_{step}", step)
+
+    def slots(self) -> list[Slot]:
+        """Directories named as checkpoints."""
+        named = ((path.name, re.fullmatch(r"step_([0-9]+)", path.name)) for path in self.root.glob("step_*"))
+        return [Slot(name, int(match[1])) for name, match in named if match is not None]
+
+    def address(self, slot: Slot) -> str:
+        """The directory."""
+        return str(self.root / slot.name)
+
+    def manifest(self, slot: Slot) -> bytes | None:
+        """The manifest's bytes, or none if there is none."""
+        path = self.root / slot.name / STATE / MANIFEST
+        try:
+            with path.open("rb") as file:
+                return file.read(MAX_MANIFEST_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    @contextmanager
+    def staging(self, slot: Slot, lineage: int) -> Iterator[Path]:
+        """A directory on the same file system, named by the lineage: two trainers never share one."""
+        temporary = self.root / f"{TEMPORARY}{lineage}-{slot.name}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def secure(self, staged: Path) -> None:
+        """Sync it."""
+        sync(staged)
+
+    def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> None:
+        """Sync what names the files, then rename the directory in; what an abandoned lineage left there goes."""
+        written = staged / STATE / MANIFEST
+        written.write_bytes(encode_manifest(manifest))
+        for path in (written, *(path for path in staged.rglob("*") if path.is_dir()), staged):
+            sync(path)
+        fence()
+        target, aside = self.root / slot.name, self.root / f"{REPLACED}{slot.name}"
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            target.rename(aside)
+        try:
+            fence()
+            staged.rename(target)
+        except Exception:
+            if aside.exists() and not target.exists():
+                aside.rename(target)
+            raise
+        sync(self.root)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def fetch(self, slot: Slot, manifest: CheckpointManifest) -> Path:
+        """The checkpoint itself: it is here already."""
+        return self.root / slot.name
+
+    def remove(self, slot: Slot) -> None:
+        """Take the name away first, so that no part of it remains as a checkpoint."""
+        gone = self.root / f"{TEMPORARY}gone-{slot.name}"
+        shutil.rmtree(gone, ignore_errors=True)
+        try:
+            (self.root / slot.name).rename(gone)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+SCHEMES = ("s3://", "gs://", "az://")
+LEAST_PART, MOST_PARTS = 8 << 20, 9_000
+RETRY = timedelta(seconds=60)
+CHECKPOINT = re.compile(r"lineage_([0-9]+)/step_([0-9]+)/(.+)")
+RESTORED = "restored"
+MEMORY = "memory://"
+_memories: dict[str, MemoryStore] = {}
+
+
+def open_objects(url: str, cache: Path) -> "ObjectLocation":
+    """The location of a URL; plain HTTP is allowed to this machine only, unless ``AWS_ALLOW_HTTP`` is ``true``.
+
+    Raises:
+        SettingsError: the URL names no store that is known, or lacks something that the store needs.
+    """
+    if url.startswith(MEMORY):
+        return ObjectLocation(_memories.setdefault(url.rstrip("/"), MemoryStore()), url, cache)
+    options: ClientConfig = {"allow_http": True} if _may_be_plain() else {}
+    retry: RetryConfig = {"retry_timeout": RETRY}
+    try:
+        if not url.startswith(SCHEMES):
+            raise ValueError("no such kind of store")
+        store = from_url(url, client_options=options, retry_config=retry)
+    except (BaseError, ValueError) as error:
+        raise SettingsError(
+            f"expected a directory or an s3://, gs:// or az:// URL of an object store, got {url!r}: {_line(error)}"
+        ) from error
+    return ObjectLocation(store, url, cache)
+
+
+def forget_memory(url: str) -> None:
+    """Drop a ``memory://`` location with everything in it."""
+    _memories.pop(url.rstrip("/"), None)
+
+
+@dataclass(frozen=True)
+class ObjectLocation:
+    """``store`` is already narrowed to the URL's prefix; ``cache`` is a local directory for files in transit."""
+
+    store: ObjectStore
+    url: str
+    cache: Path
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def scratch(self) -> Path:
+        """Files are written to the cache, then uploaded."""
+        return self.cache
+
+    def claims(self) -> list[int]:
+        """Lineage numbers claimed so far, in no order."""
+        names = (key.rpartition("/")[2].removesuffix(".json") for key in self._keys(CLAIMS))
+        return [int(name) for name in names if name.isdecimal()]
+
+    def claim(self, number: int, content: bytes) -> bool:
+        """Put an object that must not exist.
+
+        Raises:
+            SettingsError: the store overwrites where it was told to create, so that claims mean nothing.
+        """
+        key = f"{CLAIMS}/{number}.json"
+        if not self._create(key, content):
+            return False
+        if self._create(key, content):
+            raise SettingsError(
+                f"expected {self.url} to honour 'If-None-Match: *', but it overwrote {key}: "
+                "two trainers could not be told apart; use a store with conditional writes"
+            )
+        return True
+
+    def clear_leftovers(self) -> None:
+        """Delete uploads without a manifest, and what is in the cache."""
+        self._sweep(None)
+        for path in (*self.cache.glob(f"{TEMPORARY}*"), self.cache / RESTORED):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def slot(self, lineage: int, step: int) -> Slot:
+        """A place of its own for every lineage and step."""
+        return _slot(lineage, step)
+
+    def slots(self) -> list[Slot]:
+        """Places with a manifest; the others are uploads that never ended."""
+        return _with_manifest(self._keys())
+
+    def address(self, slot: Slot) -> str:
+        """The URL."""
+        return f"{self.url.rstrip('/')}/{slot.name}"
+
+    def manifest(self, slot: Slot) -> bytes | None:
+        """The manifest's bytes, or none if there is none."""
+        try:
+            with _as_os_error():
+                result = obstore.get(self.store, _manifest_key(slot))
+                return bytes(result.bytes()) if result.meta["size"] <= MAX_MANIFEST_BYTES else b""
+        except FileNotFoundError:
+            return None
+
+    @contextmanager
+    def staging(self, slot: Slot, lineage: int) -> Iterator[Path]:
+        """A directory in the cache."""
+        with self._temporary(slot) as directory:
+            yield directory
+
+    def secure(self, staged: Path) -> None:
+        """Nothing: it is uploaded."""
+
+    def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> None:
+        """Upload the files, then create the manifest; what failed attempts of this lineage left goes first."""
+        self._delete([_manifest_key(slot)])
+        self._sweep(f"lineage_{slot.lineage}")
+        for file in manifest.files:
+            part = max(LEAST_PART, file.size // MOST_PARTS)
+            with _as_os_error():
+                obstore.put(self.store, f"{slot.name}/{file.path}", staged / file.path, chunk_size=part)
+        content = encode_manifest(manifest)
+        fence()
+        if not self._create(_manifest_key(slot), content) and self.manifest(slot) != content:
+            raise FileExistsError(f"another writer's manifest is at {self.address(slot)}")
+
+    def fetch(self, slot: Slot, manifest: CheckpointManifest) -> Path:
+        """Download into the cache."""
+        target = self.cache / RESTORED / slot.name
+        with self._temporary(slot) as directory:
+            for file in manifest.files:
+                self._download(f"{slot.name}/{file.path}", directory / file.path, file.size)
+            self._download(_manifest_key(slot), directory / STATE / MANIFEST, MAX_MANIFEST_BYTES)
+            shutil.rmtree(target, ignore_errors=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            directory.rename(target)
+        return target
+
+    def remove(self, slot: Slot) -> None:
+        """Delete the manifest, then everything else under the checkpoint's prefix."""
+        self._delete([_manifest_key(slot)])
+        self._delete(self._keys(slot.name))
+
+    @contextmanager
+    def _temporary(self, slot: Slot) -> Iterator[Path]:
+        directory = self.cache / f"{TEMPORARY}{slot.name.replace('/', '-')}"
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _sweep(self, prefix: str | None) -> None:
+        keys = self._keys(prefix)
+        finished = tuple(f"{slot.name}/" for slot in _with_manifest(keys))
+        self._delete(key for key in keys if CHECKPOINT.match(key) and not key.startswith(finished))
+
+    def _keys(self, prefix: str | None = None) -> list[str]:
+        with _as_os_error():
+            return [item["path"] for chunk in obstore.list(self.store, prefix) for item in chunk]
+
+    def _create(self, key: str, content: bytes) -> bool:
+        try:
+            with _as_os_error():
+                obstore.put(self.store, key, content, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            try:
+                with _as_os_error():
+                    obstore.delete(self.store, key)
+            except FileNotFoundError:
+                continue
+
+    def _download(self, key: str, path: Path, most: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _as_os_error(), path.open("wb") as file:
+            result = obstore.get(self.store, key)
+            if result.meta["size"] > most:
+                raise OSError(f"expected at most {most} bytes in {key}, got {result.meta['size']}")
+            for chunk in result.stream():
+                file.write(chunk)
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except AlreadyExistsError as error:
+        raise FileExistsError(_line(error)) from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(_line(error)) from error
+    except BaseError as error:
+        raise OSError(_line(error)) from error
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _slot(lineage: int, step: int) -> Slot:
+    return Slot(f"lineage_{lineage}/step_{step}", step, lineage)
+
+
+def _with_manifest(keys: Iterable[str]) -> list[Slot]:
+    found = (match for key in keys if (match := CHECKPOINT.match(key)) and match[3] == f"{STATE}/{MANIFEST}")
+    return [_slot(int(match[1]), int(match[2])) for match in found]
+
+
+def _manifest_key(slot: Slot) -> str:
+    return f"{slot.name}/{STATE}/{MANIFEST}"
+
+
+def _may_be_plain() -> bool:
+    host = urlsplit(environ.get("AWS_ENDPOINT_URL", "")).hostname or ""
+    try:
+        is_loopback = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    return is_loopback or environ.get("AWS_ALLOW_HTTP", "").lower() == "true"

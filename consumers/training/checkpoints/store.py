@@ -1,0 +1,245 @@
+"""Checkpoints: a Hugging Face model directory with the trainer's state beside it, vouched for by one manifest.
+
+    step_{N}/config.json, model.safetensors, tokenizer files …
+    step_{N}/trainer_state/{optimizer,rng}.safetensors, intake.json, report.bin, manifest.json
+
+Invariants:
+- the_checkpoint_is_the_truth: weights, optimizer and stream position of one moment, under one manifest written last;
+- a_checkpoint_that_does_not_verify_is_never_loaded: every file has its sha256 in the manifest;
+- a_superseded_writer_publishes_nothing: the lineage is checked right before the manifest becomes visible.
+"""
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+from pydantic import JsonValue, TypeAdapter
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from consumers.training.checkpoints.catalogue import Lineage, claim_lineage, read_entries, read_manifests, superfluous
+from consumers.training.checkpoints.manifest import MANIFEST, STATE, CheckpointFile, CheckpointManifest, decode_manifest
+from consumers.training.checkpoints.storage import CheckpointLocation, sha256_of
+from schemas.errors import CheckpointError
+
+log = structlog.get_logger()
+
+OPTIMIZER, RNG, INTAKE, REPORT = (
+    f"{STATE}/{name}" for name in ("optimizer.safetensors", "rng.safetensors", "intake.json", "report.bin")
+)
+TENSORS = ".safetensors"
+SECURING_THREADS = 4
+"""Files forced to the disk at once share its flushes."""
+_INTAKE = TypeAdapter(dict[str, JsonValue])
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a checkpoint holds besides the model: ``intake`` is the intake's own snapshot.
+
+    ``report``: the encoded step report of this step, so that a restart can announce it again.
+    """
+
+    manifest: CheckpointManifest
+    optimizer: dict[str, Tensor]
+    rng: dict[str, Tensor]
+    intake: dict[str, JsonValue]
+    report: bytes = b""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in (*self.optimizer.values(), *self.rng.values()))
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A verified checkpoint: where its model is, on this machine, and the rest of its state."""
+
+    directory: Path
+    state: TrainerState
+
+
+@dataclass(frozen=True)
+class CheckpointStore:
+    """The checkpoints of one algorithm of a run; the newest ``keep`` of them stay."""
+
+    location: CheckpointLocation
+    keep: int
+
+    def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
+        """Take the run over: the next number, greater than that of every claim and every checkpoint.
+
+        Raises:
+            CheckpointError: the location cannot be read or written to.
+        """
+        newest = max((manifest.lineage for manifest in self.manifests()), default=0)
+        lineage = claim_lineage(self.location, at_least=max(at_least, newest + 1), now=now)
+        self.location.clear_leftovers()
+        return lineage
+
+    def write(self, state: TrainerState, write_model: Callable[[Path], Any], lineage: Lineage) -> str:
+        """Write a checkpoint, durably and atomically; where it is, in words.
+
+        ``write_model`` fills the Hugging Face directory. Futures that this lineage does not descend from go.
+
+        Raises:
+            Superseded: a newer lineage exists; nothing was published.
+            CheckpointError: the disk is full or the store fails; earlier checkpoints are as they were.
+        """
+        assert state.manifest.lineage == lineage.number
+        slot = self.location.slot(lineage.number, state.manifest.step)
+        needed = self._needed(state)
+        self._check_space(needed)
+        try:
+            with self.location.staging(slot, lineage.number) as directory:
+                write_model(directory)
+                _write_state(directory, state)
+                manifest = state.manifest.model_copy(update={"files": self._secured(directory)})
+                self.location.publish(slot, directory, manifest, lineage.check)
+        except (OSError, SafetensorError) as error:
+            with suppress(CheckpointError):
+                lineage.check()
+            raise CheckpointError(
+                f"expected to write a checkpoint of about {needed} bytes to {self.location.address(slot)}, "
+                f"got: {error} ({self._free()} bytes are free in {self.location.scratch}); "
+                "make room or mend the storage; earlier checkpoints are as they were"
+            ) from error
+        self._forget_old(manifest)
+        return self.location.address(slot)
+
+    def _secured(self, directory: Path) -> tuple[CheckpointFile, ...]:
+        """The staged files, durable; their checksums are made while the disk is waited for."""
+        paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+        largest_first = sorted(paths, key=lambda path: path.stat().st_size, reverse=True)
+        with ThreadPoolExecutor(SECURING_THREADS) as pool:
+            secured = pool.map(self.location.secure, largest_first)
+            files = tuple(_described(directory, path) for path in paths)
+            for _ in secured:
+                pass  # raises what the disk did
+        return files
+
+    def newest(self) -> Restored | None:
+        """The newest checkpoint that verifies, by lineage and then step, or none if there is no checkpoint.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none of them verifies; or the location cannot be read.
+        """
+        problems = []
+        for entry in sorted(read_entries(self.location), key=lambda entry: entry.manifest is not None):
+            try:
+                if entry.manifest is None:
+                    raise CheckpointError(entry.problem)
+                return self.load(entry.manifest)
+            except CheckpointError as error:
+                log.warning("checkpoint does not verify, falling back to the one before", problem=str(error))
+                problems.append(str(error))
+        if problems:
+            raise CheckpointError(
+                f"expected a checkpoint that verifies in {self.location}, found none of {len(problems)}: "
+                f"{problems[0]}; restore one, or move them away to begin anew"
+            )
+        return None
+
+    def manifests(self) -> list[CheckpointManifest]:
+        """The sound manifests, newest first; the files they name are not verified."""
+        return read_manifests(self.location)
+
+    def load(self, manifest: CheckpointManifest) -> Restored:
+        """Fetch, verify and read the checkpoint of a manifest.
+
+        Raises:
+            CheckpointError: it does not verify, or cannot be fetched.
+        """
+        slot = self.location.slot(manifest.lineage, manifest.step)
+        try:
+            directory = self.location.fetch(slot, manifest)
+        except OSError as error:
+            raise CheckpointError(f"expected to fetch {self.location.address(slot)}, got: {error}") from error
+        restored = load_checkpoint(directory)
+        if restored.state.manifest != manifest:
+            raise CheckpointError(f"expected the checkpoint listed at {directory}, got another one: it was replaced")
+        return restored
+
+    def _forget_old(self, written: CheckpointManifest) -> None:
+        """Housekeeping: a failure is not worth losing the step for."""
+        try:
+            for slot in superfluous(read_entries(self.location), written, self.keep):
+                self.location.remove(slot)
+        except (OSError, CheckpointError) as error:
+            log.warning("old checkpoints stay for now", location=str(self.location), problem=str(error))
+
+    def _needed(self, state: TrainerState) -> int:
+        """Bytes of the state, and of the model as in the newest checkpoint."""
+        newest = next(iter(self.manifests()), None)
+        files = newest.files if newest else ()
+        return state.size + sum(file.size for file in files if not file.path.startswith(f"{STATE}/"))
+
+    def _check_space(self, needed: int) -> None:
+        free = self._free()
+        if free < needed:
+            raise CheckpointError(
+                f"expected {needed} bytes free in {self.location.scratch} for a checkpoint, got {free}; "
+                "make room; earlier checkpoints are as they were"
+            )
+
+    def _free(self) -> int:
+        existing = next(
+            path for path in (self.location.scratch, *self.location.scratch.absolute().parents) if path.exists()
+        )
+        return shutil.disk_usage(existing).free
+
+
+def load_checkpoint(directory: Path) -> Restored:
+    """Verify and read a checkpoint on this machine; the model itself is left to the caller.
+
+    Raises:
+        CheckpointError: a file is missing, unreadable, or differs from the manifest.
+    """
+    try:
+        manifest = decode_manifest((directory / STATE / MANIFEST).read_bytes())
+        _verify(directory, manifest)
+        state = TrainerState(
+            manifest=manifest,
+            optimizer=load_file(directory / OPTIMIZER),
+            rng=load_file(directory / RNG),
+            intake=_INTAKE.validate_json((directory / INTAKE).read_bytes()),
+            report=(directory / REPORT).read_bytes(),
+        )
+    except (OSError, SafetensorError, ValueError, CheckpointError) as error:
+        raise CheckpointError(f"expected a whole checkpoint at {directory}, got: {error}") from error
+    return Restored(directory, state)
+
+
+def _write_state(directory: Path, state: TrainerState) -> None:
+    (directory / STATE).mkdir()
+    save_file(state.optimizer, directory / OPTIMIZER)
+    save_file(state.rng, directory / RNG)
+    (directory / INTAKE).write_bytes(_INTAKE.dump_json(state.intake))
+    (directory / REPORT).write_bytes(state.report)
+
+
+def _verify(directory: Path, manifest: CheckpointManifest) -> None:
+    listed = {file.path for file in manifest.files}
+    missing = sorted({OPTIMIZER, RNG, INTAKE, REPORT} - listed)
+    if missing:
+        raise CheckpointError(f"a manifest that does not list {missing[0]}")
+    if not any(path.endswith(TENSORS) and not path.startswith(f"{STATE}/") for path in listed):
+        raise CheckpointError("a manifest that lists no model")
+    for file in manifest.files:
+        path = directory / file.path
+        if path.stat().st_size != file.size or sha256_of(path) != file.sha256:
+            raise CheckpointError(f"{path} without its {file.size} bytes of sha256 {file.sha256}")
+        if path.suffix == TENSORS:
+            with safe_open(path, "numpy"):
+                pass
+
+
+def _described(directory: Path, path: Path) -> CheckpointFile:
+    return CheckpointFile(path=path.relative_to(directory).as_posix(), size=path.stat().st_size, sha256=sha256_of(path))

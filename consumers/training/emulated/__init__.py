@@ -1,1 +1,0 @@
-"""Training without a model: waits as long as a profile says, and writes real, tiny weights and checkpoints."""

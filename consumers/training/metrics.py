@@ -1,0 +1,166 @@
+"""The numbers of one optimizer step, under TRL's and prime-rl's names, and the file they are appended to.
+
+Knows no torch and no bus.
+"""
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from consumers.algorithms.advantages import Credit
+from consumers.batching.micro_batches import Group, MicroBatch
+from consumers.ingest.filters import staleness
+from schemas.identifiers import PolicyVersion
+from schemas.trajectories import FinishReason, Trajectory
+
+# Where the time of one step went: seconds by name, and when each stretch began and ended. Knows no trainer.
+
+GAP_S = 1e-3
+"""Stretches of one name that are nearer than that are one."""
+
+
+class Span(NamedTuple):
+    """What was done from ``start`` to ``end``, in seconds on the trainer's clock (since the epoch)."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass
+class Stopwatch:
+    """``clock`` tells the time of day; durations are measured on a clock that nobody sets."""
+
+    clock: Callable[[], float] = time.time
+    began: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the block's duration. Blocks follow each other; they are not nested."""
+        start, at = time.perf_counter(), self.clock()
+        try:
+            yield
+        finally:
+            taken = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + taken
+            self._add(Span(name, at, at + taken))
+
+    def _add(self, span: Span) -> None:
+        last = self.spans[-1] if self.spans else None
+        if last is not None and last.name == span.name and span.start - last.end < GAP_S:
+            self.spans[-1] = last._replace(end=span.end)
+        else:
+            self.spans.append(span)
+
+    def since_start(self) -> float:
+        """Seconds since this stopwatch was made."""
+        return time.perf_counter() - self.began
+
+
+@dataclass
+class StepMetrics:
+    """Collects what the groups of one step look like."""
+
+    trajectories: list[Trajectory] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    deviations: list[float] = field(default_factory=list)
+    staleness: list[float] = field(default_factory=list)
+
+    def observe(self, group: Group, credit: Credit, version: PolicyVersion) -> None:
+        """Note a group that enters the gradient of the step that follows ``version``."""
+        for sample in group.samples:
+            self.trajectories.append(sample.trajectory)
+            self.staleness.append(float(staleness(sample.trajectory, version)))
+        self.rewards += credit.rewards.tolist()
+        self.deviations.append(credit.deviation)
+
+    def summary(self) -> dict[str, float]:
+        """Rewards, completions and staleness; empty if nothing was observed."""
+        if not self.trajectories:
+            return {}
+        return {
+            "reward": float(np.mean(self.rewards)),
+            "reward_std": float(np.mean(self.deviations)),
+            "frac_reward_zero_std": float(np.mean([value == 0.0 for value in self.deviations])),
+            "off_policy/mean": float(np.mean(self.staleness)),
+            "off_policy/max": max(self.staleness),
+            **_by_reward_function(self.trajectories),
+            **_completions(self.trajectories),
+        }
+
+
+@dataclass
+class PaddingMetrics:
+    """Positions of micro-batches and the tokens on them, by length bucket of the row."""
+
+    positions: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    tokens: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    micro_batches: int = 0
+
+    def observe(self, batch: MicroBatch, shards: int) -> None:
+        """Note a micro-batch; a row's bucket is told by its partition."""
+        self.micro_batches += 1
+        width = batch.input_ids.shape[1]
+        for ref, length in zip(batch.refs, batch.lengths.tolist(), strict=True):
+            self.positions[ref.partition // shards] += width
+            self.tokens[ref.partition // shards] += length
+
+    def summary(self) -> dict[str, float]:
+        """Shares of padding, and how many micro-batches there were; empty if there was none."""
+        if not self.micro_batches:
+            return {}
+        by_bucket = {
+            f"padding/bucket_{bucket}": 1 - self.tokens[bucket] / count
+            for bucket, count in sorted(self.positions.items())
+        }
+        everything = 1 - sum(self.tokens.values()) / sum(self.positions.values())
+        return {"batching/micro_batches": float(self.micro_batches), "padding/all": everything, **by_bucket}
+
+
+def _by_reward_function(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for name, reward in trajectory.rewards.items():
+            if reward is not None:
+                values[name].append(reward)
+    means = {f"rewards/{name}/mean": float(np.mean(found)) for name, found in values.items()}
+    return means | {f"rewards/{name}/std": float(np.std(found)) for name, found in values.items()}
+
+
+def _completions(trajectories: list[Trajectory]) -> dict[str, float]:
+    lengths = np.array([len(trajectory.token_ids) for trajectory in trajectories])
+    clipped = np.array([trajectory.finish_reason is FinishReason.LENGTH for trajectory in trajectories])
+    finished = lengths[~clipped]
+    found = {
+        "completions/num_tokens": float(lengths.sum()),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(clipped.mean()),
+    }
+    if finished.size:
+        found["completions/mean_terminated_length"] = float(finished.mean())
+    return found
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that are numbers; a step report refuses NaN and infinity."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def append_metrics(path: Path, step: int, now: float, metrics: Mapping[str, float], spans: Iterable[Span] = ()) -> None:
+    """Add one line of JSON: ``step``, ``time`` (since the epoch), the metrics, ``spans`` as [name, start, end]."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stretches = [[span.name, round(span.start, 4), round(span.end, 4)] for span in spans]
+    with path.open("a") as file:
+        file.write(json.dumps({"step": step, "time": now, **finite(metrics), "spans": stretches}) + "\n")

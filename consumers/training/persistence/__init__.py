@@ -1,1 +1,0 @@
-"""What outlives the trainer's process: checkpoints, lineage numbers, and the weights that workers fetch."""

@@ -1,1 +1,0 @@
-"""Kinds of places that keep checkpoints: a local directory, and an object store."""

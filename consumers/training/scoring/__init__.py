@@ -1,1 +1,0 @@
-"""How likely a model finds completions."""

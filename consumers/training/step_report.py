@@ -1,0 +1,159 @@
+"""The messages in which the trainer answers for its steps. Sends nothing."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from consumers.algorithms.advantages import Credit, deviation
+from consumers.batching.micro_batches import Group, MicroBatch, Sample
+from consumers.training.metrics import PaddingMetrics, StepMetrics, Stopwatch, finite
+from schemas.identifiers import PolicyVersion
+from schemas.reports import RecordRef, RefusedStep, StepReport
+
+# What one optimizer step has gathered so far: its groups, what entered the gradient, and where the time went. Pure.
+
+
+@dataclass
+class GatheredStep:
+    """Grows group by group; ``version`` is of the weights that the gradient is computed with."""
+
+    version: PolicyVersion
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    groups: list[Group] = field(default_factory=list)
+    left_out: list[tuple[Group, str]] = field(default_factory=list)
+    micro_batches: list[tuple[RecordRef, ...]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    tokens: int = 0
+    metrics: StepMetrics = field(default_factory=StepMetrics)
+    padding: PaddingMetrics = field(default_factory=PaddingMetrics)
+
+    def add(self, group: Group, credit: Credit) -> None:
+        """A group is in; samples that stay out of the gradient are kept by what keeps them out."""
+        self.groups.append(group)
+        self.rewards += credit.rewards.tolist()
+        self.metrics.observe(group, credit, self.version)
+        by_detail: dict[str, list[Sample]] = {}
+        for sample, detail in credit.left_out:
+            by_detail.setdefault(detail, []).append(sample)
+        self.left_out += [(replace(group, samples=tuple(found)), detail) for detail, found in by_detail.items()]
+
+    def trained(self, batch: MicroBatch, shards: int) -> None:
+        """A micro-batch entered the gradient; ``shards``: partitions of a length bucket."""
+        self.micro_batches.append(tuple(batch.refs))
+        self.tokens += batch.num_tokens
+        self.padding.observe(batch, shards)
+
+    @property
+    def group_ids(self) -> tuple[str, ...]:
+        """Names of the groups, in the order in which they came."""
+        return tuple(group.group_id for group in self.groups)
+
+    @property
+    def left_out_refs(self) -> tuple[RecordRef, ...]:
+        """The records of samples that stay out of the gradient."""
+        return tuple(sample.ref for part, _ in self.left_out for sample in part.samples)
+
+    @property
+    def reward_deviation(self) -> float:
+        """Standard deviation of all shaped rewards."""
+        return deviation(np.array(self.rewards, dtype=np.float64))
+
+    def timings(self) -> dict[str, float]:
+        """Where the step's time went so far, in seconds, and the share of it that was training."""
+        seconds = self.watch.seconds
+        step = max(self.watch.since_start(), 1e-9)
+        training = seconds.get("forward_backward", 0.0) + seconds.get("optimizer", 0.0)
+        return {f"time/{name}": value for name, value in seconds.items()} | {
+            "time/step": step,
+            "step_time": step,
+            "time/train_share": training / step,
+            "training_tok/s": self.tokens / step,
+            "perf/throughput": self.tokens / step,
+        }
+
+
+PROBLEM_LIMIT = 4096
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the weights in memory are known by. ``manifest_sha256`` None: they were not exported."""
+
+    version: PolicyVersion
+    manifest_sha256: str | None
+    digests: dict[str, str]
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Ancestry:
+    """What a lineage went on from: the version of a checkpoint, and how many of its lineage's skip rows it has."""
+
+    parent: PolicyVersion | None
+    parent_skips: int
+
+
+def first_report(algorithm: str, weights: Weights, ancestry: Ancestry, prompt_cursor: int, now: float) -> StepReport:
+    """That a lineage exists, and what it went on from."""
+    return StepReport(
+        algorithm=algorithm,
+        step=weights.version.number,
+        version=weights.version,
+        manifest_sha256=weights.manifest_sha256,
+        group_ids=(),
+        micro_batches=(),
+        metrics={},
+        digests=weights.digests,
+        parent=ancestry.parent,
+        parent_skips=ancestry.parent_skips,
+        prompt_cursor=prompt_cursor,
+        finished=weights.is_last,
+        sent_at=now,
+    )
+
+
+def step_report(
+    algorithm: str,
+    weights: Weights,
+    gathered: GatheredStep,
+    metrics: dict[str, float],
+    prompt_cursor: int,
+    now: float,
+) -> StepReport:
+    """What the step just taken consumed, and the weights that came of it."""
+    return StepReport(
+        algorithm=algorithm,
+        step=weights.version.number,
+        version=weights.version,
+        manifest_sha256=weights.manifest_sha256,
+        group_ids=gathered.group_ids,
+        micro_batches=tuple(gathered.micro_batches),
+        left_out=gathered.left_out_refs,
+        metrics=metrics,
+        digests=weights.digests,
+        prompt_cursor=prompt_cursor,
+        finished=weights.is_last,
+        sent_at=now,
+    )
+
+
+def refused_step(
+    algorithm: str,
+    version: PolicyVersion,
+    gathered: GatheredStep,
+    problem: str,
+    metrics: dict[str, float],
+    now: float,
+) -> RefusedStep:
+    """A gradient that was not applied to the weights of ``version``."""
+    return RefusedStep(
+        algorithm=algorithm,
+        step=version.number + 1,
+        version=version,
+        problem=problem[:PROBLEM_LIMIT],
+        group_ids=gathered.group_ids,
+        micro_batches=tuple(gathered.micro_batches),
+        left_out=gathered.left_out_refs,
+        metrics=finite(metrics),
+        sent_at=now,
+    )

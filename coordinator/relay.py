@@ -1,0 +1,112 @@
+"""The relay: weight versions over HTTP with Range, from a store directory. It only reads; no trainer waits for it."""
+
+import asyncio
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from aiohttp import web
+
+from coordinator.settings import RelaySettings
+from schemas.errors import UserError
+from schemas.identifiers import PolicyVersion
+from schemas.weights import MANIFEST, complete_versions
+
+# Finds files of the weights store by version and plain name; everything outside the store does not exist for it.
+# Invariant only_complete_versions_are_served: a version's files are visible once its manifest is, and it is written
+# last.
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\.(safetensors|json|jinja|txt|model)")
+
+
+@dataclass(frozen=True)
+class WeightsStore:
+    """A directory with one sub-directory per version, named ``<lineage>-<number>``."""
+
+    root: Path
+
+    def find(self, version: str, name: str) -> Path | None:
+        """The file to serve, or none if version or name is not plain, not complete, a link, or not there."""
+        try:
+            directory = self.root / str(PolicyVersion.parse(version))
+        except ValueError:
+            return None
+        if _NAME.fullmatch(name) is None or not (directory / MANIFEST).is_file():
+            return None
+        path = directory / name
+        inside = path.resolve().is_relative_to(self.root.resolve())
+        return path if inside and path.is_file() and not path.is_symlink() and not directory.is_symlink() else None
+
+    def is_gone(self, version: str) -> bool:
+        """Whether a version is not there, and newer ones are: it was deleted and will not come back."""
+        try:
+            wanted = PolicyVersion.parse(version)
+        except ValueError:
+            return False
+        there = self.versions()
+        return wanted not in there and bool(there) and wanted < there[-1]
+
+    def versions(self) -> list[PolicyVersion]:
+        """Complete versions, oldest first."""
+        return complete_versions(self.root)
+
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Relay:
+    """``GET /weights``, ``GET /weights/{version}/{file}`` and ``GET /health``."""
+
+    store: WeightsStore
+    settings: RelaySettings
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until stopped.
+
+        Consumes: HTTP requests. Produces: files of the store.
+        Waits for: requests.
+        On failure: an unknown file is a 404, of a version deleted meanwhile a 410; a taken port raises ``UserError``.
+        On stop: closes its connections within two seconds.
+        """
+        self.store.root.mkdir(parents=True, exist_ok=True)
+        runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=2.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self.settings.host, self.settings.port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise UserError(
+                    f"expected a free port for the relay, got {self.settings.host}:{self.settings.port} in use "
+                    f"({error.strerror}); choose another with --relay.port"
+                ) from error
+            log.info("relay ready", address=runner.addresses, store=self.store.root.name)
+            await stop.wait()
+        finally:
+            await runner.cleanup()
+
+    def application(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=1024)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/weights", self._versions)
+        app.router.add_get("/weights/{version}/{name}", self._file)
+        return app
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _versions(self, _request: web.Request) -> web.Response:
+        versions = await asyncio.to_thread(self.store.versions)
+        return web.json_response({"versions": [str(version) for version in versions]})
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        version, name = request.match_info["version"], request.match_info["name"]
+        path = await asyncio.to_thread(self.store.find, version, name)
+        if path is None:
+            if await asyncio.to_thread(self.store.is_gone, version):
+                raise web.HTTPGone(text=f"version {version!r} was deleted; a newer one is announced on control\n")
+            raise web.HTTPNotFound(text=f"no {name!r} of version {version!r}; GET /weights lists what there is\n")
+        return web.FileResponse(path, headers={"Content-Type": "application/octet-stream"})

@@ -1,1 +1,0 @@
-"""Serves weight versions over HTTP; knows files and checksums, not what the tensors mean."""

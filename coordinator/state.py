@@ -1,0 +1,192 @@
+"""Rebuilds what the coordinator knew by replaying its topics from the beginning to their present end.
+
+The end of a run holds until newer weights are announced behind it: then the run was continued. Both messages survive
+compaction, and their order on the topic is the order of the announcements.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import structlog
+
+from bus.port import Bus, Record, Subscription
+from schemas.control import (
+    Control,
+    DrainWorker,
+    FleetTarget,
+    FlowControl,
+    OperatorCommand,
+    RunFinished,
+    WeightsReady,
+    WorkerClaimed,
+)
+from schemas.errors import WireError
+from schemas.identifiers import PolicyVersion
+from schemas.messages import Message
+from schemas.reports import StepReport
+from schemas.topics import COMMANDS, CONTROL, HEARTBEATS, STEPS
+
+# What an operator's command, the run's end or a worker's leaving means for the control topic. Pure.
+
+FlowMode = Literal["run", "pause", "drain"]
+
+_MODE_OF: dict[str, FlowMode] = {"pause": "pause", "resume": "run", "drain": "drain"}
+
+
+@dataclass(frozen=True)
+class FlowDecision:
+    """Set the flow of everyone (``mode``), or let one worker leave (``drain_worker``)."""
+
+    mode: FlowMode | None = None
+    drain_worker: str | None = None
+    reason: str = ""
+
+
+def decide(command: OperatorCommand, current: FlowMode, finished: bool) -> FlowDecision | None:
+    """The decision that a command leads to, or none: a finished or draining run cannot be paused or resumed."""
+    if command.action == "drain_worker":
+        return FlowDecision(drain_worker=command.worker_id, reason=command.reason) if command.worker_id else None
+    mode = _MODE_OF[command.action]
+    if finished or current == "drain" or mode == current:
+        return None
+    return FlowDecision(mode=mode, reason=command.reason)
+
+
+# The version ledger: which weights were reported, which were announced. Pure; knows no topics. Invariants, each
+# guaranteed here: - announced_versions_only_grow: an announcement is newer, by (lineage, number), than every earlier
+# one; - orphans_never_win: weights of an older lineage are never announced after a newer lineage's.
+
+
+@dataclass
+class VersionLedger:
+    """Reported and announced versions of one policy."""
+
+    announced: PolicyVersion | None = None
+    latest: StepReport | None = None
+
+    def observe_report(self, report: StepReport) -> bool:
+        """Note a step; true if it exported weights that are newer than every other's."""
+        if report.manifest_sha256 is None or not (self.latest is None or report.version > self.latest.version):
+            return False
+        self.latest = report
+        return True
+
+    def is_newest(self, report: StepReport) -> bool:
+        """Whether no newer weights than this report's are known."""
+        return self.latest is None or report.version >= self.latest.version
+
+    def observe_announcement(self, message: WeightsReady) -> bool:
+        """Note an announcement, our own or one found on the control topic; true if it is newer than all others."""
+        if self.announced is not None and message.version <= self.announced:
+            return False
+        self.announced = message.version
+        return True
+
+    def to_announce(self) -> StepReport | None:
+        """The report whose weights should be announced now, or none."""
+        if self.latest is None or (self.announced is not None and self.latest.version <= self.announced):
+            return None
+        return self.latest
+
+
+log = structlog.get_logger()
+
+RECENT_HEARTBEATS = 5_000
+"""Read again after a restart, to know which incarnation of a worker came first."""
+
+
+@dataclass
+class Recovered:
+    """The state behind the control topic; the subscription goes on from where the replay ended.
+
+    ``obeyed``: offset of the last operator's command that a message on the topic carried out, -1 before the first.
+    """
+
+    ledger: VersionLedger
+    mode: Literal["run", "pause", "drain"] = "run"
+    finished: bool = False
+    next_sequence: int = 0
+    wanted_workers: int | None = None
+    claims: dict[str, str] = field(default_factory=dict)
+    obeyed: int = -1
+
+    def apply(self, message: Message) -> None:
+        """Take one message of the control or steps topic into account."""
+        match message:
+            case WeightsReady():
+                self.announced(message)
+            case FlowControl():
+                self.mode = message.mode
+                self.obeyed = max(self.obeyed, message.command_offset)
+            case DrainWorker():
+                self.obeyed = max(self.obeyed, message.command_offset)
+            case FleetTarget():
+                self.wanted_workers = message.workers
+            case RunFinished():
+                self.finished = True
+            case WorkerClaimed():
+                self.claims[message.worker_id] = message.incarnation
+            case StepReport():
+                self.ledger.observe_report(message)
+        if isinstance(message, Control):
+            self.next_sequence = max(self.next_sequence, message.sequence + 1)
+
+    def announced(self, message: WeightsReady) -> None:
+        """Weights were announced; newer ones mean that a finished run goes on."""
+        if self.ledger.observe_announcement(message):
+            self.finished = False
+
+
+async def recover(bus: Bus, run: str, client_id: str) -> tuple[Recovered, Subscription]:
+    """Replay control, then steps; the steps subscription is returned, placed behind what was replayed.
+
+    Raises:
+        BusUnavailable: the broker does not answer, or the topics do not exist.
+    """
+    state = Recovered(VersionLedger())
+    control = await bus.subscribe([CONTROL.full_name(run)], client_id=client_id, start="earliest")
+    try:
+        await _replay(control, state)
+    finally:
+        await control.close()
+    steps = await bus.subscribe([STEPS.full_name(run)], client_id=client_id, start="earliest")
+    await _replay(steps, state)
+    return state, steps
+
+
+async def subscribe_members(bus: Bus, run: str, client_id: str, obeyed: int) -> Subscription:
+    """Recent heartbeats, the operators' commands behind the last obeyed one, and all that follows.
+
+    Commands that changed nothing are judged again, in the same order, and change nothing again.
+    """
+    topics = [HEARTBEATS.full_name(run), COMMANDS.full_name(run)]
+    now = await bus.subscribe(topics, client_id=client_id, start="latest")
+    try:
+        ends, first = await now.positions(), await now.beginning_offsets()
+    finally:
+        await now.close()
+    start = {
+        tp: max(first[tp], ends[tp] - RECENT_HEARTBEATS if tp.topic == topics[0] else min(obeyed + 1, ends[tp]))
+        for tp in ends
+    }
+    return await bus.subscribe(topics, client_id=client_id, start=start)
+
+
+async def _replay(subscription: Subscription, state: Recovered) -> None:
+    """Read until every partition has reached the end it had at the start; bounded by that end."""
+    ends = await subscription.end_offsets()
+    while any(position < ends[tp] for tp, position in (await subscription.positions()).items()):
+        for record in await subscription.poll(timeout_s=1.0):
+            if (message := message_of(record)) is not None:
+                state.apply(message)
+
+
+def message_of(record: Record) -> Message | None:
+    """The record's message, or none for a tombstone or foreign bytes (logged: these topics have one writer)."""
+    if record.value is None:
+        return None
+    try:
+        return record.message()
+    except WireError as error:
+        log.warning("unreadable record ignored", topic=record.topic, offset=record.offset, error=str(error))
+        return None

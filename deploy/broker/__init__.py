@@ -1,1 +1,0 @@
-"""A real Apache Kafka (KRaft) broker or cluster on this machine, without Docker or a Kafka installation."""

@@ -1,1 +1,0 @@
-"""What a cluster says about itself: brokers, settings, consumer groups, offsets by time. Changes nothing."""

@@ -1,1 +1,0 @@
-"""How a command line names settings."""

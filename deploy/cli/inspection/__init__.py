@@ -1,1 +1,0 @@
-"""Commands that look at a run from outside: its books, its dead letters, its past steps."""

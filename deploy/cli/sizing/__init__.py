@@ -1,1 +1,0 @@
-"""What this hardware can do, and what a run would need."""

@@ -1,1 +1,0 @@
-"""`streamrl ui`: a run in a browser. Reads only, but for dead letters that an operator sends once more."""

@@ -1,1 +1,0 @@
-"""The demo: a tiny character-level model that learns to spell words backward."""

@@ -1,1 +1,0 @@
-"""`streamrl lengths`: rankers fitted to recorded trajectories."""

@@ -1,0 +1,58 @@
+"""Judges a model with the function that the settings name, in a process of its own."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from schemas.errors import UserError
+from schemas.import_path import load_function
+
+TIMEOUT_S = 1800
+
+
+class Evaluation(BaseModel):
+    """What an evaluation function returns: numbers by name, and samples to show (dictionaries of plain values)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    metrics: dict[str, float]
+    samples: list[dict[str, JsonValue]] = []
+
+
+def evaluate(function: str, model: str | Path, seed: int) -> Evaluation:
+    """Call ``function(Path(model), seed)`` in a fresh process.
+
+    Raises:
+        UserError: it failed, hung, or returned something else; the text ends with its last line.
+    """
+    with tempfile.TemporaryDirectory(prefix="streamrl-eval-") as scratch:
+        output = Path(scratch) / "evaluation.json"
+        command = [sys.executable, "-m", "deploy.local.evaluation", function, str(model), str(seed), str(output)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise UserError(f"expected {function} to return within {TIMEOUT_S} s, got nothing") from error
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise UserError(f"evaluation {function} of {model} failed: {last}")
+        try:
+            return Evaluation.model_validate_json(output.read_text())
+        except (OSError, ValidationError) as error:
+            raise UserError(
+                f"expected {function} to return {{'metrics': ..., 'samples': ...}}, got: {error}"
+            ) from error
+
+
+def main(function: str, model: str, seed: str, output: str) -> None:
+    """The child's side."""
+    result: Any = load_function(function)(Path(model), int(seed))
+    Path(output).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,380 @@
+"""Keeps the processes of a run alive until the essential one ends well, or until told to stop."""
+
+import asyncio
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import structlog
+
+from bus.embedded.process import die_with_parent
+from bus.port import Bus, Outgoing, Publisher, Subscription
+from schemas.control import FleetTarget, OperatorCommand
+from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError, WireError
+from schemas.topics import COMMANDS, CONTROL
+
+# When a dead process is started again, and when the run gives up. Pure; time and chance are passed in.
+
+PASSING_S = 6.0
+
+
+class Verdict(StrEnum):
+    """What to do about a process that ended."""
+
+    DONE = "done"
+    RESTART = "restart"
+    GIVE_UP = "give_up"
+
+
+@dataclass
+class RestartPolicy:
+    """Exponential back-off (0.5 s doubling to 15 s, a quarter more or less), forgotten after a minute of health.
+
+    Invariants:
+    - a_crash_loop_ends: more than ``max_restarts`` crashes without a healthy minute between them end the run;
+    - a_superseded_process_stays_away: two supervisors with a process of the same id do not end each other's for ever.
+    """
+
+    max_restarts: int
+    healthy_after_s: float = 60.0
+    chance: Callable[[], float] = random.random
+    crashes: int = field(default=0, init=False)
+    lives: int = field(default=0, init=False)
+    _may_pass: bool = field(default=False, init=False)
+
+    def judge(self, exit_code: int, ran_for_s: float) -> Verdict:
+        """The verdict on an exit.
+
+        A superseded process and one that refuses to lose data stay away. A user error is final in the first life; in
+        a later one the same settings worked before, so it is something that may pass, such as a broker that is away.
+        """
+        self.lives += 1
+        if exit_code == 0:
+            return Verdict.DONE
+        if exit_code in (Superseded.exit_code, DataLossRefused.exit_code):
+            return Verdict.GIVE_UP
+        if exit_code == UserError.exit_code and self.lives == 1:
+            return Verdict.GIVE_UP
+        self._may_pass = exit_code == UserError.exit_code
+        self.crashes = 1 if ran_for_s >= self.healthy_after_s else self.crashes + 1
+        return Verdict.RESTART if self.crashes <= self.max_restarts else Verdict.GIVE_UP
+
+    def delay_s(self) -> float:
+        """How long to wait before the next start; longer for what may pass, so that a broker has time to come back."""
+        doubled = 0.5 * (1 << min(10, max(0, self.crashes - 1)))
+        return min(15.0, max(doubled, PASSING_S if self._may_pass else 0.0)) * (0.75 + 0.5 * self.chance())
+
+
+# One supervised process: its command, its log file, and how it is ended. Dies with its parent.
+
+TAIL_BYTES = 16 << 10
+_ERROR = re.compile(r"^error: |^[\w.]*(Error|Exception|Superseded|Refused)\b|level=(error|critical)")
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """What to start: a name unique in the run, the command, extra environment, and where output goes.
+
+    ``essential``: the run is over when it ends well. ``optional``: the run goes on if it cannot be kept alive.
+    """
+
+    name: str
+    command: Sequence[str]
+    log_path: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    essential: bool = False
+    optional: bool = False
+
+
+@dataclass
+class Child:
+    """A running process of a spec."""
+
+    spec: ChildSpec
+    process: asyncio.subprocess.Process
+    started_at: float
+
+    @classmethod
+    async def start(cls, spec: ChildSpec) -> "Child":
+        """Start it in a session of its own, so that Ctrl-C reaches the supervisor alone."""
+        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log_path.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *spec.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **spec.environment},
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        return cls(spec, process, time.monotonic())
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self.process.pid
+
+    def ran_for_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started_at
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM)."""
+        self._signal(signal.SIGTERM)
+
+    async def wait_or_kill(self, deadline: float) -> int:
+        """Wait for the end until a monotonic deadline, then SIGKILL; the exit code."""
+        try:
+            return await asyncio.wait_for(self.process.wait(), max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            self._signal(signal.SIGKILL)
+            return await self.process.wait()
+
+    def last_line(self) -> str:
+        """The last line it printed that tells of an error, else the last one; for when it is given up on."""
+        try:
+            with self.spec.log_path.open("rb") as log:
+                log.seek(max(0, self.spec.log_path.stat().st_size - TAIL_BYTES))
+                lines = log.read().decode(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        told = [line for line in lines if _ERROR.search(line)]
+        return (told or lines or [""])[-1]
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+
+
+log = structlog.get_logger()
+
+_BY_EXIT_CODE: dict[int, type[StreamRLError]] = {
+    error.exit_code: error for error in (UserError, Superseded, DataLossRefused)
+}
+
+
+@dataclass
+class Supervisor:
+    """Starts children in order.
+
+    ``children`` holds the living ones by name, ``ended`` the names of those that are not kept alive any more;
+    ``restarts`` counts by name.
+    """
+
+    specs: Sequence[ChildSpec]
+    max_restarts: int
+    grace_s: float
+    children: dict[str, Child] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
+    _joined: asyncio.Event = field(default_factory=asyncio.Event)
+    _watchers: "list[asyncio.Task[None]]" = field(default_factory=list)
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Run every child until the essential one ends well or ``stop`` is set.
+
+        Consumes: exits of its children. Produces: restarts.
+        Waits for: exits, ``stop``.
+        On failure: a child that cannot be kept alive ends the run with its last line in the message, under the exit
+            code that it had itself. One that was superseded does so only if it is essential.
+        On stop: SIGTERM to all, SIGKILL to what is left when the grace period ends.
+        """
+        self._stop = stop
+        for spec in self.specs:
+            self.join(spec)
+        waiters = [asyncio.create_task(event.wait()) for event in (stop, self.finished)]
+        try:
+            while not stop.is_set() and not self.finished.is_set() and not _failure(self._watchers):
+                self._joined.clear()
+                joining = asyncio.create_task(self._joined.wait())
+                unfinished = _unfinished(self._watchers)
+                await asyncio.wait([*waiters, joining, *unfinished], return_when=asyncio.FIRST_COMPLETED)
+                joining.cancel()
+        finally:
+            self.ending.set()
+            await self._end_all()
+            for task in [*self._watchers, *waiters]:
+                task.cancel()
+            await asyncio.gather(*self._watchers, *waiters, return_exceptions=True)
+        if (failure := _failure(self._watchers)) is not None:
+            raise failure
+
+    def join(self, spec: ChildSpec) -> None:
+        """Start one more process, and keep it alive with the others; nothing once the run is ending."""
+        if not self._over(self._stop):
+            self.ended.discard(spec.name)
+            self._watchers.append(asyncio.create_task(self._keep_alive(spec, self._stop)))
+            self._joined.set()
+
+    async def _keep_alive(self, spec: ChildSpec, stop: asyncio.Event) -> None:
+        try:
+            await self._live(spec, stop)
+        finally:
+            self.ended.add(spec.name)
+
+    async def _live(self, spec: ChildSpec, stop: asyncio.Event) -> None:
+        policy = RestartPolicy(self.max_restarts)
+        while not self._over(stop):
+            child = self.children[spec.name] = await Child.start(spec)
+            log.info("process started", process=spec.name, pid=child.pid)
+            code = await child.process.wait()
+            del self.children[spec.name]
+            if self._over(stop):
+                return
+            verdict = policy.judge(code, child.ran_for_s())
+            if verdict is Verdict.DONE:
+                if spec.essential:
+                    self.finished.set()
+                log.info("process ended", process=spec.name)
+                return
+            if verdict is Verdict.GIVE_UP:
+                self._give_up(child, code, policy.crashes)
+                return
+            self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
+            pause = policy.delay_s()
+            why = {"last_line": child.last_line()} if code > 0 else {}
+            log.warning("process died, restarting", process=spec.name, ended=_how(code), in_s=round(pause, 1), **why)
+            await asyncio.sleep(pause)
+
+    def _give_up(self, child: Child, code: int, crashes: int) -> None:
+        spec, line = child.spec, child.last_line()
+        superseded = code == Superseded.exit_code
+        if spec.optional or (superseded and not spec.essential):
+            log.error("process given up", process=spec.name, ended=_how(code), last_line=line)
+            return
+        often = f" for the {crashes}th time in a row" if crashes > 1 else ""
+        raise _BY_EXIT_CODE.get(code, StreamRLError)(
+            f"{spec.name} ended with {_how(code)}{often}: {line}; its log is {spec.log_path}"
+        )
+
+    def _over(self, stop: asyncio.Event) -> bool:
+        return stop.is_set() or self.finished.is_set() or self.ending.is_set()
+
+    async def _end_all(self) -> None:
+        living = list(self.children.values())
+        for child in living:
+            child.terminate()
+        deadline = time.monotonic() + self.grace_s
+        await asyncio.gather(*(child.wait_or_kill(deadline) for child in living))
+
+
+def _how(code: int) -> str:
+    return f"code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def _failure(tasks: Sequence[asyncio.Task[None]]) -> BaseException | None:
+    ended = (task for task in tasks if task.done() and not task.cancelled())
+    return next((error for task in ended if (error := task.exception()) is not None), None)
+
+
+def _unfinished(tasks: Sequence[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
+    return [task for task in tasks if not task.done()]
+
+
+# Has as many workers as the coordinator wants: starts some, or asks one after the other to finish and leave. Knows
+# nothing of why so many are wanted. Invariant a_worker_that_leaves_loses_nothing: it is never ended from here; it is
+# drained by the coordinator's order, and its process ends by itself.
+
+POLL_S = 0.5
+CLIENT_ID = "fleet"
+ASK_AGAIN_S = 10.0
+
+
+@dataclass
+class Fleet:
+    """``spec_of``: the process of a worker's number; numbers from 0 to ``initial`` - 1 are there from the beginning.
+
+    Never fewer than ``initial`` workers, never more than ``most``.
+    """
+
+    bus: Bus
+    run_name: str
+    supervisor: Supervisor
+    spec_of: Callable[[int], ChildSpec]
+    initial: int
+    most: int
+    clock: Callable[[], float] = time.time
+    _present: dict[int, ChildSpec] = field(default_factory=dict)
+    _leaving: dict[int, float] = field(default_factory=dict)
+    _wanted: int = 0
+
+    def __post_init__(self) -> None:
+        self._wanted = self.initial
+        self._present = {number: self.spec_of(number) for number in range(self.initial)}
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Follow the wanted number of workers.
+
+        Consumes: control (from the beginning: the last wanted number holds). Produces: processes, operator commands.
+        Waits for: the coordinator; a worker that leaves.
+        On failure: raises; the run goes on with the workers that it has.
+        On stop: returns within one poll; the processes are the supervisor's.
+        """
+        subscription = await self.bus.subscribe([CONTROL.full_name(self.run_name)], client_id=CLIENT_ID)
+        try:
+            publisher = await self.bus.publisher(CLIENT_ID)
+            try:
+                await self._read_to_the_end(subscription)
+                while not stop.is_set():
+                    await self._obey(publisher)
+                    await self._listen(subscription, POLL_S)
+            finally:
+                await publisher.close()
+        finally:
+            await subscription.close()
+
+    async def _read_to_the_end(self, subscription: Subscription) -> None:
+        ends = await subscription.end_offsets()
+        while any(position < ends[tp] for tp, position in (await subscription.positions()).items()):
+            await self._listen(subscription, POLL_S)
+
+    async def _listen(self, subscription: Subscription, timeout_s: float) -> None:
+        for record in await subscription.poll(timeout_s=timeout_s):
+            try:
+                message = record.message()
+            except WireError as error:
+                log.warning("unreadable record ignored", topic=record.topic, offset=record.offset, error=str(error))
+                continue
+            if isinstance(message, FleetTarget):
+                self._wanted = max(self.initial, min(self.most, message.workers))
+
+    async def _obey(self, publisher: Publisher) -> None:
+        """One act at a time; a worker that was asked to leave is gone when its process is."""
+        for number in [number for number in self._leaving if self._is_gone(number)]:
+            del self._leaving[number], self._present[number]
+            log.info("worker left", worker=self.spec_of(number).name)
+        staying = [number for number in self._present if number not in self._leaving]
+        if len(staying) < self._wanted:
+            self._start(next(number for number in range(self.most + 1) if number not in self._present))
+        elif len(staying) > self._wanted:
+            self._leaving[max(staying)] = self.clock() - ASK_AGAIN_S
+        for number, asked_at in self._leaving.items():
+            if self.clock() - asked_at >= ASK_AGAIN_S:
+                self._leaving[number] = self.clock()
+                await self._ask_to_leave(publisher, number)
+
+    def _start(self, number: int) -> None:
+        spec = self._present[number] = self.spec_of(number)
+        log.info("worker joins", worker=spec.name, wanted=self._wanted)
+        self.supervisor.join(spec)
+
+    def _is_gone(self, number: int) -> bool:
+        return self._present[number].name in self.supervisor.ended
+
+    async def _ask_to_leave(self, publisher: Publisher, number: int) -> None:
+        name = self._present[number].name
+        log.info("worker asked to leave", worker=name, wanted=self._wanted)
+        command = OperatorCommand(
+            action="drain_worker", worker_id=name, reason="fewer workers are wanted", sent_at=self.clock()
+        )
+        await publisher.publish(Outgoing.of(COMMANDS.full_name(self.run_name), command, key=name))

@@ -1,1 +1,0 @@
-"""The pages of docs/ that are written from the code: settings and topics."""

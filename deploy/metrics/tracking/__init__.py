@@ -1,1 +1,0 @@
-"""Step reports into experiment trackers: TensorBoard, Weights & Biases, trackio."""

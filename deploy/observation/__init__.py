@@ -1,1 +1,0 @@
-"""What can be known of a run from its topics alone, for displays, reports and summaries."""

@@ -1,1 +1,0 @@
-"""How many workers and trainers, with which settings, and what they deliver: predicted without running anything."""

@@ -1,1 +1,0 @@
-"""Measures how long decoding, training and moving weights take on this hardware, and keeps it as a profile."""

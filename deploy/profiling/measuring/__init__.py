@@ -1,1 +1,0 @@
-"""The measurements themselves, each on the real part: decoder, policy, relay and fetcher. Fit nothing."""

@@ -1,1 +1,0 @@
-"""What is left of a run for people to read: summary, curves and samples."""

@@ -1,1 +1,0 @@
-"""`streamrl report`: which runs are meant, and where the page goes."""

@@ -1,1 +1,0 @@
-"""A whole run on this machine: its directory, its processes, its evaluation, from the first step to the report."""

@@ -1,1 +1,0 @@
-"""One typed tree of settings, read from TOML, then the environment, then the command line."""

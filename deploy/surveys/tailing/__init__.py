@@ -1,1 +1,0 @@
-"""`streamrl tail`: the records of a topic, decoded, filtered, one line each."""

@@ -1,1 +1,0 @@
-"""Traces: what became of a prompt, from its order to the weights that came of it, told in OpenTelemetry's terms."""

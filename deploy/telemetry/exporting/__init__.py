@@ -1,1 +1,0 @@
-"""Where spans go: a file of the run, or an OpenTelemetry collector."""

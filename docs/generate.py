@@ -1,0 +1,213 @@
+"""``python -m docs.generate`` writes the generated pages into docs/; run it after a setting or a topic changed."""
+
+import inspect
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from schemas.control import Control
+from schemas.messages import Message
+from schemas.topics import CATALOGUE, DAY_MS, HOUR_MS, Topic
+from settings.explaining import explain
+from settings.tree import Settings
+from settings.wording import known_keys
+
+# Markdown tables. Knows nothing of what stands in them.
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table; bars inside cells are escaped."""
+    yield _line(head)
+    yield _line(["---"] * len(head))
+    for row in rows:
+        yield _line(row)
+
+
+def code(text: str) -> str:
+    """Text in the type of code; nothing for nothing."""
+    return f"`{text}`" if text else ""
+
+
+def plain(text: str) -> str:
+    """Text that holds no markup: an angle bracket before a letter would begin a tag."""
+    return re.sub(r"<(?=[a-zA-Z/!])", "&lt;", text)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+# The settings reference: every key with its type, its default and what it means, from the types alone.
+
+SETTINGS_HEAD = """# Settings
+
+<!-- Written by `python -m docs.generate` from the types; do not edit. -->
+
+One tree: a TOML file, then the environment, then the command line; later ones win. `loop.max_staleness` is
+`max_staleness` under `[loop]` in the file, `STREAMRL_LOOP__MAX_STALENESS` in the environment and `--loop.max_staleness`
+on the command line. The word `none` unsets what may be unset. `streamrl config show CONFIG` prints the resolved tree,
+`streamrl config explain KEY` one setting, `streamrl config schema` the JSON schema. A name that does not exist is
+refused and the nearest one is told; so is a setting that others make meaningless.
+"""
+
+
+def settings_page() -> str:
+    """The page as Markdown."""
+    lines = [SETTINGS_HEAD]
+    for section, keys in groupby(known_keys(), key=lambda key: key.rpartition(".")[0]):
+        lines += [f"## [{section}]", "", *_about(section), *table(HEADINGS, [_setting_row(key) for key in keys]), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+HEADINGS = ("setting", "meaning", "type", "default")
+
+
+def _setting_row(key: str) -> tuple[str, str, str, str]:
+    _, meaning, shape, *_ = explain(key)
+    kinds, _, default = shape.strip().partition("; ")
+    return (
+        code(key.rpartition(".")[2]),
+        plain(meaning.strip()),
+        _without_markup(kinds),
+        code(default.removeprefix("default ")),
+    )
+
+
+def _without_markup(kinds: str) -> str:
+    """A pattern stands as code."""
+    kind, matching, rest = kinds.partition("matching ")
+    pattern, _, other = rest.partition(" or ")
+    return f"{kind}{matching}{code(pattern)}{' or ' if other else ''}{other}" if matching else kinds
+
+
+def _about(section: str) -> Iterator[str]:
+    """What the section's own docstring says beyond its name."""
+    model: type[BaseModel] = Settings
+    for part in section.split("."):
+        annotation = model.model_fields[part].annotation
+        assert isinstance(annotation, type), "a section holds sections"
+        assert issubclass(annotation, BaseModel), "a section holds sections"
+        model = annotation
+    text = " ".join((inspect.getdoc(model) or "").replace("``", "`").split())
+    text = text.removeprefix(f"`[{section}]`").lstrip(":. ")
+    if text:
+        yield from (text[:1].upper() + text[1:], "")
+
+
+# The topics reference: what travels where and how long it is kept, from the catalogue and the messages' types.
+
+TOPICS_HEAD = """# Topics
+
+<!-- Written by `python -m docs.generate` from the catalogue; do not edit. -->
+
+A topic's full name is the run's name, a dot, and the name below. `streamrl topics apply --run NAME` makes a broker
+match this page, `streamrl topics diff --run NAME` says what differs. Keys and headers are readable text, so `kcat` and
+Kafka UI show them; `streamrl tail TOPIC` decodes the values. [Wire format](architecture.md#wire-format) says what the
+bytes are.
+"""
+
+
+def topics_page() -> str:
+    """The page as Markdown."""
+    head = ("topic", "message", "key", "partitions", "kept", "largest record", "writers", "readers")
+    lines = [TOPICS_HEAD, *table(head, [_topic_row(topic) for topic in CATALOGUE]), ""]
+    for topic in CATALOGUE:
+        for message in _messages(topic):
+            lines += _message(topic, message)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _topic_row(topic: Topic) -> tuple[str, ...]:
+    messages = ", ".join(code(message.__name__) for message in _messages(topic))
+    return (
+        code(topic.name),
+        messages or "another topic's bytes, the reason in the headers",
+        topic.key,
+        str(topic.partitions) if topic.partitions else "buckets × shards",
+        _kept(topic),
+        f"{topic.max_message_bytes / (1 << 20):.1f} MiB",
+        ", ".join(topic.writers),
+        ", ".join(topic.readers),
+    )
+
+
+def _messages(topic: Topic) -> tuple[type[Message], ...]:
+    """Every kind of message on a topic: of control messages, which share a schema, all that there are."""
+    if topic.message is None:
+        return ()
+    kinds = tuple(Control.__subclasses__()) if issubclass(topic.message, Control) else (topic.message,)
+    return kinds + topic.also
+
+
+def _kept(topic: Topic) -> str:
+    if topic.cleanup_policy == "compact":
+        return "the last of each key"
+    unit, name = (DAY_MS, "day") if topic.retention_ms >= DAY_MS else (HOUR_MS, "hour")
+    count = topic.retention_ms // unit
+    return f"{count} {name}{'' if count == 1 else 's'}"
+
+
+def _message(topic: Topic, message: type[Message]) -> Iterator[str]:
+    summary, _, more = (message.__doc__ or "").partition("\n\n")
+    yield f"## {message.__name__}"
+    yield ""
+    schema = f"schema {code(message.SCHEMA)}, version {message.VERSION}"
+    yield f"On {code(topic.name)}, {schema}. {_prose(summary)}"
+    yield ""
+    if more.strip():
+        yield _prose(more)
+        yield ""
+    yield from table(("field", "type", ""), list(_fields(message)))
+    yield ""
+
+
+def _fields(message: type[Message]) -> Iterator[tuple[str, str, str]]:
+    arrays = message.array_fields()
+    for name, field in message.model_fields.items():
+        kind = f"array of {arrays[name]}" if name in arrays else _kind(field.annotation)
+        yield code(name), kind, "" if field.is_required() else "may be left out"
+
+
+def _kind(annotation: Any) -> str:
+    """A type in words: ``tuple[str, ...]``, ``text or none``, ``PolicyVersion``."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _kind(parts[0])
+    if annotation is type(None):
+        return "none"
+    if origin is typing.Literal:
+        return " or ".join(code(str(part)) for part in parts)
+    if origin is tuple:
+        return f"list of {_kind(parts[0])}"
+    if origin is dict:
+        return f"{_kind(parts[0])} → {_kind(parts[1])}"
+    if parts:
+        return " or ".join(_kind(part) for part in parts)
+    name: str = annotation.__name__
+    return {"str": "text", "int": "integer", "float": "number", "bool": "yes or no"}.get(name, name)
+
+
+def _prose(text: str) -> str:
+    return re.sub(r"``", "`", " ".join(text.split()))
+
+
+DOCS = Path("docs")
+
+
+def main() -> None:
+    """Write what differs, and say so."""
+    for name, page in (("settings.md", settings_page), ("topics.md", topics_page)):
+        path, text = DOCS / name, page()
+        stale = not path.exists() or path.read_text() != text
+        if stale:
+            path.write_text(text)
+        print(f"{path}: {'written' if stale else 'was up to date'}")
+
+
+if __name__ == "__main__":
+    main()

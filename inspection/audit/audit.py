@@ -1,0 +1,101 @@
+"""Reads what an audit needs from a run's history, in an order that makes an audit of a living run exact.
+
+Invariant a_live_audit_raises_no_false_alarm: whatever is written refers only to what was written before it. So the
+checkpoints are listed first, then the ends of steps, skips and trajectories are fixed, in this order; what a report or
+row within these ends refers to lies within them.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from bus.history import Extent, History
+from bus.port import Record, TopicPartition
+from consumers.training.checkpoints.manifest import CheckpointManifest
+from inspection.audit.checks import balance
+from inspection.audit.index import Books
+from inspection.audit.verdict import Verdict
+from schemas.errors import DataError, WireError
+from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+
+Progress = Callable[[str, int, int], None]
+"""Told the topic, how many of its offsets were read, and how many there are."""
+TELL_EVERY = 500
+Take = Callable[[Record], None]
+TOPICS = (STEPS, SKIPS, TRAJECTORIES, WORK_ORDERS, DEAD_LETTERS)
+"""In the order in which their ends are fixed."""
+
+
+async def audit(
+    history: History,
+    run: str,
+    list_checkpoints: Callable[[], Sequence[CheckpointManifest]],
+    progress: Progress = lambda topic, done, total: None,
+) -> Verdict:
+    """Audit a run, living or not.
+
+    Args:
+        history: where its topics are.
+        run: its name.
+        list_checkpoints: called once, before anything is read.
+        progress: told how far the reading is.
+
+    Raises:
+        DataError: there is no such run, or a record of the steps or skips topic does not decode.
+        BusUnavailable: the topics cannot be read.
+    """
+    began = time.monotonic()
+    manifests = list_checkpoints()
+    held = await history.extents(*(topic.full_name(run) for topic in TOPICS))
+    ends = {topic: _of(topic, run, held) for topic in TOPICS}
+    if not ends[TRAJECTORIES]:
+        raise DataError(
+            f"expected the topics of run {run!r}, found none: check the run's name and the broker's address"
+        )
+    books = Books(steps_begin=_begins(ends[STEPS]), skips_begin=_begins(ends[SKIPS]))
+    books.hold(ends[TRAJECTORIES])
+    await _read(history, held, _takers(run, books), progress)
+    books.hold(_of(TRAJECTORIES, run, await history.extents(TRAJECTORIES.full_name(run))))
+    verdict = balance(run, books, [manifest for manifest in manifests if manifest.run == run])
+    return verdict.timed(time.monotonic() - began)
+
+
+def _of(topic: Topic, run: str, held: Mapping[TopicPartition, Extent]) -> dict[int, Extent]:
+    return {tp.partition: extent for tp, extent in held.items() if tp.topic == topic.full_name(run)}
+
+
+def _begins(extents: dict[int, Extent]) -> bool:
+    return all(extent.first == 0 for extent in extents.values())
+
+
+def _takers(run: str, books: Books) -> dict[str, Take]:
+    takers: dict[Topic, Take] = {
+        STEPS: books.add_step,
+        SKIPS: books.add_skip,
+        TRAJECTORIES: books.add_trajectory,
+        WORK_ORDERS: books.add_order,
+        DEAD_LETTERS: books.add_dead_letter,
+    }
+    return {topic.full_name(run): take for topic, take in takers.items()}
+
+
+async def _read(
+    history: History, held: Mapping[TopicPartition, Extent], takers: Mapping[str, Take], progress: Progress
+) -> None:
+    totals = Counter(dict.fromkeys(takers, 0))
+    for tp, extent in held.items():
+        totals[tp.topic] += extent.end - extent.first
+    for topic, total in totals.items():
+        progress(topic, 0, total)
+    done: Counter[str] = Counter()
+    async for record in history.within(held):
+        try:
+            takers[record.topic](record)
+        except WireError as error:
+            place = f"{record.topic}[{record.partition}]@{record.offset}"
+            raise DataError(f"expected a step report or skip row at {place}, got: {error}") from error
+        done[record.topic] += 1
+        if done[record.topic] % TELL_EVERY == 0:
+            progress(record.topic, done[record.topic], totals[record.topic])
+    for topic, total in totals.items():
+        progress(topic, total, total)

@@ -1,0 +1,216 @@
+"""What `streamrl audit` and `streamrl export` do: find the run, open its history, show progress, end with a code."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from consumers.training.checkpoints.catalogue import read_manifests
+from consumers.training.checkpoints.manifest import CheckpointManifest
+from inspection.audit.audit import audit
+from inspection.audit.verdict import AlgorithmBalance, Verdict
+from inspection.export import ALL, USUAL, Exporter, ExportManifest, Format, SegmentHistory
+from inspection.host import settle_collector
+from inspection.source import PastRun, history_of, open_run
+from schemas.errors import UserError
+from schemas.topics import Topic
+
+# An audit's verdict as lines and tables for people.
+
+MEASURES = ("produced", "trained", "skipped", "pending")
+WIDTH = 100
+
+
+def show_verdict(verdict: Verdict, console: Console) -> None:
+    """Print the verdict. Its first line says whether the books balance, and if not, what breaks them first."""
+    console.print(headline(verdict), soft_wrap=True, markup=False, highlight=False)
+    for violation in verdict.violations[1:]:
+        console.print(str(violation), soft_wrap=True, markup=False, highlight=False)
+    console.print(_table(verdict))
+    for line in _facts(verdict):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def headline(verdict: Verdict) -> str:
+    """One line."""
+    if verdict.violations:
+        return f"NOT BALANCED: {verdict.violations[0]}"
+    if not verdict.is_balanced:
+        return "NOT BALANCED: the figures do not add up, though no record was found to be wrong"
+    return f"balanced: run {verdict.run}, {verdict.produced} records, every one with exactly one fate"
+
+
+def _table(verdict: Verdict) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    columns = verdict.algorithms
+    for own in columns:
+        table.add_column(own.algorithm, justify="right")
+    table.add_column("total", justify="right")
+
+    def row(name: str, figures: Iterable[int], *, indent: bool = False) -> None:
+        numbers = list(figures)
+        shown = [f"{number:,}" for number in (*numbers, sum(numbers))]
+        table.add_row(f"  {name}" if indent else name, *shown)
+
+    if not columns:
+        table.add_row("produced", f"{verdict.produced:,}")
+        table.add_row("= pending", f"{verdict.produced:,}")
+        return table
+    row("produced", (own.produced for own in columns))
+    row("= trained", (own.trained for own in columns))
+    row("+ skipped", (own.skipped_in_all for own in columns))
+    for reason in sorted({reason for own in columns for reason in own.skipped}):
+        row(reason, (own.skipped.get(reason, 0) for own in columns), indent=True)
+    row("+ pending", (own.pending for own in columns))
+    if any(own.expired_fates for own in columns):
+        row("+ forgotten by the topics", (own.expired_fates for own in columns))
+    return table
+
+
+def _facts(verdict: Verdict) -> Iterable[str]:
+    for own in verdict.algorithms:
+        yield from _facts_of(own)
+    copies = verdict.produced - verdict.undecodable - verdict.distinct
+    yield f"records: {verdict.distinct:,} trajectories, {copies:,} copies, {verdict.undecodable:,} undecodable"
+    if verdict.orders:
+        missing = verdict.ordered_unproduced
+        yield f"ordered: {verdict.ordered:,} trajectories in {verdict.orders:,} orders, {missing:,} not produced"
+    if verdict.dead_letters:
+        reasons = ", ".join(f"{name} {count:,}" for name, count in verdict.dead_letters.items())
+        yield f"dead letters: {reasons}"
+    if verdict.expired:
+        yield f"retention has deleted {verdict.expired:,} offsets at the start of the log"
+    yield f"audited in {verdict.seconds:.1f} s"
+
+
+def _facts_of(own: AlgorithmBalance) -> Iterable[str]:
+    chain = " → ".join(map(str, own.lineages)) or "none"
+    compared = own.checkpoint or "none"
+    yield f"{own.algorithm}: {own.steps:,} steps, lineages {chain}, compared with checkpoint {compared}"
+    undone = own.undone
+    if undone.steps or undone.lineages or undone.rows:
+        yield (
+            f"{own.algorithm}: undone by crashes: {undone.steps} steps with {undone.trained} trajectories, "
+            f"{undone.rows} skip rows, {undone.lineages} whole lineages"
+        )
+    if own.refused_steps:
+        yield f"{own.algorithm}: {own.refused_steps} refused steps"
+    if own.expired_trained or own.expired_skipped:
+        yield (
+            f"{own.algorithm}: of records that retention has deleted since: {own.expired_trained} trained, "
+            f"{own.expired_skipped} skipped"
+        )
+    for note in own.notes:
+        yield f"{own.algorithm}: {note}"
+
+
+NOT_BALANCED = 4
+
+
+def audit_run(run: Path | None, export: Path | None, *, as_json: bool) -> int:
+    """Audit a run, or an export of one; the exit code is 0 if it balances, 4 if not.
+
+    Raises:
+        UserError: there is no such run, or nothing has its topics.
+    """
+    verdict = _audit_export(export) if export is not None else _audit_topics(run)
+    if as_json:
+        print(json.dumps(verdict.to_json(), indent=1))
+    else:
+        show_verdict(verdict, Console(width=None if sys.stdout.isatty() else WIDTH))
+    return 0 if verdict.is_balanced else NOT_BALANCED
+
+
+def _audit_export(directory: Path) -> Verdict:
+    history = SegmentHistory(directory)
+    with _progress() as progress:
+        return uvloop.run(audit(history, history.manifest.run, lambda: history.manifest.checkpoints, progress))
+
+
+def _audit_topics(run: Path | None) -> Verdict:
+    if run is None:
+        raise UserError("expected a run to audit, got none; name its directory, its configuration, or --export DIR")
+    past = open_run(run)
+    settle_collector()
+    with (
+        tempfile.TemporaryDirectory(prefix="streamrl-audit-") as scratch,
+        history_of(past, None, Path(scratch), _tell) as history,
+        _progress() as progress,
+    ):
+        return uvloop.run(audit(history, past.name, lambda: checkpoints_of(past), progress))
+
+
+def checkpoints_of(run: PastRun) -> list[CheckpointManifest]:
+    """The manifests of a run's checkpoints, newest first; they are read without any tensor.
+
+    Raises:
+        CheckpointError: their place cannot be read.
+    """
+    return read_manifests(run.settings.training.checkpoint_location or run.directory.checkpoints)
+
+
+def export_run(run: Path, to: Path | None, encoding: Format, topics: Sequence[str]) -> int:
+    """Write a run's topics into files; the exit code.
+
+    Raises:
+        UserError: there is no such run or topic, nothing has its topics, or the directory is not empty.
+    """
+    past, wanted = open_run(run), _named_topics(topics)
+    target = to or past.directory.path / "export"
+    with (
+        tempfile.TemporaryDirectory(prefix="streamrl-export-") as scratch,
+        history_of(past, None, Path(scratch), _tell) as history,
+        _progress() as progress,
+    ):
+        exporter = Exporter(history, past.name, past.directory.config, target, encoding, progress)
+        manifest = uvloop.run(exporter.export(wanted, checkpoints_of(past)))
+    for line in _described(manifest):
+        print(line)
+    print(f"exported to {target}")
+    return 0
+
+
+def _named_topics(names: Sequence[str]) -> list[Topic]:
+    if not names:
+        return list(USUAL)
+    by_name = {topic.name: topic for topic in ALL}
+    for name in names:
+        if name not in by_name and name != "all":
+            raise UserError(f"expected topics among {', '.join(by_name)} or 'all', got {name!r}")
+    return list(ALL) if "all" in names else [by_name[name] for name in dict.fromkeys(names)]
+
+
+def _described(manifest: ExportManifest) -> Iterator[str]:
+    for name, topic in manifest.topics.items():
+        records, size = sum(file.records for file in topic.files), sum(file.size for file in topic.files)
+        yield f"{name}: {records:,} records in {len(topic.files)} files, {size / 1e6:.1f} MB"
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar per topic on a terminal, silence elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda topic, done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def tell(topic: str, done: int, total: int) -> None:
+            if topic not in tasks:
+                tasks[topic] = bars.add_task(topic, total=total)
+            bars.update(tasks[topic], completed=done)
+
+        yield tell

@@ -1,0 +1,378 @@
+"""Takes in what the topics of a run say, record by record, in any order, and keeps only what the balance needs.
+
+Repeats count once: of a step report by its version, of a skip row by its lineage and sequence. A repeat that says
+something else is kept as a conflict.
+"""
+
+import struct
+from array import array
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from bus.history import Extent
+from bus.port import Record
+from schemas.codec import MAX_HEADER_BYTES, named_error
+from schemas.errors import DataError
+from schemas.identifiers import PolicyVersion
+from schemas.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
+
+# Reads single fields of a frame's header without decoding the rest, for looking at very many records. Whether the
+# whole record is sound is not its business: a name read here may stand in bytes that the intake refuses.
+
+_PREFIX = struct.Struct("<I")
+_NAME_LIMIT = 256
+_ORDER_LIMIT = 4 << 20
+
+
+def trajectory_id_of(record: Record) -> str | None:
+    """The trajectory's name; None if the bytes do not begin as a trajectory's do."""
+    name = _fields(record, b"trajectory", ("trajectory_id",), MAX_HEADER_BYTES).get("trajectory_id")
+    return name if isinstance(name, str) and 0 < len(name) <= _NAME_LIMIT else None
+
+
+def ordered_ids_of(record: Record) -> list[str]:
+    """Names of the trajectories that a work order asks for; none if it is no work order."""
+    fields = _fields(record, b"work-order", ("group_id", "sample_indices"), _ORDER_LIMIT)
+    group, indices = fields.get("group_id"), fields.get("sample_indices")
+    if not isinstance(group, str) or not isinstance(indices, list):
+        return []
+    return [f"{group}/{index}" for index in indices]
+
+
+def _fields(record: Record, schema: bytes, wanted: Collection[str], limit: int) -> dict[str, Any]:
+    value = record.value
+    if value is None or len(value) < _PREFIX.size or ("schema", schema) not in record.headers:
+        return {}
+    (size,) = _PREFIX.unpack_from(value)
+    if size > min(limit, len(value) - _PREFIX.size):
+        return {}
+    unpacker = msgpack.Unpacker(max_buffer_size=limit, strict_map_key=True)
+    unpacker.feed(memoryview(value)[_PREFIX.size : _PREFIX.size + size])
+    found: dict[str, Any] = {}
+    try:
+        for _ in range(unpacker.read_map_header()):
+            if (name := unpacker.unpack()) in wanted:
+                found[name] = unpacker.unpack()
+                if len(found) == len(wanted):
+                    break
+            else:
+                unpacker.skip()
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError):
+        return {}
+    return found
+
+
+# Long append-only tables kept as plain numbers and one text buffer: about 100 bytes a row. Knows no meaning.
+
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+PARTITION_SHIFT = 44
+"""A place as one number: partition × 2⁴⁴ + offset."""
+
+
+def keys_of(partitions: Ints, offsets: Ints) -> Ints:
+    """Places as single numbers that sort by partition, then offset."""
+    return (partitions << PARTITION_SHIFT) | offsets
+
+
+def place_of(key: int) -> tuple[int, int]:
+    """Partition and offset of such a number."""
+    return int(key) >> PARTITION_SHIFT, int(key) & ((1 << PARTITION_SHIFT) - 1)
+
+
+def as_ints(column: "array[int]") -> Ints:
+    """A copy of a column as numpy array."""
+    return np.array(column, dtype=np.int64)
+
+
+class Names:
+    """A list of texts, None among them; ``hashes`` tells them apart at the cost of 8 bytes each."""
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+        self._ends: array[int] = array("Q")
+        self._hashes: array[int] = array("Q")
+
+    def append(self, name: str | None) -> None:
+        """Add a text; an empty one counts as None."""
+        content = (name or "").encode(errors="replace")
+        self._text += content
+        self._ends.append(len(self._text))
+        self._hashes.append(xxhash.xxh3_64_intdigest(content) if content else 0)
+
+    def __getitem__(self, index: int) -> str | None:
+        begin = self._ends[index - 1] if index else 0
+        return self._text[begin : self._ends[index]].decode() or None
+
+    def hashes(self) -> NDArray[np.uint64]:
+        """One number a text, 0 for None."""
+        return np.array(self._hashes, dtype=np.uint64)
+
+
+def _column() -> "array[int]":
+    return array("q")
+
+
+@dataclass
+class Places:
+    """Records of the trajectories topic, by where they stand and what they are called."""
+
+    partitions: "array[int]" = field(default_factory=_column)
+    offsets: "array[int]" = field(default_factory=_column)
+    names: Names = field(default_factory=Names)
+
+    def add_place(self, partition: int, offset: int, name: str | None) -> None:
+        """Add a row."""
+        self.partitions.append(partition)
+        self.offsets.append(offset)
+        self.names.append(name)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def keys(self) -> Ints:
+        """The places as single numbers, in the order of the rows."""
+        return keys_of(as_ints(self.partitions), as_ints(self.offsets))
+
+
+@dataclass
+class Entries(Places):
+    """What became of records: code 0 is trained, others name a skip reason.
+
+    ``numbers``: the step of a trained record, the sequence of a skip row; ``ends``: the offset after the last record
+    that a row stands for.
+    """
+
+    codes: "array[int]" = field(default_factory=_column)
+    lineages: "array[int]" = field(default_factory=_column)
+    numbers: "array[int]" = field(default_factory=_column)
+    ends: "array[int]" = field(default_factory=_column)
+
+    def add(self, code: int, lineage: int, number: int, place: Sequence[int], end: int, name: str | None) -> None:
+        """Add a row; ``place`` is partition and offset."""
+        self.add_place(place[0], place[1], name)
+        self.codes.append(code)
+        self.lineages.append(lineage)
+        self.numbers.append(number)
+        self.ends.append(end)
+
+
+# Which lineages of an algorithm survive, and up to where: the newest and its ancestors by parent. Pure. A lineage
+# begins with a step report without groups that names its parent. Of an ancestor only what the checkpoint holds counts
+# from which its child went on: steps up to the parent's number, skip rows up to ``parent_skips``.
+
+
+class Birth(NamedTuple):
+    """The first report of a lineage: at which step it began, and from which version it went on."""
+
+    lineage: int
+    step: int
+    parent: PolicyVersion | None
+    parent_skips: int
+
+
+class Link(NamedTuple):
+    """The part of a lineage that counts: steps ``after < step <= until``, rows up to ``rows``.
+
+    ``after`` None: its beginning is not known. ``until``, ``rows`` None: it is the newest, and all of it counts.
+    """
+
+    lineage: int
+    after: int | None
+    until: int | None
+    rows: int | None
+
+    def holds_step(self, number: int) -> bool:
+        """Whether this step of the lineage counts; the beginning itself does."""
+        return (self.after is None or self.after <= number) and (self.until is None or number <= self.until)
+
+
+class BrokenLink(NamedTuple):
+    """Why the chain cannot be followed, and at which lineage."""
+
+    lineage: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Links from the oldest lineage to the newest."""
+
+    links: tuple[Link, ...]
+    broken: tuple[BrokenLink, ...]
+
+    def link(self, lineage: int) -> Link | None:
+        """The counted part of a lineage, if any."""
+        return next((link for link in self.links if link.lineage == lineage), None)
+
+    @property
+    def newest(self) -> int:
+        """Number of the newest lineage; 0 if there is none."""
+        return self.links[-1].lineage if self.links else 0
+
+
+def surviving_chain(births: Mapping[int, Birth], *, beginning_is_held: bool) -> Chain:
+    """The chain of one algorithm.
+
+    Args:
+        births: first reports by lineage.
+        beginning_is_held: whether the topic still holds its first report; if not, a birth may have expired.
+    """
+    links: list[Link] = []
+    broken: list[BrokenLink] = []
+    lineage, until, rows = max(births, default=0), None, None
+    while lineage:
+        birth = births.get(lineage)
+        links.append(Link(lineage, birth.step if birth else None, until, rows))
+        if birth is None:
+            if beginning_is_held:
+                broken.append(BrokenLink(lineage, f"lineage {lineage} went on to others and never announced itself"))
+            break
+        problem = _problem(birth, until)
+        if problem:
+            broken.append(BrokenLink(lineage, problem))
+        if birth.parent is None or birth.parent.lineage >= lineage:
+            break
+        lineage, until, rows = birth.parent.lineage, birth.parent.number, birth.parent_skips
+    return Chain(tuple(reversed(links)), tuple(broken))
+
+
+def _problem(birth: Birth, until: int | None) -> str | None:
+    number, step, parent = birth.lineage, birth.step, birth.parent
+    if parent is None and step:
+        return f"lineage {number} began at step {step} without a parent, expected step 0"
+    if parent is not None and parent.lineage >= number:
+        return f"lineage {number} names {parent} as its parent, which is not older"
+    if parent is not None and parent.number != step:
+        return f"lineage {number} began at step {step}, its parent is {parent}"
+    if until is not None and until < step:
+        return f"lineage {number} began at step {step}, a later one went on from its step {until}"
+    return None
+
+
+TRAINED = 0
+REASONS = tuple(SkipReason)
+CODE_OF = {reason: code for code, reason in enumerate(REASONS, start=1)}
+
+
+@dataclass
+class AlgorithmBooks:
+    """What one algorithm's trainer reported. ``steps``: fingerprints of the reports with groups, by version."""
+
+    entries: Entries = field(default_factory=Entries)
+    births: dict[int, Birth] = field(default_factory=dict)
+    steps: dict[PolicyVersion, str] = field(default_factory=dict)
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    refused_steps: int = 0
+    conflicts: list[tuple[str, RecordRef | None]] = field(default_factory=list)
+
+    def add_report(self, report: StepReport) -> None:
+        """Take in a step, or the beginning of a lineage."""
+        version = report.version
+        if not report.group_ids and not report.micro_batches:
+            birth = Birth(version.lineage, version.number, report.parent, report.parent_skips)
+            if self.births.setdefault(version.lineage, birth) != birth:
+                self.conflicts.append((f"lineage {version.lineage} began twice, differently", None))
+            return
+        refs = [ref for batch in report.micro_batches for ref in batch]
+        fingerprint = xxhash.xxh3_128_hexdigest(repr((report.group_ids, refs)).encode(errors="replace"))
+        if version in self.steps:
+            if self.steps[version] != fingerprint:
+                first = refs[0] if refs else None
+                self.conflicts.append((f"step {version} was reported twice, with other records", first))
+            return
+        self.steps[version] = fingerprint
+        for ref in refs:
+            place = (ref.partition, ref.offset)
+            self.entries.add(TRAINED, version.lineage, version.number, place, ref.offset + 1, ref.trajectory_id)
+
+    def add_row(self, row: SkipRecord) -> None:
+        """Take in a skip row."""
+        code, end = CODE_OF[row.reason], row.end_offset or row.offset + 1
+        known = self.rows.setdefault((row.lineage, row.sequence), len(self.entries))
+        entries = self.entries
+        if known == len(entries):
+            entries.add(code, row.lineage, row.sequence, (row.partition, row.offset), end, row.trajectory_id)
+            return
+        before = entries.codes[known], entries.partitions[known], entries.offsets[known], entries.ends[known]
+        if before != (code, row.partition, row.offset, end):
+            ref = RecordRef(row.trajectory_id or "", row.partition, row.offset)
+            self.conflicts.append((f"row {row.sequence} of lineage {row.lineage} was written twice, differently", ref))
+
+
+@dataclass
+class Books:
+    """All of a run. ``held``: extents of the trajectories topic; the flags say whether a topic still holds its first
+    record, so that what is missing cannot have expired.
+    """
+
+    held: dict[int, Extent] = field(default_factory=dict)
+    steps_begin: bool = True
+    skips_begin: bool = True
+    produced: Places = field(default_factory=Places)
+    undecodable: int = 0
+    algorithms: dict[str, AlgorithmBooks] = field(default_factory=dict)
+    ordered: set[int] = field(default_factory=set)
+    orders: int = 0
+    dead_letters: Counter[str] = field(default_factory=Counter)
+
+    def of(self, algorithm: str) -> AlgorithmBooks:
+        """The books of one algorithm."""
+        return self.algorithms.setdefault(algorithm, AlgorithmBooks())
+
+    def add_trajectory(self, record: Record) -> None:
+        """A record of the trajectories topic, whatever is in it."""
+        name = trajectory_id_of(record)
+        self.undecodable += name is None
+        self.produced.add_place(record.partition, record.offset, name)
+
+    def add_step(self, record: Record) -> None:
+        """A record of the steps topic.
+
+        Raises:
+            WireError: it does not decode.
+        """
+        message = record.message()
+        if isinstance(message, StepReport):
+            self.of(message.algorithm).add_report(message)
+        elif isinstance(message, RefusedStep):
+            self.of(message.algorithm).refused_steps += 1
+
+    def add_skip(self, record: Record) -> None:
+        """A record of the skips topic.
+
+        Raises:
+            DataError: the row has no number, by which repeats are told.
+            WireError: it does not decode.
+        """
+        message = record.message()
+        if isinstance(message, SkipRecord):
+            if message.sequence == 0:
+                raise DataError(
+                    f"expected numbered skip rows, got one without a number at {record.topic}@{record.offset}: the run "
+                    "was recorded by a version that did not number them, and cannot be audited"
+                )
+            self.of(message.algorithm).add_row(message)
+
+    def add_order(self, record: Record) -> None:
+        """A record of the work-orders topic."""
+        self.orders += 1
+        self.ordered.update(xxhash.xxh3_64_intdigest(name.encode()) for name in ordered_ids_of(record))
+
+    def add_dead_letter(self, record: Record) -> None:
+        """A record of the dead-letters topic."""
+        self.dead_letters[named_error(record.headers)] += 1
+
+    def hold(self, extents: Mapping[int, Extent]) -> None:
+        """Note what the trajectories topic holds; called again, retention may have taken more away."""
+        for partition, extent in extents.items():
+            known = self.held.get(partition, extent)
+            self.held[partition] = Extent(max(known.first, extent.first), known.end)

@@ -1,0 +1,199 @@
+"""The counted entries of one algorithm laid beside the records they refer to, as arrays.
+
+Counted is what the surviving chain contains; a row that stands for records lost to retention is laid aside as a range.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from bus.history import Extent
+from inspection.audit.index import (
+    CODE_OF,
+    PARTITION_SHIFT,
+    TRAINED,
+    AlgorithmBooks,
+    Chain,
+    Ints,
+    Mask,
+    Places,
+    as_ints,
+    place_of,
+)
+from inspection.audit.verdict import Offence, Violation
+from schemas.reports import SkipReason
+
+PENDING = -1
+EXPIRED_RANGE = CODE_OF[SkipReason.RETENTION_EXPIRED]
+
+
+class ProducedRecords:
+    """The records that the topic holds, sorted by place."""
+
+    def __init__(self, places: Places, held: Mapping[int, Extent]) -> None:
+        keys = places.keys()
+        order = np.argsort(keys, kind="stable")
+        first = self._first_held(held)
+        self.held = dict(held)
+        self.order = order[~self._below(first, keys[order])]
+        self.keys = keys[self.order]
+        self.names = places.names
+        self.hashes = places.names.hashes()[self.order]
+        self._first = first
+
+    @staticmethod
+    def _first_held(held: Mapping[int, Extent]) -> Ints:
+        first = np.zeros(max(held, default=-1) + 1, dtype=np.int64)
+        for partition, extent in held.items():
+            first[partition] = extent.first
+        return first
+
+    @staticmethod
+    def _below(first: Ints, keys: Ints) -> Mask:
+        partitions = keys >> PARTITION_SHIFT
+        known = partitions < len(first)
+        limit = np.zeros(len(keys), dtype=np.int64)
+        limit[known] = first[partitions[known]]
+        below: Mask = (keys & ((1 << PARTITION_SHIFT) - 1)) < limit
+        return below
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def expired(self, keys: Ints) -> Mask:
+        """Which places lie below the first offset that is held."""
+        return self._below(self._first, keys)
+
+    def find(self, keys: Ints) -> Ints:
+        """Index of the record at each place, -1 where there is none."""
+        if not len(self):
+            return np.full(len(keys), -1, dtype=np.int64)
+        found = np.searchsorted(self.keys, keys)
+        found[found == len(self)] = 0
+        return np.where(self.keys[found] == keys, found, -1)
+
+    def name(self, index: int) -> str | None:
+        """Name of a record."""
+        return self.names[int(self.order[index])]
+
+    def violation(self, offence: Offence, algorithm: str, which: Mask, detail: str = "") -> list[Violation]:
+        """The offence of these records, if there are any."""
+        indices = np.flatnonzero(which)
+        if not len(indices):
+            return []
+        place = place_of(self.keys[indices[0]])
+        return [Violation(offence, algorithm, len(indices), self.name(int(indices[0])), *place, detail)]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """``chosen``: indices of counted entries that are no ranges; all other arrays run beside it."""
+
+    algorithm: str
+    books: AlgorithmBooks
+    chain: Chain
+    produced: ProducedRecords
+
+    @cached_property
+    def all_codes(self) -> Ints:
+        """Codes of all entries, counted or not."""
+        return as_ints(self.books.entries.codes)
+
+    @cached_property
+    def all_lineages(self) -> Ints:
+        """Lineages of all entries."""
+        return as_ints(self.books.entries.lineages)
+
+    @cached_property
+    def all_numbers(self) -> Ints:
+        """Steps or sequences of all entries."""
+        return as_ints(self.books.entries.numbers)
+
+    @cached_property
+    def counted(self) -> Mask:
+        """Which of all entries the surviving chain contains."""
+        counted = np.zeros(len(self.books.entries), dtype=np.bool_)
+        trained, numbers = self.all_codes == TRAINED, self.all_numbers
+        for link in self.chain.links:
+            steps, rows = trained.copy(), ~trained
+            if link.after is not None:
+                steps &= numbers > link.after
+            if link.until is not None:
+                steps &= numbers <= link.until
+            if link.rows is not None:
+                rows &= numbers <= link.rows
+            counted |= (self.all_lineages == link.lineage) & (steps | rows)
+        return counted
+
+    @cached_property
+    def chosen(self) -> Ints:
+        """See above."""
+        return np.flatnonzero(self.counted & (self.all_codes != EXPIRED_RANGE))
+
+    @cached_property
+    def ranges(self) -> Ints:
+        """Indices of counted rows that stand for records lost to retention."""
+        return np.flatnonzero(self.counted & (self.all_codes == EXPIRED_RANGE))
+
+    @cached_property
+    def codes(self) -> Ints:
+        """What became of the record: trained, or the reason's code."""
+        return self.all_codes[self.chosen]
+
+    @cached_property
+    def keys(self) -> Ints:
+        """The record's place."""
+        return self.books.entries.keys()[self.chosen]
+
+    @cached_property
+    def at(self) -> Ints:
+        """Index of the produced record, -1 if there is none."""
+        return self.produced.find(self.keys)
+
+    @cached_property
+    def expired(self) -> Mask:
+        """Whether retention has deleted the record."""
+        return self.produced.expired(self.keys)
+
+    @cached_property
+    def fates(self) -> Ints:
+        """What became of each produced record: a code, or pending."""
+        fates = np.full(len(self.produced), PENDING, dtype=np.int64)
+        known = self.at >= 0
+        fates[self.at[known]] = self.codes[known]
+        for index in self.ranges:
+            covered = self.covered_by(int(index)) & (fates == PENDING)
+            fates[covered] = EXPIRED_RANGE
+        return fates
+
+    def covered_by(self, index: int) -> Mask:
+        """The produced records that a range stands for."""
+        entries = self.books.entries
+        base = entries.partitions[index] << PARTITION_SHIFT
+        keys = self.produced.keys
+        covered: Mask = (keys >= base + entries.offsets[index]) & (keys < base + entries.ends[index])
+        return covered
+
+    def name(self, position: int) -> str | None:
+        """The name under which an entry of ``chosen`` was reported."""
+        return self.books.entries.names[int(self.chosen[position])]
+
+    def source(self, position: int) -> str:
+        """Where an entry of ``chosen`` was reported."""
+        index = int(self.chosen[position])
+        lineage, number = int(self.all_lineages[index]), int(self.all_numbers[index])
+        if self.all_codes[index] == TRAINED:
+            return f"step {lineage}-{number}"
+        return f"row {number} of lineage {lineage}"
+
+    def violation(self, offence: Offence, which: Mask, detail: str = "") -> list[Violation]:
+        """The offence of these entries of ``chosen``, if there are any; names the first by place."""
+        positions = np.flatnonzero(which)
+        if not len(positions):
+            return []
+        first = int(positions[np.argmin(self.keys[positions])])
+        text = detail or f"by {self.source(first)}"
+        place = place_of(self.keys[first])
+        return [Violation(offence, self.algorithm, len(positions), self.name(first), *place, text)]

@@ -1,0 +1,75 @@
+"""What `streamrl ui` does: attaches, serves, opens a browser, and ends with a code."""
+
+import asyncio
+import signal
+import sys
+import webbrowser
+from pathlib import Path
+
+import uvloop
+from aiohttp import web
+
+from inspection.dashboard.records import CLIENT_ID, PLAIN, Room
+from inspection.dashboard.server import build_app
+from inspection.diagnostics.connect import Attachment
+from inspection.diagnostics.status import feed_of
+from inspection.host import settle_collector
+from inspection.replay.show import Piece, pieces_of
+from observability.run_state.pace import Pace
+from observability.run_state.state import LiveState
+from schemas.errors import UserError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(attachment: Attachment, where: Path | None, host: str, port: int, *, open_browser: bool) -> int:
+    """Serve until interrupted; the exit code.
+
+    Raises:
+        UserError: no such run, no broker, or the port is taken.
+    """
+    if host not in LOOPBACK:
+        print(f"note: served at {host}: whoever reaches it sees the run and may retry dead letters", file=sys.stderr)
+    uvloop.run(_serve(attachment, where, host, port, open_browser=open_browser))
+    return 0
+
+
+async def _serve(attachment: Attachment, where: Path | None, host: str, port: int, *, open_browser: bool) -> None:
+    attached = await attachment.with_run()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    state, pace = LiveState(attached.run), Pace()
+    room = Room(attached.bus, state, str(where or attached.run), lambda: _pieces(attached), attached.advice)
+    runner = web.AppRunner(build_app(room, stop, host, pace.seconds), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        address = await listen(runner, host, port)
+        print(f"{attached.run} at {address}  (Ctrl-C ends it)", flush=True)
+        if open_browser:
+            await asyncio.to_thread(webbrowser.open, address)
+        settle_collector()
+        await (await feed_of(attached, state, CLIENT_ID, pace.seconds)).run(stop)
+    finally:
+        stop.set()
+        await runner.cleanup()
+
+
+async def listen(runner: web.AppRunner, host: str, port: int) -> str:
+    """Bind; the page's address. Port 0 takes any.
+
+    Raises:
+        UserError: the port is taken, or the address is not ours.
+    """
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise UserError(
+            f"expected to listen at {host}:{port}, got: {error.strerror or error}; choose another --port, 0 takes any"
+        ) from error
+    bound = runner.addresses[0][1]
+    return f"http://{f'[{host}]' if ':' in host else host}:{bound}/"
+
+
+def _pieces(attached: Attachment) -> Piece:
+    return PLAIN if attached.settings is None else pieces_of(attached.settings.model.path)

@@ -1,0 +1,139 @@
+"""One trajectory for the inspector: tokens by weight version with log-probs, rewards, and its life hop by hop."""
+
+import asyncio
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bus.history import BusHistory, Extent
+from bus.port import Bus
+from inspection.dead_letters import Letter, as_json, letter_of, plan_retries, send_retries
+from inspection.replay.history import Life, Tracer
+from inspection.replay.show import Piece
+from observability.run_state.state import LiveState
+from schemas.errors import UserError
+from schemas.topics import DEAD_LETTERS
+from schemas.trajectories import Trajectory
+
+# What the dashboard's handlers share: the run that is looked at, and how its topics are reached. Knows no web.
+
+CLIENT_ID = "streamrl-ui"
+PLAIN: Piece = "#{}".format
+
+
+@dataclass
+class Room:
+    """``run_path``: how the run is named on a command line. ``load_pieces``: slow; loads what spells tokens.
+
+    ``advice``: what a user can do when the broker does not answer.
+    """
+
+    bus: Bus
+    state: LiveState
+    run_path: str
+    load_pieces: Callable[[], Piece] = lambda: PLAIN
+    advice: str = ""
+    _pieces: Piece | None = None
+    _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def history(self) -> BusHistory:
+        """The run's topics up to now."""
+        return BusHistory(self.bus, CLIENT_ID)
+
+    async def pieces(self) -> Piece:
+        """Gives a token's text; loaded once, in a thread."""
+        async with self._loading:
+            if self._pieces is None:
+                self._pieces = await asyncio.to_thread(self.load_pieces)
+        return self._pieces
+
+
+# Dead letters for the page: a list of the newest, and sending one once more.
+
+SHOWN = 100
+HEAD = 96
+
+
+async def newest_letters(room: Room) -> dict[str, Any]:
+    """How many there are, and the newest, newest first."""
+    topic, history = DEAD_LETTERS.full_name(room.state.run), room.history
+    extents = {tp.partition: held for tp, held in (await history.extents(topic)).items()}
+    total = sum(held.end - held.first for held in extents.values())
+    newest = {partition: Extent(max(held.first, held.end - SHOWN), held.end) for partition, held in extents.items()}
+    letters = [letter_of(record) async for record in history.records(topic, newest)]
+    return {"total": total, "letters": [_shown(letter) for letter in reversed(letters)]}
+
+
+async def retry_letter(room: Room, offset: int) -> dict[str, str]:
+    """Send a letter once more, unless it was sent before or still does not decode.
+
+    Raises:
+        UserError: there is no such letter.
+        BusError: the broker refuses, or does not answer.
+    """
+    outcomes, missing = await plan_retries(room.history, room.state.run, [offset])
+    if missing:
+        raise UserError(f"expected a dead letter at offset {offset}, found none")
+    (outcome,) = await send_retries(room.bus, outcomes)
+    return {"action": outcome.action.value, "detail": outcome.detail}
+
+
+def _shown(letter: Letter) -> dict[str, Any]:
+    return {**as_json(letter), "head": (letter.record.value or b"")[:HEAD].hex(" ")}
+
+
+SHOWN_TOKENS = 4000
+_STEP = re.compile(r"trained in step (\d+)")
+
+
+async def inspect(room: Room, name: str) -> dict[str, Any]:
+    """The life of a trajectory, by id or as ``partition@offset``.
+
+    Raises:
+        UserError: there is none, or its record is gone or does not decode.
+    """
+    life = await Tracer(room.history, room.state.run, room.state.algorithm).trace(name)
+    return life_json(life, await room.pieces(), room.run_path)
+
+
+def life_json(life: Life, piece: Piece, run_path: str) -> dict[str, Any]:
+    """Everything there is to show; at most 4,000 tokens."""
+    trajectory = life.trajectory
+    return {
+        "id": trajectory.trajectory_id,
+        "sample": f"{trajectory.sample_index + 1} of {trajectory.num_generations}",
+        "dataset": trajectory.dataset,
+        "worker": trajectory.worker_id,
+        "finish": trajectory.finish_reason.value,
+        "bucket": trajectory.bucket,
+        "predicted": trajectory.predicted_length,
+        "length": len(trajectory.token_ids),
+        "temperature": trajectory.temperature,
+        "prompt": trajectory.prompt_text,
+        "completion": trajectory.completion_text,
+        "rewards": trajectory.rewards,
+        "reward_errors": trajectory.reward_errors,
+        "tokens": _tokens(trajectory, piece),
+        "spans": [[str(span.version), span.start, span.end] for span in trajectory.version_spans],
+        "records": [[f"{seen.partition}@{seen.offset}", seen.fate] for seen in life.appearances],
+        "hops": [[hop.at, hop.since, hop.what, hop.detail] for hop in life.hops],
+        "commands": commands_for(life, run_path),
+    }
+
+
+def commands_for(life: Life, run_path: str) -> list[str]:
+    """What to type to see more: the trajectory, and the step that it was trained in."""
+    run = shlex.quote(run_path)
+    steps = [match[1] for seen in life.appearances if (match := _STEP.match(seen.fate))]
+    shown = f"streamrl show {shlex.quote(life.trajectory.trajectory_id)} {run}"
+    return [*(f"streamrl replay {run} --step {step}" for step in steps), shown]
+
+
+def _tokens(trajectory: Trajectory, piece: Piece) -> list[list[Any]]:
+    """Text, log-prob, and whether it is trained, of each token."""
+    rows = zip(trajectory.token_ids.tolist(), trajectory.logprobs.tolist(), trajectory.loss_mask.tolist(), strict=True)
+    shown = list(rows)[:SHOWN_TOKENS]
+    return [[piece(token), round(logprob, 4), trained] for token, logprob, trained in shown]

@@ -1,0 +1,205 @@
+"""The dashboard's web server: one page, a stream of updates, and a few answers in JSON. Knows no broker."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.client_exceptions import ClientConnectionError
+from aiohttp.typedefs import Handler, Middleware
+
+from bus.kafka.connection import advised
+from inspection.dashboard.records import Room, inspect, newest_letters, retry_letter
+from observability.run_state.pace import OFTEN_S
+from observability.run_state.snapshot import SECTIONS, snapshot
+from observability.run_state.state import LiveState
+from schemas.errors import StreamRLError, UserError
+
+# Who may talk to the dashboard: pages of its own address only. Pure. Invariants, each with a test of its name: -
+# a_foreign_page_cannot_read_or_write: a host name that is not ours is refused (DNS rebinding), and a write needs an
+# origin that is our own and a body that a form cannot send; - the_page_loads_nothing_from_elsewhere: its content
+# security policy forbids it.
+
+JSON = "application/json"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def is_our_host(host: str, served: str) -> bool:
+    """Whether a request's Host header names us: an address (no name can be rebound to it), localhost, or ``served``."""
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    name = name.strip("[]").lower()
+    if name in ("localhost", served.lower()):
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def may_write(headers: Mapping[str, str]) -> bool:
+    """Whether a request comes from our own page: same origin, and JSON, which no form of another page can send."""
+    origin, host = headers.get("Origin", ""), headers.get("Host", "")
+    own = origin in (f"http://{host}", f"https://{host}")
+    site = headers.get("Sec-Fetch-Site", "same-origin")
+    return bool(host) and own and site == "same-origin" and headers.get("Content-Type", "").split(";")[0] == JSON
+
+
+# Sends a live state to browsers as server-sent events: only sections that changed, at the pace that is given. However
+# many browsers look, the state is put into words once for all of them, and not at all while nobody looks.
+
+SLOW = {"curves": 2, "timeline": 2, "lengths": 2, "staleness": 2, "split": 2}
+"""Sections that are looked at every so many ticks."""
+
+
+@dataclass
+class Stream:
+    """``pace_s``: seconds between two updates. ``clock``: seconds since the epoch."""
+
+    state: LiveState
+    clock: Callable[[], float] = time.time
+    pace_s: Callable[[], float] = lambda: OFTEN_S
+    _words: dict[str, str] = field(default_factory=dict)
+    _revisions: dict[str, int] = field(default_factory=dict)
+    _tick: int = 0
+    _refreshed_at: float = -1.0
+
+    async def updates(self, stop: asyncio.Event) -> AsyncIterator[str]:
+        """Events for one browser: everything at first, then what changed, until stopped."""
+        sent: dict[str, int] = {}
+        while not stop.is_set():
+            self._refresh()
+            due = [name for name, revision in self._revisions.items() if sent.get(name) != revision]
+            sent |= {name: self._revisions[name] for name in due}
+            pace_s = self.pace_s()
+            told = f'"now":{self.clock():.3f},"pace":{pace_s:.3f}'
+            parts = [told, *(f'"{name}":{self._words[name]}' for name in due)]
+            yield "data: {" + ",".join(parts) + "}\n\n"
+            await asyncio.sleep(pace_s)
+
+    def _refresh(self) -> None:
+        """Put into words what may have changed; at most once a second, whoever asks."""
+        now = self.clock()
+        if 0 <= now - self._refreshed_at < OFTEN_S * 0.8:
+            return
+        self._refreshed_at = now
+        moment = self.state.moment(now)
+        self.state.tick(moment)
+        for name, section in SECTIONS.items():
+            if name in self._words and self._tick % SLOW.get(name, 1):
+                continue
+            words = json.dumps(section(self.state, moment), separators=(",", ":"), allow_nan=False)
+            if words != self._words.get(name):
+                self._words[name] = words
+                self._revisions[name] = self._revisions.get(name, 0) + 1
+        self._tick += 1
+
+
+PAGE = Path(__file__).parent / "page"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MAX_BODY = 4096
+
+ROOM = web.AppKey("room", Room)
+STREAM = web.AppKey("stream", Stream)
+STOP = web.AppKey("stop", asyncio.Event)
+
+
+def build_app(
+    room: Room, stop: asyncio.Event, host: str = "localhost", pace_s: Callable[[], float] = lambda: OFTEN_S
+) -> web.Application:
+    """The application; streams end when ``stop`` is set. ``host``: the name it is served under."""
+    app = web.Application(middlewares=[_guarded(host), _told], client_max_size=MAX_BODY)
+    app[ROOM], app[STREAM], app[STOP] = room, Stream(room.state, pace_s=pace_s), stop
+    app.router.add_get("/", _index)
+    app.router.add_get("/page/{name}", _asset)
+    app.router.add_get("/api/updates", _updates)
+    app.router.add_get("/api/snapshot", _snapshot)
+    app.router.add_get("/api/trajectory", _trajectory)
+    app.router.add_get("/api/dead-letters", _letters)
+    app.router.add_post("/api/dead-letters/{offset:[0-9]{1,18}}/retry", _retry)
+    return app
+
+
+def _guarded(host: str) -> Middleware:
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not is_our_host(request.headers.get("Host", ""), host):
+            return _refusal(421, "this address is served under its own name only")
+        if request.method not in ("GET", "HEAD") and not may_write(request.headers):
+            return _refusal(403, "only the dashboard's own page may do this")
+        try:
+            response = await handler(request)
+        except web.HTTPException as error:
+            error.headers.update(HEADERS)
+            raise
+        if not response.prepared:
+            response.headers.update(HEADERS)
+        return response
+
+    return guarded
+
+
+@web.middleware
+async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors of ours become one line of JSON."""
+    try:
+        return await handler(request)
+    except UserError as error:
+        return _refusal(404, str(error))
+    except StreamRLError as error:
+        return _refusal(503, advised(error, request.app[ROOM].advice))
+
+
+def _refusal(status: int, text: str) -> web.Response:
+    return web.json_response({"error": text}, status=status, headers=HEADERS)
+
+
+async def _index(_request: web.Request) -> web.StreamResponse:
+    return web.Response(body=(PAGE / "index.html").read_bytes(), content_type="text/html", charset="utf-8")
+
+
+async def _asset(request: web.Request) -> web.StreamResponse:
+    path = PAGE / request.match_info["name"]
+    if path.parent != PAGE or path.suffix not in TYPES or not path.is_file():
+        raise web.HTTPNotFound
+    return web.Response(body=path.read_bytes(), content_type=TYPES[path.suffix], charset="utf-8")
+
+
+async def _updates(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    try:
+        async for event in request.app[STREAM].updates(request.app[STOP]):
+            await response.write(event.encode())
+    except (ClientConnectionError, ConnectionResetError):
+        pass
+    return response
+
+
+async def _snapshot(request: web.Request) -> web.StreamResponse:
+    stream = request.app[STREAM]
+    return web.json_response(snapshot(stream.state, stream.state.moment(stream.clock())))
+
+
+async def _trajectory(request: web.Request) -> web.StreamResponse:
+    return web.json_response(await inspect(request.app[ROOM], request.query.get("id", "")[:300]))
+
+
+async def _letters(request: web.Request) -> web.StreamResponse:
+    return web.json_response(await newest_letters(request.app[ROOM]))
+
+
+async def _retry(request: web.Request) -> web.StreamResponse:
+    return web.json_response(await retry_letter(request.app[ROOM], int(request.match_info["offset"])))

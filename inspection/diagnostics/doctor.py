@@ -1,0 +1,104 @@
+"""What `streamrl doctor` does: looks at settings, machine, broker and clocks, prints, and ends with a code."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import uvloop
+
+from bus.embedded import detached
+from bus.kafka.connection import partition_counts
+from bus.kafka.settings import KafkaSettings
+from inspection.diagnostics.checks import (
+    Finding,
+    as_rows,
+    check_clocks,
+    check_cluster,
+    check_codecs,
+    check_disk,
+    check_embedded_broker,
+    check_engine,
+    exit_code,
+    fail,
+    ok,
+    start_engine_probe,
+    verdict,
+)
+from inspection.diagnostics.connect import CLIENT_ID, Attachment, attach, runs_of
+from inspection.source import open_run
+from schemas.errors import BusError, SettingsError, UserError
+from settings.tree import Settings
+
+
+def check_up(where: Path | None, run: str, servers: str | None, *, as_json: bool) -> int:
+    """Print the findings; the exit code is 2 if something fails."""
+    findings: list[Finding] = []
+    for each in _findings(where, run, servers):
+        findings.append(each)
+        if not as_json:
+            print(each.line, flush=True)
+    if as_json:
+        print(json.dumps(as_rows(findings)))
+    else:
+        print("\n".join(verdict(findings)))
+    return exit_code(findings)
+
+
+def _findings(where: Path | None, run: str, servers: str | None) -> Iterator[Finding]:
+    settings, problem = _settings(where)
+    if problem is not None:
+        yield problem
+    engine = "transformers" if settings is None else settings.generation.engine
+    probe = start_engine_probe(engine)
+    try:
+        kafka = KafkaSettings() if settings is None else settings.kafka
+        yield from check_codecs(kafka.compression_type)
+        yield from check_disk(_places(settings))
+        yield from _broker(where, run, servers)
+    finally:
+        findings = list(check_engine(engine, probe))
+    yield from findings
+
+
+def _settings(where: Path | None) -> tuple[Settings | None, Finding | None]:
+    if where is None:
+        return None, None
+    try:
+        settings = open_run(where).settings
+    except SettingsError as error:
+        return None, fail("settings", str(error), "`streamrl config show` prints what is understood")
+    except UserError:
+        return None, None  # a run that is only known to its broker
+    return settings, ok("settings", f"run {settings.run.name}, engine {settings.generation.engine}, of {where}")
+
+
+def _places(settings: Settings | None) -> dict[str, Path]:
+    if settings is None:
+        return {"runs": Path("runs"), "the broker of `streamrl kafka up`": detached.default_data_dir()}
+    return {"checkpoints, weights and logs": settings.run.path}
+
+
+def _broker(where: Path | None, run: str, servers: str | None) -> Iterable[Finding]:
+    try:
+        attachment = attach(where, run, servers)
+    except UserError:
+        return [
+            ok("broker", "none is named and none runs here; `streamrl run` starts one of its own"),
+            *check_embedded_broker(needed=True),
+        ]
+    found = uvloop.run(_with_broker(attachment))
+    return [*found, *check_embedded_broker(needed=False)]
+
+
+async def _with_broker(attachment: Attachment) -> list[Finding]:
+    if not attachment.run:
+        try:
+            runs = runs_of(await partition_counts(attachment.kafka, CLIENT_ID))
+        except BusError:
+            runs = []  # the check of the broker says why
+        if len(runs) == 1:
+            attachment = Attachment(attachment.kafka, runs[0], attachment.settings)
+    findings = await check_cluster(attachment)
+    if attachment.run and findings[0].level != "fail":
+        findings.append(await check_clocks(attachment))
+    return findings

@@ -1,0 +1,176 @@
+"""The fields of a record by name: of the record itself, of its message, and some that are worked out. Pure."""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, get_args
+
+import numpy as np
+from pydantic import BaseModel
+
+from bus.port import Record
+from inspection.dead_letters import Letter, letter_of
+from inspection.diagnostics.filters import ABSENT
+from schemas.control import ControlMessage, WeightsReady
+from schemas.errors import UserError, WireError
+from schemas.messages import Message
+from schemas.reports import RefusedStep, StepReport
+from schemas.topics import DEAD_LETTERS, Topic
+from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A record as it is shown. ``letter``: it stands on the dead-letters topic, and its bytes are of another one."""
+
+    record: Record
+    message: Message | None
+    problem: str | None
+    letter: Letter | None = None
+
+    @cached_property
+    def text_headers(self) -> dict[str, str]:
+        """Headers as text."""
+        return {name: (content or b"").decode(errors="backslashreplace") for name, content in self.record.headers}
+
+    def field(self, path: str) -> Any:
+        """The value of a field, ``ABSENT`` if the record has none; dots lead into values."""
+        head, _, rest = path.partition(".")
+        for source in (_RECORD_FIELDS, _LETTER_FIELDS if self.letter else {}):
+            if head in source:
+                return _within(source[head](self), rest)
+        if self.message is None:
+            return ABSENT
+        derived = _DERIVED.get(type(self.message), {})
+        if head in derived and head not in type(self.message).model_fields:
+            return _within(derived[head](self.message), rest)
+        return _within(self.message, path)
+
+
+def seen(record: Record, topic: Topic | None) -> Seen:
+    """Decode a record; whatever is in it, this does not raise."""
+    if topic is DEAD_LETTERS:
+        letter = letter_of(record)
+        return Seen(record, None, f"{letter.error_class}: {letter.reason}", letter)
+    try:
+        return Seen(record, record.message(), None)
+    except WireError as error:
+        return Seen(record, None, f"{type(error).__name__}: {error}")
+
+
+def known_fields(topic: Topic | None) -> set[str] | None:
+    """First parts of all names that records of a topic may have; none if any name may be there."""
+    if topic is None:
+        return None
+    names = set(_RECORD_FIELDS)
+    if topic.message is None:
+        return names | set(_LETTER_FIELDS)
+    kinds: tuple[type[Message], ...] = (topic.message, *topic.also)
+    if topic.message is WeightsReady:
+        kinds = get_args(get_args(ControlMessage)[0])
+    for kind in kinds:
+        properties = {name for name, value in vars(kind).items() if isinstance(value, property)}
+        names |= set(kind.model_fields) | properties | set(_DERIVED.get(kind, {}))
+    return names
+
+
+def check_fields(fields: Sequence[str], topic: Topic | None) -> None:
+    """Refuse a field that no record of the topic can have.
+
+    Raises:
+        UserError: there is one; the nearest right name is given.
+    """
+    known = known_fields(topic)
+    for path in fields:
+        head = path.split(".")[0]
+        if known is not None and topic is not None and head not in known:
+            close = difflib.get_close_matches(head, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(known))}"
+            raise UserError(f"expected a field of {topic.name} in the filter, got {head!r}{hint}")
+
+
+def _within(value: Any, path: str) -> Any:
+    while path:
+        if isinstance(value, Mapping) and path in value:
+            return value[path]  # names of metrics have dots and slashes of their own
+        head, _, path = path.partition(".")
+        value = _part(value, head)
+        if value is ABSENT:
+            return ABSENT
+    return _plain(value)
+
+
+def _part(value: Any, name: str) -> Any:
+    if isinstance(value, Mapping):
+        return value.get(name, ABSENT)
+    if isinstance(value, BaseModel):
+        fields = type(value)
+        return getattr(value, name) if name in fields.model_fields or _is_property(fields, name) else ABSENT
+    if isinstance(value, tuple | list | np.ndarray):
+        if name == "length":
+            return len(value)
+        if name.isdigit():
+            return value[int(name)] if int(name) < len(value) else ABSENT
+        return getattr(value, name) if name in getattr(value, "_fields", ()) else ABSENT
+    return ABSENT
+
+
+def _is_property(kind: type, name: str) -> bool:
+    return isinstance(getattr(kind, name, None), property)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+def reward_of(trajectory: Trajectory) -> float | None:
+    """The sum of its rewards, unweighted; none if it has none."""
+    given = [value for value in trajectory.rewards.values() if value is not None]
+    return sum(given) if given else None
+
+
+def trained_in(report: StepReport | RefusedStep) -> int:
+    """Trajectories in its micro-batches."""
+    return sum(len(batch) for batch in report.micro_batches)
+
+
+_RECORD_FIELDS: dict[str, Callable[[Seen], Any]] = {
+    "topic": lambda each: each.record.topic,
+    "partition": lambda each: each.record.partition,
+    "offset": lambda each: each.record.offset,
+    "key": lambda each: each.record.key,
+    "timestamp": lambda each: each.record.timestamp,
+    "size": lambda each: len(each.record.value or b""),
+    "headers": lambda each: each.text_headers,
+    "schema": lambda each: each.text_headers.get("schema", ABSENT),
+    "problem": lambda each: each.problem,
+}
+_LETTER_FIELDS: dict[str, Callable[[Seen], Any]] = {
+    "error_class": lambda each: each.letter and each.letter.error_class,
+    "reason": lambda each: each.letter and each.letter.reason,
+    "origin": lambda each: each.letter and str(each.letter.origin),
+    "origin_topic": lambda each: each.letter and each.letter.origin and each.letter.origin.topic,
+    "origin_partition": lambda each: each.letter and each.letter.origin and each.letter.origin.partition,
+    "origin_offset": lambda each: each.letter and each.letter.origin and each.letter.origin.offset,
+}
+_DERIVED: dict[type[Message], dict[str, Callable[[Any], Any]]] = {
+    Trajectory: {
+        "length": lambda each: len(each.token_ids),
+        "prompt_length": lambda each: len(each.prompt_token_ids),
+        "reward": reward_of,
+        "seconds": lambda each: each.finished_at - each.started_at,
+    },
+    TokenChunk: {"length": lambda each: len(each.token_ids)},
+    WorkOrder: {
+        "samples": lambda each: len(each.sample_indices),
+        "prompt_id": lambda each: each.prompt.prompt_id,
+        "bucket": lambda each: each.estimate.bucket,
+    },
+    StepReport: {
+        "trajectories": trained_in,
+        "groups": lambda each: len(each.group_ids),
+        "reward": lambda each: each.metrics.get("reward", ABSENT),
+    },
+    RefusedStep: {"trajectories": trained_in, "groups": lambda each: len(each.group_ids)},
+}

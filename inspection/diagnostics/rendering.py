@@ -1,0 +1,149 @@
+"""A record as one line for people, or as JSON for programs. Pure.
+
+Invariant a_line_is_a_line: what strangers wrote into a record cannot move the cursor, colour or break lines.
+"""
+
+from datetime import datetime
+from typing import Any
+
+from inspection.diagnostics.fields import Seen, reward_of, trained_in
+from schemas.control import (
+    Control,
+    DrainWorker,
+    FleetTarget,
+    FlowControl,
+    OperatorCommand,
+    RunFinished,
+    WeightsReady,
+    WorkerClaimed,
+)
+from schemas.messages import Message
+from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
+from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
+
+HEAD = 60
+"""Characters of a text within a line."""
+KEY_METRICS = ("reward", "loss", "grad_norm", "off_policy/mean", "time/step")
+
+
+def line_of(seen: Seen) -> str:
+    """Time, place, kind, and what matters most of it."""
+    record = seen.record
+    time = datetime.fromtimestamp(record.timestamp).astimezone().strftime("%H:%M:%S.%f")[:-3]
+    return f"{time} {record.partition}@{record.offset} {_plain(_said(seen))}"
+
+
+def _said(seen: Seen) -> str:
+    if seen.letter is not None:
+        letter = seen.letter
+        return f"dead-letter from {letter.origin or 'nowhere known'}  {letter.size} bytes  {seen.problem}"
+    if seen.message is None:
+        return f"undecodable  key {seen.record.key}  {len(seen.record.value or b'')} bytes  {seen.problem}"
+    return _of_message(seen.message)
+
+
+def _of_message(message: Message) -> str:
+    match message:
+        case Trajectory():
+            return _of_trajectory(message)
+        case TokenChunk():
+            ending = f"  {message.finish_reason.value}" if message.finish_reason else ""
+            end = message.start + len(message.token_ids)
+            place = f"{message.trajectory_id} [{message.start}, {end})"
+            return f"tokens {place}  {message.worker_id}  v{message.version}{ending}"
+        case WorkOrder():
+            return _of_order(message)
+        case StepReport():
+            last = "  finished" if message.finished else ""
+            return (
+                f"step {message.step}  v{message.version}  {len(message.group_ids)} groups, {trained_in(message)} "
+                f"trajectories  {_metrics(message.metrics)}{last}"
+            )
+        case RefusedStep():
+            return f"refused-step {message.step}  {trained_in(message)} trajectories  {message.problem}"
+        case SkipRecord():
+            what = message.trajectory_id or f"{message.partition}@{message.offset}"
+            return f"skip {what}  {message.reason.value}  at step {message.step}  {message.detail}"
+        case Heartbeat():
+            return (
+                f"heartbeat {message.worker_id}  {message.state.value}  v{message.version}  {message.running} running, "
+                f"{message.waiting} waiting of {message.capacity}  {message.tokens_per_s:.0f} tokens/s"
+            )
+        case OperatorCommand():
+            return f"command {message.action} {message.worker_id or ''}  {message.reason}"
+        case Control():
+            return f"control {message.sequence}  {_of_control(message)}"
+        case _:
+            return f"{message.SCHEMA}  {_head(str(message))}"
+
+
+def _of_order(order: WorkOrder) -> str:
+    samples = f"{len(order.sample_indices)} of {order.num_generations} samples"
+    return (
+        f"work-order {order.group_id} → {order.worker_id}  {samples}"
+        f"  bucket {order.estimate.bucket} (~{order.estimate.median} tokens)  attempt {order.attempt}"
+        f"  v{order.admitted_version}  {_head(order.prompt.text)}"
+    )
+
+
+def _of_trajectory(message: Trajectory) -> str:
+    total = reward_of(message)
+    reward = "-" if total is None else f"{total:.3f}"
+    versions = " ".join(f"v{span.version}" for span in message.version_spans[:4]) or f"v{message.admitted_version}"
+    wrong = f"  reward failed: {', '.join(message.reward_errors)}" if message.reward_errors else ""
+    return (
+        f"trajectory {message.trajectory_id}  {message.worker_id}  {len(message.token_ids)} tokens "
+        f"(~{message.predicted_length})  {message.finish_reason.value}  reward {reward}"
+        f"  {versions}{wrong}  {_head(message.completion_text)}"
+    )
+
+
+def _of_control(message: Control) -> str:
+    match message:
+        case WeightsReady():
+            return f"weights v{message.version} of step {message.step} at {', '.join(message.relays)}"
+        case FlowControl():
+            return f"flow {message.mode}  {message.reason}"
+        case DrainWorker():
+            return f"drain {message.worker_id}  {message.reason}"
+        case WorkerClaimed():
+            return f"worker {message.worker_id} is {message.incarnation}"
+        case FleetTarget():
+            return f"{message.workers} workers wanted  {message.reason}"
+        case RunFinished():
+            return f"run finished at step {message.step}  {message.reason}"
+        case _:
+            return str(message)
+
+
+def _metrics(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {metrics[name]:.4g}" for name in KEY_METRICS if name in metrics)
+
+
+def _head(text: str) -> str:
+    return repr(text[:HEAD] + ("…" if len(text) > HEAD else ""))
+
+
+def _plain(text: str) -> str:
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def json_of(seen: Seen) -> dict[str, Any]:
+    """Everything, arrays included; ``message`` null: ``problem`` says why."""
+    record = seen.record
+    found: dict[str, Any] = {
+        "topic": record.topic,
+        "partition": record.partition,
+        "offset": record.offset,
+        "timestamp": record.timestamp,
+        "key": record.key,
+        "headers": seen.text_headers,
+        "size": len(record.value or b""),
+        "schema": None if seen.message is None else seen.message.SCHEMA,
+        "message": None if seen.message is None else seen.message.model_dump(mode="json"),
+        "problem": seen.problem,
+    }
+    if seen.letter is not None:
+        origin = seen.letter.origin
+        found |= {"error_class": seen.letter.error_class, "origin": None if origin is None else origin._asdict()}
+    return found

@@ -1,0 +1,413 @@
+"""Copies a run's topics from its history into segment files of bounded size.
+
+Invariant an_export_is_a_moment_of_the_run: checkpoints are taken before the ends of the topics are fixed, and ends in
+the order in which reports refer to records, so that what an export refers to is in it.
+"""
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from bus.history import Extent, History
+from bus.port import Record, TopicPartition
+from consumers.training.checkpoints.manifest import CheckpointManifest
+from schemas.errors import DataError, WireError
+from schemas.topics import (
+    COMMANDS,
+    CONTROL,
+    DEAD_LETTERS,
+    HEARTBEATS,
+    SKIPS,
+    STEPS,
+    TOKENS,
+    TRAJECTORIES,
+    WORK_ORDERS,
+    Topic,
+)
+from schemas.trajectories import Trajectory
+from schemas.weights import Sha256
+
+# What an export consists of; the manifest is written last, so that its presence means complete.
+
+MANIFEST = "manifest.json"
+Format = Literal["parquet", "jsonl"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class SegmentFile(_Part):
+    """One file of a topic: path within the export, and by partition which offsets its records span."""
+
+    path: str
+    records: int
+    size: int
+    sha256: Sha256
+    extents: dict[int, Extent]
+
+
+class ExportedTopic(_Part):
+    """``extents``: what the topic held, by partition, also where no record is; files in the order of reading."""
+
+    extents: dict[int, Extent]
+    files: tuple[SegmentFile, ...]
+
+
+class ExportManifest(_Part):
+    """``topics`` by full name. ``checkpoints``: the run's manifests as they were before the topics were read.
+
+    ``config``: the run's resolved settings, in its directory, which keeps the checkpoints themselves.
+    """
+
+    format: Literal[1] = 1
+    run: str
+    config: str
+    encoding: Format
+    created_at: float
+    topics: dict[str, ExportedTopic]
+    checkpoints: tuple[CheckpointManifest, ...] = ()
+
+
+def write_manifest(directory: Path, manifest: ExportManifest) -> None:
+    """Make the export complete, durably."""
+    draft = directory / f".{MANIFEST}"
+    with draft.open("w") as file:
+        file.write(manifest.model_dump_json(indent=1))
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(directory / MANIFEST)
+
+
+def read_manifest(directory: Path) -> ExportManifest:
+    """The manifest of an export.
+
+    Raises:
+        DataError: there is no complete export in this directory.
+    """
+    try:
+        return ExportManifest.model_validate_json((directory / MANIFEST).read_bytes())
+    except FileNotFoundError as error:
+        raise DataError(f"expected a complete export with {MANIFEST} in {directory}, found none") from error
+    except (OSError, ValidationError) as error:
+        raise DataError(f"expected the manifest of an export in {directory}, got {error}") from error
+
+
+# Records ↔ one segment file, byte-exact. Knows neither manifests nor runs. Parquet segments carry, for people and
+# query engines, a few readable columns beside the bytes; only the bytes are read back.
+
+READABLE = ("trajectory_id", "group_id", "worker_id", "prompt_text", "completion_text", "rewards", "admitted_version")
+
+
+def write_segment(path: Path, records: Sequence[Record], encoding: Format, *, readable: bool) -> None:
+    """Write records in their order. ``readable``: add columns that show trajectories, null where none is."""
+    if encoding == "jsonl":
+        path.write_text("".join(_line(record) for record in records))
+    else:
+        _write_parquet(path, records, readable=readable)
+
+
+def read_segment(path: Path, topic: str, encoding: Format) -> list[Record]:
+    """The records of a segment.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a segment.
+    """
+    if encoding == "jsonl":
+        return [_from_line(topic, line) for line in path.read_text().splitlines()]
+    return _read_parquet(path, topic)
+
+
+def _line(record: Record) -> str:
+    fields = {
+        "partition": record.partition,
+        "offset": record.offset,
+        "timestamp": record.timestamp,
+        "key": record.key,
+        "headers": [[name, _packed(content)] for name, content in record.headers],
+        "value": _packed(record.value),
+    }
+    return json.dumps(fields) + "\n"
+
+
+def _from_line(topic: str, line: str) -> Record:
+    fields = json.loads(line)
+    try:
+        headers = tuple((name, _unpacked(content)) for name, content in fields["headers"])
+        return Record(
+            topic,
+            fields["partition"],
+            fields["offset"],
+            fields["key"],
+            _unpacked(fields["value"]),
+            headers,  # type: ignore[arg-type]  # Kafka allows a header without content
+            fields["timestamp"],
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"expected a record, got a line that lacks {error}") from error
+
+
+def _packed(content: bytes | None) -> str | None:
+    return None if content is None else base64.b64encode(content).decode()
+
+
+def _unpacked(text: str | None) -> bytes | None:
+    return None if text is None else base64.b64decode(text, validate=True)
+
+
+def _write_parquet(path: Path, records: Sequence[Record], *, readable: bool) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    header = pa.struct([("name", pa.string()), ("content", pa.binary())])
+    columns: dict[str, Any] = {
+        "partition": pa.array([record.partition for record in records], pa.int32()),
+        "offset": pa.array([record.offset for record in records], pa.int64()),
+        "timestamp": pa.array([record.timestamp for record in records], pa.float64()),
+        "key": pa.array([record.key for record in records], pa.string()),
+        "headers": pa.array([_named(record.headers) for record in records], pa.list_(header)),
+        "value": pa.array([record.value for record in records], pa.large_binary()),
+    }
+    if readable:
+        rows = [_readable(record) for record in records]
+        columns |= {name: pa.array([row.get(name) for row in rows], pa.string()) for name in READABLE}
+    pq.write_table(pa.table(columns), path, compression="zstd")
+
+
+def _named(headers: Iterable[tuple[str, bytes]]) -> list[dict[str, Any]]:
+    return [{"name": name, "content": content} for name, content in headers]
+
+
+def _readable(record: Record) -> dict[str, str]:
+    try:
+        message = record.message()
+    except WireError:
+        return {}
+    if not isinstance(message, Trajectory):
+        return {}
+    shown = {name: str(getattr(message, name)) for name in READABLE}
+    return shown | {"rewards": json.dumps(message.rewards)}
+
+
+def _read_parquet(path: Path, topic: str) -> list[Record]:
+    import pyarrow.parquet as pq
+
+    names = ["partition", "offset", "timestamp", "key", "headers", "value"]
+    columns = [column.to_pylist() for column in pq.read_table(path, columns=names).select(names).columns]
+    return [
+        Record(topic, partition, offset, key, value, tuple((h["name"], h["content"]) for h in headers), timestamp)
+        for partition, offset, timestamp, key, headers, value in zip(*columns, strict=True)
+    ]
+
+
+# A run's topics read from an export, without a broker. Trusts no file whose checksum differs from the manifest's.
+
+
+class SegmentHistory:
+    """``bus.history.History`` over an export.
+
+    Raises:
+        DataError: there is no complete export in the directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest: ExportManifest = read_manifest(directory)
+        self._verified: set[str] = set()
+
+    async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
+        """What was held of each partition of these topics (full names) when exported; none of one that was not."""
+        return {
+            TopicPartition(topic, partition): extent
+            for topic in topics
+            for partition, extent in sorted(self._topic(topic).extents.items())
+        }
+
+    async def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncIterator[Record]:
+        """All records of the topic, or only those within the offsets named by partition; ascending per partition.
+
+        Raises:
+            DataError: a file is missing, or not as it was written.
+        """
+        for file in self._topic(topic).files:
+            if ranges is None or any(_overlap(extent, ranges.get(p)) for p, extent in file.extents.items()):
+                for record in await asyncio.to_thread(self._read, topic, file):
+                    if ranges is None or _holds(ranges.get(record.partition), record.offset):
+                        yield record
+
+    async def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncIterator[Record]:
+        """The records of several topics within these offsets, topic by topic.
+
+        Raises:
+            DataError: see ``records``.
+        """
+        for topic in dict.fromkeys(tp.topic for tp in ranges):
+            async for record in self.records(topic, {tp.partition: ranges[tp] for tp in ranges if tp.topic == topic}):
+                yield record
+
+    async def fetch(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """The records at these partitions and offsets; places that hold none are left out.
+
+        Raises:
+            DataError: see ``records``.
+        """
+        wanted = set(places)
+        found: dict[tuple[int, int], Record] = {}
+        for file in self._topic(topic).files:
+            if any(_holds(file.extents.get(partition), offset) for partition, offset in wanted):
+                for record in await asyncio.to_thread(self._read, topic, file):
+                    if (record.partition, record.offset) in wanted:
+                        found[record.partition, record.offset] = record
+        return found
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def _topic(self, topic: str) -> ExportedTopic:
+        return self.manifest.topics.get(topic) or ExportedTopic(extents={}, files=())
+
+    def _read(self, topic: str, file: SegmentFile) -> list[Record]:
+        path = self.directory / file.path
+        if not path.resolve().is_relative_to(self.directory.resolve()):
+            raise DataError(f"expected segments inside {self.directory}, its manifest names {file.path}")
+        try:
+            if file.path not in self._verified:
+                self._verify(path, file)
+            return read_segment(path, topic, self.manifest.encoding)
+        except (OSError, ValueError) as error:
+            raise DataError(f"expected the segment {path} as it was exported, got: {error}") from error
+
+    def _verify(self, path: Path, file: SegmentFile) -> None:
+        with path.open("rb") as content:
+            if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
+                raise DataError(f"expected {path} with sha256 {file.sha256}, got another; export the run again")
+        self._verified.add(file.path)
+
+
+def _holds(extent: Extent | None, offset: int) -> bool:
+    return extent is not None and extent.first <= offset < extent.end
+
+
+def _overlap(one: Extent, other: Extent | None) -> bool:
+    return other is not None and max(one.first, other.first) < min(one.end, other.end)
+
+
+USUAL = (STEPS, SKIPS, TRAJECTORIES, DEAD_LETTERS, CONTROL, COMMANDS, WORK_ORDERS)
+ALL = (*USUAL, HEARTBEATS, TOKENS)
+SEGMENT_BYTES = 32 << 20
+SEGMENT_RECORDS = 20_000
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class _Segment:
+    """Records on their way to the next file."""
+
+    records: list[Record] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, record: Record) -> bool:
+        """Take a record; true once the file should be written."""
+        self.records.append(record)
+        self.size += len(record.value or b"")
+        return self.size >= SEGMENT_BYTES or len(self.records) >= SEGMENT_RECORDS
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """``to``: a directory that is empty or does not exist yet. ``config``: of the run, to be named in the manifest."""
+
+    history: History
+    run: str
+    config: Path
+    to: Path
+    encoding: Format = "parquet"
+    progress: Progress = lambda topic, done, total: None
+
+    async def export(self, topics: Sequence[Topic], checkpoints: Sequence[CheckpointManifest]) -> ExportManifest:
+        """Write the topics; those that do not exist are left out.
+
+        Raises:
+            DataError: the directory is not empty or cannot be written, or there is no such run.
+            BusUnavailable: the topics cannot be read.
+        """
+        self._check_empty()
+        wanted = sorted(topics, key=ALL.index)
+        held = {topic: await self._extents(topic) for topic in wanted}
+        if not any(held.values()):
+            raise DataError(f"expected the topics of run {self.run!r}, found none: check its name and the broker")
+        exported = {}
+        for topic in wanted:
+            if held[topic]:
+                exported[topic.full_name(self.run)] = ExportedTopic(
+                    extents=held[topic], files=tuple([file async for file in self._files(topic, held[topic])])
+                )
+        manifest = ExportManifest(
+            run=self.run,
+            config=str(self.config),
+            encoding=self.encoding,
+            created_at=time.time(),
+            topics=exported,
+            checkpoints=tuple(checkpoints),
+        )
+        write_manifest(self.to, manifest)
+        return manifest
+
+    def _check_empty(self) -> None:
+        try:
+            self.to.mkdir(parents=True, exist_ok=True)
+            occupied = next(self.to.iterdir(), None)
+        except OSError as error:
+            raise DataError(f"expected a writable directory for the export, got {self.to}: {error.strerror}") from error
+        if occupied is not None:
+            what = "a complete export" if (self.to / MANIFEST).exists() else occupied.name
+            raise DataError(f"expected an empty directory, {self.to} holds {what}; name another with --to")
+
+    async def _extents(self, topic: Topic) -> dict[int, Extent]:
+        found = await self.history.extents(topic.full_name(self.run))
+        return {tp.partition: extent for tp, extent in found.items()}
+
+    async def _files(self, topic: Topic, extents: dict[int, Extent]) -> AsyncIterator[SegmentFile]:
+        name, total = topic.full_name(self.run), sum(extent.end - extent.first for extent in extents.values())
+        segment, number, done = _Segment(), 0, 0
+        self.progress(name, 0, total)
+        async for record in self.history.records(name, extents):
+            if segment.add(record):
+                yield await asyncio.to_thread(self._write, topic, number, segment.records)
+                done += len(segment.records)
+                self.progress(name, done, total)
+                segment, number = _Segment(), number + 1
+        if segment.records:
+            yield await asyncio.to_thread(self._write, topic, number, segment.records)
+        self.progress(name, total, total)
+
+    def _write(self, topic: Topic, number: int, records: Sequence[Record]) -> SegmentFile:
+        folder = self.to / topic.name
+        path = folder / f"{number:05d}.{self.encoding}"
+        try:
+            folder.mkdir(exist_ok=True)
+            write_segment(path, records, self.encoding, readable=topic is TRAJECTORIES)
+            content = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"expected to write {path}, got: {error.strerror or error}") from error
+        extents: dict[int, Extent] = {}
+        for record in records:
+            known = extents.get(record.partition, Extent(record.offset, record.offset))
+            extents[record.partition] = Extent(known.first, record.offset + 1)
+        return SegmentFile(
+            path=path.relative_to(self.to).as_posix(),
+            records=len(records),
+            size=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+            extents=extents,
+        )

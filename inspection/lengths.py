@@ -1,0 +1,123 @@
+"""What `streamrl lengths fit` does: read, fit, say how good it is, and leave the figures beside the model."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from bus.history import History
+from inspection.export import MANIFEST, SegmentHistory
+from inspection.source import history_of, open_run
+from producers.lengths.estimators import Completion
+from producers.lengths.offline import TAILS, Fitted, fit_language_model, fit_trees
+from schemas.errors import UserError, WireError
+from schemas.topics import TRAJECTORIES
+from schemas.trajectories import FinishReason, Trajectory
+
+# The finished completions of a past run or of an export, as a ranker learns them. Writes nothing.
+
+
+def recorded_completions(places: Sequence[Path], tell: Callable[[str], None]) -> list[Completion]:
+    """Of all places, in the order in which they were finished; repeats count once.
+
+    Raises:
+        UserError: a place is neither a run nor an export, or nothing has the run's topics.
+    """
+    found: dict[str, tuple[float, Completion]] = {}
+    for place in places:
+        with _opened(place, tell) as (history, run):
+            uvloop.run(_read(history, run, found))
+    return [completion for _, completion in sorted(found.values(), key=lambda pair: pair[0])]
+
+
+@contextmanager
+def _opened(place: Path, tell: Callable[[str], None]) -> Iterator[tuple[History, str]]:
+    if (place / MANIFEST).is_file():
+        export = SegmentHistory(place)
+        yield export, export.manifest.run
+        return
+    run = open_run(place)
+    with (
+        tempfile.TemporaryDirectory(prefix="streamrl-lengths-") as scratch,
+        history_of(run, None, Path(scratch), tell) as history,
+    ):
+        yield history, run.name
+
+
+async def _read(history: History, run: str, found: dict[str, tuple[float, Completion]]) -> None:
+    async for record in history.records(TRAJECTORIES.full_name(run)):
+        try:
+            message = None if record.value is None else record.message()
+        except WireError:
+            continue
+        if isinstance(message, Trajectory) and message.finish_reason is not FinishReason.ABORT:
+            found.setdefault(f"{run}/{message.trajectory_id}", (message.finished_at, Completion.of(message)))
+
+
+REPORT = "report.json"
+WIDTH = 110
+
+
+def fit_lengths(
+    places: Sequence[Path], out: Path, model: Path | None, quantile: float, test_share: float, epochs: float
+) -> int:
+    """Fit trees, or the language model if one is named; the exit code.
+
+    Raises:
+        UserError: nothing to read or too little, no such model, or the directory cannot be written.
+    """
+    completions = recorded_completions(places, _tell)
+    _tell(f"{len(completions):,} completions read")
+    try:
+        if model is None:
+            fitted = fit_trees(completions, out, quantile, test_share)
+        else:
+            from producers.lengths.language_model import Effort
+
+            fitted = fit_language_model(completions, model, out, quantile, test_share, Effort(epochs=epochs))
+        (out / REPORT).write_text(json.dumps(_as_json(fitted), indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"expected a writable directory for the model, got {out}: {error}") from error
+    _show(fitted, Console(width=None if sys.stdout.isatty() else WIDTH))
+    print(f"version {fitted.version} in {out}: fitted to {fitted.taught:,} completions, judged on {fitted.asked:,}")
+    return 0
+
+
+def _as_json(fitted: Fitted) -> dict[str, object]:
+    judged = {
+        who: {dataset: judgement.fields() for dataset, judgement in said.items()}
+        for who, said in fitted.judgements.items()
+    }
+    return {"version": fitted.version, "taught": fitted.taught, "asked": fitted.asked, "held_out": judged}
+
+
+def _show(fitted: Fitted, console: Console) -> None:
+    """Over all data sets for everyone, then by data set for the ranker, the last one."""
+    table = Table(title="held-out prompts: recall of the longest, order, share below the upper estimate")
+    for name in ("data set", "predictor"):
+        table.add_column(name)
+    for name in ("completions", *(f"recall @{share:.0%}" for share in TAILS), "Kendall tau", "coverage"):
+        table.add_column(name, justify="right")
+    everyone = list(fitted.judgements)
+    rows = [("all", who) for who in everyone]
+    rows += [(dataset, everyone[-1]) for dataset in fitted.judgements[everyone[-1]] if dataset != "all"]
+    for dataset, who in rows:
+        judgement = fitted.judgements[who].get(dataset)
+        if judgement is not None:
+            scores = (*judgement.recall, judgement.tau, judgement.coverage)
+            table.add_row(dataset, who, f"{judgement.completions:,}", *map(_number, scores))
+    console.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -1,0 +1,164 @@
+"""Finds the trajectories that blew up a step: their share of its gradient alone is already too large.
+
+Every share is computed from the weights that the step started from, and scaled as in the whole step; so the shares
+add up to the step's gradient, and a set is judged by what it brought into it.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+from inspection.replay.comparing import Row, measured_rows
+from inspection.replay.replayer import Replayer
+from inspection.replay.results import Bisected, Suspect
+from inspection.replay.scratch_policy import ScratchPolicy
+from inspection.replay.steps import Batch, Step, StepLog, as_recorded, holding
+from schemas.errors import UserError
+from schemas.identifiers import PolicyVersion
+from schemas.reports import RefusedStep
+
+# Delta debugging (Zeller and Hildebrandt 2002): the smallest parts of a set that still fail. Pure. Invariant
+# what_is_found_fails_and_nothing_of_it_can_be_spared: each result is 1-minimal.
+
+T = TypeVar("T")
+
+
+@dataclass
+class Bisection(Generic[T]):
+    """``fails`` says whether a subset (in its original order) still shows the fault; each is asked for once."""
+
+    items: Sequence[T]
+    fails: Callable[[list[T]], bool]
+    answers: dict[tuple[int, ...], bool] = field(default_factory=dict)
+
+    def culprits(self) -> list[list[T]]:
+        """Minimal failing subsets, found one after the other until what is left does not fail."""
+        left = list(range(len(self.items)))
+        found: list[list[T]] = []
+        while left and self._fails(left):
+            smallest = self._minimal(left)
+            found.append([self.items[index] for index in smallest])
+            left = [index for index in left if index not in smallest]
+        return found
+
+    def _minimal(self, failing: list[int]) -> list[int]:
+        parts = 2
+        while len(failing) > 1:
+            chunks = _split(failing, parts)
+            rests = [[index for index in failing if index not in chunk] for chunk in chunks]
+            if (chunk := next((each for each in chunks if self._fails(each)), None)) is not None:
+                failing, parts = chunk, 2
+            elif parts > 2 and (rest := next((each for each in rests if self._fails(each)), None)) is not None:
+                failing, parts = rest, parts - 1
+            elif parts >= len(failing):
+                break
+            else:
+                parts = min(2 * parts, len(failing))
+        return failing
+
+    def _fails(self, subset: list[int]) -> bool:
+        key = tuple(subset)
+        if key not in self.answers:
+            self.answers[key] = self.fails([self.items[index] for index in subset])
+        return self.answers[key]
+
+
+def _split(items: list[int], parts: int) -> list[list[int]]:
+    edges = [len(items) * number // parts for number in range(parts + 1)]
+    return [items[start:end] for start, end in pairwise(edges) if end > start]
+
+
+STEPS_BEFORE = 20
+TIMES_MEDIAN = 10.0
+
+
+async def bisect(
+    replayer: Replayer, log: StepLog, step: Step, lineage: int | None = None, above: float | None = None
+) -> Bisected:
+    """The culprits of one step. ``above`` None: ten times the median of the 20 recorded norms before the step.
+
+    Raises:
+        UserError: nothing to compare with, or the step cannot be rebuilt.
+    """
+    median = None if above is not None else median_norm(log, step.step, lineage)
+    threshold = above if above is not None else TIMES_MEDIAN * (median or 0.0)
+    reached = await replayer.reach(log, step, lineage)
+    groups = await replayer.groups(step)
+    batch = as_recorded(groups, step.micro_batches, replayer.recipe.algorithm, reached.policy.limits)
+    found = await replayer.compute(
+        _found, reached.policy, batch, PolicyVersion(step.version.lineage, step.step - 1), threshold, replayer.progress
+    )
+    return replace(found, step=step.step, refused=isinstance(step, RefusedStep), median=median)
+
+
+def median_norm(log: StepLog, step: int, lineage: int | None = None) -> float:
+    """Median of the recorded gradient norms of the 20 steps before.
+
+    Raises:
+        UserError: none of them recorded one.
+    """
+    chain = log.chain(lineage)
+    versions = [
+        PolicyVersion(stretch.lineage, number)
+        for number in range(max(1, step - STEPS_BEFORE), step)
+        if (stretch := holding(chain, number)) is not None
+    ]
+    norms = [
+        norm
+        for version in versions
+        if (report := log.reports.get(version)) is not None and (norm := report.metrics.get("grad_norm")) is not None
+    ]
+    if not norms:
+        raise UserError(f"expected recorded gradient norms of steps before {step}, got none; give --above NORM")
+    return statistics.median(norms)
+
+
+def _found(
+    policy: ScratchPolicy, batch: Batch, version: PolicyVersion, threshold: float, progress: Callable[[str], None]
+) -> Bisected:
+    scale = policy.scale(batch)
+    computed: list[float] = []
+
+    def norm(names: list[str]) -> float:
+        value = policy.gradient_norm(batch.keeping(names), scale) if names else 0.0
+        computed.append(value)
+        progress(f"gradient of {len(names)} trajectories: {value:.4g}")
+        return value
+
+    def fails(names: list[str]) -> bool:
+        return not norm(names) <= threshold
+
+    everything = batch.trajectory_ids
+    rows = {row.trajectory_id: row for row in measured_rows(policy, batch, version, with_gradients=True)}
+    computed += [0.0] * len(rows)
+    culprits = Bisection(everything, fails).culprits()
+    named = {name for culprit in culprits for name in culprit}
+    whole = norm(everything)
+    return Bisected(
+        step=0,
+        refused=False,
+        gradient_norm=whole,
+        threshold=threshold,
+        median=None,
+        culprits=tuple(
+            tuple(_suspect(rows[name], batch) for name in sorted(culprit, key=lambda name: _by_share(rows[name])))
+            for culprit in sorted(culprits, key=lambda names: min(_by_share(rows[name]) for name in names))
+        ),
+        without_culprits=norm([name for name in everything if name not in named]) if named else whole,
+        ranking=tuple(sorted(rows.values(), key=_by_share)),
+        computed=len(computed),
+    )
+
+
+def _by_share(row: Row) -> float:
+    """What is not finite comes first."""
+    norm = row.gradient_norm or 0.0
+    return -norm if math.isfinite(norm) else -math.inf
+
+
+def _suspect(row: Row, batch: Batch) -> Suspect:
+    trajectory = batch.samples[row.trajectory_id].sample.trajectory
+    return Suspect(row, trajectory.group_id, trajectory.prompt_text, trajectory.completion_text)

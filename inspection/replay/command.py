@@ -1,0 +1,264 @@
+"""Carries out `streamrl replay`: opens the run, asks the replayer, prints what it found, and says how to exit."""
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+
+from bus.history import History
+from consumers.training.checkpoints.storage import open_location
+from consumers.training.checkpoints.store import CheckpointStore
+from consumers.training.compute import ComputeThread
+from inspection.replay.attribution import bisect
+from inspection.replay.dead_letters import judged_letters
+from inspection.replay.replayer import Replayer, Wanted
+from inspection.replay.scratch_policy import Recipe, StoredStarts, Variation, ids_among
+from inspection.replay.steps import Step, StepLog, refs_of, refused_step, steps_between
+from inspection.replay.view import as_json, bisected_lines, letter_lines, overview, replay_lines, step_line
+from inspection.source import PastRun, history_of, open_run
+from schemas.errors import SettingsError, UserError
+from settings.layers import from_arguments, merged
+from settings.loading import validated
+from settings.tree import Settings
+
+# What somebody asks of a replay, and the settings that follow from it. Reads no topic.
+
+CHANGEABLE = ("algorithm", "training", "batching")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line. ``first`` None: no step is named."""
+
+    run: Path
+    first: int | None = None
+    last: int | None = None
+    lineage: int | None = None
+    attempt: int | None = None
+    changes: tuple[str, ...] = ()
+    algorithm: str | None = None
+    only: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    bisect: bool = False
+    above: float | None = None
+    row_gradients: bool = False
+    from_dlq: bool = False
+    export: Path | None = None
+    keep: Path | None = None
+    threads: int | None = None
+    json: bool = False
+
+    @property
+    def needs_a_step(self) -> bool:
+        """Whether something is asked for that only a step can answer."""
+        asked = (self.changes, self.algorithm, self.only, self.without, self.bisect, self.attempt, self.keep)
+        return any(asked) or self.row_gradients or self.above is not None
+
+    @property
+    def single(self) -> bool:
+        """Whether one step is looked at in full."""
+        return self.first == self.last
+
+
+def step_range(step: int | None, steps: str | None) -> tuple[int | None, int | None]:
+    """First and last step of ``--step N`` or ``--steps FIRST:LAST``.
+
+    Raises:
+        UserError: both are given, or the range is none.
+    """
+    if steps is None:
+        return step, step
+    first, colon, last = steps.partition(":")
+    if step is not None or not colon or not first.isdecimal() or not last.isdecimal() or int(first) > int(last):
+        given = f"{steps!r}" + (f" and --step {step}" if step is not None else "")
+        raise UserError(f"expected --step N or --steps FIRST:LAST (both included), got {given}")
+    return int(first), int(last)
+
+
+def recipe_of(run: PastRun, threads: int | None) -> Recipe:
+    """How the run's own trainer computes."""
+    settings = run.settings
+    wanted = settings.training.threads if threads is None else threads
+    if not wanted and (run.directory.logs / "trainer.log").exists():
+        wanted = 1  # `streamrl run` gives each of its processes one thread where the settings leave it open
+    return Recipe(
+        settings.algorithm,
+        settings.training.model_copy(update={"threads": wanted}),
+        settings.loop.max_completion_length,
+        settings.model.path,
+        settings.run.seed,
+    )
+
+
+def variation_of(request: Request, settings: Settings, recipe: Recipe) -> Variation | None:
+    """The what-if that is asked for, if any.
+
+    Raises:
+        SettingsError: a change names no setting of algorithm, training or batching, or a wrong value.
+    """
+    changed = _changed(settings, request.changes, request.algorithm)
+    algorithm = (f"algorithm.name={request.algorithm}",) if request.algorithm else ()
+    words = (
+        *request.changes,
+        *algorithm,
+        *(f"only {name}" for name in request.only),
+        *(f"without {name}" for name in request.without),
+    )
+    if not words:
+        return None
+    training = changed.training
+    if training.threads == settings.training.threads:
+        training = training.model_copy(update={"threads": recipe.training.threads})
+    return Variation(
+        recipe=replace(recipe, algorithm=changed.algorithm, training=training),
+        changes=words,
+        batching=changed.batching if changed.batching != settings.batching else None,
+        only=frozenset(request.only),
+        without=frozenset(request.without),
+    )
+
+
+def _changed(settings: Settings, changes: Sequence[str], algorithm: str | None) -> Settings:
+    for change in changes:
+        if "=" not in change or change.partition(".")[0] not in CHANGEABLE:
+            raise SettingsError(f"expected --set SECTION.KEY=VALUE of {', '.join(CHANGEABLE)}, got {change!r}")
+    tree = from_arguments(f"--{change}" for change in changes)
+    if algorithm is not None:
+        tree = merged(tree, {"algorithm": {"name": algorithm}})
+    return validated(merged(settings.model_dump(), tree))
+
+
+@dataclass(frozen=True)
+class Session:
+    """An open run and what is asked of it."""
+
+    request: Request
+    run: PastRun
+    replayer: Replayer
+
+    @property
+    def named(self) -> str:
+        """The run as the user wrote it, for commands to copy."""
+        return str(self.request.run)
+
+    def show(self, value: object, lines: list[str]) -> None:
+        """Print a result."""
+        print(as_json(value) if self.request.json else "\n".join(lines))
+
+
+def replay(request: Request) -> int:
+    """The exit code: 1 if a plain replay on the CPU did not come out bit-equal, else 0.
+
+    Raises:
+        UserError: what is asked for is not there.
+    """
+    run = open_run(request.run)
+    variation_of(request, run.settings, recipe_of(run, request.threads))  # refuses a wrong one before anything starts
+    with (
+        tempfile.TemporaryDirectory(prefix="streamrl-replay-") as scratch,
+        history_of(run, request.export, Path(scratch), tell) as history,
+    ):
+        return asyncio.run(replay_with(request, run, history, Path(scratch)))
+
+
+def tell(line: str) -> None:
+    """Progress."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def log_to_stderr() -> None:
+    """Keep standard output for results."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+
+
+async def replay_with(request: Request, run: PastRun, history: History, scratch: Path) -> int:
+    """``replay`` of an opened run. ``scratch``: where a remote checkpoint is fetched to."""
+    async with _session(request, run, history, scratch) as session:
+        if request.from_dlq:
+            version, letters = await judged_letters(session.replayer)
+            session.show({"weights": version, "letters": letters}, letter_lines(version, letters))
+            return 0
+        log = await session.replayer.log()
+        if request.first is None or request.last is None:
+            if request.needs_a_step:
+                raise UserError("expected --step N or --steps FIRST:LAST with these options, got none")
+            versions = [str(version) for version in session.replayer.starts.versions()]
+            chain = {"chain": log.chain(), "refused": log.refused, "checkpoints": versions}
+            session.show(chain, overview(log, versions))
+            return 0
+        steps = _steps(request, log, request.first, request.last)
+        return await (_bisect(session, log, steps) if request.bisect else _compare(session, log, steps))
+
+
+@asynccontextmanager
+async def _session(request: Request, run: PastRun, history: History, scratch: Path) -> AsyncIterator[Session]:
+    settings, recipe = run.settings, recipe_of(run, request.threads)
+    location = open_location(settings.training.checkpoint_location or run.directory.checkpoints, scratch)
+    compute = ComputeThread(recipe.training.threads)
+    try:
+        yield Session(
+            request,
+            run,
+            Replayer(
+                history=history,
+                run=run.name,
+                recipe=recipe,
+                batching=settings.batching,
+                reward_weights=settings.rewards.weight_by_name,
+                starts=StoredStarts(CheckpointStore(location, settings.training.keep_checkpoints), run.weights),
+                compute=compute,
+                progress=tell,
+            ),
+        )
+    finally:
+        compute.close()
+        await history.close()
+
+
+def _steps(request: Request, log: StepLog, first: int, last: int) -> list[Step]:
+    """The steps asked for; a step that was only ever refused stands for its attempt."""
+    refused_only = (
+        request.single
+        and not any(v.number == first for v in log.reports)
+        and any(refused.step == first for refused in log.refused)
+    )
+    if request.attempt is not None or refused_only:
+        return [refused_step(log, first, request.attempt, request.lineage)]
+    return list(steps_between(log, first, last, request.lineage))
+
+
+async def _bisect(session: Session, log: StepLog, steps: list[Step]) -> int:
+    request = session.request
+    if not request.single:
+        raise UserError("expected --bisect with one --step N, got a range")
+    found = await bisect(session.replayer, log, steps[0], request.lineage, request.above)
+    session.show(found, bisected_lines(found, session.named))
+    return 0
+
+
+def _refuse_unknown(request: Request, steps: list[Step]) -> None:
+    """Refuse trajectories that a step does not name, before the steps before it are taken again."""
+    for step in steps:
+        ids_among(refs_of(step), (*request.only, *request.without), run=str(request.run), step=step.step)
+
+
+async def _compare(session: Session, log: StepLog, steps: list[Step]) -> int:
+    request, replayer = session.request, session.replayer
+    wanted = Wanted(
+        variation=variation_of(request, session.run.settings, replayer.recipe),
+        rows=request.single or request.json,
+        row_gradients=request.row_gradients,
+        keep=request.keep,
+    )
+    _refuse_unknown(request, steps)
+    differing = 0
+    async for found in replayer.replay(log, steps, request.lineage, wanted):
+        session.show(found, replay_lines(found, session.named) if request.single else [step_line(found)])
+        differing += found.rebuilt.verdict == "differs"
+    plain = wanted.variation is None
+    return 1 if differing and plain and not replayer.on_accelerator else 0

@@ -1,0 +1,215 @@
+"""What each trajectory contributes to a step: loss, ratio, staleness, and its own gradient. Changes no weights."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from consumers.algorithms.losses import CompletionScorer, token_losses
+from consumers.batching.micro_batches import MicroBatch
+from consumers.ingest.filters import staleness
+from consumers.training.policy import digests_of
+from inspection.replay.scratch_policy import ScratchPolicy
+from inspection.replay.steps import Batch
+from schemas.identifiers import PolicyVersion
+
+# Compares tensors and updates of two computations of one step. Knows neither where they come from nor why.
+
+MOVERS = 8
+_NUMBERED = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class TensorEquality:
+    """A weight after the step: ``equal`` by digest or by value; ``max_abs_difference`` if the original is at hand."""
+
+    name: str
+    equal: bool
+    max_abs_difference: float | None
+
+
+@dataclass(frozen=True)
+class GroupUpdate:
+    """Norms of the updates of the tensors of one layer or module, and the cosine between them (NaN: one is zero)."""
+
+    group: str
+    original: float
+    what_if: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Mover:
+    """A tensor and the norm of the difference of its two updates."""
+
+    name: str
+    difference: float
+    original: float
+    what_if: float
+
+
+@dataclass(frozen=True)
+class UpdateComparison:
+    """Two updates from the same weights: in all, by group of tensors, and where they differ most."""
+
+    original: float
+    what_if: float
+    cosine: float
+    groups: tuple[GroupUpdate, ...]
+    movers: tuple[Mover, ...]
+
+
+def tensor_equality(
+    rebuilt: Mapping[str, Tensor], digests: Mapping[str, str], originals: Mapping[str, Tensor] | None
+) -> tuple[TensorEquality, ...]:
+    """Every recorded tensor against the rebuilt one, by digest where there is one; a missing one differs.
+
+    Originals in a narrower type are compared in that type.
+    """
+    names = sorted(set(digests) | set(originals or {}))
+    found = digests_of({name: rebuilt[name] for name in names if name in rebuilt and name in digests})
+    return tuple(_equality(name, rebuilt.get(name), digests, found, (originals or {}).get(name)) for name in names)
+
+
+def _equality(
+    name: str, rebuilt: Tensor | None, digests: Mapping[str, str], found: Mapping[str, str], original: Tensor | None
+) -> TensorEquality:
+    if rebuilt is None:
+        return TensorEquality(name, False, None)
+    difference = None
+    if original is not None and original.shape == rebuilt.shape:
+        gap = (rebuilt.to(original.dtype).float() - original.float()).abs()
+        difference = float(gap.max()) if gap.numel() else 0.0
+    equal = found[name] == digests[name] if name in digests else difference == 0.0
+    return TensorEquality(name, equal, difference)
+
+
+def compared_updates(original: Mapping[str, Tensor], what_if: Mapping[str, Tensor]) -> UpdateComparison:
+    """Both updates side by side. Norms and dot products are summed in float64."""
+    sums: dict[str, tuple[float, ...]] = {}
+    movers: list[Mover] = []
+    for name, one in original.items():
+        first, second = one.flatten().double(), what_if[name].flatten().double()
+        products = (float(first @ first), float(second @ second), float(first @ second))
+        before = sums.get(_group_of(name), (0.0, 0.0, 0.0))
+        sums[_group_of(name)] = tuple(total + value for total, value in zip(before, products, strict=True))
+        gap = float(torch.linalg.vector_norm(first - second))
+        movers.append(Mover(name, gap, math.sqrt(products[0]), math.sqrt(products[1])))
+    groups = tuple(GroupUpdate(name, *_norms_and_cosine(values)) for name, values in sums.items())
+    whole = tuple(math.fsum(values[number] for values in sums.values()) for number in range(3))
+    ranked = sorted(movers, key=lambda mover: -mover.difference)[:MOVERS]
+    return UpdateComparison(*_norms_and_cosine(whole), groups=groups, movers=tuple(ranked))
+
+
+def _norms_and_cosine(sums: tuple[float, ...]) -> tuple[float, float, float]:
+    first, second = math.sqrt(sums[0]), math.sqrt(sums[1])
+    return first, second, sums[2] / (first * second) if first and second else math.nan
+
+
+def _group_of(name: str) -> str:
+    """``model.layers.3`` for everything in that layer; the module for tensors outside numbered layers."""
+    match = _NUMBERED.match(name)
+    return match[1] if match else name.rpartition(".")[0] or name
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trajectory in a step. ``loss``: its share, so that the shares add up to the step's loss; ratios are of the
+    policy at the start of the step over the behaviour policy, over trained tokens; ``tokens``: those trained.
+    """
+
+    trajectory_id: str
+    partition: int
+    offset: int
+    reward: float
+    advantage: float
+    tokens: int
+    loss: float
+    ratio_mean: float
+    ratio_max: float
+    staleness: int
+    gradient_norm: float | None = None
+
+
+def measured_rows(
+    policy: ScratchPolicy,
+    batch: Batch,
+    version: PolicyVersion,
+    *,
+    with_gradients: bool = False,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[Row]:
+    """The rows of a step in their order. ``version``: of the weights that the policy holds."""
+    scale = policy.scale(batch)
+    norms = own_gradient_norms(policy, batch, scale, progress) if with_gradients else {}
+    scorer = CompletionScorer(policy.model)
+    reference = None if policy.reference is None else CompletionScorer(policy.reference)
+    rows: list[Row] = []
+    with torch.no_grad():
+        for micro_batch in batch.micro_batches:
+            rows += _rows(policy, micro_batch, scorer, reference, batch, scale, version, norms)
+    return rows
+
+
+def own_gradient_norms(
+    policy: ScratchPolicy, batch: Batch, scale: float, progress: Callable[[str], None] = lambda line: None
+) -> dict[str, float]:
+    """Norm of each trajectory's share of the step's gradient."""
+    names = batch.trajectory_ids
+    norms: dict[str, float] = {}
+    for number, name in enumerate(names, 1):
+        norms[name] = policy.gradient_norm(batch.keeping([name]), scale)
+        if number % 16 == 0 or number == len(names):
+            progress(f"gradients of {number}/{len(names)} trajectories")
+    return norms
+
+
+def _rows(
+    policy: ScratchPolicy,
+    micro_batch: MicroBatch,
+    scorer: CompletionScorer,
+    reference: CompletionScorer | None,
+    batch: Batch,
+    scale: float,
+    version: PolicyVersion,
+    norms: dict[str, float],
+) -> Iterator[Row]:
+    device = policy.device
+    mask = torch.tensor(micro_batch.loss_mask)
+    mask[:, 0] = 0.0
+    input_ids, temperatures = torch.as_tensor(micro_batch.input_ids), torch.as_tensor(micro_batch.temperatures)
+    inputs = (input_ids.to(device), mask.to(device), temperatures.to(device))
+    with torch.autocast(device.type, torch.bfloat16, enabled=policy.recipe.training.dtype == "bfloat16"):
+        logprobs, _ = scorer(*inputs)
+        anchored = None if reference is None else reference(*inputs)[0]
+    behaviour = torch.as_tensor(micro_batch.behaviour_logprobs).to(device)
+    advantages = torch.as_tensor(micro_batch.advantages).to(device)
+    for number, ref in enumerate(micro_batch.refs):
+        here = slice(number, number + 1)
+        sums = token_losses(
+            policy.recipe.algorithm,
+            logprobs[here],
+            behaviour[here],
+            advantages[here],
+            inputs[1][here],
+            None if anchored is None else anchored[here],
+        )
+        item, tokens = batch.samples[ref.trajectory_id], int(mask[number].sum())
+        yield Row(
+            *ref,
+            reward=batch.rewards[ref.trajectory_id],
+            advantage=item.advantage,
+            tokens=tokens,
+            loss=float(sums.loss) * scale,
+            ratio_mean=float(sums.metrics["ratio"]) / max(tokens, 1),
+            ratio_max=_finite_or_zero(sums.metrics["ratio_max"], tokens),
+            staleness=staleness(item.sample.trajectory, version),
+            gradient_norm=norms.get(ref.trajectory_id),
+        )
+
+
+def _finite_or_zero(value: Tensor, tokens: int) -> float:
+    return float(value) if tokens else 0.0

@@ -1,0 +1,280 @@
+"""Collects a trajectory's life from the topics: orders, its records, steps, skips, control and heartbeats."""
+
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from bus.history import Extent, History
+from bus.port import Record
+from inspection.audit.index import trajectory_id_of
+from inspection.replay.steps import StepLog
+from schemas.control import WeightsReady
+from schemas.errors import UserError, WireError
+from schemas.identifiers import PolicyVersion
+from schemas.messages import Message
+from schemas.reports import Heartbeat, RecordRef, RefusedStep, SkipRecord, StepReport
+from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from schemas.trajectories import Trajectory, WorkOrder
+
+# What can be told of one trajectory: its record, and the hops of its life in the order of their times. Pure.
+
+
+@dataclass(frozen=True)
+class Hop:
+    """Something that happened: when (seconds since the epoch), and the seconds since the hop before."""
+
+    at: float
+    what: str
+    detail: str
+    since: float | None = None
+
+
+@dataclass(frozen=True)
+class Appearance:
+    """A record of the trajectory. ``fate``: trained, skipped, pending, or left over, in the surviving chain."""
+
+    partition: int
+    offset: int
+    appended_at: float
+    fate: str
+
+
+@dataclass(frozen=True)
+class Life:
+    """``trajectory``: as in the first of its records."""
+
+    trajectory: Trajectory
+    appearances: tuple[Appearance, ...]
+    hops: tuple[Hop, ...]
+
+
+def in_order(hops: Iterable[Hop]) -> tuple[Hop, ...]:
+    """By time, each with the seconds since the one before."""
+    ordered = sorted(hops, key=lambda hop: hop.at)
+    return tuple(
+        replace(hop, since=None if number == 0 else hop.at - ordered[number - 1].at)
+        for number, hop in enumerate(ordered)
+    )
+
+
+def ordered_hop(order: WorkOrder) -> Hop:
+    """The dispatcher asks a worker for it."""
+    estimate = order.estimate
+    return Hop(
+        order.created_at,
+        "ordered",
+        f"worker {order.worker_id}, attempt {order.attempt}, prompt position {order.position}, estimated "
+        f"{estimate.median} tokens (upper {estimate.upper}, bucket {estimate.bucket}, by {estimate.predictor}), "
+        f"admitted at {order.admitted_version}",
+    )
+
+
+def worker_hops(trajectory: Trajectory) -> list[Hop]:
+    """What its worker says."""
+    tokens, seconds = len(trajectory.token_ids), trajectory.finished_at - trajectory.started_at
+    rate = f", {tokens / seconds:.0f} tokens/s" if seconds > 0 else ""
+    return [
+        Hop(trajectory.started_at, "started", f"worker {trajectory.worker_id}, attempt {trajectory.attempt}"),
+        Hop(
+            trajectory.finished_at,
+            "finished",
+            f"{tokens} tokens (predicted {trajectory.predicted_length}), {trajectory.finish_reason.value}{rate}",
+        ),
+    ]
+
+
+def skipped_hop(row: SkipRecord, *, counts: bool) -> Hop:
+    """The trainer does not train it."""
+    undone = "" if counts else "; undone by a crash"
+    return Hop(row.sent_at, "skipped", f"{row.reason.value} at step {row.step}: {row.detail or 'no detail'}{undone}")
+
+
+def announced_hop(message: WeightsReady, version: PolicyVersion) -> Hop:
+    """The coordinator tells the workers of weights that contain it."""
+    later = "" if message.version == version else ", which contains it"
+    return Hop(message.sent_at, "weights announced", f"version {message.version}{later}")
+
+
+def adopted_hop(beat: Heartbeat, version: PolicyVersion) -> Hop:
+    """The first worker that was seen on the weights."""
+    later = "" if beat.version == version else f" (already {beat.version})"
+    return Hop(beat.sent_at, "weights in use", f"first seen on worker {beat.worker_id}{later}")
+
+
+PENDING = "pending"
+PLACE = re.compile(r"(\d+)@(\d+)")
+
+
+@dataclass(frozen=True)
+class Tracer:
+    """Of one run and algorithm."""
+
+    history: History
+    run: str
+    algorithm: str
+
+    async def trace(self, name: str) -> Life:
+        """The life of a trajectory, by id or as ``partition@offset``.
+
+        Raises:
+            UserError: there is none, or its record is gone or does not decode.
+        """
+        found = await self._found(name)
+        trajectory = found[0][1]
+        places = {(record.partition, record.offset): record for record, _ in found}
+        hops = [ordered_hop(order) for order in await self._orders(trajectory)] + worker_hops(trajectory)
+        hops += [Hop(record.timestamp, "appended", _where(record)) for record, _ in found]
+        fates = dict.fromkeys(places, PENDING)
+        told, trained = await self._told_by_trainer(fates)
+        hops += told + (await self._weights(trained) if trained is not None else [])
+        appearances = tuple(Appearance(*place, record.timestamp, fates[place]) for place, record in places.items())
+        return Life(trajectory, appearances, in_order(hops))
+
+    async def _told_by_trainer(self, fates: dict[tuple[int, int], str]) -> tuple[list[Hop], PolicyVersion | None]:
+        """Hops from steps and skips, and the weights that it is in; ``fates`` of its records are filled in."""
+        log, steps = await self._steps()
+        hops: list[Hop] = []
+        trained: PolicyVersion | None = None
+        for record, report in steps:
+            for place, hop in _in_step(log, record, report, set(fates)):
+                hops.append(hop)
+                if hop.what == "trained" and log.counts(report.version):
+                    fates[place], trained = f"trained in step {report.step}", report.version
+        for row in await self._skips(set(fates)):
+            counts = log.counts_row(row)
+            hops.append(skipped_hop(row, counts=counts))
+            if counts:
+                fates[row.partition, row.offset] = f"skipped: {row.reason.value}"
+        reports = [report for _, report in steps if isinstance(report, StepReport)]
+        if reports and reports[-1].finished:
+            fates |= {place: "left over: the run is finished" for place, fate in fates.items() if fate == PENDING}
+        return hops, trained
+
+    async def _found(self, name: str) -> list[tuple[Record, Trajectory]]:
+        """Its records, first one first."""
+        topic = TRAJECTORIES.full_name(self.run)
+        if (match := PLACE.fullmatch(name)) is not None:
+            partition, offset = int(match[1]), int(match[2])
+            record = (await self.history.fetch(topic, [(partition, offset)])).get((partition, offset))
+            if record is None:
+                raise UserError(await self._nothing_at(topic, partition, offset))
+            name = _decoded(record).trajectory_id
+            return [(record, _decoded(record))] + [
+                pair for pair in await self._scanned(topic, name, partition) if pair[0].offset != offset
+            ]
+        found = await self._scanned(topic, name, None)
+        if not found:
+            raise UserError(
+                f"expected a trajectory id or partition@offset on {topic}, got {name!r}, which is not there; ids are "
+                "<prompt id>/<pass>/<sample>, and `streamrl replay RUN --step N` lists those of a step"
+            )
+        return found
+
+    async def _scanned(self, topic: str, name: str, partition: int | None) -> list[tuple[Record, Trajectory]]:
+        ranges = None if partition is None else {partition: Extent(0, 1 << 62)}
+        return [
+            (record, _decoded(record))
+            async for record in self.history.records(topic, ranges)
+            if trajectory_id_of(record) == name
+        ]
+
+    async def _nothing_at(self, topic: str, partition: int, offset: int) -> str:
+        extents = await self.history.extents(topic)
+        held = next((extent for tp, extent in extents.items() if tp.partition == partition), None)
+        there = "no such partition" if held is None else f"it holds offsets {held.first} to {held.end - 1}"
+        return f"expected a record at {topic}[{partition}]@{offset}, got none: {there}"
+
+    async def _steps(self) -> tuple[StepLog, list[tuple[Record, StepReport | RefusedStep]]]:
+        log, found = StepLog(), []
+        async for record, message in self._messages(STEPS):
+            if isinstance(message, StepReport | RefusedStep) and message.algorithm == self.algorithm:
+                known = isinstance(message, StepReport) and message.version in log.reports
+                log.observe(message)
+                found += [] if known else [(record, message)]
+        return log, found
+
+    async def _orders(self, trajectory: Trajectory) -> list[WorkOrder]:
+        return [
+            message
+            async for _, message in self._messages(WORK_ORDERS, key=trajectory.group_id)
+            if isinstance(message, WorkOrder)
+            and message.group_id == trajectory.group_id
+            and trajectory.sample_index in message.sample_indices
+        ]
+
+    async def _skips(self, places: set[tuple[int, int]]) -> list[SkipRecord]:
+        rows = {
+            (message.lineage, message.sequence, message.partition, message.offset): message
+            async for _, message in self._messages(SKIPS)
+            if isinstance(message, SkipRecord)
+            and message.algorithm == self.algorithm
+            and (message.partition, message.offset) in places
+        }
+        return list(rows.values())
+
+    async def _weights(self, version: PolicyVersion) -> list[Hop]:
+        """When weights that contain it were announced, and first used."""
+        announced = [
+            message
+            async for _, message in self._messages(CONTROL)
+            if isinstance(message, WeightsReady) and message.version >= version
+        ]
+        beats = [
+            message
+            async for _, message in self._messages(HEARTBEATS)
+            if isinstance(message, Heartbeat) and message.version >= version
+        ]
+        return [announced_hop(message, version) for message in announced[:1]] + [
+            adopted_hop(message, version) for message in beats[:1]
+        ]
+
+    async def _messages(self, topic: Topic, key: str | None = None) -> AsyncIterator[tuple[Record, Message]]:
+        async for record in self.history.records(topic.full_name(self.run)):
+            if key is not None and record.key != key:
+                continue
+            try:
+                yield record, record.message()
+            except WireError:
+                continue
+
+
+def _decoded(record: Record) -> Trajectory:
+    where = _where(record)
+    try:
+        message = record.message()
+    except WireError as error:
+        raise UserError(
+            f"expected a trajectory at {where}, got bytes that do not decode: {error}; see `streamrl replay --from-dlq`"
+        ) from error
+    if not isinstance(message, Trajectory):
+        raise UserError(f"expected a trajectory at {where}, got a {message.SCHEMA}")
+    return message
+
+
+def _in_step(
+    log: StepLog, record: Record, report: StepReport | RefusedStep, places: set[tuple[int, int]]
+) -> Iterator[tuple[tuple[int, int], Hop]]:
+    """What this report says of the records at these places."""
+    counts = isinstance(report, StepReport) and log.counts(report.version)
+    undone = "" if counts or isinstance(report, RefusedStep) else "; undone by a crash"
+    for number, batch in enumerate(report.micro_batches, 1):
+        for row, ref in enumerate(batch, 1):
+            if (place := _place(ref)) in places:
+                micro_batch = f"micro-batch {number} of {len(report.micro_batches)}"
+                where = f"step {report.step}, {micro_batch}, row {row} of {len(batch)}"
+                if isinstance(report, RefusedStep):
+                    yield place, Hop(report.sent_at, "gradient refused", f"{where}: {report.problem}")
+                    continue
+                yield place, Hop(report.sent_at, "trained", f"{where}, weights {report.version}{undone}")
+                yield place, Hop(record.timestamp, "reported", _where(record))
+    for ref in report.left_out:
+        if (place := _place(ref)) in places:
+            yield place, Hop(report.sent_at, "counted, not trained", f"step {report.step}, for the advantages{undone}")
+
+
+def _where(record: Record) -> str:
+    return f"{record.topic}[{record.partition}]@{record.offset}"
+
+
+def _place(ref: RecordRef) -> tuple[int, int]:
+    return ref.partition, ref.offset

@@ -1,0 +1,121 @@
+"""What a replay found out, as plain values for tables and JSON. Knows no tensors and no texts."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from consumers.training.ports import StepOutcome
+from inspection.replay.comparing import Row, TensorEquality, UpdateComparison
+
+Verdict = Literal["bit-equal", "differs", "not recorded"]
+
+
+@dataclass(frozen=True)
+class MetricPair:
+    """A number as the trainer recorded it (None: it was not finite, or not recorded) and as it came out now."""
+
+    name: str
+    recorded: float | None
+    rebuilt: float
+
+    @property
+    def equal(self) -> bool:
+        """Equal to the last bit; what is not finite is not recorded."""
+        return self.recorded == self.rebuilt or (self.recorded is None and not math.isfinite(self.rebuilt))
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A step taken again by the run's own settings. ``version``: of the weights after it (before, if it was refused).
+
+    ``start``: what it was rebuilt from, over ``steps_between`` further steps, of which ``differing_between`` did not
+    come out as recorded. ``problem``: why the gradient was not applied; empty if it was.
+    """
+
+    step: int
+    version: str
+    refused: bool
+    start: str
+    steps_between: int
+    differing_between: tuple[int, ...]
+    problem: str
+    recorded_problem: str
+    metrics: tuple[MetricPair, ...]
+    tensors: tuple[TensorEquality, ...]
+    gradient_norms: Mapping[str, float]
+    rows: tuple[Row, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the weights where they can be compared; of the numbers alone: ``not recorded``, if they are equal."""
+        if bool(self.problem) != self.refused or not all(tensor.equal for tensor in self.tensors):
+            return "differs"
+        if self.tensors:
+            return "bit-equal"
+        if not all(pair.equal for pair in self.metrics):
+            return "differs"
+        return "bit-equal" if self.refused else "not recorded"
+
+    def metric(self, name: str) -> MetricPair:
+        """A number by its name; NaN if it did not come out."""
+        found = next((pair for pair in self.metrics if pair.name == name), None)
+        return found or MetricPair(name, None, math.nan)
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The same step from the same weights under ``changes``. Numbers by name: (original, what-if).
+
+    ``update`` None: one of the two was not applied.
+    """
+
+    changes: tuple[str, ...]
+    problem: str
+    metrics: Mapping[str, tuple[float, float]]
+    update: UpdateComparison | None
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class StepReplay:
+    """One step, and how it compares with a what-if if one was asked for."""
+
+    rebuilt: Rebuilt
+    what_if: WhatIf | None = None
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A trajectory of a step, with its texts."""
+
+    row: Row
+    group_id: str
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Bisected:
+    """``culprits``: minimal sets whose share of the gradient alone is above ``threshold`` or not finite, largest first.
+
+    A culprit of the same group as a larger one may be there for that one's reward, from which its advantage comes.
+    ``median``: of the recorded norms before the step, None if the threshold was given. ``ranking``: all rows, largest
+    share first. ``without_culprits``: norm of what is left, by the same scale. ``computed``: gradients that it took.
+    """
+
+    step: int
+    refused: bool
+    gradient_norm: float
+    threshold: float
+    median: float | None
+    culprits: tuple[tuple[Suspect, ...], ...]
+    without_culprits: float
+    ranking: tuple[Row, ...]
+    computed: int
+
+
+def metric_pairs(outcome: StepOutcome, recorded: Mapping[str, float]) -> tuple[MetricPair, ...]:
+    """The numbers of a step that do not depend on time or place."""
+    return tuple(MetricPair(name, recorded.get(name), value) for name, value in sorted(outcome.metrics.items()))

@@ -1,0 +1,342 @@
+"""A policy in memory that takes recorded steps again, and can be put back. Writes no file; knows no history.
+
+All of it runs in one compute thread with the trainer's number of threads, or results would differ in the last bits.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from consumers.algorithms.advantages import SCALE_EPSILON, ModelLimits
+from consumers.algorithms.losses import BatchTotals, denominator
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.batching.micro_batches import Group
+from consumers.batching.settings import BatchingSettings
+from consumers.training.checkpoints.manifest import CheckpointManifest
+from consumers.training.checkpoints.store import CheckpointStore
+from consumers.training.model import load_model, load_reference, named_tensors, resolve_device
+from consumers.training.policy import NO_LIMIT
+from consumers.training.ports import StepOutcome
+from consumers.training.settings import TrainingSettings
+from consumers.training.step import PolicyLearner
+from consumers.training.weight_export import WEIGHTS
+from inspection.replay.steps import Batch, Cut, Stretch, as_cut_anew, as_recorded
+from schemas.errors import CheckpointError, UserError
+from schemas.identifiers import PolicyVersion
+from schemas.reports import RecordRef
+
+# Writes a rebuilt step to a directory of the user's choice, for looking at its tensors. Never into a run's own.
+
+
+def keep_tensors(directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """``directory/step_<step>/<name>.safetensors`` for each named set of tensors.
+
+    Raises:
+        UserError: the directory cannot be written to.
+    """
+    target = directory / f"step_{step}"
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name, found in tensors.items():
+            contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
+            save_file(contiguous, target / f"{name}.safetensors", metadata={"format": "pt"})
+    except OSError as error:
+        raise UserError(f"expected a writable directory for --keep, got {target}: {error.strerror}") from error
+
+
+# Where a step can be rebuilt from: the nearest earlier checkpoint of its chain, or the initial model. Reads only.
+
+
+@dataclass(frozen=True)
+class Start:
+    """A model directory, and the optimizer after ``version.number`` steps."""
+
+    version: PolicyVersion
+    model: Path | str
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Starts(Protocol):
+    """The checkpoints and weight versions of a run."""
+
+    def versions(self) -> list[PolicyVersion]:
+        """Of the checkpoints that are there; not verified."""
+        ...
+
+    def load(self, version: PolicyVersion) -> Start:
+        """A verified checkpoint.
+
+        Raises:
+            CheckpointError: it is gone or does not verify.
+        """
+        ...
+
+    def originals(self, version: PolicyVersion) -> dict[str, Tensor] | None:
+        """The weights of a version as the trainer wrote them, if a checkpoint or the weights store has them."""
+        ...
+
+
+@dataclass
+class StoredStarts:
+    """``Starts`` of a run: its checkpoints as they were when first asked for, and its weights store."""
+
+    store: CheckpointStore
+    weights: Path
+
+    @cached_property
+    def manifests(self) -> dict[PolicyVersion, CheckpointManifest]:
+        """By version."""
+        return {manifest.policy_version: manifest for manifest in self.store.manifests()}
+
+    def versions(self) -> list[PolicyVersion]:
+        """See ``Starts``."""
+        return list(self.manifests)
+
+    def load(self, version: PolicyVersion) -> Start:
+        """See ``Starts``."""
+        restored = self.store.load(self.manifests[version])
+        return Start(version, restored.directory, restored.state.optimizer)
+
+    def originals(self, version: PolicyVersion) -> dict[str, Tensor] | None:
+        """See ``Starts``."""
+        with suppress(CheckpointError, OSError, SafetensorError):  # a trainer that goes on prunes both meanwhile
+            if version in self.manifests:
+                return dict(load_file(self.store.load(self.manifests[version]).directory / WEIGHTS))
+        with suppress(OSError, SafetensorError):
+            return dict(load_file(self.weights / str(version) / WEIGHTS))
+        return None
+
+
+def candidates(chain: Sequence[Stretch], step: int, versions: Iterable[PolicyVersion]) -> list[PolicyVersion]:
+    """Checkpoints from which the step that follows ``step`` finished ones can be rebuilt, nearest first."""
+    usable = [
+        version
+        for version in versions
+        if version.number <= step
+        and any(
+            stretch.lineage == version.lineage and stretch.first - 1 <= version.number <= stretch.last
+            for stretch in chain
+        )
+    ]
+    return sorted(usable, key=lambda version: version.number, reverse=True)
+
+
+def begins_with_the_model(chain: Sequence[Stretch]) -> bool:
+    """Whether the chain goes back to the initial model."""
+    return bool(chain) and chain[0].first == 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a step is computed. ``initial_model``: where the chain and the KL term's reference begin; ``seed``: for
+    weights that the initial model's files leave open.
+    """
+
+    algorithm: AlgorithmSettings
+    training: TrainingSettings
+    max_completion_length: int
+    initial_model: str
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Weights and optimizer after ``step`` steps; its tensors are its own."""
+
+    step: int
+    parameters: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """An optimizer step: its outcome, norms of its scaled gradient by tensor, and what it added to each tensor."""
+
+    outcome: StepOutcome
+    gradient_norms: dict[str, float]
+    update: dict[str, Tensor]
+
+
+class ScratchPolicy:
+    """Model and learner. Not safe for two threads at once."""
+
+    def __init__(self, recipe: Recipe, directory: Path | str, step: int, optimizer: Mapping[str, Tensor]) -> None:
+        """Load the weights of a checkpoint, or the initial model with no optimizer state and ``step`` 0.
+
+        Raises:
+            ModelError: there is no model, or no such device.
+        """
+        self.device = resolve_device(recipe.training)
+        training = recipe.training
+        torch.manual_seed(recipe.seed)
+        self.model = load_model(directory, self.device, gradient_checkpointing=training.gradient_checkpointing)
+        self._references: dict[str, Any] = {}
+        self.follow(recipe)
+        self.learner.step = step
+        self.learner.load_optimizer_tensors(dict(optimizer))
+
+    def follow(self, recipe: Recipe) -> None:
+        """Compute by these settings from now on, with a new optimizer that has no state."""
+        self.recipe = recipe
+        self.learner = PolicyLearner(
+            self.model, self.reference, recipe.algorithm, recipe.training, recipe.max_completion_length
+        )
+
+    @property
+    def reference(self) -> Any | None:
+        """The frozen initial model, if the KL term needs it."""
+        path = self.recipe.initial_model
+        if self.recipe.algorithm.beta == 0:
+            return None
+        if path not in self._references:
+            self._references[path] = load_reference(path, self.device)
+        return self._references[path]
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What the model can take."""
+        config = self.model.config
+        positions = getattr(config, "max_position_embeddings", None) or NO_LIMIT
+        return ModelLimits(vocabulary=int(config.vocab_size), positions=int(positions))
+
+    def moment(self) -> Moment:
+        """A copy of this moment."""
+        parameters = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
+        return Moment(self.learner.step, parameters, self.learner.optimizer_tensors())
+
+    def back_to(self, moment: Moment, recipe: Recipe) -> None:
+        """Put weights and optimizer back, to go on by these settings."""
+        with torch.no_grad():
+            for name, tensor in self.model.named_parameters():
+                tensor.copy_(moment.parameters[name])
+        self.model.zero_grad(set_to_none=True)
+        self.follow(recipe)
+        self.learner.step = moment.step
+        self.learner.load_optimizer_tensors({name: tensor.clone() for name, tensor in moment.optimizer.items()})
+
+    def take(self, batch: Batch) -> StepOutcome:
+        """One optimizer step, exactly as the trainer takes it."""
+        for micro_batch in batch.micro_batches:
+            self.learner.accumulate(micro_batch)
+        return self.learner.finish_step(batch.reward_deviation)
+
+    def take_observed(self, batch: Batch) -> Taken:
+        """``take``, with the gradient and the update by tensor."""
+        before = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
+        for micro_batch in batch.micro_batches:
+            self.learner.accumulate(micro_batch)
+        norms = self._gradient_norms(self.scale(batch))
+        outcome = self.learner.finish_step(batch.reward_deviation)
+        with torch.no_grad():
+            update = {name: tensor - before[name] for name, tensor in self.model.named_parameters()}
+        return Taken(outcome, norms, update)
+
+    def scale(self, batch: Batch) -> float:
+        """What the summed gradient of this batch is multiplied by."""
+        algorithm = self.recipe.algorithm
+        scale = 1.0 / denominator(algorithm, BatchTotals(*batch.totals), self.recipe.max_completion_length)
+        return scale / (batch.reward_deviation + SCALE_EPSILON) if algorithm.scale_rewards == "batch" else scale
+
+    def gradient_norm(self, batch: Batch, scale: float) -> float:
+        """Norm of the batch's gradient times ``scale``; weights and optimizer stay as they are."""
+        with self._gradient_only(batch):
+            norms = self._gradient_norms(scale)
+        return float(torch.linalg.vector_norm(torch.tensor(list(norms.values()), dtype=torch.float64)))
+
+    def gradients(self, batch: Batch) -> dict[str, Tensor]:
+        """The scaled gradient of a batch by parameter, on the CPU; weights and optimizer stay as they are."""
+        scale = self.scale(batch)
+        with self._gradient_only(batch):
+            return {
+                name: (parameter.grad * scale).cpu()
+                for name, parameter in self.model.named_parameters()
+                if parameter.grad is not None
+            }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The float32 weights by their names on disk, on the CPU; later steps change them."""
+        return named_tensors(self.model)
+
+    @contextmanager
+    def _gradient_only(self, batch: Batch) -> Iterator[None]:
+        self.learner.discard()
+        try:
+            for micro_batch in batch.micro_batches:
+                self.learner.accumulate(micro_batch)
+            yield
+        finally:
+            self.learner.discard()
+
+    def _gradient_norms(self, scale: float) -> dict[str, float]:
+        return {
+            name: float(torch.linalg.vector_norm(parameter.grad)) * scale
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+# What a what-if changes: settings, and which trajectories take part. Pure.
+
+
+def ids_among(
+    refs: Iterable[RecordRef], given: Iterable[str], *, run: str = "RUN", step: int | None = None
+) -> set[str]:
+    """Ids of trajectories that are named by id or ``partition@offset``. ``run``, ``step``: for the error, where known.
+
+    Raises:
+        UserError: one of them is not among the records.
+    """
+    ids = {f"{ref.partition}@{ref.offset}": ref.trajectory_id for ref in refs}
+    known, found = set(ids.values()), [ids.get(name, name) for name in given]
+    if unknown := [name for name in found if name not in known]:
+        of, number = ("the step", "N") if step is None else (f"step {step}", step)
+        raise UserError(
+            f"expected a trajectory that {of} trained, got {unknown[0]!r}; "
+            f"`streamrl replay {run} --step {number}` lists them"
+        )
+    return set(found)
+
+
+@dataclass(frozen=True)
+class Variation:
+    """``changes`` says it in words. ``batching`` None: micro-batches stay as recorded, where they can.
+
+    ``only`` (empty: all) and ``without`` name trajectories by id or ``partition@offset``; they keep the advantages
+    that the whole groups give them.
+    """
+
+    recipe: Recipe
+    changes: tuple[str, ...] = ()
+    batching: BatchingSettings | None = None
+    only: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
+
+    def batch(self, groups: Iterable[Group], cut: Cut, recut: BatchingSettings, limits: ModelLimits) -> Batch:
+        """The step's batch under this variation. ``recut``: the run's own batching, should the cut no longer fit.
+
+        Raises:
+            UserError: a named trajectory is not in the step, or nothing is left.
+        """
+        members = tuple(groups)
+        batch = as_cut_anew(members, self.recipe.algorithm, self.batching or recut, limits)
+        if self.batching is None and set(batch.samples) == {ref.trajectory_id for rows in cut for ref in rows}:
+            batch = as_recorded(members, cut, self.recipe.algorithm, limits)
+        return self._selected(batch)
+
+    def _selected(self, batch: Batch) -> Batch:
+        if not self.only and not self.without:
+            return batch
+        refs = [ref for part in batch.micro_batches for ref in part.refs]
+        only, without = (ids_among(refs, sorted(given)) for given in (self.only, self.without))
+        left = (only or {ref.trajectory_id for ref in refs}) - without
+        if not left:
+            raise UserError("expected --only and --without to leave a trajectory in the step, got none")
+        return batch.keeping(left)

@@ -1,0 +1,129 @@
+"""Carries out `streamrl show`: opens the run, traces the trajectory, prints its life."""
+
+import asyncio
+import datetime
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from bus.history import History
+from inspection.replay.history import Life, Tracer
+from inspection.replay.view import as_json, columns, number
+from inspection.source import history_of, open_run
+from schemas.identifiers import PolicyVersion
+from schemas.trajectories import Trajectory
+
+# A trajectory's life as text: tokens with log-probs by weight version, rewards, and every hop with its time.
+
+STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
+UNTRAINED = "dim"
+Piece = Callable[[int], str]
+
+
+def life_text(life: Life, piece: Piece) -> Text:
+    """Everything; ``piece`` gives a token's text. Without colours it still says which version sampled which tokens."""
+    trajectory = life.trajectory
+    styles = _styles(trajectory)
+    text = Text("\n".join(_head(trajectory)) + "\n\n")
+    text.append(f"tokens, with log-probs at temperature {number(trajectory.temperature)}; versions: ")
+    for version, style in styles.items():
+        text.append(f"{version} ", style)
+    if not trajectory.loss_mask.all():
+        text.append("(not trained)", UNTRAINED)
+    text.append("\n")
+    for line in _token_lines(trajectory, piece, styles):
+        text.append_text(line).append("\n")
+    return text.append("\n" + "\n".join([*_rewards(trajectory), "", *_records(life), "", *_hops(life)]))
+
+
+def pieces_of(model_path: str) -> Piece:
+    """Token texts from a model's tokenizer; the ids themselves if it has none that can be loaded."""
+    from producers.generation.tokenizer import ModelTokenizer
+    from schemas.errors import ModelError
+
+    try:
+        tokenizer = ModelTokenizer(model_path)
+    except ModelError:
+        return lambda token_id: f"#{token_id}"
+    return lambda token_id: tokenizer.decode([token_id]) or f"#{token_id}"
+
+
+def _styles(trajectory: Trajectory) -> dict[PolicyVersion, str]:
+    versions = dict.fromkeys(span.version for span in trajectory.version_spans)
+    return {version: STYLES[index % len(STYLES)] for index, version in enumerate(versions)}
+
+
+def _head(trajectory: Trajectory) -> list[str]:
+    return [
+        f"{trajectory.trajectory_id}: sample {trajectory.sample_index + 1} of {trajectory.num_generations}, "
+        f"data set {trajectory.dataset}, {trajectory.finish_reason.value}",
+        "prompt:",
+        *(f"  {line}" for line in trajectory.prompt_text.splitlines()),
+        "completion:",
+        *(f"  {line}" for line in trajectory.completion_text.splitlines()),
+    ]
+
+
+def _token_lines(trajectory: Trajectory, piece: Piece, styles: dict[PolicyVersion, str]) -> list[Text]:
+    """One line for each version span."""
+    lines = []
+    for span in trajectory.version_spans:
+        style = styles[span.version]
+        line = Text("  ").append(f"[{span.version}]", f"bold {style}")
+        for index in range(span.start, span.end):
+            trained = bool(trajectory.loss_mask[index])
+            shown = f"{piece(int(trajectory.token_ids[index]))!r} {trajectory.logprobs[index]:.2f}"
+            line.append("  ").append(shown if trained else f"({shown})", style if trained else f"{UNTRAINED} {style}")
+        lines.append(line)
+    return lines
+
+
+def _rewards(trajectory: Trajectory) -> list[str]:
+    lines = ["rewards:"]
+    lines += [f"  {name}: {number(value)}" for name, value in sorted(trajectory.rewards.items())]
+    return lines + [f"  {name} failed: {error}" for name, error in sorted(trajectory.reward_errors.items())]
+
+
+def _records(life: Life) -> list[str]:
+    return ["records:", *(f"  {seen.partition}@{seen.offset}: {seen.fate}" for seen in life.appearances)]
+
+
+def _hops(life: Life) -> list[str]:
+    rows = [
+        (_clock(hop.at), "" if hop.since is None else f"+{hop.since:.3f} s", hop.what, hop.detail) for hop in life.hops
+    ]
+    padded = columns(("time (UTC)", "after", "", ""), rows, left=4)
+    return ["life:", *(f"  {line}" for line in padded)]
+
+
+def _clock(at: float) -> str:
+    return datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+
+
+def show(name: str, run_path: Path, export: Path | None, *, json: bool) -> None:
+    """Print a trajectory's life.
+
+    Raises:
+        UserError: there is no such trajectory, or no such run.
+    """
+    run = open_run(run_path)
+    with (
+        tempfile.TemporaryDirectory(prefix="streamrl-show-") as scratch,
+        history_of(run, export, Path(scratch), lambda line: print(line, file=sys.stderr)) as history,
+    ):
+        life = asyncio.run(_trace(history, run.name, run.settings.algorithm.name, name))
+    if json:
+        print(as_json(life))
+    else:
+        Console(soft_wrap=True, highlight=False).print(life_text(life, pieces_of(run.settings.model.path)))
+
+
+async def _trace(history: History, run: str, algorithm: str, name: str) -> Life:
+    try:
+        return await Tracer(history, run, algorithm).trace(name)
+    finally:
+        await history.close()

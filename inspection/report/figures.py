@@ -1,0 +1,137 @@
+"""A run in final figures, computed alike for every run, so that runs can be set side by side."""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from inspection.report.gathered import TopicFacts
+from inspection.report.record import Rows, RunRecord
+
+ENDS = 5
+"""Optimizer steps that a reward at either end is the mean of, and over which a level counts as reached."""
+Kind = Literal["count", "share", "seconds", "rate", "value", "text"]
+Value = float | int | str | None
+
+
+class Figure(NamedTuple):
+    """``better``: 1 if more is better, -1 if less, 0 if neither."""
+
+    key: str
+    label: str
+    value: Value
+    kind: Kind = "value"
+    better: int = 0
+
+
+def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
+    """Figures of a run; with ``level``, also when the reward reached it. Rates are over the sum of step times."""
+    rows = record.rows
+    stepping, trained = rows.total("time/step"), rows.total("ledger/trained")
+    rewards = rows.known("reward")
+    staleness = _weighted(rows, "off_policy/mean")
+    found = [
+        *_evaluated(record),
+        Figure("reward_first", f"reward, first {ENDS} steps", _mean(rewards[:ENDS])),
+        Figure("reward_last", f"reward, last {ENDS} steps", _mean(rewards[-ENDS:]), better=1),
+        *_reaching(rows, level),
+        Figure("steps", "optimizer steps", rows.steps[-1] if rows.steps else 0, "count"),
+        Figure("train_seconds", "training, wall-clock", rows.seconds, "seconds"),
+        Figure("trajectories", "trajectories trained", round(trained), "count"),
+        Figure("trajectories_per_s", "trajectories a second", _ratio(trained, stepping), "rate", 1),
+        Figure("tokens_per_s", "tokens a second", _ratio(rows.total("completions/num_tokens"), stepping), "rate", 1),
+        Figure("mean_length", "completion length, last steps", _mean(rows.known("completions/mean_length")[-ENDS:])),
+        Figure("staleness_mean", "staleness, mean (steps)", staleness),
+        Figure("staleness_max", "staleness, most (steps)", max(rows.known("off_policy/max"), default=None)),
+        Figure("wait_share", "trainer waiting", _ratio(rows.total("time/wait_for_batch"), stepping), "share", -1),
+        Figure("padding", "padding waste", _mean(rows.known("padding/all")), "share", -1),
+        Figure("lag_mean", "consumer lag, mean (records)", _mean(rows.known("report/lag"))),
+        *_gathered(record.gathered.topics, rows),
+        *_endings(record),
+    ]
+    return [figure for figure in found if figure.value is not None]
+
+
+def common_level(all_rows: Iterable[Rows]) -> float | None:
+    """The highest reward that every run reached as a mean over some steps; none if a run tells no reward."""
+    bests = [max(_smoothed(rows), default=None) for rows in all_rows]
+    known = [best for best in bests if best is not None]
+    return min(known) if known and len(known) == len(bests) else None
+
+
+def reached(rows: Rows, level: float) -> tuple[int, float] | None:
+    """Step and seconds after which the mean reward of the last steps was at the level; none if it never was."""
+    places = [index for index, row in enumerate(rows.metrics) if "reward" in row]
+    for index, value in zip(places[ENDS - 1 :], _smoothed(rows), strict=True):
+        if value >= level - 1e-9:
+            return rows.steps[index], rows.times[index]
+    return None
+
+
+def _smoothed(rows: Rows) -> list[float]:
+    rewards = rows.known("reward")
+    return [sum(rewards[end - ENDS : end]) / ENDS for end in range(ENDS, len(rewards) + 1)]
+
+
+def _reaching(rows: Rows, level: float | None) -> list[Figure]:
+    if level is None:
+        return []
+    found = reached(rows, level)
+    return [
+        Figure("reached_step", f"steps to reward {level:.4g}", found[0] if found else "never", "count", -1),
+        Figure("reached_seconds", f"time to reward {level:.4g}", found[1] if found else "never", "seconds", -1),
+    ]
+
+
+def _evaluated(record: RunRecord) -> list[Figure]:
+    """Held-out metrics, which have the moment at the end of their name."""
+    found = []
+    for moment, better in (("before", 0), ("after", 1)):
+        for key, value in record.summary.items():
+            if key.endswith(f"_{moment}") and isinstance(value, int | float):
+                name = key.removesuffix(f"_{moment}").replace("_", " ")
+                found.append(Figure(key, f"{name} (held out), {moment}", value, "value", better))
+    return found
+
+
+def _gathered(topics: TopicFacts | None, rows: Rows) -> list[Figure]:
+    if topics is None:
+        return []
+    begin, end = rows.began, rows.began + rows.seconds
+    busy = [_ratio(each.busy_s(begin, end), end - begin) for each in topics.workers.values()]
+    known = [share for share in busy if share is not None]
+    lengths = topics.lengths
+    return [
+        Figure("workers_busy", "workers generating", _mean(known), "share", 1),
+        Figure("length_recall", "recall of the longest 20 %", lengths.recall if lengths else None, "share", 1),
+        Figure("length_coverage", "lengths below the upper estimate", lengths.coverage if lengths else None, "share"),
+        Figure("length_factor", "length off by a factor of", lengths.factor if lengths else None, "value", -1),
+    ]
+
+
+def _endings(record: RunRecord) -> list[Figure]:
+    skipped = record.summary.get("skipped")
+    restarts = record.summary.get("restarts")
+    dead = record.rows.known("kafka/dead_letters")
+    return [
+        Figure("skipped", "trajectories skipped", _total(skipped), "count", -1),
+        Figure("dead_letters", "dead letters", round(dead[-1]) if dead else None, "count", -1),
+        Figure("restarts", "processes restarted", restarts if isinstance(restarts, int) else None, "count", -1),
+    ]
+
+
+def _total(counts: object) -> int | None:
+    return sum(value for value in counts.values() if isinstance(value, int)) if isinstance(counts, dict) else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 and part > 0 else None
+
+
+def _weighted(rows: Rows, key: str) -> float | None:
+    """Mean over trained trajectories."""
+    pairs = [(row[key], row.get("ledger/trained", 1.0)) for row in rows.metrics if key in row]
+    weight = sum(count for _, count in pairs)
+    return sum(value * count for value, count in pairs) / weight if weight else None

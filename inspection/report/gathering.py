@@ -1,0 +1,265 @@
+"""Reads a run's topics once, at its end, and keeps what a report shows of them. Takes no part in the run.
+
+Invariant it_reads_no_more_than_it_may: however long the run, a fixed number of records, the newest.
+"""
+
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from bus.history import Extent, History
+from bus.port import Record
+from inspection.report.gathered import Activity, LengthFacts, Sample, TopicFacts
+from observability.run_state.aggregates import Calibration, Sketch, sketch_of
+from producers.lengths.calibration import recall_of_longest
+from schemas.errors import WireError
+from schemas.identifiers import is_plain_name
+from schemas.messages import Message
+from schemas.reports import Heartbeat, StepReport
+from schemas.topics import HEARTBEATS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from schemas.trajectories import Trajectory, WorkOrder
+
+# When each worker generated, and when it adopted which weights. Pure but for reading the workers' log files.
+
+MOST_STRETCHES = 2000
+"""Stretches kept of a worker."""
+_ADOPTED = re.compile(r'^timestamp=(\S+) .*event="weights adopted" version=(\d+-\d+)\b')
+
+
+def joined(stretches: Iterable[tuple[float, float]], most: int = MOST_STRETCHES) -> tuple[tuple[float, float], ...]:
+    """The union of stretches, ascending; if that is more than ``most``, nearer ones are joined until it is not."""
+    found = list(_union(sorted(stretches), 0.0))
+    gap = 0.001
+    while len(found) > most:
+        found = list(_union(found, gap))
+        gap *= 2
+    return tuple((round(start, 3), round(end, 3)) for start, end in found)
+
+
+def _union(ascending: Sequence[tuple[float, float]], gap: float) -> Iterator[tuple[float, float]]:
+    current: tuple[float, float] | None = None
+    for start, end in ascending:
+        if current is not None and start <= current[1] + gap:
+            current = current[0], max(current[1], end)
+            continue
+        if current is not None:
+            yield current
+        current = start, end
+    if current is not None:
+        yield current
+
+
+def adoptions(log: Path) -> tuple[tuple[float, str], ...]:
+    """What a worker's log file says of weights it adopted; nothing if there is no such file."""
+    try:
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            return tuple(found for line in lines if (found := _adoption(line)) is not None)
+    except OSError:
+        return ()
+
+
+def _adoption(line: str) -> tuple[float, str] | None:
+    if (match := _ADOPTED.match(line)) is None:
+        return None
+    try:
+        return round(datetime.fromisoformat(match[1]).timestamp(), 3), match[2]
+    except ValueError:
+        return None
+
+
+# How good the length estimates of recorded completions were. Pure.
+
+WINDOWS = 16
+LEAST = 64
+"""Completions of a window at least: the longest fifth of fewer says little."""
+
+
+class Estimated(NamedTuple):
+    """A completion: when it ended, its length in tokens, and what was predicted. ``upper`` None: not known."""
+
+    at: float
+    predicted: int
+    actual: int
+    upper: int | None
+
+
+def length_facts(completions: Sequence[Estimated]) -> LengthFacts | None:
+    """None for no completion. Order is judged within windows of time, for lengths drift as the policy learns."""
+    if not completions:
+        return None
+    calibration = Calibration()
+    counts: dict[tuple[int, int], int] = {}
+    for each in completions:
+        calibration.add(each.predicted, each.actual)
+        calibration.since_fade = 0
+    for cell, count in calibration.cells.items():
+        counts[cell] = round(count)
+    windows = [_judged(window) for window in _windows(sorted(completions, key=lambda each: each.at))]
+    return LengthFacts(
+        count=len(completions),
+        cells=tuple((*cell, count) for cell, count in sorted(counts.items())),
+        recall=_mean([recall for _, recall, _, _ in windows]),
+        constant=_mean([constant for _, _, constant, _ in windows]),
+        coverage=_coverage(completions),
+        factor=calibration.typical_factor,
+        windows=tuple((at, recall, coverage) for at, recall, _, coverage in windows),
+    )
+
+
+def _windows(ascending: Sequence[Estimated]) -> list[Sequence[Estimated]]:
+    count = max(1, min(WINDOWS, len(ascending) // LEAST))
+    edges = [round(index * len(ascending) / count) for index in range(count + 1)]
+    return [ascending[begin:end] for begin, end in pairwise(edges)]
+
+
+def _judged(window: Sequence[Estimated]) -> tuple[float, float | None, float | None, float | None]:
+    actual = [each.actual for each in window]
+    recall = recall_of_longest([each.predicted for each in window], actual)
+    constant = recall_of_longest([1] * len(window), actual)
+    return round(window[-1].at, 3), recall, constant, _coverage(window)
+
+
+def _coverage(completions: Sequence[Estimated]) -> float | None:
+    known = [each.actual <= each.upper for each in completions if each.upper is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+MOST = {TRAJECTORIES: 60_000, WORK_ORDERS: 20_000, STEPS: 2000, HEARTBEATS: 20_000}
+SAMPLES = 12
+LONGEST_TEXT = 4000
+
+
+async def gather_topics(history: History, run: str, logs: Path) -> TopicFacts | None:
+    """None if the topics hold no trajectory. ``logs``: where the workers' log files are, if they are there.
+
+    Raises:
+        BusError: see ``History``.
+    """
+    held = (await history.extents(TRAJECTORIES.full_name(run))).values()
+    sketches = [sketch async for record in _newest(history, run, TRAJECTORIES) if (sketch := sketch_of(record))]
+    if not sketches:
+        return None
+    sketches.sort(key=lambda sketch: sketch.finished_at)
+    upper = await _upper_estimates(history, run)
+    estimated = [Estimated(s.finished_at, s.predicted, s.length, upper.get(s.group_id)) for s in sketches]
+    return TopicFacts(
+        held=sum(extent.end - extent.first for extent in held),
+        read=len(sketches),
+        workers=await _workers(history, run, sketches, logs),
+        lengths=length_facts(estimated),
+        staleness=await _staleness(history, run, sketches),
+        first=await _samples(history, run, _one_a_group(sketches)),
+        last=await _samples(history, run, _one_a_group(sketches[::-1])[::-1]),
+    )
+
+
+async def _newest(history: History, run: str, topic: Topic) -> AsyncIterator[Record]:
+    """The newest records of a topic: of each partition the same share, for that is about the same time."""
+    name = topic.full_name(run)
+    extents = await history.extents(name)
+    share = min(1.0, MOST[topic] / max(1, sum(held.end - held.first for held in extents.values())))
+    ranges = {
+        tp.partition: Extent(held.end - int(share * (held.end - held.first)), held.end) for tp, held in extents.items()
+    }
+    if ranges:
+        async for record in history.records(name, ranges):
+            yield record
+
+
+async def _messages(history: History, run: str, topic: Topic) -> AsyncIterator[Message]:
+    async for record in _newest(history, run, topic):
+        with suppress(WireError):
+            yield record.message()
+
+
+async def _upper_estimates(history: History, run: str) -> dict[str, int]:
+    """By group; of one that was ordered again, the last."""
+    found: dict[str, int] = {}
+    async for message in _messages(history, run, WORK_ORDERS):
+        if isinstance(message, WorkOrder):
+            found[message.group_id] = message.estimate.upper
+    return found
+
+
+async def _workers(history: History, run: str, sketches: Sequence[Sketch], logs: Path) -> dict[str, Activity]:
+    stretches: dict[str, list[tuple[float, float]]] = {}
+    for sketch in sketches:
+        stretches.setdefault(sketch.worker_id, []).append((sketch.started_at, sketch.finished_at))
+    adopted = {worker: adoptions(logs / f"{worker}.log") for worker in stretches if is_plain_name(worker)}
+    if not all(adopted.get(worker) for worker in stretches):
+        adopted |= {worker: told for worker, told in (await _beats(history, run)).items() if not adopted.get(worker)}
+    return {
+        worker: Activity(generating=joined(found), adopted=adopted.get(worker, ()))
+        for worker, found in sorted(stretches.items())
+    }
+
+
+async def _beats(history: History, run: str) -> dict[str, tuple[tuple[float, str], ...]]:
+    """Adoptions as heartbeats tell them, up to a heartbeat late."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    async for message in _messages(history, run, HEARTBEATS):
+        if isinstance(message, Heartbeat):
+            told, version = found.setdefault(message.worker_id, []), str(message.version)
+            if not told or told[-1][1] != version:
+                told.append((message.sent_at, version))
+    return {worker: tuple(told) for worker, told in found.items()}
+
+
+async def _staleness(history: History, run: str, sketches: Sequence[Sketch]) -> dict[int, int]:
+    """Trained trajectories by the age of their oldest token, in optimizer steps."""
+    oldest = {(sketch.partition, sketch.offset): sketch.oldest.number for sketch in sketches}
+    counts: Counter[int] = Counter()
+    async for message in _messages(history, run, STEPS):
+        if isinstance(message, StepReport):
+            places = [(ref.partition, ref.offset) for batch in message.micro_batches for ref in batch]
+            counts.update(max(0, message.version.number - 1 - oldest[place]) for place in places if place in oldest)
+    return dict(sorted(counts.items()))
+
+
+def _one_a_group(sketches: Sequence[Sketch]) -> list[Sketch]:
+    """The first of each of the first groups: many answers to one prompt would show little."""
+    found: dict[str, Sketch] = {}
+    for sketch in sketches:
+        found.setdefault(sketch.group_id, sketch)
+        if len(found) == SAMPLES:
+            break
+    return list(found.values())
+
+
+async def _samples(history: History, run: str, sketches: Sequence[Sketch]) -> tuple[Sample, ...]:
+    places = [(sketch.partition, sketch.offset) for sketch in sketches]
+    records = await history.fetch(TRAJECTORIES.full_name(run), places)
+    found = []
+    for place in places:
+        with suppress(WireError, KeyError):
+            message = records[place].message()
+            if isinstance(message, Trajectory):
+                found.append(_sample(message))
+    return tuple(found)
+
+
+def _sample(trajectory: Trajectory) -> Sample:
+    return Sample(
+        trajectory_id=trajectory.trajectory_id,
+        prompt=_cut(trajectory.prompt_text),
+        completion=_cut(trajectory.completion_text),
+        rewards=trajectory.rewards,
+        tokens=len(trajectory.token_ids),
+        predicted=trajectory.predicted_length,
+        versions=tuple(str(span.version) for span in trajectory.version_spans),
+        worker=trajectory.worker_id,
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + "…"

@@ -1,0 +1,175 @@
+"""Opens a past or living run for reading: its settings, its checkpoints, and its history wherever that is.
+
+Invariant the_run_is_left_as_it_is: a broker that is needed to read the run's own log data is started on a copy.
+"""
+
+import fcntl
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bus.history import BusHistory, History
+from schemas.errors import UserError
+from settings.loading import load_settings
+from settings.run_directory import RunDirectory
+from settings.tree import Settings
+
+# Whether a run's own broker runs, told from its folders alone: no broker is asked, and next to nothing is imported.
+
+RUNS = Path("runs")
+_LISTENER = re.compile(r"^listeners=PLAINTEXT://([^,\s]+)", re.MULTILINE)
+
+
+def directory_of(path: Path) -> RunDirectory | None:
+    """A run's directory by its path, by its name under ``runs/``, or by its resolved configuration."""
+    if path.is_file():
+        path = path.parent
+    return next((run for run in (RunDirectory(path), RunDirectory(RUNS / path)) if run.config.is_file()), None)
+
+
+def nodes_of(run: RunDirectory) -> list[Path]:
+    """Folders of the run's own broker, running or not; none if its topics are elsewhere."""
+    return sorted(run.kafka.glob("node-*"))
+
+
+def own_broker(run: RunDirectory) -> str | None:
+    """Where the run's own broker listens, if it has one and it runs."""
+    nodes = nodes_of(run)
+    return running_brokers(nodes) if nodes else None
+
+
+def running_brokers(nodes: list[Path]) -> str | None:
+    """Addresses of the nodes, if a broker holds their folders."""
+    addresses = []
+    for node in nodes:
+        properties, lock = node / "server.properties", node / "lock"
+        if not properties.exists() or not lock.exists():
+            return None
+        with lock.open("rb") as claim:
+            try:
+                fcntl.flock(claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if (match := _LISTENER.search(properties.read_text())) is not None:
+                    addresses.append(match[1])
+    return ",".join(addresses) if len(addresses) == len(nodes) else None
+
+
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run's directory and the settings it was started with."""
+
+    directory: RunDirectory
+    settings: Settings
+
+    @property
+    def name(self) -> str:
+        """Prefix of its topics."""
+        return self.settings.run.name
+
+    @property
+    def weights(self) -> Path:
+        """Its weights store, also if the directory was moved."""
+        return self.directory.path / self.settings.run.weights_store.name
+
+
+def open_run(path: Path) -> PastRun:
+    """A run by its directory, by its name under ``runs/``, or by the configuration file it was started with.
+
+    Raises:
+        UserError: it has no resolved configuration.
+    """
+    if path.is_file() and path.name != RunDirectory(path).config.name:
+        settings = load_settings(path, [])
+        return PastRun(RunDirectory(settings.run.path), settings)
+    if (directory := directory_of(path)) is not None:
+        return PastRun(directory, load_settings(directory.config, []))
+    config = RunDirectory(path).config.name
+    raise UserError(f"expected a run's directory with {config}, or its name under {RUNS}/, got {no_run(path)}")
+
+
+def no_run(path: Path) -> str:
+    """What is wrong with a path that is no run's: not there, or a directory without a run; those in its ``runs/``."""
+    if not path.is_dir():
+        return f"{path}, which does not exist"
+    there = path / RUNS
+    runs = sorted(config.parent.name for config in there.glob(f"*/{RunDirectory(path).config.name}"))
+    inside = f"; runs are in {there}: {', '.join(runs)}" if runs else ""
+    return f"{path}, which has none{inside}"
+
+
+@contextmanager
+def history_of(run: PastRun, export: Path | None, scratch: Path, progress: Callable[[str], None]) -> Iterator[History]:
+    """The run's history: exported segments if named, else from a broker.
+
+    Raises:
+        UserError: there are no such segments, or no broker has the run's topics.
+    """
+    if export is not None:
+        from inspection.export import SegmentHistory
+
+        yield SegmentHistory(export)
+        return
+    from bus.kafka.bus import KafkaBus
+
+    with broker_of(run, scratch, progress) as address:
+        kafka = run.settings.kafka.model_copy(update={"bootstrap_servers": address})
+        yield BusHistory(KafkaBus(kafka), client_id="replay")
+
+
+@contextmanager
+def broker_of(run: PastRun, scratch: Path | None, progress: Callable[[str], None]) -> Iterator[str]:
+    """The address of a broker with the run's topics: the named one, its own that still runs, else one started on a copy
+    of its data in ``scratch`` (None: on the data itself, so that what is written stays).
+
+    Raises:
+        UserError: there is none.
+    """
+    from bus.embedded import detached
+
+    if (named := run.settings.kafka.bootstrap_servers) is not None:
+        yield named
+        return
+    if (address := own_broker(run.directory)) is not None:
+        yield address
+        return
+    if nodes := nodes_of(run.directory):
+        from bus.embedded.cluster import start_cluster
+
+        data = run.directory.kafka if scratch is None else scratch / "kafka"
+        if scratch is not None:
+            for node in nodes:
+                _copy_tree(node, data / node.name)
+        with start_cluster(data, nodes=len(nodes), progress=progress) as cluster:
+            yield cluster.bootstrap_servers
+        return
+    found = detached.status(detached.default_data_dir())
+    if not found.running:
+        raise UserError(
+            f"expected a broker with the topics of run {run.name}, got none: name it with "
+            "STREAMRL_KAFKA__BOOTSTRAP_SERVERS, or read an export with --export DIR"
+        )
+    yield found.bootstrap_servers
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    """Copy a node's folder without what belongs to its process."""
+    ignored = shutil.ignore_patterns("tmp", "lock", ".lock", "*.log.*", "output.log", "server.log")
+    shutil.copytree(source, target, ignore=ignored, copy_function=copy_sparse)
+
+
+def copy_sparse(source: str, target: str) -> str:
+    """Copy a file; runs of zeros stay holes, for Kafka allocates its indexes in advance."""
+    with open(source, "rb") as reader, open(target, "wb") as writer:
+        while chunk := reader.read(CHUNK):
+            if chunk.count(0) == len(chunk):
+                writer.seek(len(chunk), 1)
+            else:
+                writer.write(chunk)
+        writer.truncate()
+    return target

@@ -1,0 +1,1 @@
+"""`streamrl top`: a run in a terminal. Reads only."""

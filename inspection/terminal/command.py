@@ -1,0 +1,233 @@
+"""What `streamrl top` does: attaches, shows the screen or prints lines, and ends with a code."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvloop
+
+from bus.history import BusHistory
+from bus.kafka.connection import advised
+from inspection.diagnostics.connect import Attachment
+from inspection.diagnostics.status import feed_of
+from inspection.host import settle_collector
+from inspection.terminal.drawing import plain, short
+from observability.run_state.feed import LiveFeed
+from observability.run_state.pace import Pace
+from observability.run_state.snapshot import snapshot
+from observability.run_state.state import LiveState
+from schemas.errors import BusUnavailable, UserError
+from schemas.topics import TRAJECTORIES
+from schemas.trajectories import Trajectory
+
+# A run's present as one line of text or one JSON object, for whatever is not a terminal. Pure.
+
+TOLD = ("loop", "lag", "workers", "split", "staleness", "lengths")
+
+
+def line_of(state: LiveState, now: float) -> str:
+    """Health, step, reward, rates, staleness, lag per bucket, weights per worker."""
+    found = snapshot(state, now)
+    loop, lag = found["loop"], found["lag"]
+    rates, metrics = loop["rates"], loop["metrics"]
+    waiting = zip(lag["buckets"], lag["unfinished"], lag["unread"], strict=True)
+    behind = " ".join(f"b{bucket}:{unread if done is None else done}" for bucket, done, unread in waiting)
+    held = " ".join(f"{plain(each['id'])}@{each['version']}" for each in found["workers"] if each["state"] != "stopped")
+    skips = " ".join(f"{reason}:{count}" for reason, count in sorted(loop["skips"].items()))
+    parts = (
+        f"{plain(state.run)} {loop['health']}",
+        f"step {loop['step']}",
+        f"reward {short(metrics.get('reward'))}",
+        f"{short(rates['trajectories'])} traj/s",
+        f"{short(rates['tokens'])} tok/s",
+        f"trained {short(rates['trained'])}/s",
+        f"staleness {short(metrics.get('off_policy/mean'))} (max {short(metrics.get('off_policy/max'))})",
+        f"lag {behind or '-'}",
+        f"workers {held or '-'}",
+        *([f"skipped {skips}"] if skips else []),
+    )
+    return "  ".join(parts)
+
+
+def object_of(state: LiveState, now: float, told: int) -> dict[str, Any]:
+    """The same and more as plain data; ``told``: the number of the last event that was printed before."""
+    found = snapshot(state, now)
+    return {
+        "at": round(now, 3),
+        "run": state.run,
+        **{name: found[name] for name in TOLD},
+        "events": newest_events(found["events"], told),
+    }
+
+
+def newest_events(events: Sequence[Sequence[Any]], after: int) -> list[dict[str, Any]]:
+    """Events with a higher number."""
+    names = ("number", "at", "level", "text", "times")
+    return [dict(zip(names, event, strict=True)) for event in events if event[0] > after]
+
+
+# Prints a line for every interval, until the run is finished or nobody reads any more.
+
+CATCHING_UP_S = 0.05
+LAG_WITHIN_S = 3.0
+
+
+@dataclass(frozen=True)
+class Manner:
+    """``once``: one line, then the end."""
+
+    interval_s: float = 2.0
+    as_json: bool = False
+    once: bool = False
+
+
+async def print_lines(feed: LiveFeed, manner: Manner, stop: asyncio.Event) -> None:
+    """Print what the feed's state says.
+
+    Consumes: the state, which the feed updates. Produces: text on standard output.
+    Waits for: the feed's past and the first lag, then for each interval.
+    On failure: raises. On stop: prints nothing more; a finished run ends it after its last line.
+    """
+    await _caught_up(feed, stop)
+    told = 0
+    while not stop.is_set():
+        now = feed.state.moment(time.time())
+        feed.state.tick(now)
+        if manner.as_json:
+            print(json.dumps(object_of(feed.state, now, told), separators=(",", ":"), allow_nan=False), flush=True)
+            told = feed.state.log.numbered
+        else:
+            print(line_of(feed.state, now), flush=True)
+        if manner.once or feed.state.finished:
+            return
+        await stopped_within(stop, manner.interval_s)
+
+
+async def _caught_up(feed: LiveFeed, stop: asyncio.Event) -> None:
+    while not feed.positions and not stop.is_set():
+        await stopped_within(stop, CATCHING_UP_S)
+    if feed.committed is None or feed.shards is None:
+        return
+    until = time.monotonic() + LAG_WITHIN_S
+    while not feed.state.unfinished and time.monotonic() < until and not stop.is_set():
+        await stopped_within(stop, CATCHING_UP_S)
+
+
+async def stopped_within(stop: asyncio.Event, seconds: float) -> None:
+    """Wait so long, or until stopped."""
+    try:
+        await asyncio.wait_for(stop.wait(), seconds)
+    except TimeoutError:
+        return
+
+
+CLIENT_ID = "streamrl-top"
+
+
+def show(attachment: Attachment, where: Path | None, manner: Manner, *, on_screen: bool) -> int:
+    """Show the run until asked to leave; the exit code.
+
+    Raises:
+        UserError: no such run, or no broker.
+        StreamRLError: the broker refuses.
+    """
+    try:
+        return uvloop.run(_show(attachment, str(where) if where else "", manner, on_screen=on_screen))
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+async def _show(attachment: Attachment, where: str, manner: Manner, *, on_screen: bool) -> int:
+    attached = await attachment.with_run()
+    stop = asyncio.Event()
+    pace_s = Pace().seconds if on_screen else lambda: manner.interval_s
+    feed = await feed_of(attached, LiveState(attached.run), CLIENT_ID, pace_s)
+    reading = asyncio.create_task(feed.run(stop))
+    shown = _on_screen(attached, feed, where or attached.run, stop) if on_screen else _in_lines(feed, manner, stop)
+    showing = asyncio.create_task(shown)
+    try:
+        await asyncio.wait({reading, showing}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stop.set()
+        if reading.done() and not showing.done():
+            showing.cancel()
+        results = await asyncio.gather(reading, showing, return_exceptions=True)
+    for problem in results:
+        if isinstance(problem, Exception):
+            raise problem
+    return 0 if showing.cancelled() else showing.result()
+
+
+async def _in_lines(feed: LiveFeed, manner: Manner, stop: asyncio.Event) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await print_lines(feed, manner, stop)
+    return 0
+
+
+async def _on_screen(attached: Attachment, feed: LiveFeed, run_path: str, stop: asyncio.Event) -> int:
+    from inspection.terminal.app import TopApp
+
+    async def read(place: str) -> Trajectory:
+        try:
+            return await read_trajectory(attached, place)
+        except BusUnavailable as error:
+            raise BusUnavailable(advised(error, attached.advice)) from error
+
+    tell_in_events(feed.state)
+    app = TopApp(feed.state, read, run_path, pace_s=feed.pace_s)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, app.exit)
+    settle_collector()
+    await app.run_async()
+    stop.set()
+    return app.return_code or 0
+
+
+async def read_trajectory(attached: Attachment, place: str) -> Trajectory:
+    """The record at ``partition@offset``.
+
+    Raises:
+        UserError: it is gone, or does not decode.
+        BusUnavailable: no broker answers.
+    """
+    partition, offset = map(int, place.split("@"))
+    topic = attached.name_of(TRAJECTORIES)
+    found = await BusHistory(attached.bus, CLIENT_ID).fetch(topic, [(partition, offset)])
+    message = found[partition, offset].message() if found else None
+    if not isinstance(message, Trajectory):
+        raise UserError(f"expected a trajectory at {place} of {topic}, found none: retention may have deleted it")
+    return message
+
+
+def tell_in_events(state: LiveState) -> None:
+    """Warnings go to the event log, because whatever is printed would stand across the screen."""
+
+    def note(_logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        told = " ".join(str(event[name]) for name in ("event", "error") if name in event)
+        state.log.add(time.time(), "warn" if method == "warning" else "bad", told[:400])
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[note], wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    logging.getLogger().handlers[:] = [_Noted(state)]
+
+
+class _Noted(logging.Handler):
+    """Of libraries."""
+
+    def __init__(self, state: LiveState) -> None:
+        super().__init__(logging.WARNING)
+        self.state = state
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.state.log.add(record.created, "warn", f"{record.name}: {record.getMessage()}"[:200])

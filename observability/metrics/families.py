@@ -1,0 +1,173 @@
+"""The meters of one process: families made on first use, with the run's name in each. Knows not what is measured."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+# Every metric that processes export, as data: its name, kind, labels and what it says. Knows no library. Names are
+# Prometheus's: a prefix, base units, ``_total`` for counters. All have the label ``run`` besides their own; no label
+# ever holds a prompt, a group or a trajectory.
+
+Kind = Literal["counter", "gauge", "histogram"]
+PREFIX = "streamrl_"
+RUN = "run"
+STEP_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+SEND_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True)
+class Family:
+    """``name`` without the prefix and, for counters, without ``_total``. ``buckets``: of a histogram, in seconds."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def exported(self) -> tuple[str, ...]:
+        """The names of its time series."""
+        full = PREFIX + self.name
+        match self.kind:
+            case "counter":
+                return (f"{full}_total",)
+            case "histogram":
+                return (f"{full}_bucket", f"{full}_sum", f"{full}_count")
+            case "gauge":
+                return (full,)
+
+
+_EVERYWHERE = (
+    Family("build_info", "gauge", "1; the labels say which process this is.", ("version", "process", "role")),
+    Family("event_loop_lag_seconds", "gauge", "How late the event loop was when it was last looked at."),
+    Family("bus_published_records", "counter", "Records handed to the broker.", ("topic",)),
+    Family("bus_published_bytes", "counter", "Bytes of values handed to the broker, uncompressed.", ("topic",)),
+    Family("bus_consumed_records", "counter", "Records read.", ("topic",)),
+    Family("bus_consumed_bytes", "counter", "Bytes of values read, uncompressed.", ("topic",)),
+    Family("bus_publish_failures", "counter", "Records whose sending failed or is unknown.", ("topic", "error")),
+    Family("bus_publish_duration_seconds", "histogram", "From handing over to the answer.", ("topic",), SEND_SECONDS),
+)
+_TRAINER = (
+    Family("trainer_steps", "counter", "Optimizer steps taken.", ("algorithm",)),
+    Family("trainer_refused_steps", "counter", "Gradients that were not applied.", ("algorithm",)),
+    Family("trainer_step_duration_seconds", "histogram", "Of whole steps.", ("algorithm",), STEP_SECONDS),
+    Family("trainer_phase_seconds", "counter", "Time of steps by what it went to.", ("algorithm", "phase")),
+    Family("trainer_policy_version", "gauge", "Optimizer steps in the weights.", ("algorithm",)),
+    Family("trainer_policy_lineage", "gauge", "Lives of the trainer so far.", ("algorithm",)),
+    Family("trained_trajectories", "counter", "Trajectories that entered a gradient.", ("algorithm",)),
+    Family("trained_groups", "counter", "Groups that were trained.", ("algorithm",)),
+    Family("trained_tokens", "counter", "Completion tokens of trained groups.", ("algorithm",)),
+    Family("skipped_trajectories", "counter", "Trajectories that were not trained.", ("algorithm", "reason")),
+    Family("dead_letters", "counter", "Records that did not decode.", ("error",)),
+    Family("unfinished_trajectories", "gauge", "On the topic and not trained or skipped.", ("algorithm", "bucket")),
+    Family("intake_latency_seconds", "gauge", "Mean time from a completion's end to its reading.", ("algorithm",)),
+    Family("intake_pending_bytes", "gauge", "Trajectories held in memory.", ("algorithm",)),
+    Family("staleness_mean_versions", "gauge", "Mean age in steps of what the last step trained.", ("algorithm",)),
+    Family("staleness_max_versions", "gauge", "Largest age in steps of what the last step trained.", ("algorithm",)),
+    Family("reward_mean", "gauge", "Mean reward in the last step.", ("algorithm",)),
+    Family("reward_zero_std_ratio", "gauge", "Share of groups without any advantage.", ("algorithm",)),
+    Family("completion_length_mean_tokens", "gauge", "Mean completion in the last step.", ("algorithm",)),
+    Family("completion_clipped_ratio", "gauge", "Share cut at the length limit.", ("algorithm",)),
+    Family("step_metric", "gauge", "Any metric of the last step under TRL's name.", ("algorithm", "name")),
+    Family("last_step_timestamp_seconds", "gauge", "When the last step was reported, since the epoch.", ("algorithm",)),
+)
+_WORKER = (
+    Family("worker_generated_tokens", "counter", "Tokens sampled.", ("worker",)),
+    Family("worker_finished_trajectories", "counter", "Completions finished.", ("worker",)),
+    Family("worker_running_completions", "gauge", "Completions being sampled.", ("worker",)),
+    Family("worker_waiting_completions", "gauge", "Completions waiting in the engine.", ("worker",)),
+    Family("worker_capacity_completions", "gauge", "Completions that are sampled at once.", ("worker",)),
+    Family("worker_policy_version", "gauge", "Optimizer steps in the weights it samples with.", ("worker",)),
+    Family("worker_state", "gauge", "1 for the state it is in.", ("worker", "state")),
+)
+_DISPATCHER = (
+    Family("dispatcher_groups_in_flight", "gauge", "Groups admitted and not ended."),
+    Family("dispatcher_samples_missing", "gauge", "Samples ordered and not on the topic."),
+    Family("dispatcher_workers_ready", "gauge", "Workers that orders may go to."),
+    Family("dispatcher_prompt_cursor", "gauge", "Next position of the prompt source."),
+    Family("dispatcher_admitted_groups", "counter", "Groups sent to a worker for the first time."),
+    Family("dispatcher_reordered_groups", "counter", "Groups sent again after a worker was lost."),
+    Family("dispatcher_given_up_groups", "counter", "Groups that were ordered too often."),
+    Family("length_prediction_error_tokens", "gauge", "Mean absolute error of the median estimate."),
+    Family("length_prediction_coverage_ratio", "gauge", "Share of completions within the upper estimate."),
+)
+_COORDINATOR = (
+    Family("workers", "gauge", "Workers by how the coordinator sees them.", ("standing",)),
+    Family("announced_policy_version", "gauge", "Optimizer steps in the weights announced last."),
+    Family("weights_announced", "counter", "Weight versions announced."),
+    Family("flow_mode", "gauge", "1 for the mode that holds.", ("mode",)),
+    Family("run_finished", "gauge", "1 once the last step was taken."),
+    Family("consumer_lag_records", "gauge", "Behind the end, by committed offsets.", ("topic", "partition", "group")),
+)
+_RELAY = (
+    Family("relay_requests", "counter", "Requests answered.", ("status",)),
+    Family("weight_transfer_bytes", "counter", "Bytes of weights that workers were sent."),
+)
+FAMILIES: tuple[Family, ...] = (*_EVERYWHERE, *_TRAINER, *_WORKER, *_DISPATCHER, *_COORDINATOR, *_RELAY)
+BY_NAME = {family.name: family for family in FAMILIES}
+
+Metric = TypeVar("Metric", Counter, Gauge, Histogram)
+
+
+@dataclass
+class Meters:
+    """Only families that are named in the catalogue can be measured; labels are given in its order."""
+
+    run: str
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    _counters: dict[tuple[str, ...], Counter] = field(default_factory=dict)
+    _gauges: dict[tuple[str, ...], Gauge] = field(default_factory=dict)
+    _histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)
+    _families: dict[str, Counter | Gauge | Histogram] = field(default_factory=dict)
+    _heard: dict[tuple[str, ...], float] = field(default_factory=dict)
+
+    def count(self, name: str, *labels: str, by: float = 1.0) -> None:
+        """Add to a counter."""
+        key = (name, *labels)
+        if (counter := self._counters.get(key)) is None:
+            counter = self._counters[key] = self._made(name, Counter).labels(self.run, *labels)
+        counter.inc(by)
+
+    def count_to(self, total: float, name: str, *labels: str) -> None:
+        """Bring a counter to a total that something else counts; if that began anew, its count is added."""
+        key = (name, *labels)
+        before = self._heard.get(key, 0.0)
+        self._heard[key] = total
+        self.count(name, *labels, by=total - before if total >= before else total)
+
+    def set(self, value: float, name: str, *labels: str) -> None:
+        """Set a gauge."""
+        key = (name, *labels)
+        if (gauge := self._gauges.get(key)) is None:
+            gauge = self._gauges[key] = self._made(name, Gauge).labels(self.run, *labels)
+        gauge.set(value)
+
+    def set_one_of(self, name: str, chosen: str, choices: tuple[str, ...], *labels: str) -> None:
+        """Set the gauge of one choice to 1 and those of the others to 0; the choice is the last label."""
+        for choice in choices:
+            self.set(float(choice == chosen), name, *labels, choice)
+
+    def observe(self, value: float, name: str, *labels: str) -> None:
+        """Add a value to a histogram."""
+        key = (name, *labels)
+        if (histogram := self._histograms.get(key)) is None:
+            histogram = self._histograms[key] = self._made(name, Histogram).labels(self.run, *labels)
+        histogram.observe(value)
+
+    def forget(self, name: str) -> None:
+        """Drop all label values of a gauge that will be set anew."""
+        self._gauges = {key: gauge for key, gauge in self._gauges.items() if key[0] != name}
+        if name in self._families:
+            self._families[name].clear()
+
+    def _made(self, name: str, kind: type[Metric]) -> Metric:
+        known = self._families.get(name)
+        if known is None:
+            family: Family = BY_NAME[name]
+            labels = (RUN, *family.labels)
+            more: dict[str, Any] = {"buckets": family.buckets} if family.buckets else {}
+            known = self._families[name] = kind(PREFIX + name, family.help, labels, registry=self.registry, **more)
+        assert isinstance(known, kind), f"{name} is a {BY_NAME[name].kind}"
+        return known

@@ -1,0 +1,237 @@
+"""Brings step reports to the trackers, in order and each step once, also over restarts. Knows no tracker's library.
+
+Invariants:
+- a_step_is_written_once: the last step written stands in a file; what is at or below it is not written again, so that
+  after a crash of the trainer the steps that it takes again keep their first values in the trackers;
+- tracking_ends_nothing: a writer that fails is given up and told of; the run goes on.
+"""
+
+import asyncio
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from bus.kafka.bus import KafkaBus
+from bus.port import Bus, Record
+from observability.metrics.exporting import Companion
+from observability.metrics.settings import TrackingSettings
+from schemas.errors import BusError, SettingsError, WireError
+from schemas.reports import StepReport
+from schemas.topics import STEPS
+from settings.tree import Settings
+
+# One writer for each tracker, with its library imported when it is made. Writes files only; reads no topic.
+
+STEP = "progress/step"
+
+
+class Writer(Protocol):
+    """Takes the metrics of one step after another; steps ascend, also over restarts."""
+
+    def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step that was reported at a time (seconds since the epoch)."""
+        ...
+
+    def close(self) -> None:
+        """Bring everything onto the disk."""
+        ...
+
+
+def open_writer(name: str, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> Writer:
+    """A writer into the folder; ``config``: the run's settings, for trackers that show them.
+
+    Raises:
+        SettingsError: there is no such writer, or its package is not installed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    match name:
+        case "tensorboard":
+            return TensorBoardWriter(folder)
+        case "wandb":
+            return WandbWriter(project, run, folder, config)
+        case "trackio":
+            return TrackioWriter(project, run, folder, config)
+        case _:
+            raise SettingsError(f"expected tensorboard, wandb or trackio in tracking.to, got {name!r}")
+
+
+def _library(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SettingsError(
+            f'expected the package {package} for tracking.to = ["{package}"], got {error}; '
+            f"install it with `pip install {package}`, or leave it out"
+        ) from error
+
+
+class TensorBoardWriter:
+    """Scalars in an event file; ``tensorboard --logdir`` the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        summary = _library("tensorboard.summary", "tensorboard")
+        self._writer = summary.Writer(str(folder))
+
+    def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
+        """See ``Writer``."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step, wall_time=at)
+
+    def close(self) -> None:
+        """See ``Writer``."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """An offline run; ``wandb sync`` sends it later."""
+
+    def __init__(self, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> None:
+        self._library = wandb = _library("wandb", "wandb")
+        mode = os.environ.get("WANDB_MODE", "offline")
+        settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True)
+        self._run = wandb.init(
+            project=project, name=run, id=run, dir=str(folder), config=dict(config), mode=mode, settings=settings
+        )
+        self._run.define_metric("*", step_metric=STEP)
+
+    def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
+        """See ``Writer``."""
+        self._run.log({**metrics, STEP: step, "_timestamp": at})
+
+    def close(self) -> None:
+        """See ``Writer``."""
+        self._run.finish()
+        self._library.teardown()  # its service writes what is left and ends, instead of staying as long as we do
+
+
+class TrackioWriter:
+    """A local trackio project; ``trackio show`` with ``TRACKIO_DIR`` set to the folder."""
+
+    def __init__(self, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(folder))
+        self._trackio = _library("trackio", "trackio")
+        self._trackio.init(project=project, name=run, config=dict(config), resume="allow", embed=False)
+
+    def write(self, step: int, _at: float, metrics: Mapping[str, float]) -> None:
+        """See ``Writer``."""
+        self._trackio.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """See ``Writer``."""
+        self._trackio.finish()
+
+
+log = structlog.get_logger()
+
+POLL_S = 0.5
+RETRY_S = 5.0
+
+
+@dataclass
+class Tracker:
+    """``folder`` gets a sub-folder for each tracker, with ``last_step`` in it; ``config``: settings, to be shown."""
+
+    bus: Bus
+    run_name: str
+    settings: TrackingSettings
+    folder: Path
+    config: Mapping[str, Any]
+    _writers: dict[str, Writer] = field(default_factory=dict)
+    _last: dict[str, int] = field(default_factory=dict)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Track until stopped.
+
+        Consumes: steps, from the beginning. Produces: the trackers' files. Waits for: the trainer.
+        On failure: a tracker that cannot write is left out; without the broker it tries again.
+        On stop: writes what is on the topic, closes the files, returns.
+        """
+        await asyncio.to_thread(self.open)
+        try:
+            while self._writers:
+                try:
+                    await self._follow(stop)
+                    return
+                except BusError as error:
+                    log.warning("tracking waits for the broker", error=str(error))
+                    await asyncio.sleep(RETRY_S)
+        finally:
+            await asyncio.to_thread(self.close)
+
+    async def _follow(self, stop: asyncio.Event) -> None:
+        subscription = await self.bus.subscribe([STEPS.full_name(self.run_name)], client_id="tracking")
+        try:
+            while self._writers:
+                ending = stop.is_set()
+                records = await subscription.poll(timeout_s=POLL_S)
+                await asyncio.to_thread(self.write, records)
+                if ending and not records:
+                    return
+        finally:
+            await subscription.close()
+
+    def open(self) -> None:
+        """Open the writers that can be opened."""
+        for name in self.settings.to:
+            try:
+                self._writers[name] = open_writer(
+                    name, self.settings.project, self.run_name, self.folder / name, self.config
+                )
+            except Exception as error:
+                log.error("a tracker is left out", tracker=name, error=str(error))
+            else:
+                self._last[name] = _read(self._note(name))
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Write the steps among the records that were not written before."""
+        for record in records:
+            try:
+                report = record.message()
+            except WireError:
+                continue
+            if isinstance(report, StepReport) and report.micro_batches:
+                for name in tuple(self._writers):
+                    self._write(name, report)
+
+    def _write(self, name: str, report: StepReport) -> None:
+        if report.step <= self._last[name]:
+            return
+        try:
+            self._writers[name].write(report.step, report.sent_at, report.metrics)
+            self._note(name).write_text(f"{report.step}\n")
+        except Exception as error:
+            log.error("a tracker is given up", tracker=name, error=str(error))
+            del self._writers[name]
+        else:
+            self._last[name] = report.step
+
+    def close(self) -> None:
+        """Close the writers."""
+        for name, writer in self._writers.items():
+            try:
+                writer.close()
+            except Exception as error:
+                log.error("a tracker was not closed", tracker=name, error=str(error))
+
+    def _note(self, name: str) -> Path:
+        return self.folder / name / "last_step"
+
+
+def tracking_of(role: str, settings: Settings) -> list[Companion]:
+    """What tracks the run beside the coordinator, of which there is one; nothing beside other roles."""
+    if role != "coordinator" or not settings.tracking.to:
+        return []
+    folder, config = settings.run.path / "tracking", settings.model_dump(mode="json", exclude={"kafka"})
+    return [Tracker(KafkaBus(settings.kafka), settings.run.name, settings.tracking, folder, config).run]
+
+
+def _read(note: Path) -> int:
+    try:
+        return int(note.read_text())
+    except (OSError, ValueError):
+        return -1

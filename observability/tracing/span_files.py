@@ -1,0 +1,118 @@
+"""One trace as a tree: from the order of a group to what became of it, and the steps that it went into. Pure."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Spans out of the files of a run, by what a line says. Knows OTLP-JSON and no run.
+
+Attribute = str | bool | int | float | list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A span as it was written; ids in hex. ``links``: trace ids of the spans it refers to."""
+
+    trace: str
+    span: str
+    parent: str
+    name: str
+    process: str
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, Attribute]
+    links: tuple[str, ...]
+    problem: str
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from start to end."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+def spans_with(folder: Path, text: str) -> Iterator[Recorded]:
+    """All spans of the lines that contain a text, in no order; half lines of killed processes are passed over."""
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open() as file:
+            for line in file:
+                if text in line:
+                    yield from _spans(line)
+
+
+def _spans(line: str) -> Iterator[Recorded]:
+    try:
+        document = json.loads(line)
+    except ValueError:
+        return
+    for part in document["resourceSpans"]:
+        process = str(_attributes(part["resource"]).get("service.instance.id", "?"))
+        for scope in part["scopeSpans"]:
+            for span in scope["spans"]:
+                yield _recorded(span, process)
+
+
+def _recorded(span: dict[str, Any], process: str) -> Recorded:
+    return Recorded(
+        trace=span["traceId"],
+        span=span["spanId"],
+        parent=span.get("parentSpanId", ""),
+        name=span["name"],
+        process=process,
+        start_ns=int(span["startTimeUnixNano"]),
+        end_ns=int(span["endTimeUnixNano"]),
+        attributes=_attributes(span),
+        links=tuple(link["traceId"] for link in span.get("links", ())),
+        problem=span["status"].get("message", ""),
+    )
+
+
+def _attributes(owner: Mapping[str, Any]) -> dict[str, Attribute]:
+    return {one["key"]: _value(one["value"]) for one in owner["attributes"]}
+
+
+def _value(value: Mapping[str, Any]) -> Attribute:
+    ((kind, content),) = value.items()
+    if kind == "intValue":
+        return int(content)
+    if kind == "arrayValue":
+        return [_value(one) for one in content["values"]]
+    found: Attribute = content
+    return found
+
+
+TRAJECTORY = "streamrl.trajectory_id"
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A span, and how deep it lies."""
+
+    depth: int
+    span: Recorded
+
+
+def branches(spans: Iterable[Recorded]) -> Iterator[Branch]:
+    """Parents before their children, siblings by time; a span whose parent is not there is a root of its own."""
+    unique = {span.span: span for span in spans}
+    children: dict[str, list[Recorded]] = {}
+    for span in sorted(unique.values(), key=lambda one: (one.start_ns, -one.end_ns)):
+        children.setdefault(span.parent if span.parent in unique else "", []).append(span)
+    pending = [Branch(0, root) for root in reversed(children.get("", []))]
+    while pending:
+        branch = pending.pop()
+        yield branch
+        pending += [Branch(branch.depth + 1, child) for child in reversed(children.get(branch.span.span, []))]
+
+
+def of_trajectory(spans: Sequence[Recorded], name: str) -> list[Recorded]:
+    """Without the other samples of the group; all of them if the name is not a trajectory's."""
+    if not any(span.attributes.get(TRAJECTORY) == name for span in spans):
+        return list(spans)
+    return [span for span in spans if span.attributes.get(TRAJECTORY, name) == name]
+
+
+def linked(spans: Iterable[Recorded]) -> list[str]:
+    """The traces that these spans refer to, each once, in their order."""
+    return list(dict.fromkeys(trace for span in spans for trace in span.links if trace != span.trace))

@@ -1,0 +1,363 @@
+"""Choices as text: a line for each mode, and the settings of the best. Pure."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from inspection.lengths import recorded_completions
+from planning.prediction import Prediction, RunSupply, plant_of, simulate
+from planning.simulation import Plant
+from schemas.errors import DataError
+from schemas.profiles import DeviceProfile, TrainingCosts
+from settings.tree import Settings
+
+# Output lengths of a run that was recorded, to expect again.
+
+
+def recorded_lengths(place: Path | None) -> Sequence[int]:
+    """Tokens of each completion of a run or export; none if no place is named.
+
+    Raises:
+        UserError: it is neither, or nothing has the run's topics.
+        DataError: it holds no completion.
+    """
+    if place is None:
+        return ()
+    lengths = [completion.length for completion in recorded_completions([place], print) if completion.length]
+    if not lengths:
+        raise DataError(f"expected finished completions in {place}, got none")
+    return lengths
+
+
+# How many devices generate and how many train (StreamRL, 2025, algorithm 1). Pure; stage times are functions, in s.
+# Invariant: no_split_within_the_budget_is_faster.
+
+StageSeconds = Callable[[int], float]
+"""Best seconds of a stage for one step on so many devices; never longer on more of them."""
+Composed = Callable[[float, float], float]
+"""Seconds of a step from those of its generation and of its training."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Devices of the two stages, their own times and that of a step, in seconds."""
+
+    workers: int
+    trainers: int
+    generate_s: float
+    train_s: float
+    step_s: float
+
+
+def one_site(
+    devices: int, generate_s: StageSeconds, train_s: StageSeconds, composed: Composed, candidates: int = 1
+) -> list[Split]:
+    """The fastest splits of up to so many like devices, the fastest first; among equals, the one with fewest devices.
+
+    Devices that make a step no faster are left over.
+    """
+    found: list[Split] = []
+    for workers in range(1, devices):
+        for trainers in range(1, devices - workers + 1):
+            bound = found[-1].step_s if len(found) >= candidates else float("inf")
+            training = train_s(trainers)
+            if training > bound:
+                continue
+            generating = generate_s(workers)
+            split = Split(workers, trainers, generating, training, composed(generating, training))
+            found = sorted([*found, split], key=_rank)[:candidates]
+    return found
+
+
+def two_sites(
+    workers: int, trainers: int, generate_s: StageSeconds, train_s: StageSeconds, composed: Composed
+) -> Split:
+    """Of devices that only generate and others that only train: the faster stage gives back what it does not need."""
+    generating, training = generate_s(workers), train_s(trainers)
+    if generating < training:
+        workers = min(range(1, workers + 1), key=lambda number: (abs(generate_s(number) - training), number))
+    else:
+        trainers = min(range(1, trainers + 1), key=lambda number: (abs(train_s(number) - generating), number))
+    generating, training = generate_s(workers), train_s(trainers)
+    return Split(workers, trainers, generating, training, composed(generating, training))
+
+
+def _rank(split: Split) -> tuple[float, int]:
+    return split.step_s, split.workers + split.trainers
+
+
+# Settings that follow from measured times: which mode composes a step how, and how large micro-batches pay. Pure.
+
+Mode = Literal["synchronous", "stream", "one_step_async", "trajectory_async"]
+MODES: tuple[Mode, ...] = ("synchronous", "stream", "one_step_async", "trajectory_async")
+OVERHEAD = 0.02
+"""Share of a micro-batch's time that may go into launching it."""
+
+
+def composed(mode: Mode, hand_over_s: float) -> Composed:
+    """Seconds of a step; ``hand_over_s``: from its end until workers sample with its weights.
+
+    Only asynchronous modes hide the shorter stage and the hand-over; stream hides the shorter stage at best.
+    """
+    match mode:
+        case "synchronous":
+            return lambda generate_s, train_s: generate_s + train_s + hand_over_s
+        case "stream":
+            return lambda generate_s, train_s: max(generate_s, train_s) + hand_over_s
+        case "one_step_async" | "trajectory_async":
+            return lambda generate_s, train_s: max(generate_s, train_s, hand_over_s)
+
+
+def token_budget(costs: TrainingCosts, longest: int, configured: int) -> int:
+    """The smallest power of two of tokens that holds the longest sequence and hides a micro-batch's own cost.
+
+    What is configured stays where a micro-batch costs nothing by itself.
+    """
+    if not costs.forward_backward_s_per_micro_batch or not costs.forward_backward_s_per_token:
+        return configured
+    launch = costs.forward_backward_s_per_micro_batch / costs.forward_backward_s_per_token
+    wanted = max(float(longest), launch * (1 - OVERHEAD) / OVERHEAD)
+    return 1 << max(0, (int(wanted) - 1).bit_length())
+
+
+# `streamrl plan`: which devices generate, which train, with which settings, and what that delivers. Runs nothing.
+# Splits are ranked by their stage times, which come from simulations with the other stage taking no time; the best
+# are simulated whole, and their settings varied.
+
+STEPS = 6
+CANDIDATES = 3
+WORTH = 0.02
+"""A gain in throughput below this share is not worth more staleness or fewer slots."""
+SECONDS_AN_HOUR = 3600.0
+BITS = 8e9
+NO_COSTS = TrainingCosts(forward_backward_s_per_token=0.0)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Devices of one type at one place: how many, what was measured of one, what one costs an hour."""
+
+    devices: int
+    profile: DeviceProfile | None = None
+    price: float = 0.0
+
+
+@dataclass(frozen=True)
+class Demand:
+    """``training``: None where trainers are of the same devices. ``weights_gb`` cross the link at each step."""
+
+    settings: Settings
+    generation: Site
+    training: Site | None = None
+    link_gbps: float | None = None
+    weights_gb: float = 0.0
+    recorded: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mode with its best split and settings; ``cost``: of a million trajectories, in the unit of the prices."""
+
+    mode: Mode
+    split: Split
+    max_staleness: int
+    max_num_seqs: int
+    token_budget: int
+    prediction: Prediction
+    cost: float
+
+
+@dataclass
+class Planner:
+    """One demand, worked through mode by mode."""
+
+    demand: Demand
+    supply: RunSupply = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.supply = RunSupply(self._settings("trajectory_async"), self.demand.recorded)
+
+    def choices(
+        self, modes: Sequence[Mode] = MODES, progress: Callable[[str], None] = lambda line: None
+    ) -> list[Choice]:
+        """The best of each mode."""
+        found = []
+        for mode in modes:
+            progress(f"looking for the best split in mode {mode}")
+            found.append(self._choice(mode))
+        return found
+
+    def _choice(self, mode: Mode) -> Choice:
+        settings = self._settings(mode)
+        best = max(
+            ((split, self._simulated(settings, split)) for split in self._splits(settings)),
+            key=lambda pair: pair[1].trajectories_per_s,
+        )
+        split, prediction = best
+        settings, prediction = self._fewer_slots(settings, split, prediction)
+        settings, prediction = self._fresher(settings, split, prediction)
+        return Choice(
+            mode=mode,
+            split=split,
+            max_staleness=settings.loop.staleness_bound,
+            max_num_seqs=settings.generation.max_num_seqs,
+            token_budget=settings.batching.token_budget,
+            prediction=prediction,
+            cost=self._cost(split, prediction),
+        )
+
+    def _splits(self, settings: Settings) -> list[Split]:
+        plant = self._plant(settings)
+        at_site = composed(settings.loop.mode, plant.latencies.announce_s + plant.curve.settings.adopt_s)
+
+        @cache
+        def generate_s(workers: int) -> float:
+            idle = replace(plant, workers=workers, costs=NO_COSTS, latencies=replace(plant.latencies, trajectory_s=0.0))
+            return simulate(idle, self.supply.afresh(settings)).step_s
+
+        @cache
+        def train_s(trainers: int) -> float:
+            return training_s(replace(plant, trainers=trainers), self.supply)
+
+        demand = self.demand
+        if demand.training is not None:
+            return [two_sites(demand.generation.devices, demand.training.devices, generate_s, train_s, at_site)]
+        return one_site(demand.generation.devices, generate_s, train_s, at_site, CANDIDATES)
+
+    def _fewer_slots(self, settings: Settings, split: Split, best: Prediction) -> tuple[Settings, Prediction]:
+        """Fewer completions at once, if that is faster: it may be where a step waits for its longest one."""
+        slots = settings.generation.max_num_seqs
+        while slots > 1:
+            slots //= 2
+            fewer = _with(settings, "generation", max_num_seqs=slots)
+            prediction = self._simulated(fewer, split)
+            if prediction.trajectories_per_s < best.trajectories_per_s * (1 + WORTH):
+                break
+            settings, best = fewer, prediction
+        return settings, best
+
+    def _fresher(self, settings: Settings, split: Split, best: Prediction) -> tuple[Settings, Prediction]:
+        """The smallest staleness bound that costs next to no throughput."""
+        if settings.loop.mode != "trajectory_async":
+            return settings, best
+        for bound in range(1, settings.loop.max_staleness):
+            fresher = _with(settings, "loop", max_staleness=bound)
+            prediction = self._simulated(fresher, split)
+            if prediction.trajectories_per_s >= best.trajectories_per_s * (1 - WORTH):
+                return fresher, prediction
+        return settings, best
+
+    def _simulated(self, settings: Settings, split: Split) -> Prediction:
+        plant = replace(self._plant(settings), workers=split.workers, trainers=split.trainers)
+        return simulate(plant, self.supply.afresh(settings))
+
+    def _plant(self, settings: Settings) -> Plant:
+        """With weights on their way for as long as was measured, or as the link between the sites takes."""
+        plant, demand = plant_of(settings, STEPS + settings.loop.staleness_bound), self.demand
+        seconds = demand.generation.profile.weight_transfer_s if demand.generation.profile else 0.0
+        if demand.link_gbps:
+            seconds += demand.weights_gb * BITS / (demand.link_gbps * 1e9)
+        latencies = replace(plant.latencies, announce_s=plant.latencies.announce_s + seconds)
+        return replace(plant, latencies=latencies)
+
+    def _settings(self, mode: Mode) -> Settings:
+        """The demand's, in this mode, with what was measured, and micro-batches of the size that pays."""
+        demand = self.demand
+        settings = _with(demand.settings, "loop", mode=mode)
+        trainer = demand.training or demand.generation
+        emulation: dict[str, object] = {}
+        if demand.generation.profile is not None:
+            emulation["decode"] = demand.generation.profile.decode
+        if trainer.profile is not None:
+            emulation["training"] = trainer.profile.training
+        settings = _with(settings, "emulation", **emulation)
+        longest = settings.loop.max_prompt_length + settings.loop.max_completion_length
+        budget = token_budget(settings.emulation.training, longest, settings.batching.token_budget)
+        return _with(settings, "batching", token_budget=budget)
+
+    def _cost(self, split: Split, prediction: Prediction) -> float:
+        generation, training = self.demand.generation, self.demand.training or self.demand.generation
+        hourly = split.workers * generation.price + split.trainers * training.price
+        return 1e6 / prediction.trajectories_per_s * hourly / SECONDS_AN_HOUR
+
+
+def training_s(plant: Plant, supply: RunSupply) -> float:
+    """Seconds of a step's training alone: the mean over some steps' groups, without waiting."""
+    groups, costs = plant.loop.groups_per_step * STEPS, plant.costs
+    works = [supply.work(supply.draft(position)) for position in range(groups)]
+    lengths = [work.prompt_tokens + length for work in works for length in work.lengths]
+    tokens, squares = sum(lengths), sum(length * length for length in lengths)
+    shared = (
+        costs.forward_backward_s_per_token * tokens
+        + costs.forward_backward_s_per_squared_token * squares
+        + costs.forward_backward_s_per_micro_batch * tokens / plant.batching.token_budget
+    )
+    return shared / plant.trainers / STEPS + costs.optimizer_step_s + costs.export_s
+
+
+def best_of(choices: Sequence[Choice]) -> Choice:
+    """The one with the least staleness among those that deliver next to the most."""
+    most = max(choice.prediction.trajectories_per_s for choice in choices)
+    return min(
+        (choice for choice in choices if choice.prediction.trajectories_per_s >= most * (1 - 2 * WORTH)),
+        key=lambda choice: choice.max_staleness,
+    )
+
+
+def _with(settings: Settings, section: str, **values: object) -> Settings:
+    return settings.model_copy(update={section: getattr(settings, section).model_copy(update=values)})
+
+
+HEAD = (
+    f"{'mode':17} {'gen : train':>11} {'slots':>6} {'stale':>6} {'traj/s':>9} {'tokens/s':>10} {'step s':>9} "
+    f"{'gen s':>8} {'train s':>8} {'idle':>6} {'waits s':>8} {'cost/M':>9}"
+)
+
+
+def lines(demand: Demand, choices: Sequence[Choice]) -> Iterator[str]:
+    """What the terminal shows."""
+    yield from _sites(demand)
+    yield HEAD
+    for choice in choices:
+        yield _row(choice)
+    yield from _advice(demand, best_of(choices))
+
+
+def _sites(demand: Demand) -> Iterator[str]:
+    generation, training = demand.generation, demand.training
+    named = generation.profile.device if generation.profile else "as configured"
+    yield f"{generation.devices} devices ({named})" + (" that generate" if training else "")
+    if training is not None:
+        named = training.profile.device if training.profile else "as configured"
+        link = f", {demand.link_gbps:g} Gbit/s between them" if demand.link_gbps else ""
+        yield f"{training.devices} devices ({named}) that train{link}"
+
+
+def _row(choice: Choice) -> str:
+    predicted, split = choice.prediction, choice.split
+    ratio = f"{split.workers} : {split.trainers}"
+    return (
+        f"{choice.mode:17} {ratio:>11} {choice.max_num_seqs:6d} {choice.max_staleness:6d} "
+        f"{predicted.trajectories_per_s:9.2f} {predicted.tokens_per_s:10.0f} {predicted.step_s:9.2f} "
+        f"{split.generate_s:8.2f} {split.train_s:8.2f} {predicted.workers_idle:6.0%} "
+        f"{predicted.wait_for_batch_s:8.2f} {choice.cost:9.2f}"
+    )
+
+
+def _advice(demand: Demand, choice: Choice) -> Iterator[str]:
+    yield ""
+    yield "# the best with the least staleness"
+    yield f"[run]\nworkers = {choice.split.workers}"
+    if choice.split.trainers > 1:
+        yield f"# and {choice.split.trainers} devices that share each step's micro-batches"
+    yield f'[loop]\nmode = "{choice.mode}"'
+    if choice.mode == "trajectory_async":
+        yield f"max_staleness = {choice.max_staleness}"
+    yield f"[generation]\nmax_num_seqs = {choice.max_num_seqs}"
+    yield f"[batching]\ntoken_budget = {choice.token_budget}"
+    spare = demand.generation.devices - choice.split.workers
+    spare += demand.training.devices if demand.training else 0
+    if spare > choice.split.trainers:
+        yield f"# {spare - choice.split.trainers} devices are not needed"

@@ -1,0 +1,469 @@
+"""The engine port over a timeline: real waiting, in place of a model. Knows no tensors and needs no thread.
+
+Emulated time runs ``time_scale`` times as fast as the wall clock, from the start of the engine on. The timeline is
+never told when the event loop really woke up: a late wake-up hands over late, and the steps after it are on time again.
+Invariants: a_late_wake_up_delays_no_later_step; closing_the_iterator_frees_the_slot; every_delta_is_of_one_version.
+"""
+
+import asyncio
+import heapq
+import math
+import time
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import structlog
+
+from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
+from producers.generation.engines.port import GenerationRequest, TokenDelta
+from producers.rewards.runner import ScoreRequest, Scores
+from schemas.errors import EngineError, WeightsError
+from schemas.identifiers import PolicyVersion
+from schemas.profiles import DecodeCurve, DecodeSettings
+from schemas.trajectories import FinishReason, Prompt
+
+# Continuous batching in emulated time: who runs in which decode step, and when each boundary between steps comes.
+# Pure: knows no clock. It is told what happens and when, and advanced to a moment; steps between which nothing
+# changes are taken in one go. At a boundary, in this order: completions that have all their tokens leave; dropped
+# ones leave; new weights are taken, each for ``adopt_s``; waiting ones are admitted in order of arrival, each for
+# ``prefill_s_per_token`` a token. What arrives while that lasts is looked at before the next step begins. Then every
+# running completion gets one token. Invariants: fast_forward_equals_step_by_step;
+# every_token_belongs_to_the_version_of_its_step.
+
+V = TypeVar("V")
+
+
+@dataclass(slots=True, eq=False)
+class EmulatedSequence:
+    """A completion of ``length`` tokens: waiting until ``first_step`` is set, and then one token a step."""
+
+    prompt_tokens: int
+    length: int
+    arrived_at: float = 0.0
+    first_step: int | None = None
+    handed: int = 0
+    is_gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Grown(Generic[V]):
+    """Tokens to hand over, by the versions that sampled them; ``is_over``: these were the last."""
+
+    sequence: EmulatedSequence
+    at: float
+    parts: tuple[tuple[V, int], ...]
+    is_over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted(Generic[V]):
+    """From ``at`` on, decode steps are of this version."""
+
+    version: V
+    at: float
+
+
+@dataclass(slots=True)
+class _Drop:
+    at: float
+    sequence: EmulatedSequence
+
+
+@dataclass
+class Timeline(Generic[V]):
+    """``at``: the boundary reached, in seconds; ``steps``: decode steps taken; ``context``: tokens in all caches.
+
+    What is told carries its time, never earlier than that of what was told before. ``version``: of the first step.
+    """
+
+    curve: DecodeCurve
+    slots: int
+    version: V
+    at: float = 0.0
+    steps: int = 0
+    running: int = 0
+    context: int = 0
+    _waiting: deque[EmulatedSequence] = field(default_factory=deque)
+    _orders: "deque[_Drop | Adopted[V]]" = field(default_factory=deque)
+    _adopting: "deque[Adopted[V]]" = field(default_factory=deque)
+    _due: list[tuple[int, int, EmulatedSequence]] = field(default_factory=list)
+    _admitted: int = 0
+
+    def __post_init__(self) -> None:
+        self._since, self._versions = [0], [self.version]
+
+    def arrive(self, sequence: EmulatedSequence, at: float) -> None:
+        """A completion asks for a slot."""
+        sequence.arrived_at = at
+        self._waiting.append(sequence)
+
+    def drop(self, sequence: EmulatedSequence, at: float) -> None:
+        """A completion is not wanted any more."""
+        self._orders.append(_Drop(at, sequence))
+
+    def adopt(self, version: V, at: float) -> None:
+        """New weights are there."""
+        self._orders.append(Adopted(version, at))
+
+    def advance(self, until: float) -> list[Grown[V] | Adopted[V]]:
+        """Go to the last boundary not after ``until``; what happened on the way."""
+        happened: list[Grown[V] | Adopted[V]] = []
+        while (news := self._next_news()) is not None or self.running:
+            if not self.running and news is not None:
+                self.at = max(self.at, news)
+            if self.at > until:
+                break
+            self._take_in()
+            if self.at > until or not self.running:
+                continue
+            wanted = self._steps_to_go()
+            taken = min(wanted, self.curve.steps_by(until, self.at, self.running, self.context))
+            self._decode(taken)
+            self._collect(happened)
+            if taken < wanted:
+                break
+        while self._adopting and self._adopting[0].at <= until:
+            happened.append(self._adopting.popleft())
+        return happened
+
+    def next_wake(self) -> float | None:
+        """When to advance next: something may be handed over then, or a boundary takes in what was told."""
+        moments = [self._adopting[0].at] if self._adopting else []
+        news = self._next_news()
+        if news is not None and (news <= self.at or not self.running):
+            moments.append(max(news, self.at))
+        elif self.running:
+            moments.append(self.at + self.curve.leg_s(self._steps_to_go(), self.running, self.context))
+        return min(moments, default=None)
+
+    def _next_news(self) -> float | None:
+        """When the first thing was told that a boundary has yet to take in."""
+        order = self._orders[0].at if self._orders else None
+        if not self._waiting or self.running >= self.slots:
+            return order
+        arrival = self._waiting[0].arrived_at
+        return arrival if order is None else min(order, arrival)
+
+    def _take_in(self) -> None:
+        while (news := self._next_news()) is not None and news <= self.at:
+            self.at += self._obeyed_s() + self._admitted_s()
+
+    def _obeyed_s(self) -> float:
+        stall = 0.0
+        while self._orders and self._orders[0].at <= self.at:
+            order = self._orders.popleft()
+            if isinstance(order, _Drop):
+                self._release(order.sequence)
+                continue
+            stall += self.curve.settings.adopt_s
+            self._since.append(self.steps)
+            self._versions.append(order.version)
+            self._adopting.append(Adopted(order.version, self.at + stall))
+        return stall
+
+    def _release(self, sequence: EmulatedSequence) -> None:
+        if sequence.is_gone:
+            return
+        sequence.is_gone = True
+        if sequence.first_step is None:
+            self._waiting.remove(sequence)
+        else:
+            self.running -= 1
+            self.context -= sequence.prompt_tokens + self.steps - sequence.first_step
+
+    def _admitted_s(self) -> float:
+        stall = 0.0
+        while self.running < self.slots and self._waiting and self._waiting[0].arrived_at <= self.at:
+            sequence = self._waiting.popleft()
+            sequence.first_step = self.steps
+            self.running += 1
+            self.context += sequence.prompt_tokens
+            self._expect(sequence)
+            stall += sequence.prompt_tokens * self.curve.settings.prefill_s_per_token
+        return stall
+
+    def _expect(self, sequence: EmulatedSequence) -> None:
+        assert sequence.first_step is not None
+        chunk = self.curve.settings.chunk_tokens or sequence.length
+        due = sequence.first_step + min(sequence.length, sequence.handed + chunk)
+        self._admitted += 1
+        heapq.heappush(self._due, (due, self._admitted, sequence))
+
+    def _steps_to_go(self) -> int:
+        """Decode steps until somebody is due, or until the boundary that takes in what was told meanwhile."""
+        steps = self._due[0][0] - self.steps
+        if (news := self._next_news()) is not None:
+            steps = min(steps, max(1, self.curve.steps_until(news, self.at, self.running, self.context)))
+        return steps
+
+    def _decode(self, steps: int) -> None:
+        self.at += self.curve.leg_s(steps, self.running, self.context)
+        self.steps += steps
+        self.context += self.running * steps
+
+    def _collect(self, happened: list[Grown[V] | Adopted[V]]) -> None:
+        while self._due and self._due[0][0] <= self.steps:
+            sequence = heapq.heappop(self._due)[2]
+            if sequence.is_gone:
+                continue
+            parts = self._parts(sequence)
+            is_over = sequence.handed == sequence.length
+            happened.append(Grown(sequence, self.at, parts, is_over))
+            if is_over:
+                self._release(sequence)
+            else:
+                self._expect(sequence)
+
+    def _parts(self, sequence: EmulatedSequence) -> tuple[tuple[V, int], ...]:
+        """Tokens not handed over yet, by version."""
+        assert sequence.first_step is not None
+        start = sequence.first_step + sequence.handed
+        sequence.handed = self.steps - sequence.first_step
+        first = bisect_right(self._since, start) - 1
+        ends = [*self._since[first + 1 :], self.steps]
+        parts = []
+        for version, end in zip(self._versions[first:], ends, strict=True):
+            if end > start:
+                parts.append((version, end - start))
+                start = end
+        return tuple(parts)
+
+
+log = structlog.get_logger()
+
+FILLER_ID = 1
+FILLER_LOGPROB = -1.0
+SHORTEST_SLEEP_S = 0.0005
+"""Timers of the event loop may ring up to this much early."""
+_UNPUBLISHED = PolicyVersion(0, 0)
+
+
+@dataclass(frozen=True)
+class EmulatedClock:
+    """Emulated seconds since ``origin`` of the monotonic clock."""
+
+    time_scale: float
+    monotonic: Callable[[], float]
+    origin: float
+
+    def now(self) -> float:
+        """Emulated seconds."""
+        return (self.monotonic() - self.origin) * self.time_scale
+
+    def wall_s_until(self, at: float) -> float:
+        """Seconds of the wall clock until an emulated moment."""
+        return self.origin + at / self.time_scale - self.monotonic()
+
+
+@dataclass(eq=False, slots=True)
+class _Reply:
+    """What a caller of ``generate`` waits for."""
+
+    finish_reason: FinishReason
+    mailbox: "asyncio.Queue[TokenDelta | EngineError]" = field(default_factory=asyncio.Queue)
+
+
+class EmulatedEngine:
+    """An ``Engine``: requests wait in order of arrival once ``max_num_seqs`` completions are running.
+
+    Tokens are all alike, and so are their log-probabilities; their number comes from the length trace.
+    """
+
+    name = "emulated"
+
+    def __init__(
+        self,
+        decode: DecodeSettings,
+        lengths: LengthTraceSettings,
+        time_scale: float,
+        max_num_seqs: int,
+        max_model_len: int | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self._decode = decode
+        self._lengths = lengths
+        self._time_scale = time_scale
+        self._max_model_len = max_model_len
+        self._monotonic = monotonic
+        self._replies: dict[EmulatedSequence, _Reply] = {}
+        self._adopting: dict[PolicyVersion, list[asyncio.Future[None]]] = {}
+        self._filler = array("i")
+        self._logprobs = array("f")
+        self._running: tuple[Timeline[PolicyVersion], EmulatedClock] | None = None
+        self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
+
+    async def start(self) -> None:
+        """Begin emulated time."""
+        clock = EmulatedClock(self._time_scale, self._monotonic, self._monotonic())
+        self._running = Timeline(DecodeCurve(self._decode), self.max_num_seqs, _UNPUBLISHED), clock
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """Wait as long as sampling this completion would take. Closing the iterator early frees its slot.
+
+        Raises:
+            EngineError: the engine is closed, or the prompt does not fit ``max_model_len``.
+            DataError: the length trace has no length for it.
+        """
+        timeline, clock = self._started()
+        length, reason = self._length(request)
+        sequence, reply = EmulatedSequence(len(request.prompt_token_ids), length), _Reply(reason)
+        self._replies[sequence] = reply
+        timeline.arrive(sequence, clock.now())
+        self._wake_at(None)
+        try:
+            while sequence in self._replies or not reply.mailbox.empty():
+                delta = await reply.mailbox.get()
+                if isinstance(delta, EngineError):
+                    raise delta
+                yield delta
+        finally:
+            if self._replies.pop(sequence, None) is not None and self._running is not None:
+                timeline.drop(sequence, clock.now())
+                self._wake_at(None)
+
+    async def adopt(self, directory: Path, version: PolicyVersion) -> None:
+        """Take new weights between two decode steps; running completions go on.
+
+        Raises:
+            WeightsError: there are none in the directory.
+            EngineError: the engine is closed.
+        """
+        if not await asyncio.to_thread(_has_weights, directory):
+            raise WeightsError(f"expected a .safetensors file for {version} in {directory}, got none")
+        timeline, clock = self._started()
+        adopted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._adopting.setdefault(version, []).append(adopted)
+        timeline.adopt(version, clock.now())
+        self._wake_at(None)
+        await adopted
+
+    async def close(self) -> None:
+        """Stop, and fail whatever was running; idempotent."""
+        self._end("expected the emulated engine to run on, but it was closed; repeat the request elsewhere")
+
+    def _started(self) -> tuple[Timeline[PolicyVersion], EmulatedClock]:
+        if self._running is None:
+            raise EngineError("expected a running emulated engine, got one that is not started or has ended")
+        return self._running
+
+    def _length(self, request: GenerationRequest) -> tuple[int, FinishReason]:
+        prompt_tokens, limit = len(request.prompt_token_ids), request.sampling.max_completion_length
+        if self._max_model_len is not None:
+            limit = min(limit, self._max_model_len - prompt_tokens)
+        if not prompt_tokens or limit < 1:
+            raise EngineError(
+                f"expected a prompt of at least 1 token, and fewer than generation.max_model_len, "
+                f"got {prompt_tokens} in request {request.request_id}; lower loop.max_prompt_length"
+            )
+        group_id, _, index = request.request_id.rpartition("/")
+        length = trace_length(self._lengths, group_id, int(index) if index.isdecimal() else 0, request.prompt)
+        return (length, FinishReason.STOP) if length <= limit else (limit, FinishReason.LENGTH)
+
+    def _wake_at(self, at: float | None) -> None:
+        """Turn at an emulated moment, or as soon as everybody has spoken who speaks in this turn of the loop."""
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        if at is None:
+            self._timer = loop.call_soon(self._turn)
+        else:
+            _, clock = self._started()
+            self._timer = loop.call_later(max(SHORTEST_SLEEP_S, clock.wall_s_until(at)), self._turn)
+
+    def _turn(self) -> None:
+        self._timer = None
+        if self._running is None:
+            return
+        timeline, clock = self._running
+        try:
+            for event in timeline.advance(clock.now()):
+                if isinstance(event, Adopted):
+                    self._settle(event)
+                else:
+                    self._hand_over(event)
+        except Exception as error:
+            log.exception("emulation failed", running=len(self._replies))
+            self._end(f"expected decode steps, got {type(error).__name__}: {error}")
+            return
+        if (wake := timeline.next_wake()) is not None:
+            self._wake_at(wake)
+
+    def _settle(self, adopted: Adopted[PolicyVersion]) -> None:
+        for waiting in self._adopting.pop(adopted.version, []):
+            if not waiting.done():
+                waiting.set_result(None)
+
+    def _hand_over(self, grown: Grown[PolicyVersion]) -> None:
+        reply = self._replies.get(grown.sequence)
+        if reply is None:
+            return
+        for number, (version, tokens) in enumerate(grown.parts, start=1):
+            is_last = grown.is_over and number == len(grown.parts)
+            reply.mailbox.put_nowait(self._delta(version, tokens, reply.finish_reason if is_last else None))
+        if grown.is_over:
+            del self._replies[grown.sequence]
+
+    def _delta(self, version: PolicyVersion, tokens: int, reason: FinishReason | None) -> TokenDelta:
+        if len(self._filler) < tokens:
+            self._filler = array("i", [FILLER_ID]) * (2 * tokens)
+            self._logprobs = array("f", [FILLER_LOGPROB]) * (2 * tokens)
+        return TokenDelta(self._filler[:tokens], self._logprobs[:tokens], version, reason)
+
+    def _end(self, message: str) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._running = self._timer = None
+        for reply in self._replies.values():
+            reply.mailbox.put_nowait(EngineError(message))
+        self._replies.clear()
+        for waiting in (one for several in self._adopting.values() for one in several):
+            if not waiting.done():
+                waiting.set_exception(EngineError(message))
+        self._adopting.clear()
+
+
+def _has_weights(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors"))
+
+
+# What stands in for a tokenizer and for rewards where there is no model: filler ids, and a constant.
+
+REWARD = 1.0
+
+
+class FillerTokenizer:
+    """A ``Tokenizer`` that counts: a prompt has one token for so many characters, and a completion has no text."""
+
+    def __init__(self, characters_per_token: float) -> None:
+        self._characters_per_token = characters_per_token
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """As many filler ids as the prompt would have tokens, at least one."""
+        return [FILLER_ID] * max(1, math.ceil(len(prompt.text) / self._characters_per_token))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """How many there are; short, whatever the completion is."""
+        return f"({len(token_ids)} emulated tokens)"
+
+
+class ConstantRewards:
+    """Gives every completion the same reward under each of the names, at once and in this process."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    async def start(self) -> None:
+        """Nothing is loaded."""
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """The constant."""
+        return Scores(dict.fromkeys(self.names, REWARD), {})
+
+    async def close(self) -> None:
+        """Nothing is held."""

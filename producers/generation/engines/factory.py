@@ -1,0 +1,48 @@
+"""Builds the engine that the settings name; imports nothing heavy before it is asked to."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from producers.generation.engines.length_trace import LengthTraceSettings
+from producers.generation.engines.port import Engine
+from producers.generation.settings import GenerationSettings
+from schemas.profiles import DecodeSettings
+
+if TYPE_CHECKING:
+    from producers.generation.engines.threaded import Decoder
+
+
+def build_emulated(
+    settings: GenerationSettings, decode: DecodeSettings, lengths: LengthTraceSettings, time_scale: float
+) -> Engine:
+    """The engine that needs no model, not started yet; ``time_scale``: emulated seconds in one of the wall clock."""
+    from producers.generation.engines.emulated import EmulatedEngine
+
+    return EmulatedEngine(decode, lengths, time_scale, settings.max_num_seqs, settings.max_model_len)
+
+
+def build_engine(settings: GenerationSettings, model_path: str | Path) -> Engine:
+    """The engine named by ``settings.engine``, not started yet.
+
+    Raises:
+        ModelError: the engine's library is not installed.
+    """
+    from producers.generation.engines.threaded import ThreadedEngine
+
+    return ThreadedEngine(build_decoder(settings, model_path), settings.max_num_seqs, settings.chunk_tokens)
+
+
+def build_decoder(settings: GenerationSettings, model_path: str | Path) -> "Decoder[Any]":
+    """What the engine named by ``settings.engine`` computes with, without the engine's thread; not loaded yet.
+
+    Raises:
+        ModelError: the engine's library is not installed.
+    """
+    assert settings.engine != "emulated", "which build_emulated builds, of other settings"
+    if settings.engine == "vllm":
+        from producers.generation.engines.vllm_decoder import VllmDecoder
+
+        return VllmDecoder(str(model_path), settings)
+    from producers.generation.engines.slots import SlotDecoder
+
+    return SlotDecoder(str(model_path), settings)

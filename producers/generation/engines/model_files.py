@@ -1,0 +1,204 @@
+"""Weights on disk against the model that shall take them: every check is done before anything is loaded.
+
+Invariant: weights_that_do_not_fit_are_refused_whole (names, shapes and kinds of all tensors are compared first).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from schemas.errors import ModelError, WeightsError
+
+# What an engine must know of a model before it runs it: vocabulary, context, end tokens, tensors. Loads no weights.
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """Shape of a tensor, whether it holds floating point numbers, and the first of its tied names."""
+
+    shape: tuple[int, ...]
+    floating: bool
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """``max_length`` counts tokens of prompt and completion; ``eos_token_ids`` may be empty."""
+
+    vocab_size: int
+    max_length: int
+    eos_token_ids: frozenset[int]
+    tensors: Mapping[str, TensorFacts] = field(repr=False)
+    config: Any = field(repr=False)
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of what a library has to say."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def read_facts(model_path: str, max_model_len: int | None) -> ModelFacts:
+    """Read a model's configuration and the names and shapes of its tensors.
+
+    Raises:
+        ModelError: there is no such model, or it is not a causal language model.
+    """
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise ModelError(
+            f"expected a causal language model at {model_path}, got: {one_line(error)}; "
+            f"set the model to a directory that from_pretrained can load"
+        ) from error
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or UNLIMITED
+    return ModelFacts(
+        vocab_size=text.vocab_size,
+        max_length=min(longest, max_model_len or longest),
+        eos_token_ids=_eos_token_ids(model_path, config),
+        tensors=describe_tensors(skeleton),
+        config=config,
+    )
+
+
+def describe_tensors(model: torch.nn.Module) -> dict[str, TensorFacts]:
+    """Every tensor of the state dict by name; tied ones share their owner."""
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), name)
+    owner_of = {name: owners[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: TensorFacts(tuple(tensor.shape), tensor.is_floating_point(), owner_of.get(name, name))
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def _eos_token_ids(model_path: str, config: Any) -> frozenset[int]:
+    try:
+        found = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:
+        found = None
+    if found is None:
+        found = getattr(config.get_text_config(), "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
+
+
+_FLOATING = {"F64", "F32", "F16", "BF16"}
+_KINDS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_PREFIX_BYTES = 8
+"""Before the header: its length."""
+
+
+def check_weights(directory: Path, tensors: Mapping[str, TensorFacts]) -> dict[str, Path]:
+    """Compare the headers of all safetensors files of a directory with a model's tensors.
+
+    Returns:
+        The file of each tensor. Of tied tensors any one suffices.
+
+    Raises:
+        WeightsError: a file is unreadable, or a tensor is missing, unknown, repeated or of another shape or kind.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(f"expected safetensors files in {directory}, got none; publish the version again")
+    found: dict[str, Path] = {}
+    for file in files:
+        for name, shape, kind in _read_header(file):
+            _check_tensor(name, shape, kind, tensors.get(name), file, repeated=name in found)
+            found[name] = file
+    owners = {tensors[name].owner for name in found}
+    missing = [name for name, facts in tensors.items() if facts.owner not in owners]
+    if missing:
+        raise WeightsError(
+            f"expected all {len(tensors)} tensors of the model in {directory}, "
+            f"got none named {missing[0]!r} ({len(missing)} missing); publish a complete state dict"
+        )
+    return found
+
+
+def read_weights(directory: Path, tensors: Mapping[str, TensorFacts]) -> dict[str, torch.Tensor]:
+    """Check a directory of weights, then read it into memory.
+
+    Raises:
+        WeightsError: see ``check_weights``.
+    """
+    files = check_weights(directory, tensors)
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(set(files.values())):
+        try:
+            weights.update(mapped_tensors(file))
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            raise WeightsError(f"expected a readable safetensors file, got {file}: {error}; fetch it again") from error
+    return weights
+
+
+def mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file whose header was checked, mapped and not copied.
+
+    safetensors' own ``get_tensor`` leaves two small objects behind for each tensor: megabytes an hour in a worker that
+    adopts weights all the time.
+    """
+    with file.open("rb") as stored:
+        size = int.from_bytes(stored.read(_PREFIX_BYTES), "little")
+        header = json.loads(stored.read(size))
+    content = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, facts in header.items():
+        kind = _KINDS[facts["dtype"]]
+        begin, end = (_PREFIX_BYTES + size + offset for offset in facts["data_offsets"])
+        raw = content[begin:end]
+        aligned = raw.clone() if begin % kind.itemsize else raw
+        tensors[name] = aligned.view(kind).reshape(facts["shape"])
+    return tensors
+
+
+def _read_header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
+    try:
+        with safe_open(file, framework="pt") as stored:
+            slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
+            return [(name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()]
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"expected a readable safetensors file, got {file}: {error}; fetch it again") from error
+
+
+def _check_tensor(
+    name: str, shape: tuple[int, ...], kind: str, expected: TensorFacts | None, file: Path, *, repeated: bool
+) -> None:
+    if repeated:
+        raise WeightsError(f"expected each tensor once, got {name!r} again in {file}; publish the version again")
+    if expected is None:
+        raise WeightsError(f"expected tensors of the model that is loaded, got {name!r} in {file}; use the same model")
+    if shape != expected.shape:
+        raise WeightsError(
+            f"expected {name!r} of shape {expected.shape}, got {shape} in {file}; use the same model everywhere"
+        )
+    if (kind in _FLOATING) != expected.floating:
+        wanted = "floating point" if expected.floating else "integer"
+        raise WeightsError(f"expected {wanted} numbers in {name!r}, got {kind} in {file}; publish it in that type")

@@ -1,0 +1,80 @@
+"""A generation engine and its tokenizer as the worker sees them."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from schemas.identifiers import PolicyVersion
+from schemas.trajectories import FinishReason, Prompt, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Sample one completion of these prompt tokens; ``prompt``: what they were made of, if that is known."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    prompt: Prompt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """Tokens just sampled, all by one version, with the log-probabilities they were sampled with.
+
+    ``logprobs`` are of the distribution sampled from: after temperature, in nats. The end-of-sequence token is part
+    of the completion. The last delta of a request carries the finish reason, and may be empty.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    version: PolicyVersion
+    finish_reason: FinishReason | None = None
+
+
+class Engine(Protocol):
+    """Samples completions in a continuously refilled batch, and takes new weights between decode steps."""
+
+    name: str
+    max_num_seqs: int
+
+    async def start(self) -> None:
+        """Load the model.
+
+        Raises:
+            ModelError: it cannot be loaded.
+        """
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """Sample one completion. Closing the iterator early frees its slot.
+
+        Raises:
+            EngineError: the engine failed; the request may be made again.
+        """
+        ...
+
+    async def adopt(self, directory: Path, version: PolicyVersion) -> None:
+        """Load verified weights between decode steps; running sequences go on with their key-value cache.
+
+        Raises:
+            WeightsError: the weights do not fit this model; the old ones stay.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Stop and release everything; idempotent."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text ↔ token ids, as the policy's own tokenizer does it."""
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; chat turns through the model's chat template."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of sampled tokens, special tokens left out."""
+        ...

@@ -1,0 +1,396 @@
+"""The transformers decoder: completions in slots, one decode step for all, refilled as they end.
+
+Only the prompt's prefix is prefilled; its last token goes through the first decode step, so that there is one place
+where tokens are sampled. Samples of one prompt that start together share one prefill. A prefill costs about half a
+decode step however small it is, so freed slots are refilled once they have idled for as much as that.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+
+from producers.generation.engines.model_files import ModelFacts, one_line, read_facts, read_weights
+from producers.generation.engines.slot_cache import SlotCache
+from producers.generation.engines.threaded import Completion
+from producers.generation.settings import GenerationSettings
+from schemas.errors import EngineError, ModelError
+from schemas.trajectories import FinishReason, SamplingParams
+
+# Draws one token per row from logits, all rows at once; knows neither models nor requests. A row's random numbers
+# depend on its seed and on how many it has drawn, never on the other rows. Invariant:
+# logprobs_are_of_the_distribution_sampled_from (temperature, then top-k, then top-p, renormalised).
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this take the most likely token; its log-probability is then that at temperature 1."""
+
+_WEYL = np.uint64(0x9E3779B97F4A7C15)
+_ALL_MASS = 2.0
+"""A top-p that no cumulative probability reaches, rounding included."""
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Number ``drawn`` of each seed's stream, in [0, 1 - 2^-48] (splitmix64; Steele, Lea and Flood, 2014)."""
+    with np.errstate(over="ignore"):
+        mixed = _mix(_mix(seeds * _WEYL) + (drawn + np.uint64(1)) * _WEYL)
+    return (mixed >> np.uint64(16)).astype(np.float64) * 2.0**-48
+
+
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+@dataclass(slots=True)
+class RowSampler:
+    """Sampling parameters of n rows as columns of shape (n, 1); ``None`` where no row asks for it."""
+
+    temperature: torch.Tensor | None
+    greedy: torch.Tensor | None
+    top_k: torch.Tensor | None
+    top_p: torch.Tensor | None
+    seeds: npt.NDArray[np.uint64]
+    drawn: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], seeds: Sequence[int], drawn: Sequence[int], device: torch.device
+    ) -> "RowSampler":
+        """Columns of these rows: parameters, seed (any integer) and numbers drawn so far."""
+        greedy = [row.temperature < GREEDY_BELOW for row in params]
+        heat = [1.0 if cold else row.temperature for row, cold in zip(params, greedy, strict=True)]
+
+        def column(values: Sequence[float | bool], wanted: bool) -> torch.Tensor | None:
+            return torch.tensor(values, device=device).unsqueeze(1) if wanted else None
+
+        return cls(
+            temperature=column(heat, any(value != 1.0 for value in heat)),
+            greedy=column(greedy, any(greedy)),
+            top_k=column([row.top_k or 1 << 30 for row in params], any(row.top_k for row in params)),
+            top_p=column(
+                [row.top_p if row.top_p < 1.0 else _ALL_MASS for row in params], any(row.top_p < 1.0 for row in params)
+            ),
+            seeds=np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64),
+            drawn=np.array(drawn, dtype=np.uint64),
+        )
+
+    def sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token per row of logits (n, vocabulary).
+
+        Returns:
+            Token ids, int64 (n), and their log-probabilities in nats, float32 (n).
+        """
+        scaled = logits.float() if self.temperature is None else logits.float() / self.temperature
+        if self.top_k is not None or self.top_p is not None:
+            scaled = self._restrict(scaled)
+        logprobs = torch.log_softmax(scaled, dim=-1)
+        choice = self._draw(logprobs)
+        if self.greedy is not None:
+            choice = torch.where(self.greedy, logprobs.argmax(dim=-1, keepdim=True), choice)
+        return choice.squeeze(1), logprobs.gather(1, choice).squeeze(1)
+
+    def _draw(self, logprobs: torch.Tensor) -> torch.Tensor:
+        points = torch.from_numpy(uniforms(self.seeds, self.drawn)).to(logprobs.device).unsqueeze(1)
+        self.drawn += np.uint64(1)
+        mass = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+        return torch.searchsorted(mass, points * mass[:, -1:], right=True)
+
+    def _restrict(self, scaled: torch.Tensor) -> torch.Tensor:
+        ordered, tokens = scaled.sort(dim=-1, descending=True)
+        if self.top_k is not None:
+            ranks = torch.arange(ordered.shape[1], device=ordered.device)
+            ordered = ordered.masked_fill(ranks >= self.top_k, -torch.inf)
+        if self.top_p is not None:
+            probabilities = ordered.softmax(dim=-1)
+            mass_before = probabilities.cumsum(dim=-1) - probabilities
+            ordered = ordered.masked_fill(mass_before >= self.top_p, -torch.inf)
+        return torch.empty_like(scaled).scatter_(1, tokens, ordered)
+
+
+# A causal language model with a slot cache: prefill, decode, weights in place. Knows nothing of requests or sampling.
+# Invariant: a_model_whose_attention_is_not_standard_is_refused (its slot decoding is compared with a plain forward
+# pass at load).
+
+
+class SlotModel:
+    """Model and cache on one device."""
+
+    def __init__(self, model_path: str, facts: ModelFacts, settings: GenerationSettings) -> None:
+        self.device = _device(settings.device)
+        dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+        except Exception as error:
+            raise ModelError(
+                f"expected loadable weights at {model_path}, got: {one_line(error)}; "
+                f"set the model to a complete model directory"
+            ) from error
+        self._model = model.to(self.device).eval().requires_grad_(False)
+        self._lowest = torch.finfo(self._model.dtype).min
+        self.cache = SlotCache(facts.config.get_text_config().num_hidden_layers)
+        self._indices = torch.arange(1, device=self.device)
+        check_reach(model_path, facts)
+        self._check_attention(model_path, facts)
+
+    def prefill(self, prefixes: Sequence[Sequence[int]], rows: Sequence[range]) -> None:
+        """Run prompt prefixes, each once, and start its rows of the cache from it. Room must have been reserved."""
+        longest = max(len(prefix) for prefix in prefixes)
+        padded = torch.tensor([[*prefix, *[0] * (longest - len(prefix))] for prefix in prefixes], device=self.device)
+        prefilled = DynamicCache(config=self._model.config)
+        positions = torch.arange(longest, device=self.device).unsqueeze(0)
+        self._model(
+            input_ids=padded, position_ids=positions, past_key_values=prefilled, use_cache=True, logits_to_keep=1
+        )
+        for index, (prefix, span) in enumerate(zip(prefixes, rows, strict=True)):
+            self.cache.fill(span.start, span.stop, prefilled, index, len(prefix))
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
+        """Feed one token per row.
+
+        Args:
+            tokens: int64 (n), the token of rows 0..n-1.
+            positions: int64 (n), where they stand.
+            longest: the largest position plus one.
+
+        Returns:
+            Logits (n, vocabulary).
+        """
+        self.cache.place.set(positions, longest)
+        if len(self._indices) < longest:
+            self._indices = torch.arange(2 * longest, device=self.device)
+        column = positions.unsqueeze(1)
+        hidden = self._indices[:longest] > column
+        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self.device).masked_fill_(hidden, self._lowest)
+        output = self._model(
+            input_ids=tokens.unsqueeze(1),
+            attention_mask=mask[:, None, None, :],
+            position_ids=column,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def adopt(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy checked weights over the model's, tensor by tensor."""
+        present = self._model.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                present[name].copy_(tensor)
+
+    @torch.inference_mode()
+    def _check_attention(self, model_path: str, facts: ModelFacts) -> None:
+        length = min(6, facts.max_length)
+        prompts = torch.arange(2 * length, device=self.device).remainder(facts.vocab_size).view(2, length)
+        lengths = (length, length - 1)
+        try:
+            expected = self._model(input_ids=prompts).logits.float().log_softmax(-1)
+            self.cache.reserve(2, length, 0, 0)
+            self.prefill(
+                [row[: end - 1].tolist() for row, end in zip(prompts, lengths, strict=True)], (range(1), range(1, 2))
+            )
+            last = torch.tensor(lengths, device=self.device) - 1
+            rows = torch.arange(2, device=self.device)
+            found = self.decode(prompts[rows, last], last, length).float().log_softmax(-1)
+            difference = (found - expected[rows, last]).abs().mean().item()
+        except Exception as error:
+            raise _unsupported(model_path, one_line(error)) from error
+        finally:
+            self.cache.release()
+        if not difference < (1e-3 if self._model.dtype == torch.float32 else 0.1):
+            raise _unsupported(model_path, f"log-probs that differ by {difference:.3g} from a plain forward pass")
+
+
+def check_reach(model_path: str, facts: ModelFacts) -> None:
+    """Raises ModelError for a model some of whose layers do not see the whole context."""
+    text = facts.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention", "sliding_attention"])
+    window = getattr(text, "sliding_window", None)
+    if "sliding_attention" in kinds and window and window < facts.max_length:
+        raise _unsupported(
+            model_path, f"a sliding window of {window} tokens (generation.max_model_len may be lowered to it)"
+        )
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        raise _unsupported(model_path, f"layers of kind {', '.join(sorted(unknown))}")
+
+
+def _unsupported(model_path: str, got: str) -> ModelError:
+    return ModelError(
+        f"expected a model with standard causal attention at {model_path}, got {got}; use the vllm engine for it"
+    )
+
+
+def _device(wanted: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ModelError("expected a CUDA device (generation.device), got none; set generation.device to auto or cpu")
+    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Tensors of the running rows; rebuilt when rows come or go."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    longest: int
+    sampler: RowSampler
+
+
+class SlotDecoder:
+    """A ``Decoder`` over transformers models, on a CPU or CUDA device."""
+
+    name = "transformers"
+
+    def __init__(self, model_path: str, settings: GenerationSettings) -> None:
+        self._model_path = model_path
+        self._settings = settings
+        self._waiting: deque[Completion] = deque()
+        self._rows: list[Completion] = []
+        self._batch: _Batch | None = None
+        self._idle_slots = 0
+        self._model: SlotModel
+        self._facts: ModelFacts
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self._rows or self._waiting)
+
+    def load(self) -> ModelFacts:
+        """See ``Decoder``."""
+        torch.set_num_threads(self._settings.threads)
+        self._facts = read_facts(self._model_path, self._settings.max_model_len)
+        self._model = SlotModel(self._model_path, self._facts, self._settings)
+        return self._facts
+
+    def add(self, completion: Completion) -> None:
+        """See ``Decoder``."""
+        self._waiting.append(completion)
+
+    @torch.inference_mode()
+    def drop(self, completion: Completion) -> None:
+        """See ``Decoder``."""
+        if completion in self._waiting:
+            self._waiting.remove(completion)
+        elif completion in self._rows:
+            self._vacate([self._rows.index(completion)])
+
+    def clear(self) -> None:
+        """See ``Decoder``."""
+        self._waiting.clear()
+        self._rows.clear()
+        self._batch = None
+        self._model.cache.release()
+
+    def read_weights(self, directory: Path) -> dict[str, torch.Tensor]:
+        """See ``Decoder``."""
+        return read_weights(directory, self._facts.tensors)
+
+    def adopt(self, weights: dict[str, torch.Tensor]) -> None:
+        """See ``Decoder``."""
+        self._model.adopt(weights)
+
+    def close(self) -> None:
+        """See ``Decoder``."""
+        self.clear()
+
+    @torch.inference_mode()
+    def step(self) -> Iterable[Completion]:
+        """See ``Decoder``."""
+        self._admit()
+        batch = self._batch or self._gather()
+        self._model.cache.reserve(len(self._rows), batch.longest, len(self._rows), batch.longest - 1)
+        logits = self._model.decode(batch.tokens, batch.positions, batch.longest)
+        batch.tokens, logprobs = batch.sampler.sample(logits)
+        batch.positions = batch.positions + 1
+        batch.longest += 1
+        self._batch = batch
+        sampled, chosen = torch.stack((batch.tokens.double(), logprobs.double())).tolist()
+        if not math.isfinite(sum(chosen)):
+            raise EngineError("expected finite log-probabilities, got NaN or infinity; check the weights in use")
+        return self._record(sampled, chosen)
+
+    def _record(self, sampled: Sequence[float], logprobs: Sequence[float]) -> Iterable[Completion]:
+        advanced = list(self._rows)
+        ended = []
+        eos_token_ids = self._facts.eos_token_ids
+        for row, completion in enumerate(advanced):
+            token = int(sampled[row])
+            completion.extend((token,), (logprobs[row],))
+            if token in eos_token_ids:
+                completion.finish_reason = FinishReason.STOP
+            elif completion.generated >= completion.limit:
+                completion.finish_reason = FinishReason.LENGTH
+            else:
+                continue
+            ended.append(row)
+        self._vacate(ended)
+        return advanced
+
+    def _vacate(self, ended: Sequence[int]) -> None:
+        for row in reversed(ended):
+            last = self._rows.pop()
+            if row < len(self._rows):
+                self._model.cache.move(len(self._rows), row, last.position)
+                self._rows[row] = last
+        if ended:
+            self._batch = None
+        if not self.busy:
+            self._model.cache.release()
+
+    def _admit(self) -> None:
+        free = self._settings.max_num_seqs - len(self._rows)
+        self._idle_slots += free
+        if not free or not self._waiting or (self._rows and 2 * self._idle_slots < self._settings.max_num_seqs):
+            return
+        self._idle_slots = 0
+        room = min(free, len(self._waiting))
+        groups: dict[tuple[int, ...], list[Completion]] = {}
+        for _ in range(room):
+            completion = self._waiting.popleft()
+            groups.setdefault(tuple(completion.request.prompt_token_ids[:-1]), []).append(completion)
+        used = max((completion.position for completion in self._rows), default=0)
+        longest = max(used, *(len(prefix) for prefix in groups)) + 1
+        self._model.cache.reserve(len(self._rows) + room, longest, len(self._rows), used)
+        spans: dict[tuple[int, ...], range] = {}
+        for prefix, members in groups.items():
+            spans[prefix] = range(len(self._rows), len(self._rows) + len(members))
+            self._rows.extend(members)
+        for chunk in self._chunks(sorted(filter(len, spans), key=len)):
+            self._model.prefill(chunk, [spans[prefix] for prefix in chunk])
+        self._batch = None
+
+    def _chunks(self, prefixes: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        chunk: list[tuple[int, ...]] = []
+        for prefix in prefixes:
+            if chunk and len(prefix) * (len(chunk) + 1) > self._settings.max_num_batched_tokens:
+                yield chunk
+                chunk = []
+            chunk.append(prefix)
+        if chunk:
+            yield chunk
+
+    def _gather(self) -> _Batch:
+        rows, device = self._rows, self._model.device
+        positions = [completion.position for completion in rows]
+        return _Batch(
+            tokens=torch.tensor([completion.last_token for completion in rows], device=device),
+            positions=torch.tensor(positions, device=device),
+            longest=1 + max(positions),
+            sampler=RowSampler.of(
+                [completion.request.sampling for completion in rows],
+                [completion.seed for completion in rows],
+                [completion.generated for completion in rows],
+                device,
+            ),
+        )

@@ -1,1 +1,0 @@
-"""The transformers decoder: a batch of slots that is refilled at every step."""

@@ -1,0 +1,280 @@
+"""Makes one trajectory: sample, decode, score. Knows an engine, a tokenizer and a scorer, but no orders' lane.
+
+Invariant every_sample_is_accounted_for: a prompt that cannot be sampled still gives a trajectory, without tokens and
+without rewards, so that its group can be completed and its place in the pipeline is given back.
+"""
+
+import time
+from array import array
+from asyncio import Future
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import structlog
+import xxhash
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from bus.port import Outgoing, Position, Publisher
+from producers.generation.engines.port import Engine, GenerationRequest, TokenDelta, Tokenizer
+from producers.rewards.runner import ScoreRequest, Scores
+from schemas.errors import BusError, EngineError
+from schemas.identifiers import PolicyVersion, make_trajectory_id
+from schemas.trajectories import FinishReason, SamplingParams, TokenChunk, Trajectory, VersionSpan, WorkOrder
+
+# What a worker has in hand and has done so far; heartbeats read it.
+
+
+@dataclass
+class Load:
+    """``generating`` counts completions in the engine (running or waiting there); the others count since the start."""
+
+    generating: int = 0
+    generated_tokens: int = 0
+    finished_trajectories: int = 0
+
+
+# Publishes tokens as they are sampled, at most once: a slow or absent broker costs chunks, never time.
+
+MAX_PENDING = 1000
+
+
+@dataclass
+class TokenStream:
+    """Writes one ``TokenChunk`` per delta, keyed by trajectory id."""
+
+    publisher: Publisher
+    topic: str
+    worker_id: str
+    dropped: int = 0
+    _pending: int = 0
+
+    async def send(self, trajectory_id: str, start: int, delta: TokenDelta) -> None:
+        """Publish a delta whose first token is the completion's ``start``-th; drops it when the broker is behind."""
+        if self._pending >= MAX_PENDING:
+            self.dropped += 1
+            return
+        chunk = TokenChunk(
+            trajectory_id=trajectory_id,
+            worker_id=self.worker_id,
+            start=start,
+            version=delta.version,
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
+            finish_reason=delta.finish_reason,
+        )
+        try:
+            sent = await self.publisher.submit(Outgoing.of(self.topic, chunk, key=trajectory_id))
+        except BusError:
+            self.dropped += 1
+            return
+        self._pending += 1
+        sent.add_done_callback(self._settle)
+
+    def _settle(self, sent: "Future[Position]") -> None:
+        self._pending -= 1
+        if sent.cancelled() or sent.exception() is not None:
+            self.dropped += 1
+
+
+# A completion while it grows: token ids and log-probabilities in typed arrays, versions run-length encoded.
+
+
+@dataclass(slots=True)
+class Completion:
+    """``extend`` it with every delta of one request."""
+
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    finish_reason: FinishReason | None = None
+    _spans: list[tuple[PolicyVersion, int]] = field(default_factory=list)
+
+    def extend(self, delta: TokenDelta) -> None:
+        """Append the delta's tokens.
+
+        Raises:
+            EngineError: the delta has not as many log-probabilities as tokens, or token ids that are none.
+        """
+        if len(delta.token_ids) != len(delta.logprobs):
+            raise EngineError(
+                f"expected one logprob per token from the engine, got {len(delta.logprobs)} for {len(delta.token_ids)}"
+            )
+        self.finish_reason = delta.finish_reason
+        if not delta.token_ids:
+            return
+        try:
+            self.token_ids.extend(delta.token_ids)
+            self.logprobs.extend(delta.logprobs)
+        except (TypeError, OverflowError) as error:
+            raise EngineError(f"expected token ids and logprobs from the engine, got: {error}") from error
+        if not self._spans or self._spans[-1][0] != delta.version:
+            self._spans.append((delta.version, len(self.token_ids)))
+        else:
+            self._spans[-1] = (delta.version, len(self.token_ids))
+
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Which version sampled which tokens; adjacent spans differ, together they cover the completion."""
+        starts = [0, *(end for _, end in self._spans)]
+        return tuple(
+            VersionSpan(version=version, start=start, end=end)
+            for start, (version, end) in zip(starts, self._spans, strict=False)
+        )
+
+    def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Token ids int32 (T) and log-probabilities float32 (T), without a copy; do not extend afterwards."""
+        return np.frombuffer(self.token_ids, dtype="<i4"), np.frombuffer(self.logprobs, dtype="<f4")
+
+
+log = structlog.get_logger()
+
+SHOWN_CHARACTERS = 1000
+"""Of a prompt that cannot be sampled: enough to recognise it, and never too large to send."""
+
+
+class Scorer(Protocol):
+    """Scores completions; ``RewardRunner`` is one."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the rewards."""
+        ...
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Rewards by name, and why those that failed did."""
+        ...
+
+
+@dataclass
+class Rollout:
+    """Samples for one worker; ``load`` counts what it does."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    scorer: Scorer
+    worker_id: str
+    load: Load = field(default_factory=Load)
+    tokens: TokenStream | None = None
+    clock: Callable[[], float] = time.time
+
+    async def sample(self, order: WorkOrder, sample_index: int, prompt_token_ids: Sequence[int]) -> Trajectory:
+        """Sample and score one completion; a failing engine is asked once more.
+
+        Raises:
+            EngineError: it failed twice, or returned what is not a completion.
+        """
+        trajectory_id = make_trajectory_id(order.group_id, sample_index)
+        request = GenerationRequest(trajectory_id, prompt_token_ids, _own_seed(order, trajectory_id), order.prompt)
+        started_at = self.clock()
+        self.load.generating += 1
+        try:
+            completion = await self._generate_twice(request)
+        finally:
+            self.load.generating -= 1
+        text = self.tokenizer.decode(completion.token_ids)
+        scores = await self._score(order, completion, text)
+        token_ids, logprobs = completion.arrays()
+        try:
+            return Trajectory(
+                **self._origin(order, sample_index),
+                prompt_token_ids=np.array(prompt_token_ids, dtype="<i4"),
+                token_ids=token_ids,
+                logprobs=logprobs,
+                loss_mask=np.ones(len(token_ids), dtype="<u1"),
+                version_spans=completion.version_spans(),
+                finish_reason=completion.finish_reason,
+                prompt_text=order.prompt.text,
+                completion_text=text,
+                rewards=scores.rewards,
+                reward_errors=scores.errors,
+                started_at=started_at,
+                finished_at=self.clock(),
+            )
+        except ValidationError as error:
+            raise EngineError(f"expected a completion from {self.engine.name}, got: {error}") from error
+
+    def refused(self, order: WorkOrder, sample_index: int, reason: str) -> Trajectory:
+        """The trajectory of a sample that was never made, with the reason in place of each reward."""
+        now = self.clock()
+        return Trajectory(
+            **self._origin(order, sample_index),
+            prompt_token_ids=[],
+            token_ids=[],
+            logprobs=[],
+            loss_mask=[],
+            version_spans=(),
+            finish_reason=FinishReason.ABORT,
+            prompt_text=order.prompt.text[:SHOWN_CHARACTERS],
+            completion_text="",
+            rewards=dict.fromkeys(self.scorer.names),
+            reward_errors=dict.fromkeys(self.scorer.names, reason),
+            started_at=now,
+            finished_at=now,
+        )
+
+    def _origin(self, order: WorkOrder, sample_index: int) -> dict[str, Any]:
+        return {
+            "trajectory_id": make_trajectory_id(order.group_id, sample_index),
+            "group_id": order.group_id,
+            "prompt_id": order.prompt.prompt_id,
+            "dataset": order.prompt.dataset,
+            "sample_index": sample_index,
+            "num_generations": order.num_generations,
+            "temperature": order.sampling.temperature,
+            "bucket": order.estimate.bucket,
+            "predicted_length": order.estimate.median,
+            "worker_id": self.worker_id,
+            "attempt": order.attempt,
+            "admitted_version": order.admitted_version,
+            "position": order.position,
+            "due_step": order.due_step,
+            "created_at": order.created_at,
+        }
+
+    async def _score(self, order: WorkOrder, completion: Completion, text: str) -> Scores:
+        if completion.finish_reason is FinishReason.ABORT:
+            names = self.scorer.names
+            return Scores(dict.fromkeys(names), dict.fromkeys(names, "the engine gave up on the completion"))
+        return await self.scorer.score(ScoreRequest(order.prompt, text, completion.token_ids))
+
+    async def _generate_twice(self, request: GenerationRequest) -> Completion:
+        try:
+            return await self._generate(request)
+        except EngineError as error:
+            log.warning("request failed, asking once more", request=request.request_id, error=str(error))
+            return await self._generate(request)
+
+    async def _generate(self, request: GenerationRequest) -> Completion:
+        completion = Completion()
+        async with _closing(self.engine.generate(request)) as deltas:
+            async for delta in deltas:
+                start = len(completion.token_ids)
+                completion.extend(delta)
+                self.load.generated_tokens += len(delta.token_ids)
+                if self.tokens is not None:
+                    await self.tokens.send(request.request_id, start, delta)
+        if completion.finish_reason is None:
+            raise EngineError(f"expected a finish reason for {request.request_id} from {self.engine.name}, got none")
+        return completion
+
+
+@asynccontextmanager
+async def _closing(deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[AsyncIterator[TokenDelta]]:
+    """Closes an async generator when its reader leaves early, so that its slot in the engine is free at once."""
+    try:
+        yield deltas
+    finally:
+        if (close := getattr(deltas, "aclose", None)) is not None:
+            await close()
+
+
+def _own_seed(order: WorkOrder, trajectory_id: str) -> SamplingParams:
+    """The order's seed is the run's: each sample of each attempt draws random numbers of its own from it."""
+    sampling = order.sampling
+    if sampling.seed is None:
+        return sampling
+    name = f"{trajectory_id}@{order.attempt}"
+    seed = xxhash.xxh32_intdigest(name.encode(), seed=sampling.seed & 0xFFFFFFFF) & 0x7FFFFFFF
+    return sampling.model_copy(update={"seed": seed})

@@ -1,1 +1,0 @@
-"""One completion: from prompt tokens to a scored trajectory; knows nothing of topics it does not write."""

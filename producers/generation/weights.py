@@ -1,0 +1,269 @@
+"""Keeps the engine on the newest weights. Knows announcements and an engine, not where announcements come from.
+
+Invariant latest_wins: weights are adopted in the order of (lineage, number), never an older version after a newer one.
+"""
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import aiohttp
+import structlog
+from pydantic import ValidationError
+
+from producers.generation.engines.port import Engine
+from schemas.control import WeightsReady
+from schemas.errors import ChecksumMismatch, WeightsError
+from schemas.identifiers import PolicyVersion
+from schemas.weights import WeightFile, WeightManifest
+
+# Fetches a weight version from the relays into a local directory. It does not know what the tensors mean. Invariants:
+# - only_verified_bytes_are_adopted: a version's directory appears, by one rename, after every byte of it has been
+# checked against its manifest, and the manifest against the announcement; - nothing_is_fetched_twice: what a relay
+# delivered before it broke off is kept, and the next one asked for the rest.
+
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 20
+READ_BYTES = 1 << 20
+CONNECT_TIMEOUT_S = 5.0
+_PARTIAL = ".incoming-"
+
+
+@dataclass(frozen=True)
+class WeightsFetcher:
+    """Keeps versions under ``cache``, one directory each; no other process may use it.
+
+    ``timeout_s`` is the longest silence of a relay; ``offset`` spreads the workers over the relays.
+    """
+
+    cache: Path
+    timeout_s: float = 30.0
+    offset: int = 0
+
+    async def fetch(self, ready: WeightsReady, attempt: int = 0) -> Path:
+        """The verified directory of an announced version; each attempt asks the next relay.
+
+        Raises:
+            ChecksumMismatch: what the relay has differs from the announcement.
+            WeightsError: it does not have the version, or does not answer.
+        """
+        if await asyncio.to_thread(self._is_cached, ready):
+            return self._directory(ready.version)
+        return await self._download(ready, self._relay(ready, attempt))
+
+    def keep_only(self, versions: Iterable[PolicyVersion]) -> None:
+        """Delete every other version, and what interrupted fetches left."""
+        kept = {str(version) for version in versions}
+        for directory in self.cache.glob("*"):
+            if directory.is_dir() and directory.name not in kept and _is_ours(directory.name):
+                shutil.rmtree(directory, ignore_errors=True)
+
+    def _directory(self, version: PolicyVersion) -> Path:
+        return self.cache / str(version)
+
+    def _relay(self, ready: WeightsReady, attempt: int) -> str:
+        if not ready.relays:
+            raise WeightsError(f"expected a relay that serves {ready.version}, got none; set coordinator.relays")
+        return ready.relays[(self.offset + attempt) % len(ready.relays)].rstrip("/")
+
+    def _is_cached(self, ready: WeightsReady) -> bool:
+        directory = self._directory(ready.version)
+        try:
+            manifest = _checked_manifest((directory / MANIFEST).read_bytes(), ready, MANIFEST)
+            return all(_sha256_of(directory / file.name) == file.sha256 for file in manifest.files)
+        except (OSError, WeightsError):
+            return False
+
+    async def _download(self, ready: WeightsReady, relay: str) -> Path:
+        base = f"{relay}/weights/{ready.version}"
+        try:
+            self.cache.mkdir(parents=True, exist_ok=True)
+            timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s)
+            async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
+                raw = await _read_manifest(session, f"{base}/{MANIFEST}")
+                manifest = _checked_manifest(raw, ready, base)
+                partial = self.cache / f"{_PARTIAL}{ready.version}-{ready.manifest_sha256[:16]}"
+                self._check_space(manifest, partial)
+                partial.mkdir(exist_ok=True)
+                for file in manifest.files:
+                    await _download_file(session, f"{base}/{file.name}", file, partial / file.name)
+                (partial / MANIFEST).write_bytes(raw)
+                return await asyncio.to_thread(self._put_in_place, partial, ready.version)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise WeightsError(f"expected weights {ready.version} from {base}, got {error!r}") from error
+
+    def _check_space(self, manifest: WeightManifest, partial: Path) -> None:
+        here = sum(path.stat().st_size for path in partial.glob("*"))
+        needed, free = sum(file.size for file in manifest.files) - here, shutil.disk_usage(self.cache).free
+        if needed > free:
+            raise WeightsError(f"expected {needed} bytes free for weights in {self.cache}, got {free}; make room")
+
+    def _put_in_place(self, complete: Path, version: PolicyVersion) -> Path:
+        directory = self._directory(version)
+        if directory.exists():
+            shutil.rmtree(directory)
+        return complete.rename(directory)
+
+
+def _checked_manifest(raw: bytes, ready: WeightsReady, where: str) -> WeightManifest:
+    if (found := sha256(raw).hexdigest()) != ready.manifest_sha256:
+        raise ChecksumMismatch(f"expected a manifest with sha256 {ready.manifest_sha256} at {where}, got {found}")
+    try:
+        manifest = WeightManifest.model_validate_json(raw)
+    except ValidationError as error:
+        raise WeightsError(f"expected a weights manifest at {where}, got: {error.errors()[0]['msg']}") from error
+    names = {file.name for file in manifest.files}
+    if manifest.version != ready.version or len(names) != len(manifest.files) or MANIFEST in names:
+        raise WeightsError(
+            f"expected a manifest of {ready.version} at {where}, got {manifest.version}: {sorted(names)}"
+        )
+    return manifest
+
+
+async def _read_manifest(session: aiohttp.ClientSession, url: str) -> bytes:
+    raw = b""
+    async with _opened(session, url) as response:
+        async for chunk in response.content.iter_chunked(READ_BYTES):
+            raw += chunk
+            if len(raw) > MAX_MANIFEST_BYTES:
+                raise WeightsError(f"expected a manifest of at most {MAX_MANIFEST_BYTES} bytes at {url}, got more")
+    return raw
+
+
+async def _download_file(session: aiohttp.ClientSession, url: str, file: WeightFile, path: Path) -> None:
+    """Stream what is missing of a file to disk, then check all of it; a file that fails the check is deleted.
+
+    Hashing and writing happen in a thread, which leaves the loop to the tokens.
+    """
+    have = _size_of(path)
+    if have < file.size or not have:
+        have = await _append(session, url, path, have, file.size)
+    found = await asyncio.to_thread(_sha256_of, path)
+    if have != file.size or found != file.sha256:
+        _discard(path)
+        raise ChecksumMismatch(
+            f"expected {file.size} bytes with sha256 {file.sha256} at {url}, got {have} with {found}; asking again"
+        )
+
+
+async def _append(session: aiohttp.ClientSession, url: str, path: Path, have: int, size: int) -> int:
+    """Fetch a file from a byte on, up to one byte too many; how many there are now."""
+    async with _opened(session, url, {"Range": f"bytes={have}-"} if have else {}) as response:
+        if response.status == 200:
+            have = 0
+        with path.open("ab" if have else "wb") as target:
+            async for chunk in response.content.iter_chunked(READ_BYTES):
+                have += len(chunk)
+                await asyncio.to_thread(target.write, chunk)
+                if have > size:
+                    break
+    return have
+
+
+@asynccontextmanager
+async def _opened(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    async with session.get(url, headers=headers, allow_redirects=False) as response:
+        if response.status != 200 and not (headers and response.status == 206):
+            raise WeightsError(f"expected status 200 from {url}, got {response.status}")
+        yield response
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _discard(path: Path) -> None:
+    path.unlink()
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()
+
+
+def _sha256_of(path: Path) -> str:
+    digest = sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _is_ours(name: str) -> bool:
+    try:
+        PolicyVersion.parse(name)
+    except ValueError:
+        return name.startswith(_PARTIAL)
+    return True
+
+
+log = structlog.get_logger()
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+
+
+@dataclass
+class Adopter:
+    """``offer`` it announcements; those that a newer one overtakes before their turn are never fetched.
+
+    ``held`` is the version in the engine, none before the first.
+    """
+
+    engine: Engine
+    fetcher: WeightsFetcher
+    on_adopted: Callable[[], None]
+    held: PolicyVersion | None = None
+    _wanted: WeightsReady | None = None
+    _offered: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def offer(self, ready: WeightsReady) -> None:
+        """Announce a version; older ones than the newest so far change nothing."""
+        if self._wanted is None or ready.version > self._wanted.version:
+            self._wanted = ready
+            self._offered.set()
+
+    async def adopt_loop(self) -> None:
+        """Fetch and adopt whatever is newest.
+
+        Consumes: announcements offered. Produces: weights in the engine.
+        Waits for: an announcement newer than what is held.
+        On failure: the old weights stay in service; asks the next relay after a pause, for the newest version by then.
+            Raises ``WeightsError`` if the engine refuses its very first weights.
+        On stop: is cancelled; what was half fetched stays, and is fetched to its end if it is still wanted.
+        """
+        failures = 0
+        while True:
+            await self._offered.wait()
+            self._offered.clear()
+            ready = self._wanted
+            assert ready is not None
+            try:
+                directory = await self.fetcher.fetch(ready, failures)
+            except WeightsError as error:
+                pause = min(FIRST_PAUSE_S * 2**failures, LONGEST_PAUSE_S)
+                failures += 1
+                log.warning("weights not fetched", error=str(error), failures=failures, held=str(self.held))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._offered.wait()
+                self._offered.set()
+                continue
+            failures = 0
+            try:
+                await self.engine.adopt(directory, ready.version)
+            except WeightsError as error:
+                if self.held is None:
+                    raise
+                log.error("weights refused by the engine", error=str(error), held=str(self.held))
+                continue
+            await self._hold(ready.version)
+
+    async def _hold(self, version: PolicyVersion) -> None:
+        previous, self.held = self.held, version
+        self.on_adopted()
+        log.info("weights adopted", version=str(version))
+        await asyncio.to_thread(self.fetcher.keep_only, {version, previous or version})

@@ -1,1 +1,0 @@
-"""How weights get from a relay into an engine; knows nothing of orders and completions."""

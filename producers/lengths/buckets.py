@@ -1,0 +1,174 @@
+"""Which length belongs to which bucket: boundaries as the settings say, or fitted to what was observed.
+
+Fitted boundaries give every bucket the same number of observed tokens. With equal counts the last bucket would hold
+most of the tokens and nearly the whole range of lengths, so its partitions would lag and its micro-batches be padded;
+with equal tokens all partitions carry alike, and the bucket of the longest is the narrowest in proportion.
+
+Invariants:
+- the_number_of_buckets_never_changes: it is that of the partitions, which are fixed for a run;
+- a_version_names_one_set_of_boundaries: a higher one is newer, across restarts too, for it is no lower than the time of
+  the fit in seconds; version 0 are the boundaries of the settings.
+"""
+
+import json
+import math
+import os
+import time
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+# The last so many lengths, and their quantiles.
+
+
+class RecentLengths:
+    """The last so many lengths, in order of arrival and of size."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._arrived: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, length: int) -> None:
+        """Note a length; the oldest one leaves when the window is full."""
+        if len(self._arrived) == self._window:
+            del self._sorted[bisect_left(self._sorted, self._arrived.popleft())]
+        self._arrived.append(length)
+        insort(self._sorted, length)
+
+    def quantile(self, share: float) -> int:
+        """The smallest length that at least this share of the lengths does not exceed (nearest rank)."""
+        return self._sorted[max(0, math.ceil(share * len(self._sorted)) - 1)]
+
+    def rank(self, length: int) -> float:
+        """Share of the lengths that are shorter, those alike counted half; 0 to 1, and 0.5 before any is noted."""
+        if not self._sorted:
+            return 0.5
+        return (bisect_left(self._sorted, length) + bisect_right(self._sorted, length)) / 2 / len(self._sorted)
+
+    def in_order(self) -> list[int]:
+        """A copy, the shortest first."""
+        return list(self._sorted)
+
+
+log = structlog.get_logger()
+
+FILE = "buckets.json"
+MOVED = 0.1
+"""New boundaries are taken only if one moves by more than this share: each change costs partitions their order."""
+
+
+class Boundaries(BaseModel):
+    """Ascending lengths in tokens; a length on a boundary belongs above it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: int = Field(ge=0)
+    lengths: tuple[int, ...]
+
+    def of(self, length: int) -> int:
+        """The bucket of a length."""
+        return bisect_right(self.lengths, length)
+
+
+class Buckets:
+    """All predictors of a process share one. ``fit_every``: lengths between two fits, the first after ``fit_after``;
+    none keeps the boundaries as they are.
+    """
+
+    def __init__(
+        self,
+        boundaries: Sequence[int],
+        *,
+        fit_every: int | None = None,
+        fit_after: int = 256,
+        window: int = 4096,
+        folder: Path | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.boundaries = Boundaries(version=0, lengths=tuple(boundaries))
+        self._fit_every = fit_every
+        self._recent = RecentLengths(window)
+        self._until_fit = fit_after
+        self._folder = folder if fit_every is not None else None
+        self._clock = clock
+        self._load()
+
+    @property
+    def are_fitted(self) -> bool:
+        """Whether the boundaries follow what is observed."""
+        return self._fit_every is not None
+
+    @property
+    def version(self) -> int:
+        """Of the boundaries in use."""
+        return self.boundaries.version
+
+    def of(self, length: int) -> int:
+        """The bucket of a length in tokens."""
+        return self.boundaries.of(length)
+
+    def observe(self, length: int) -> None:
+        """Note the length of a completion in tokens; every so often the boundaries are fitted anew."""
+        if self._fit_every is None:
+            return
+        self._recent.add(length)
+        self._until_fit -= 1
+        if self._until_fit <= 0:
+            self._until_fit = self._fit_every
+            self._fit()
+
+    def _fit(self) -> None:
+        fitted = equal_tokens(self._recent.in_order(), len(self.boundaries.lengths))
+        before = self.boundaries.lengths
+        if all(abs(new - old) <= MOVED * old for new, old in zip(fitted, before, strict=True)):
+            return
+        version = max(self.version + 1, int(self._clock()))
+        self.boundaries = Boundaries(version=version, lengths=fitted)
+        log.info("bucket boundaries fitted", version=version, boundaries=fitted, before=before)
+        self._save()
+
+    def _save(self) -> None:
+        if self._folder is None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            unfinished = self._folder / f".{FILE}.{os.getpid()}.part"
+            unfinished.write_text(self.boundaries.model_dump_json())
+            unfinished.replace(self._folder / FILE)
+        except OSError as error:
+            log.warning("bucket boundaries not kept", error=str(error))
+
+    def _load(self) -> None:
+        """Advice only: boundaries that cannot be used, or are of another number, are fitted anew."""
+        if self._folder is None:
+            return
+        try:
+            kept = Boundaries.model_validate(json.loads((self._folder / FILE).read_text()))
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, ValidationError) as error:
+            log.warning("bucket boundaries left aside", error=str(error))
+            return
+        if len(kept.lengths) == len(self.boundaries.lengths) and list(kept.lengths) == sorted(set(kept.lengths)):
+            self.boundaries = kept
+
+
+def equal_tokens(in_order: Sequence[int], count: int) -> tuple[int, ...]:
+    """So many boundaries, strictly ascending, that part ascending lengths into buckets of alike many tokens."""
+    sums = list(accumulate(in_order))
+    total = sums[-1] if sums else 0
+    boundaries: list[int] = []
+    for number in range(1, count + 1):
+        place = bisect_right(sums, total * number / (count + 1))
+        length = in_order[min(place, len(in_order) - 1)] if in_order else number
+        boundaries.append(max(length, boundaries[-1] + 1 if boundaries else 1))
+    return tuple(boundaries)

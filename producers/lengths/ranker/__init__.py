@@ -1,1 +1,0 @@
-"""Makes the models that predictors use: during a run as a process of its own, or offline from recorded trajectories."""

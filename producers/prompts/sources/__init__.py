@@ -1,1 +1,0 @@
-"""Where prompts come from: procedural data sets, or stored rows."""

@@ -1,0 +1,384 @@
+"""Which table ``data.path`` means: a file by its name, a directory, else a data set of the hub."""
+
+import json
+import re
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from producers.prompts.settings import DataSettings
+from schemas.errors import DataError
+
+# What a stored data set is to the prompt source: numbered rows. Knows no columns and no order of passes.
+
+Row = dict[str, Any]
+
+
+class Table(Protocol):
+    """Rows that can be read one after the other, and each by its index: 0 up to, not with, the length."""
+
+    @property
+    def name(self) -> str:
+        """A plain name for prompts to be called after."""
+
+    def __len__(self) -> int:
+        """Rows in it."""
+
+    def read(self, index: int) -> Row:
+        """One row.
+
+        Raises:
+            DataError: it cannot be read, or is no longer what it was.
+        """
+
+    def scan(self, columns: Collection[str] | None) -> Iterator[Row]:
+        """All rows in order, with at least these columns where they exist; None: with all.
+
+        Raises:
+            DataError: a row cannot be read.
+        """
+
+    def number(self, index: int) -> int:
+        """What the row is known by to people who look at the data: its line, or its index."""
+
+    def where(self, index: int) -> str:
+        """The row in words, such as ``train.jsonl, line 5``."""
+
+
+# Which of a row's columns is the prompt, which the answer, and what the rewards get. Reads no files.
+
+ANSWER = "answer"
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class ColumnMap:
+    """Paths of prompt and answer, parts of nested columns joined by dots.
+
+    ``needs_answer``: a row without one is an error; otherwise it goes on without.
+    """
+
+    prompt: str
+    answer: str
+    needs_answer: bool = True
+
+    @property
+    def read(self) -> frozenset[str]:
+        """Top-level columns that prompt and answer may come from."""
+        return frozenset(name for path in (self.prompt, self.answer) for name in (path, path.split(".")[0]))
+
+    def parted(self, row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
+        """The prompt (text, or a list of turns) and the columns for the rewards, the answer as ``answer``.
+
+        A mapped column loses its own name; one that holds more than the mapped value stays.
+
+        Raises:
+            DataError: there is no prompt or answer where the map says, or the prompt has another shape.
+        """
+        prompt = _checked_prompt(_at(row, self.prompt), self.prompt, row, where)
+        answer = _at(row, self.answer)
+        if answer is _MISSING and self.needs_answer:
+            raise _missing(f"an answer in column {self.answer!r}", row, where, "data.answer_column")
+        columns = {name: value for name, value in row.items() if name not in (self.prompt, self.answer)}
+        return prompt, columns if answer is _MISSING else columns | {ANSWER: answer}
+
+
+FORMATS = {
+    "trl": ColumnMap("prompt", ANSWER, needs_answer=False),
+    "verl": ColumnMap("prompt", "reward_model.ground_truth"),
+    "openrlhf": ColumnMap("input", "label", needs_answer=False),
+}
+
+
+def column_map(settings: DataSettings) -> ColumnMap:
+    """The format's columns, with those that are given by name in their place."""
+    preset = FORMATS[settings.format]
+    return ColumnMap(
+        settings.prompt_column or preset.prompt,
+        settings.answer_column or preset.answer,
+        preset.needs_answer or settings.answer_column is not None,
+    )
+
+
+def _at(row: Mapping[str, Any], path: str) -> Any:
+    """The value at a path; a column whose own name has dots comes first."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _MISSING
+        value = value[part]
+    return value
+
+
+def _checked_prompt(prompt: Any, path: str, row: Mapping[str, Any], where: str) -> Any:
+    if prompt is _MISSING:
+        raise _missing(f"a prompt in column {path!r}", row, where, "data.prompt_column")
+    wrong = _what_is_wrong(prompt)
+    if wrong:
+        raise DataError(f"expected text or a list of {{role, content}} in column {path!r} of {where}, got {wrong}")
+    return prompt
+
+
+def _what_is_wrong(prompt: Any) -> str | None:
+    if isinstance(prompt, str):
+        return None if prompt.strip() else "an empty text"
+    if not isinstance(prompt, list):
+        return "nothing" if prompt is None else type(prompt).__name__
+    for number, turn in enumerate(prompt, start=1):
+        if not isinstance(turn, Mapping):
+            return f"{type(turn).__name__} as turn {number}"
+        if wrong := [key for key in ("role", "content") if not isinstance(turn.get(key), str)]:
+            return f"turn {number} without text as {' and '.join(wrong)}"
+    return None if prompt else "an empty list"
+
+
+def _missing(what: str, row: Mapping[str, Any], where: str, setting: str) -> DataError:
+    return DataError(f"expected {what} of {where}, got columns {sorted(map(str, row))}; set {setting} or data.format")
+
+
+# A jsonl file as a table: one object a line, which may differ in their columns. Memory: 16 bytes a line.
+
+
+class JsonlTable:
+    """The lines of a file that are not blank, numbered from 1 as editors do."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        """Find the lines.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        self.name = name
+        self._path = path
+        self._offsets = array("Q")
+        self._lines = array("Q")
+        try:
+            with path.open("rb") as file:
+                offset = 0
+                for line, raw in enumerate(file, start=1):
+                    if raw.strip():
+                        self._offsets.append(offset)
+                        self._lines.append(line)
+                    offset += len(raw)
+        except OSError as error:
+            raise DataError(f"expected a readable file at data.path, got: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def read(self, index: int) -> Row:
+        """The object in a line.
+
+        Raises:
+            DataError: it is none, or the file changed since it was opened.
+        """
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offsets[index])
+                return self._parse(file.readline(), index)
+        except OSError as error:
+            raise DataError(f"expected to read {self._path}, got: {error}") from error
+
+    def scan(self, columns: Collection[str] | None) -> Iterator[Row]:
+        """Every object, in the order of the file."""
+        with self._path.open("rb") as file:
+            for index, raw in enumerate(raw for raw in file if raw.strip()):
+                yield self._parse(raw, index)
+
+    def number(self, index: int) -> int:
+        """The line."""
+        return self._lines[index]
+
+    def where(self, index: int) -> str:
+        """File and line."""
+        return f"{self._path}, line {self._lines[index]}"
+
+    def _parse(self, raw: bytes, index: int) -> Row:
+        try:
+            row = json.loads(raw, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"expected a JSON object in {self.where(index)}, got: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"expected a JSON object in {self.where(index)}, got {type(row).__name__}")
+        return row
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+# Tables that the `datasets` library reads: parquet, csv and json files, directories, and the Hugging Face hub. Rows
+# stay on disk as Arrow memory maps. Importing the library takes seconds, so it happens when a table is opened.
+
+BUILDERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
+COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
+SAVED = ("state.json", "dataset_dict.json")
+"""What `save_to_disk` leaves in a directory."""
+SCAN_ROWS = 4096
+MAX_REASON = 300
+
+
+class ArrowTable:
+    """A `datasets.Dataset`; rows are numbered from 0 as the library does."""
+
+    def __init__(self, dataset: Any, path: str, name: str) -> None:
+        self.name = name
+        self._path = path
+        self._dataset = dataset.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, index: int) -> Row:
+        """The row at an index.
+
+        Raises:
+            DataError: the files behind the table cannot be read any more.
+        """
+        try:
+            row: Row = self._dataset[index : index + 1].to_pylist()[0]
+        except Exception as error:
+            raise DataError(f"expected to read {self.where(index)}, got: {_reason(error)}") from error
+        return row
+
+    def scan(self, columns: Collection[str] | None) -> Iterator[Row]:
+        """All rows; about half a million a second with the columns of a prompt."""
+        wanted = self._dataset
+        if columns is not None:
+            wanted = wanted.select_columns([name for name in wanted.column_names if name in columns])
+        for batch in wanted.iter(SCAN_ROWS) if wanted.column_names else ():
+            yield from batch.to_pylist()
+
+    def number(self, index: int) -> int:
+        """The index itself."""
+        return index
+
+    def where(self, index: int) -> str:
+        """Table and row."""
+        return f"{self._path}, row {index}"
+
+
+def builder_of(path: Path) -> str | None:
+    """Which reader a file's name asks for; compressed ones end in ``.jsonl.gz`` and the like."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return BUILDERS.get(suffixes[-1]) if suffixes else None
+
+
+def open_file(path: Path, split: str, name: str) -> ArrowTable:
+    """A parquet, csv, json or compressed jsonl file.
+
+    Raises:
+        DataError: it cannot be read as what its name says it is.
+    """
+    builder = builder_of(path)
+    if builder is None:
+        raise DataError(f"expected a file that ends in {', '.join(sorted(BUILDERS))} at data.path, got {path}")
+    return _opened(str(path), name, lambda load: load(builder, data_files=str(path), split=split))
+
+
+def open_directory(path: Path, subset: str | None, split: str, name: str) -> ArrowTable:
+    """A directory of data files, or one that `save_to_disk` made.
+
+    Raises:
+        DataError: there is no such split or subset, or nothing that can be read.
+    """
+    if any((path / file).exists() for file in SAVED):
+        return _opened(str(path), name, lambda _: _saved(path, split))
+    return _opened(str(path), name, lambda load: load(str(path), subset, split=split))
+
+
+def open_hub(repository: str, subset: str | None, split: str, name: str) -> ArrowTable:
+    """A data set of the Hugging Face hub, from the library's cache where it has it.
+
+    Raises:
+        DataError: there is no such data set, subset or split, or the hub cannot be reached.
+    """
+    return _opened(repository, name, lambda load: load(repository, subset, split=split))
+
+
+def _opened(path: str, name: str, read: Callable[[Callable[..., Any]], Any]) -> ArrowTable:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    try:
+        return ArrowTable(read(datasets.load_dataset), path, name)
+    except Exception as error:
+        raise DataError(f"expected a data set at data.path {path!r}, got: {_reason(error)}{_advice(error)}") from error
+
+
+def _saved(path: Path, split: str) -> Any:
+    import datasets
+
+    loaded = datasets.load_from_disk(str(path))
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if split not in loaded:
+        raise ValueError(f'Unknown split "{split}". Should be one of {sorted(loaded)}.')
+    return loaded[split]
+
+
+def _reason(error: BaseException) -> str:
+    """What a library has to say, in one line; of a chain of causes the first, which knows what was wrong."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+
+
+def _advice(error: BaseException) -> str:
+    text = str(error)
+    if "split" in text:
+        return "; set data.split"
+    if "onfig" in text and "available" in text:
+        return "; set data.subset to one of them"
+    if "the Hub" in text:
+        return "; name a local file, or a data set that can be reached"
+    return ""
+
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+WHOLE = "train"
+
+
+def open_table(settings: DataSettings, path: str) -> Table:
+    """The table at a path.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    place = Path(path).expanduser()
+    name = plain_name(path)
+    if place.is_dir():
+        return open_directory(place, settings.subset, settings.split, name)
+    if place.exists():
+        _only_hub_sets_have(settings.subset, path)
+        if place.suffix.lower() == ".jsonl":
+            return _jsonl(place, settings.split, name)
+        return open_file(place, settings.split, name)
+    if builder_of(place) or not HUB_ID.fullmatch(path):
+        raise DataError(f"expected a file, a directory or a data set of the hub at data.path, got {path}: no such file")
+    return open_hub(path, settings.subset, settings.split, name)
+
+
+def plain_name(path: str) -> str:
+    """What prompts are called after: the last part of a path without its endings, letters of other kinds as dashes."""
+    last = Path(path).expanduser().absolute().name
+    stem = re.split(r"\.(?=jsonl?|parquet|csv|arrow)", last)[0]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:64] or "prompts"
+
+
+def _jsonl(path: Path, split: str, name: str) -> JsonlTable:
+    if split != WHOLE:
+        raise DataError(f'expected data.split = "{WHOLE}" with a jsonl file, which has no other, got {split!r}')
+    return JsonlTable(path, name)
+
+
+def _only_hub_sets_have(subset: str | None, path: str) -> None:
+    if subset is not None:
+        raise DataError(f"expected no data.subset with the single file {path}, got {subset!r}; remove it")

@@ -1,0 +1,223 @@
+"""Bytes ↔ messages.
+
+A frame is: header length (uint32, little-endian), header (a msgpack map of the plain fields; array fields hold their
+length), then the arrays' little-endian bytes in field order. The schema's name and version travel in the record's
+headers. Every size is checked before it is used; the header is small by contract, so that a hostile one stays cheap.
+"""
+
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from schemas.control import OperatorCommand, WeightsReady, control_adapter
+from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
+from schemas.messages import Message
+from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
+from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
+
+# Counts the values in msgpack bytes before any is made: one byte on the wire becomes up to two hundred in memory.
+
+_ARRAY_16, _ARRAY_32, _MAP_16, _MAP_32 = 0xDC, 0xDD, 0xDE, 0xDF
+
+
+def refuse_many_items(data: bytes, limit: int) -> None:
+    """Walk over the bytes without keeping anything.
+
+    Raises:
+        FrameTooLarge: there are more than ``limit`` values, each key and each value in a container counted.
+        ValueError, IndexError, msgpack.UnpackException: the bytes are not msgpack.
+    """
+    unpacker = msgpack.Unpacker(max_buffer_size=len(data))
+    unpacker.feed(data)
+    seen, to_come = 0, 1
+    while to_come:
+        first = data[unpacker.tell()]
+        if 0x90 <= first <= 0x9F or first in (_ARRAY_16, _ARRAY_32):
+            to_come += unpacker.read_array_header()
+        elif 0x80 <= first <= 0x8F or first in (_MAP_16, _MAP_32):
+            to_come += 2 * unpacker.read_map_header()
+        else:
+            unpacker.skip()
+        seen, to_come = seen + 1, to_come - 1
+        if seen + to_come > limit:
+            raise FrameTooLarge(f"expected at most {limit} values in a header, got {seen + to_come} or more")
+
+
+Headers = tuple[tuple[str, bytes], ...]
+
+CONTENT_TYPE = b"application/vnd.streamrl+msgpack"
+UNREADABLE_HEADER = "unreadable"
+"""Header of a record that the bus could not read: its value says why; the record has no value of its own."""
+MAX_HEADER_BYTES = 512 << 10
+MAX_ITEMS = 20_000
+MAX_REPORT_ITEMS = 120_000
+"""Values in a header, those in containers counted; each takes up to two hundred times its bytes once it is unpacked."""
+_SMALL_HEADER = 16 << 10
+"""Bytes in which there cannot be too many."""
+_MANY_PROBLEMS = 1000
+_PREFIX = struct.Struct("<I")
+
+MESSAGES: dict[str, type[Message]] = {
+    message.SCHEMA: message
+    for message in (WorkOrder, TokenChunk, Trajectory, StepReport, RefusedStep, SkipRecord, Heartbeat, OperatorCommand)
+}
+CONTROL_SCHEMA = WeightsReady.SCHEMA
+_HEADER_FREE = {"step-report", "refused-step", "work-order"}
+"""Schemas whose header may be as large as the whole message: they are written by our own trainer and dispatcher."""
+
+
+def headers_of(message: Message | type[Message]) -> Headers:
+    """The record headers that name a message's schema."""
+    return (
+        ("schema", message.SCHEMA.encode()),
+        ("schema-version", str(message.VERSION).encode()),
+        ("content-type", CONTENT_TYPE),
+    )
+
+
+class _Kind(NamedTuple):
+    """What the codec needs to know of a schema, looked up once per record."""
+
+    schema: str
+    version: int
+    max_bytes: int
+    max_header: int
+    max_items: int
+    arrays: tuple[tuple[str, np.dtype[Any]], ...]
+    validate: Callable[[Any], Message]
+
+
+def _kind_of(model: type[Message], validate: Callable[[Any], Message]) -> _Kind:
+    max_header = model.MAX_BYTES if model.SCHEMA in _HEADER_FREE else min(model.MAX_BYTES, MAX_HEADER_BYTES)
+    max_items = MAX_REPORT_ITEMS if model.SCHEMA in _HEADER_FREE else MAX_ITEMS
+    arrays = tuple(model.array_fields().items())
+    return _Kind(model.SCHEMA, model.VERSION, model.MAX_BYTES, max_header, max_items, arrays, validate)
+
+
+_KINDS = {
+    CONTROL_SCHEMA: _kind_of(WeightsReady, control_adapter.validator.validate_python),
+    **{schema: _kind_of(model, model.__pydantic_validator__.validate_python) for schema, model in MESSAGES.items()},
+}
+_KIND_BY_HEADERS = {
+    headers_of(WeightsReady): _KINDS[CONTROL_SCHEMA],
+    **{headers_of(model): _KINDS[schema] for schema, model in MESSAGES.items()},
+}
+"""By what our own writers send, so that the usual record needs one look-up."""
+
+
+def encode(message: Message) -> bytes:
+    """Serialise a message.
+
+    Raises:
+        FrameTooLarge: the frame would exceed ``MAX_BYTES`` of its schema.
+    """
+    fields = dict(message.__dict__)
+    blobs = []
+    kind = _KINDS[message.SCHEMA]
+    for name, _ in kind.arrays:
+        array = fields.pop(name)
+        fields[name] = array.size  # behind the plain fields, as the bytes are
+        blobs.append(array if array.flags.c_contiguous else array.tobytes())
+    header = msgpack.packb(fields, default=_fields_of)
+    frame = b"".join((_PREFIX.pack(len(header)), header, *blobs))
+    _check_sizes(kind, len(frame), len(header))
+    return frame
+
+
+def decode(value: bytes | None, headers: Headers) -> Message:
+    """Rebuild a message from a record's value and headers.
+
+    Raises:
+        UnknownSchema: the headers name no schema, or one that is not ours or is newer than ours.
+        FrameTooLarge: a size exceeds what the schema allows.
+        MalformedFrame: anything else; the text says which field.
+    """
+    kind = _KIND_BY_HEADERS.get(headers) or _named_kind(headers)
+    fields, body = _split(value, kind)
+    _attach_arrays(kind, fields, body)
+    try:
+        return kind.validate(fields)
+    except ValidationError as error:
+        raise MalformedFrame(_told(kind.schema, error)) from error
+
+
+def _told(schema: str, error: ValidationError) -> str:
+    if error.error_count() > _MANY_PROBLEMS:  # to list them takes a kilobyte each
+        return f"{schema}: expected a valid record, got one with {error.error_count()} invalid fields"
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "record"
+    return f"{schema}.{where}: {first['msg']}"
+
+
+def _named_kind(headers: Headers) -> _Kind:
+    named = dict(headers)
+    if (reason := named.get(UNREADABLE_HEADER)) is not None:
+        raise MalformedFrame(f"the bus could not read the record: {reason.decode(errors='replace')}")
+    try:
+        schema, version = named["schema"].decode(), int(named["schema-version"])
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
+        raise UnknownSchema(f"expected headers 'schema' and 'schema-version', got {sorted(named)}") from error
+    kind = _KINDS.get(schema)
+    if kind is None or not 1 <= version <= kind.version:
+        raise UnknownSchema(f"expected one of {sorted(_KINDS)}, got {schema!r} version {version}")
+    return kind
+
+
+def _split(value: bytes | None, kind: _Kind) -> tuple[dict[str, Any], memoryview]:
+    if value is None or len(value) < _PREFIX.size:
+        raise MalformedFrame(f"expected a {kind.schema} frame, got {0 if value is None else len(value)} bytes")
+    (header_size,) = _PREFIX.unpack_from(value)
+    _check_sizes(kind, len(value), header_size)
+    end = _PREFIX.size + header_size
+    if len(value) < end:
+        raise MalformedFrame(f"expected a {kind.schema} header of {header_size} bytes, got {len(value) - _PREFIX.size}")
+    header = value[_PREFIX.size : end]
+    try:
+        if header_size > _SMALL_HEADER:
+            refuse_many_items(header, kind.max_items)
+        fields = msgpack.unpackb(header, strict_map_key=True, ext_hook=_refuse_ext, timestamp=3)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError, IndexError) as error:
+        raise MalformedFrame(f"expected a msgpack map as {kind.schema} header, got: {error!r}") from error
+    if not isinstance(fields, dict):
+        raise MalformedFrame(f"expected a map as {kind.schema} header, got {type(fields).__name__}")
+    return fields, memoryview(value)[end:]
+
+
+def _attach_arrays(kind: _Kind, fields: dict[str, Any], body: memoryview) -> None:
+    position, end = 0, len(body)
+    for name, dtype in kind.arrays:
+        count = fields.get(name)
+        size = count * dtype.itemsize if type(count) is int else -1
+        if size < 0 or position + size > end:
+            raise MalformedFrame(f"expected the length of {kind.schema}.{name} within the frame, got {count!r}")
+        fields[name] = np.frombuffer(body, dtype, size // dtype.itemsize, position)
+        position += size
+    if position != end:
+        raise MalformedFrame(f"expected {position} bytes of arrays after the {kind.schema} header, got {end}")
+
+
+def _check_sizes(kind: _Kind, frame_size: int, header_size: int) -> None:
+    if frame_size > kind.max_bytes or header_size > kind.max_header:
+        raise FrameTooLarge(
+            f"expected a {kind.schema} frame of at most {kind.max_bytes} bytes with a header of at most "
+            f"{kind.max_header}, got {frame_size} with {header_size}"
+        )
+
+
+def _fields_of(part: Any) -> Any:
+    if not isinstance(part, BaseModel):
+        raise TypeError(f"expected a field that msgpack can carry, got {type(part).__name__}")
+    return part.__dict__
+
+
+def _refuse_ext(code: int, _data: bytes) -> Any:
+    raise MalformedFrame(f"expected plain msgpack, got extension type {code}")
+
+
+def named_error(headers: Iterable[tuple[str, bytes]]) -> str:
+    """The class of the error for which a record became a dead letter."""
+    return (dict(headers).get("dlq-error-class") or b"(none)").decode(errors="replace")

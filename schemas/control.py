@@ -1,0 +1,107 @@
+"""Coordinator → everyone, on the compacted control topic: a tagged union; the last message of each key holds."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter
+
+from schemas.identifiers import PolicyVersion
+from schemas.messages import Message
+from schemas.trajectories import ShortText
+from schemas.weights import Sha256
+
+
+class Control(Message):
+    """Common head: every control message is numbered by its single writer."""
+
+    SCHEMA: ClassVar[str] = "control"
+    sequence: Annotated[int, Field(ge=0)]
+    sent_at: float
+
+
+class WeightsReady(Control):
+    """These weights can be fetched from any of the relays."""
+
+    kind: Literal["weights_ready"] = "weights_ready"
+    version: PolicyVersion
+    step: Annotated[int, Field(ge=0)]
+    manifest_sha256: Sha256
+    relays: tuple[ShortText, ...]
+
+
+class FlowControl(Control):
+    """Workers and dispatcher go on (``run``), start nothing new (``pause``), or finish and leave (``drain``).
+
+    ``command_offset``: of the operator's command that asked for it, -1 for none; later ones are not carried out yet.
+    """
+
+    kind: Literal["flow"] = "flow"
+    mode: Literal["run", "pause", "drain"]
+    reason: ShortText = ""
+    command_offset: Annotated[int, Field(ge=-1)] = -1
+
+
+class DrainWorker(Control):
+    """One worker finishes what it holds and leaves. ``command_offset`` as in ``FlowControl``."""
+
+    kind: Literal["drain_worker"] = "drain_worker"
+    worker_id: ShortText
+    reason: ShortText = ""
+    command_offset: Annotated[int, Field(ge=-1)] = -1
+
+
+class WorkerClaimed(Control):
+    """This incarnation holds the worker id now; every other one of this id ends."""
+
+    kind: Literal["worker_claimed"] = "worker_claimed"
+    worker_id: ShortText
+    incarnation: ShortText
+
+
+class FleetTarget(Control):
+    """So many generation workers are wanted; whoever runs workers starts or drains some. The last one holds."""
+
+    kind: Literal["fleet_target"] = "fleet_target"
+    workers: Annotated[int, Field(ge=0, le=4096)]
+    reason: ShortText = ""
+
+
+class RunFinished(Control):
+    """The trainer has taken its last step; every process may end."""
+
+    kind: Literal["run_finished"] = "run_finished"
+    step: Annotated[int, Field(ge=0)]
+    reason: ShortText = ""
+
+
+ControlMessage = Annotated[
+    WeightsReady | FlowControl | DrainWorker | WorkerClaimed | FleetTarget | RunFinished, Field(discriminator="kind")
+]
+control_adapter: TypeAdapter[ControlMessage] = TypeAdapter(ControlMessage)
+
+
+def control_key(message: Control) -> str:
+    """Compaction key: the last weights, the last flow order, one order and one claim per worker, one end of run."""
+    match message:
+        case WeightsReady():
+            return "weights/policy"
+        case DrainWorker():
+            return f"drain/{message.worker_id}"
+        case WorkerClaimed():
+            return f"worker/{message.worker_id}"
+        case FleetTarget():
+            return "fleet"
+        case RunFinished():
+            return "finished"
+        case _:
+            return "flow"
+
+
+class OperatorCommand(Message):
+    """Operator → coordinator: what a person asks for. The coordinator turns it into control messages."""
+
+    SCHEMA: ClassVar[str] = "operator-command"
+
+    action: Literal["pause", "resume", "drain", "drain_worker"]
+    worker_id: ShortText | None = None
+    reason: ShortText = ""
+    sent_at: float

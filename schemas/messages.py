@@ -1,0 +1,88 @@
+"""The base of all messages: frozen, closed against unknown constructor fields, comparable with arrays inside."""
+
+from typing import Annotated, Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, WithJsonSchema
+
+# Typed one-dimensional arrays as message fields: numpy in memory, little-endian bytes on the wire.
+
+
+class WireArray:
+    """Marks a field as an array that travels after the frame's header; holds its dtype."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = np.dtype(dtype)
+
+    def validate(self, value: Any) -> NDArray[Any]:
+        """Accept an array of exactly this dtype, or a sequence of numbers.
+
+        Raises:
+            ValueError: wrong dtype, or not one-dimensional.
+        """
+        if not isinstance(value, np.ndarray):
+            value = np.asarray(value, dtype=self.dtype)
+        array: NDArray[Any] = value
+        if array.dtype != self.dtype or array.ndim != 1:
+            raise ValueError(f"expected a 1-d array of {self.dtype}, got {array.ndim}-d {array.dtype}")
+        return array
+
+
+def _field(dtype: str) -> Any:
+    marker = WireArray(dtype)
+    return (
+        marker,
+        PlainValidator(marker.validate),
+        PlainSerializer(lambda array: array.tolist(), when_used="json"),
+        WithJsonSchema({"type": "array", "items": {"type": "number"}}),
+    )
+
+
+Int32Array = Annotated[NDArray[np.int32], *_field("<i4")]
+Float32Array = Annotated[NDArray[np.float32], *_field("<f4")]
+UInt8Array = Annotated[NDArray[np.uint8], *_field("<u1")]
+
+
+class Message(BaseModel):
+    """A record that travels on a topic. ``SCHEMA`` and ``VERSION`` go into the record's headers.
+
+    A new version may only add optional fields; unknown fields of a newer writer are ignored.
+    """
+
+    SCHEMA: ClassVar[str]
+    VERSION: ClassVar[int] = 1
+    MAX_BYTES: ClassVar[int] = 1 << 20
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    @classmethod
+    def array_fields(cls) -> dict[str, np.dtype[Any]]:
+        """Names and dtypes of the fields that travel as raw bytes behind the header."""
+        cached: dict[str, np.dtype[Any]] | None = cls.__dict__.get("_array_fields_cache")
+        if cached is None:
+            cached = {
+                name: marker.dtype
+                for name, field in cls.model_fields.items()
+                for marker in field.metadata
+                if isinstance(marker, WireArray)
+            }
+            type.__setattr__(cls, "_array_fields_cache", cached)
+        return cached
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, type(self)):
+            return NotImplemented
+        arrays = self.array_fields()
+        return all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            if name in arrays
+            else getattr(self, name) == getattr(other, name)
+            for name in type(self).model_fields
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def replace(self, **changes: Any) -> Self:
+        """A validated copy with some fields changed."""
+        return type(self).model_validate({**self.__dict__, **changes})

@@ -1,1 +1,0 @@
-"""Every message that crosses a process border, as frozen pydantic models."""

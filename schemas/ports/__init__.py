@@ -1,1 +1,0 @@
-"""The protocols that the rooms are written against, and the in-memory twin of the bus."""

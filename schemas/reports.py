@@ -1,0 +1,141 @@
+"""What processes say about themselves: heartbeats, trainer steps, and why trajectories were not trained."""
+
+from enum import StrEnum
+from typing import Annotated, ClassVar, NamedTuple
+
+from pydantic import Field
+
+from schemas.identifiers import PolicyVersion
+from schemas.messages import Message
+from schemas.trajectories import ShortText
+from schemas.weights import Sha256
+
+
+class WorkerState(StrEnum):
+    """Life of a worker: it starts, works, finishes what it holds, and is gone."""
+
+    STARTING = "starting"
+    READY = "ready"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+class Heartbeat(Message):
+    """Worker → dispatcher and coordinator: alive, what it holds, and how fast it is. Rates are per second."""
+
+    SCHEMA: ClassVar[str] = "heartbeat"
+
+    worker_id: ShortText
+    incarnation: ShortText
+    state: WorkerState
+    engine: ShortText
+    version: PolicyVersion
+    capacity: Annotated[int, Field(ge=0)]
+    running: Annotated[int, Field(ge=0)]
+    waiting: Annotated[int, Field(ge=0)]
+    generated_tokens: Annotated[int, Field(ge=0)]
+    finished_trajectories: Annotated[int, Field(ge=0)]
+    tokens_per_s: Annotated[float, Field(ge=0)]
+    sequence: Annotated[int, Field(ge=0)]
+    sent_at: float
+
+
+class RecordRef(NamedTuple):
+    """Where a trajectory stands on the trajectories topic."""
+
+    trajectory_id: str
+    partition: int
+    offset: int
+
+
+class StepReport(Message):
+    """Trainer → coordinator and dispatcher: one optimizer step, what it consumed and the weights that came of it.
+
+    ``micro_batches`` lists the records of each micro-batch in the order in which they entered the gradient;
+    ``group_ids`` the groups they came from, in the order in which they were taken; ``left_out`` the samples of these
+    groups that count for its advantages and not for the gradient. ``metrics`` uses TRL's and prime-rl's key names.
+    ``manifest_sha256`` None: the weights of this step were not exported, and nobody can fetch them.
+
+    The first report of a lineage has no groups; its ``parent`` is the version of the checkpoint that it went on from
+    (None: it began with the initial model) and ``parent_skips`` the number of the parent's skip rows that the
+    checkpoint contains. So the steps that survive can be told from those that a crash undid, from the topic alone.
+    ``digests``: xxh3-128, in hex, of each float32 tensor after the step, by its name on disk. ``prompt_cursor``: all
+    prompts trained or skipped so far lie below this position of the prompt source.
+    """
+
+    SCHEMA: ClassVar[str] = "step-report"
+    MAX_BYTES: ClassVar[int] = 8 << 20
+
+    algorithm: ShortText
+    step: Annotated[int, Field(ge=0)]
+    version: PolicyVersion
+    manifest_sha256: Sha256 | None
+    group_ids: tuple[str, ...]
+    micro_batches: tuple[tuple[RecordRef, ...], ...]
+    left_out: tuple[RecordRef, ...] = ()
+    metrics: dict[str, float]
+    digests: dict[str, str] = Field(default_factory=dict)
+    parent: PolicyVersion | None = None
+    parent_skips: Annotated[int, Field(ge=0)] = 0
+    prompt_cursor: Annotated[int, Field(ge=0)] = 0
+    finished: bool = False
+    sent_at: float
+
+
+class RefusedStep(Message):
+    """Trainer → steps topic: a gradient that was not applied, why, and the records it came from.
+
+    ``version``: the weights it was computed with, and which stay; the fields it shares with ``StepReport`` mean the
+    same. A skip row of each record says ``filtered``.
+    """
+
+    SCHEMA: ClassVar[str] = "refused-step"
+    MAX_BYTES: ClassVar[int] = 8 << 20
+
+    algorithm: ShortText
+    step: Annotated[int, Field(ge=1)]
+    version: PolicyVersion
+    problem: Annotated[str, Field(max_length=4096)]
+    group_ids: tuple[str, ...]
+    micro_batches: tuple[tuple[RecordRef, ...], ...]
+    left_out: tuple[RecordRef, ...] = ()
+    metrics: dict[str, float]
+    sent_at: float
+
+
+class SkipReason(StrEnum):
+    """Why an accepted trajectory has no gradient in the model."""
+
+    STALE = "stale"
+    DUPLICATE = "duplicate"
+    POISON = "poison"
+    GROUP_INCOMPLETE = "group_incomplete"
+    ZERO_ADVANTAGE = "zero_advantage"
+    FILTERED = "filtered"
+    ORPHAN_LINEAGE = "orphan_lineage"
+    RETENTION_EXPIRED = "retention_expired"
+    OPERATOR = "operator"
+
+
+class SkipRecord(Message):
+    """Trainer → skips topic: this record was not trained, and why. ``None`` ids: the bytes did not decode.
+
+    ``sequence`` numbers the rows of a ``lineage`` from 1; a row sent again keeps its number. A row with
+    ``retention_expired`` stands for all records from ``offset`` up to, not including, ``end_offset``.
+    """
+
+    SCHEMA: ClassVar[str] = "skip"
+
+    algorithm: ShortText
+    reason: SkipReason
+    detail: Annotated[str, Field(max_length=4096)] = ""
+    trajectory_id: ShortText | None
+    group_id: ShortText | None
+    partition: Annotated[int, Field(ge=0)]
+    offset: Annotated[int, Field(ge=0)]
+    end_offset: Annotated[int, Field(ge=1)] | None = None
+    step: Annotated[int, Field(ge=0)]
+    lineage: Annotated[int, Field(ge=0)] = 0
+    sequence: Annotated[int, Field(ge=0)] = 0
+    sent_at: float

@@ -1,0 +1,177 @@
+"""The topic catalogue as data: what travels where, who writes it, who reads it, and how long it is kept."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from schemas.control import OperatorCommand, WeightsReady
+from schemas.identifiers import WORKER_LANES
+from schemas.messages import Message
+from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
+from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
+
+DAY_MS = 86_400_000
+HOUR_MS = 3_600_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topic:
+    """One entry of the catalogue. ``partitions`` 0 means buckets × shards, from the settings.
+
+    ``message`` None: raw bytes of another topic, unchanged, with the reason in the headers. ``also``: further kinds
+    of message that the topic carries.
+    """
+
+    name: str
+    message: type[Message] | None
+    key: str
+    partitions: int
+    cleanup_policy: Literal["delete", "compact"]
+    retention_ms: int
+    max_message_bytes: int
+    writers: tuple[str, ...]
+    readers: tuple[str, ...]
+    also: tuple[type[Message], ...] = ()
+
+    def full_name(self, run: str) -> str:
+        """Name on the broker: the run's name, a dot, the topic's name."""
+        return f"{run}.{self.name}"
+
+    def partition_count(self, trajectory_partitions: int) -> int:
+        """Number of partitions, given buckets × shards."""
+        return self.partitions or trajectory_partitions
+
+    def configs(self, *, replication_factor: int) -> dict[str, str]:
+        """Kafka topic settings, as text."""
+        configs = {
+            "cleanup.policy": self.cleanup_policy,
+            "max.message.bytes": str(self.max_message_bytes),
+            "min.insync.replicas": str(max(1, replication_factor - 1)),
+        }
+        if self.cleanup_policy == "compact":
+            configs |= {
+                "min.cleanable.dirty.ratio": "0.01",
+                "max.compaction.lag.ms": "600000",
+                "segment.ms": "600000",
+                "delete.retention.ms": str(DAY_MS),
+            }
+        else:
+            configs["retention.ms"] = str(self.retention_ms)
+        return configs
+
+
+def _room_for(message: type[Message]) -> int:
+    return message.MAX_BYTES + (64 << 10)
+
+
+WORK_ORDERS = Topic(
+    name="work-orders",
+    message=WorkOrder,
+    key="group id",
+    partitions=WORKER_LANES,
+    cleanup_policy="delete",
+    retention_ms=DAY_MS,
+    max_message_bytes=_room_for(WorkOrder),
+    writers=("dispatcher",),
+    readers=("worker", "report"),
+)
+TOKENS = Topic(
+    name="tokens",
+    message=TokenChunk,
+    key="trajectory id",
+    partitions=4,
+    cleanup_policy="delete",
+    retention_ms=HOUR_MS,
+    max_message_bytes=_room_for(TokenChunk),
+    writers=("worker",),
+    readers=("gateway", "top"),
+)
+TRAJECTORIES = Topic(
+    name="trajectories",
+    message=Trajectory,
+    key="group id",
+    partitions=0,
+    cleanup_policy="delete",
+    retention_ms=7 * DAY_MS,
+    max_message_bytes=_room_for(Trajectory),
+    writers=("worker",),
+    readers=("trainer", "dispatcher", "report"),
+)
+DEAD_LETTERS = Topic(
+    name="dead-letters",
+    message=None,
+    key="key of the refused record",
+    partitions=1,
+    cleanup_policy="delete",
+    retention_ms=30 * DAY_MS,
+    max_message_bytes=_room_for(Trajectory) + (64 << 10),
+    writers=("trainer",),
+    readers=("dlq",),
+)
+SKIPS = Topic(
+    name="skips",
+    message=SkipRecord,
+    key="trajectory id",
+    partitions=1,
+    cleanup_policy="delete",
+    retention_ms=30 * DAY_MS,
+    max_message_bytes=_room_for(SkipRecord),
+    writers=("trainer",),
+    readers=("dispatcher", "audit", "report"),
+)
+STEPS = Topic(
+    name="steps",
+    message=StepReport,
+    also=(RefusedStep,),
+    key="algorithm",
+    partitions=1,
+    cleanup_policy="delete",
+    retention_ms=30 * DAY_MS,
+    max_message_bytes=_room_for(StepReport),
+    writers=("trainer",),
+    readers=("coordinator", "dispatcher", "audit", "report"),
+)
+CONTROL = Topic(
+    name="control",
+    message=WeightsReady,
+    key="what the order is about",
+    partitions=1,
+    cleanup_policy="compact",
+    retention_ms=-1,
+    max_message_bytes=_room_for(WeightsReady),
+    writers=("coordinator",),
+    readers=("worker", "dispatcher", "trainer", "relay"),
+)
+COMMANDS = Topic(
+    name="commands",
+    message=OperatorCommand,
+    key="action",
+    partitions=1,
+    cleanup_policy="delete",
+    retention_ms=DAY_MS,
+    max_message_bytes=_room_for(OperatorCommand),
+    writers=("operator",),
+    readers=("coordinator",),
+)
+HEARTBEATS = Topic(
+    name="heartbeats",
+    message=Heartbeat,
+    key="worker id",
+    partitions=1,
+    cleanup_policy="delete",
+    retention_ms=HOUR_MS,
+    max_message_bytes=_room_for(Heartbeat),
+    writers=("worker",),
+    readers=("coordinator", "dispatcher", "top", "report"),
+)
+
+CATALOGUE: tuple[Topic, ...] = (
+    WORK_ORDERS,
+    TOKENS,
+    TRAJECTORIES,
+    DEAD_LETTERS,
+    SKIPS,
+    STEPS,
+    CONTROL,
+    COMMANDS,
+    HEARTBEATS,
+)

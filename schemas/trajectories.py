@@ -1,0 +1,208 @@
+"""What workers produce: token chunks while sampling, and one trajectory per finished completion."""
+
+from enum import StrEnum
+from typing import Annotated, ClassVar, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from schemas.identifiers import PolicyVersion
+from schemas.messages import Float32Array, Int32Array, Message, UInt8Array
+
+# Prompts, advice about their output length, and the orders that send them to workers.
+
+ShortText = Annotated[str, Field(max_length=256)]
+
+
+class Part(BaseModel):
+    """A value inside a message."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class ChatTurn(Part):
+    """One turn of a conversational prompt."""
+
+    role: ShortText
+    content: Annotated[str, Field(max_length=1 << 20)]
+
+
+class Prompt(Part):
+    """One task for the policy, with the columns its reward functions will ask for.
+
+    ``content`` is plain text, or chat turns that the worker renders with the model's chat template.
+    """
+
+    prompt_id: ShortText
+    dataset: ShortText
+    content: Annotated[str, Field(max_length=1 << 20)] | tuple[ChatTurn, ...]
+    columns: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The prompt as text, chat turns joined by line breaks; for features and displays, never for tokens."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(turn.content for turn in self.content)
+
+
+class LengthEstimate(Part):
+    """Predicted output length in tokens. Advice only: a wrong one costs time, never correctness.
+
+    ``boundaries_version``: of the bucket boundaries that the bucket was found with; 0 for those of the settings.
+    """
+
+    median: Annotated[int, Field(ge=1)]
+    upper: Annotated[int, Field(ge=1)]
+    bucket: Annotated[int, Field(ge=0)]
+    predictor: ShortText
+    boundaries_version: Annotated[int, Field(ge=0)] = 0
+
+
+class SamplingParams(Part):
+    """How completions are sampled; the names are vLLM's and TRL's."""
+
+    max_completion_length: Annotated[int, Field(ge=1)]
+    temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    seed: int | None = None
+
+
+class WorkOrder(Message):
+    """Dispatcher → one worker: sample these completions of a prompt.
+
+    ``sample_indices`` names the samples still wanted (all of them at first, the missing ones after a worker was
+    lost); ``partition`` is where every trajectory of the group goes; ``position`` is the prompt cursor's value that
+    gave this prompt, so that a restarted dispatcher can go on behind the largest one; ``due_step`` is the earliest
+    optimizer step that may train the group, 0 for any.
+    """
+
+    SCHEMA: ClassVar[str] = "work-order"
+    MAX_BYTES: ClassVar[int] = 4 << 20
+
+    group_id: ShortText
+    worker_id: ShortText
+    position: Annotated[int, Field(ge=0)]
+    prompt: Prompt
+    estimate: LengthEstimate
+    sampling: SamplingParams
+    num_generations: Annotated[int, Field(ge=1, le=4096)]
+    sample_indices: tuple[int, ...]
+    partition: Annotated[int, Field(ge=0)]
+    attempt: Annotated[int, Field(ge=0)] = 0
+    due_step: Annotated[int, Field(ge=0)] = 0
+    admitted_version: PolicyVersion
+    created_at: float
+
+
+_ZERO = np.zeros((), np.int32)
+"""An array, because comparing with a Python number converts it anew each time."""
+
+
+class FinishReason(StrEnum):
+    """Why sampling ended: an end-of-sequence token, the length limit, or the engine gave up."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class VersionSpan(Part):
+    """Tokens ``start`` (inclusive) to ``end`` (exclusive) of a completion were sampled by ``version``."""
+
+    version: PolicyVersion
+    start: Annotated[int, Field(ge=0)]
+    end: Annotated[int, Field(ge=1)]
+
+
+class TokenChunk(Message):
+    """Worker → tokens topic: a run of tokens just sampled, all by one version. Delivered at most once."""
+
+    SCHEMA: ClassVar[str] = "token-chunk"
+
+    trajectory_id: ShortText
+    worker_id: ShortText
+    start: Annotated[int, Field(ge=0)]
+    version: PolicyVersion
+    token_ids: Int32Array
+    logprobs: Float32Array
+    finish_reason: FinishReason | None = None
+
+
+class Trajectory(Message):
+    """Worker → trajectories topic: one finished completion; the record all consumers share.
+
+    Rewards are raw, by name and unweighted (``None``: not applicable or failed, see ``reward_errors``); advantages
+    are the consumer's business. With P prompt and T completion tokens: ``prompt_token_ids`` int32 (P),
+    ``token_ids`` int32 (T), ``logprobs`` float32 (T), of the behaviour policy at the sampling temperature,
+    ``loss_mask`` uint8 (T). Times are seconds since the epoch. ``position``: of the prompt in the prompt source.
+    ``due_step``: the earliest optimizer step that may train it, 0 for any.
+    """
+
+    SCHEMA: ClassVar[str] = "trajectory"
+    MAX_BYTES: ClassVar[int] = 16 << 20
+
+    trajectory_id: ShortText
+    group_id: ShortText
+    prompt_id: ShortText
+    dataset: ShortText
+    sample_index: Annotated[int, Field(ge=0)]
+    num_generations: Annotated[int, Field(ge=1)]
+    prompt_token_ids: Int32Array
+    token_ids: Int32Array
+    logprobs: Float32Array
+    loss_mask: UInt8Array
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    prompt_text: str
+    completion_text: str
+    rewards: dict[str, float | None]
+    reward_errors: dict[str, str] = Field(default_factory=dict)
+    temperature: float
+    bucket: Annotated[int, Field(ge=0)]
+    predicted_length: Annotated[int, Field(ge=1)]
+    worker_id: ShortText
+    attempt: Annotated[int, Field(ge=0)]
+    admitted_version: PolicyVersion
+    position: Annotated[int, Field(ge=0)] = 0
+    due_step: Annotated[int, Field(ge=0)] = 0
+    created_at: float
+    started_at: float
+    finished_at: float
+
+    @model_validator(mode="after")
+    def _arrays_agree(self) -> Self:
+        length = len(self.token_ids)
+        if not len(self.logprobs) == len(self.loss_mask) == length:
+            raise ValueError(
+                f"expected token_ids, logprobs and loss_mask of one length, "
+                f"got {length}, {len(self.logprobs)} and {len(self.loss_mask)}"
+            )
+        if np.count_nonzero(np.isfinite(self.logprobs)) != length:
+            raise ValueError("expected finite logprobs, got NaN or infinity")
+        if np.count_nonzero(self.token_ids < _ZERO):
+            raise ValueError(f"expected token ids >= 0, got {self.token_ids.min()}")
+        if np.count_nonzero(self.prompt_token_ids < _ZERO):
+            raise ValueError(f"expected prompt token ids >= 0, got {self.prompt_token_ids.min()}")
+        self._spans_tile(length)
+        return self
+
+    def _spans_tile(self, length: int) -> None:
+        expected = 0
+        for span in self.version_spans:
+            if span.start != expected or span.end <= span.start:
+                raise ValueError(f"expected a version span that starts at {expected}, got [{span.start}, {span.end})")
+            expected = span.end
+        if expected != length:
+            raise ValueError(f"expected version spans that cover {length} tokens, got {expected}")
+
+    @property
+    def oldest_version(self) -> PolicyVersion:
+        """The oldest weights that sampled a token of this completion (the admitted version if it is empty)."""
+        return min((span.version for span in self.version_spans), default=self.admitted_version)
+
+    @property
+    def newest_version(self) -> PolicyVersion:
+        """The newest weights that sampled a token of this completion (the admitted version if it is empty)."""
+        return max((span.version for span in self.version_spans), default=self.admitted_version)

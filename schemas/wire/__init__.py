@@ -1,1 +1,0 @@
-"""Bytes: the frame codec and the topic catalogue."""

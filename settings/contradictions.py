@@ -1,0 +1,102 @@
+"""Settings that others make meaningless: refused where the user gives both, left out of what is written.
+
+Invariant nothing_is_set_twice: a value that follows from other settings cannot be set beside them. What a later layer
+decides replaces what an earlier one said: ``--loop.mode synchronous`` goes with a file that has a ``max_staleness``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from schemas.errors import SettingsError
+from settings.layers import Given
+from settings.tree import Settings
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``keys`` mean nothing unless ``applies``; ``because`` says what is against it, and ``deciders`` decide it."""
+
+    keys: tuple[str, ...]
+    deciders: tuple[str, ...]
+    applies: Callable[[Settings], bool]
+    because: Callable[[Settings], str]
+
+
+def _functions(settings: Settings) -> set[str]:
+    return set(settings.rewards.functions)
+
+
+RULES = (
+    Rule(
+        ("loop.max_staleness",),
+        ("loop.mode",),
+        lambda settings: settings.loop.mode == "trajectory_async",
+        lambda settings: f'loop.mode = "{settings.loop.mode}", whose bound is {settings.loop.staleness_bound}',
+    ),
+    Rule(
+        ("data.subset", "data.split", "data.format", "data.prompt_column", "data.answer_column"),
+        ("data.path", "data.dataset", "data.mixture"),
+        lambda settings: settings.data.path is not None,
+        lambda _: "generated prompts (data.dataset or data.mixture)",
+    ),
+    Rule(
+        ("data.size",),
+        ("data.path",),
+        lambda settings: settings.data.path is None,
+        lambda _: "data.path, where one pass is all its rows",
+    ),
+    Rule(
+        ("rewards.format_pattern",),
+        ("rewards.functions",),
+        lambda settings: "format" in _functions(settings),
+        lambda _: 'rewards.functions that lack "format"',
+    ),
+    Rule(
+        ("rewards.answer_pattern",),
+        ("rewards.functions",),
+        lambda settings: bool(_functions(settings) & {"math_verify", "exact_match"}),
+        lambda _: 'rewards.functions that lack "math_verify" and "exact_match"',
+    ),
+    Rule(
+        ("algorithm.overlong_l_cache", "algorithm.overlong_factor"),
+        ("algorithm.overlong_l_max",),
+        lambda settings: settings.algorithm.overlong_l_max is not None,
+        lambda _: "no algorithm.overlong_l_max, so no overlong penalty",
+    ),
+    Rule(
+        ("kafka.sasl_mechanism", "kafka.sasl_plain_username", "kafka.sasl_plain_password"),
+        ("kafka.security_protocol",),
+        lambda settings: settings.kafka.security_protocol.startswith("SASL"),
+        lambda settings: f'kafka.security_protocol = "{settings.kafka.security_protocol}"',
+    ),
+    Rule(
+        ("kafka.ssl_cafile", "kafka.ssl_certfile", "kafka.ssl_keyfile"),
+        ("kafka.security_protocol",),
+        lambda settings: settings.kafka.security_protocol.endswith("SSL"),
+        lambda settings: f'kafka.security_protocol = "{settings.kafka.security_protocol}"',
+    ),
+)
+
+
+def refuse_contradictions(settings: Settings, given: Given) -> None:
+    """Check what the user gave.
+
+    Raises:
+        SettingsError: a key is given that other settings, given no later, make meaningless.
+    """
+    for rule in RULES:
+        if rule.applies(settings):
+            continue
+        decided = max(given.rank(tuple(key.split("."))) for key in rule.deciders)
+        for key in rule.keys:
+            path = tuple(key.split("."))
+            if given.rank(path) >= max(decided, 0):
+                raise SettingsError(
+                    f"expected no {key} with {rule.because(settings)}, got one{given.origin(path)}; "
+                    "remove one of the two"
+                )
+
+
+def meaningless_keys(settings: Settings) -> frozenset[str]:
+    """Keys whose values other settings make meaningless."""
+    return frozenset(key for rule in RULES if not rule.applies(settings) for key in rule.keys)

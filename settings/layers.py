@@ -1,0 +1,158 @@
+"""The layers that settings come from, as nested dictionaries: TOML file, environment, command line. Later ones win."""
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from schemas.errors import SettingsError
+
+ENV_PREFIX = "STREAMRL_"
+Tree = dict[str, Any]
+
+
+def from_toml(path: Path) -> Tree:
+    """Read a TOML file.
+
+    Raises:
+        SettingsError: there is no such file, or it is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise SettingsError(f"expected a configuration file, got {path}, which does not exist") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"expected TOML in {path}, got: {error}") from error
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> Tree:
+    """Read ``STREAMRL_SECTION__KEY=value``; variables without a double underscore are not settings."""
+    tree: Tree = {}
+    for name, text in environ.items():
+        if name.startswith(ENV_PREFIX) and "__" in name:
+            _put(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), text)
+    return tree
+
+
+def from_arguments(arguments: Iterable[str]) -> Tree:
+    """Read ``--section.key value`` and ``--section.key=value``.
+
+    Raises:
+        SettingsError: something else stands there, or a value is missing.
+    """
+    tree: Tree = {}
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("--") or "." not in argument.split("=")[0]:
+            raise SettingsError(f"expected --section.key value, got {argument!r}; see --help for the other options")
+        path, equals, text = argument.removeprefix("--").partition("=")
+        if not equals:
+            following = next(rest, None)
+            if following is None:
+                raise SettingsError(f"expected a value after {argument}, got the end of the line")
+            text = following
+        _put(tree, path.replace("-", "_").split("."), text)
+    return tree
+
+
+def merged(*layers: Tree) -> Tree:
+    """All layers in one tree; a later layer's value replaces an earlier one's, section by section."""
+    result: Tree = {}
+    for layer in layers:
+        for key, value in layer.items():
+            before = result.get(key)
+            result[key] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _put(tree: Tree, path: list[str], text: str) -> None:
+    for part in path[:-1]:
+        node = tree.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise SettingsError(f"expected a section at {'.'.join(path)}, got a value")
+        tree = node
+    tree[path[-1]] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """A TOML value if it reads as one, else the text itself: ``3``, ``true``, ``[1, 2]``, ``some/path``."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+# What the user gave, layer by layer, and where each key came from. Knows no setting by name.
+
+_HEADER = re.compile(r"\s*\[+\s*([^\]]+?)\s*\]+")
+_KEY = re.compile(r"\s*([A-Za-z0-9_.\"'-]+)\s*=")
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Given:
+    """TOML file, environment and command line as nested dictionaries; later ones win."""
+
+    config: Path | None
+    toml: Tree
+    environment: Tree
+    arguments: Tree
+
+    @classmethod
+    def read(cls, config: Path | None, arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Self:
+        """Read all three.
+
+        Raises:
+            SettingsError: one of them cannot be read.
+        """
+        return cls(config, from_toml(config) if config else {}, from_environment(environ), from_arguments(arguments))
+
+    @property
+    def layers(self) -> tuple[Tree, ...]:
+        """In the order in which they replace each other."""
+        return self.toml, self.environment, self.arguments
+
+    def rank(self, key: Key) -> int:
+        """The number of the last layer that gives a key, from 0; -1: none does."""
+        return max((rank for rank, tree in enumerate(self.layers) if _has(tree, key)), default=-1)
+
+    def origin(self, key: Key) -> str:
+        """Where a key's value came from, in brackets and with a space in front; empty where that is not known."""
+        match self.rank(key):
+            case 2:
+                return f" (--{'.'.join(key)})"
+            case 1:
+                return f" ({ENV_PREFIX}{'__'.join(key).upper()})"
+            case 0 if self.config is not None:
+                line = line_of(self.config.read_text(), key)
+                return f" ({self.config}, line {line})" if line else f" ({self.config})"
+            case _:
+                return ""
+
+
+def line_of(text: str, key: Key) -> int | None:
+    """The line of a TOML text, from 1, that sets a key or opens the table of that name; None: not found so simply."""
+    section: Key = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            section = _parts(header[1])
+            if section == key:
+                return number
+        elif (found := _KEY.match(line)) and section + _parts(found[1]) == key:
+            return number
+    return line_of(text, key[:-1]) if len(key) > 1 else None
+
+
+def _parts(name: str) -> Key:
+    return tuple(part.strip().strip("\"'") for part in name.split("."))
+
+
+def _has(tree: Any, key: Key) -> bool:
+    for part in key:
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True

@@ -1,0 +1,166 @@
+"""The whole tree: each room's section under its name."""
+
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from bus.kafka.settings import KafkaSettings
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.batching.settings import BatchingSettings
+from consumers.ingest.settings import IntakeSettings
+from consumers.training.settings import TrainingSettings
+from coordinator.settings import CoordinatorSettings, RelaySettings, ScalingSettings
+from observability.metrics.settings import MetricsSettings, TrackingSettings
+from observability.tracing.settings import TelemetrySettings
+from producers.dispatch.settings import DispatchSettings
+from producers.generation.engines.length_trace import LengthTraceSettings
+from producers.generation.settings import GenerationSettings
+from producers.lengths.settings import LengthSettings
+from producers.prompts.settings import DataSettings
+from producers.rewards.settings import RewardSettings
+from schemas.identifiers import is_plain_name
+from schemas.profiles import TYPICAL_CURVE, DecodeCurve, DecodeSettings, DeviceProfile, TrainingCosts
+from schemas.settings import UNSET, LoopSettings, Section
+
+# The sections that belong to no room: the run itself, the model or what stands in for it, and the evaluation.
+
+
+class RunSettings(Section):
+    """``[run]``."""
+
+    name: Annotated[str, Field(description="Prefix of the topics and name of the run's directory.")] = "run"
+    directory: Annotated[Path, Field(description="Where runs keep their directories.")] = Path("runs")
+    seed: Annotated[int, Field(ge=0, description="Seed of prompts, sampling and training.")] = 0
+    workers: Annotated[int, Field(ge=0, le=256, description="Generation workers that `streamrl run` starts.")] = 2
+    max_workers: Annotated[
+        int | None,
+        Field(ge=1, le=256, description="Workers that it may add as lengths grow; unset: their number stays."),
+    ] = None
+    max_restarts: Annotated[int, Field(ge=0, description="Restarts of one process before the run gives up.")] = 5
+    watchdog_s: Annotated[
+        float, Field(gt=0, description="A process that makes no progress for so long ends, and is started anew.")
+    ] = 120.0
+    shutdown_grace_s: Annotated[float, Field(gt=0, description="Time to end cleanly after Ctrl-C or SIGTERM.")] = 20.0
+
+    @field_validator("name")
+    @classmethod
+    def _plain(cls, name: str) -> str:
+        if not is_plain_name(name):
+            raise ValueError(f"expected 1 to 64 of a-z, 0-9, '.', '_' and '-', got {name!r}")
+        return name
+
+    @model_validator(mode="after")
+    def _grows(self) -> Self:
+        if self.max_workers is not None and self.max_workers < max(1, self.workers):
+            raise ValueError(f"expected run.max_workers >= run.workers ({self.workers}), got {self.max_workers}")
+        return self
+
+    @property
+    def path(self) -> Path:
+        """The run's own directory."""
+        return self.directory / self.name
+
+    @property
+    def weights_store(self) -> Path:
+        """Where the trainer puts weight versions and the relay finds them."""
+        return self.path / "weights"
+
+
+class ModelSettings(Section):
+    """``[model]``."""
+
+    path: Annotated[
+        str, Field(description="The policy to start from: a local HF directory or a hub id; needed unless emulated.")
+    ] = ""
+
+
+class EmulationSettings(Section):
+    """``[emulation]``: in place of a model, for ``generation.engine`` and ``training.backend`` = "emulated"."""
+
+    time_scale: Annotated[float, Field(gt=0, description="Emulated seconds in one second of the wall clock.")] = 100.0
+    profile: Annotated[
+        Path | None,
+        Field(description="What `streamrl profile` measured; emulation.decode and emulation.training come from it."),
+    ] = None
+    decode: DecodeSettings = DecodeSettings()
+    lengths: LengthTraceSettings = LengthTraceSettings()
+    training: TrainingCosts = TrainingCosts()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _profiled(cls, values: Any) -> Any:
+        """Decoding and training take the profile's times; sections that say otherwise are refused."""
+        if not isinstance(values, dict) or values.get("profile") in (None, UNSET):
+            return values
+        profile = DeviceProfile.read(Path(values["profile"]))
+        for name, measured in (("decode", profile.decode), ("training", profile.training)):
+            if name in values and type(measured).model_validate(values[name]) != measured:
+                raise ValueError(
+                    f"expected emulation.{name} to come from the profile {values['profile']}, "
+                    f"got other values for it; leave out one of the two"
+                )
+        return values | {"decode": profile.decode, "training": profile.training}
+
+
+class EvaluationSettings(Section):
+    """``[evaluation]``: judged before and after a run, never during it."""
+
+    function: Annotated[
+        str | None,
+        Field(description="package.module:function (model directory, seed) -> {'metrics': {...}, 'samples': [...]}"),
+    ] = None
+
+
+class Settings(Section):
+    """Everything that can be set; sections left out take their defaults, ``[data]`` is required.
+
+    So is ``[model]``, unless generation and training are both emulated.
+    """
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    data: DataSettings
+    rewards: RewardSettings = RewardSettings()
+    loop: LoopSettings = LoopSettings()
+    lengths: LengthSettings = LengthSettings()
+    dispatch: DispatchSettings = DispatchSettings()
+    generation: GenerationSettings = GenerationSettings()
+    intake: IntakeSettings = IntakeSettings()
+    batching: BatchingSettings = BatchingSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    training: TrainingSettings = TrainingSettings()
+    coordinator: CoordinatorSettings = CoordinatorSettings()
+    relay: RelaySettings = RelaySettings()
+    scaling: ScalingSettings = ScalingSettings()
+    kafka: KafkaSettings = KafkaSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    tracking: TrackingSettings = TrackingSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+    emulation: EmulationSettings = EmulationSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+
+
+def decode_curve(settings: Settings) -> DecodeCurve:
+    """A worker's decode steps in seconds of the wall clock: as measured, as emulated, or typical ones.
+
+    Raises:
+        SettingsError: the profile cannot be read.
+    """
+    is_emulated, profile = settings.generation.engine == "emulated", settings.dispatch.profile
+    if profile is None and not is_emulated:
+        return TYPICAL_CURVE
+    decode = DeviceProfile.read(profile).decode if profile is not None else settings.emulation.decode
+    return DecodeCurve(_faster(decode, settings.emulation.time_scale) if is_emulated else decode)
+
+
+def _faster(decode: DecodeSettings, factor: float) -> DecodeSettings:
+    return decode.model_copy(
+        update={
+            "step_s": decode.step_s / factor,
+            "table": tuple((batch, seconds / factor) for batch, seconds in decode.table),
+            "context_s_per_token": decode.context_s_per_token / factor,
+            "prefill_s_per_token": decode.prefill_s_per_token / factor,
+            "adopt_s": decode.adopt_s / factor,
+        }
+    )

@@ -1,0 +1,1 @@
+"""The front door: the Python API and the `streamrl` command."""

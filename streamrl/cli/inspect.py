@@ -1,0 +1,459 @@
+"""Writes a run's report again, or compares runs."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from inspection.host import give_way
+
+# `streamrl audit`: whether every trajectory of a run was trained once, skipped for a reason, or is pending.
+
+
+def add_audit(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(audit)
+
+
+def audit(
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    export: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Audit exported segments instead of a broker's topics.")
+    ] = None,
+) -> None:
+    """Prove produced = trained + skipped + pending, from topics and checkpoints alone; also while the run goes on.
+
+    Exit code 4 if the books do not balance; the first line then names the first trajectory that breaks them.
+    """
+    _give_way_to(run)
+    from inspection.audit.command import audit_run
+    from inspection.logs import log_to_stderr
+
+    log_to_stderr()
+    raise typer.Exit(audit_run(run, export, as_json=as_json))
+
+
+def _give_way_to(run: Path | None) -> None:
+    """Before anything heavy is imported: half of a short audit's work is its imports.
+
+    Not where a run's own broker has to be started first: it would inherit that, and be slow to come on a busy machine.
+    """
+    from inspection.host import give_way
+    from inspection.source import directory_of, nodes_of, own_broker
+
+    if run is None or (directory := directory_of(run)) is None:
+        return
+    if own_broker(directory) is not None or not nodes_of(directory):
+        give_way()
+
+
+# `streamrl dlq`: the records that no decoder took.
+
+dlq = typer.Typer(help="Look at dead letters, and send them once more.", no_args_is_help=True)
+
+DeadLettersRun = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file.")
+]
+DeadLettersExport = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Read exported segments instead of a broker.")
+]
+
+
+@dlq.command()
+def ls(
+    run: DeadLettersRun,
+    error_class: Annotated[str | None, typer.Option(help="Only this class of error, such as MalformedFrame.")] = None,
+    since: Annotated[str | None, typer.Option(help="Only those since: 30m, 2h, 1d, or an ISO date and time.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    export: DeadLettersExport = None,
+) -> None:
+    """List dead letters: when, from where, why, how large."""
+    from inspection.dead_letters import list_letters
+    from inspection.logs import log_to_stderr
+
+    log_to_stderr()
+    raise typer.Exit(list_letters(run, export, error_class, since, json_lines=as_json))
+
+
+@dlq.command("show")
+def dlq_show(
+    run: DeadLettersRun,
+    offset: Annotated[int, typer.Argument(min=0, help="Of the letter, as `ls` shows it.")],
+    export: DeadLettersExport = None,
+) -> None:
+    """Print a dead letter: headers, the first bytes, and what today's decoder makes of it."""
+    from inspection.dead_letters import show_letter
+    from inspection.logs import log_to_stderr
+
+    log_to_stderr()
+    raise typer.Exit(show_letter(run, export, offset))
+
+
+@dlq.command()
+def retry(
+    run: DeadLettersRun,
+    offsets: Annotated[list[int] | None, typer.Argument(min=0, help="Of the letters, as `ls` shows them.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Send also what still does not decode.")] = False,
+) -> None:
+    """Publish refused records again where they came from; those sent before are left alone.
+
+    Exit code 1 if some were refused.
+    """
+    from inspection.dead_letters import retry_letters
+    from inspection.logs import log_to_stderr
+
+    log_to_stderr()
+    raise typer.Exit(retry_letters(run, offsets or [], everything=everything, dry_run=dry_run, force=force))
+
+
+# `streamrl export`: a run's topics as files that audit and replay read without a broker.
+
+
+def add_export(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(export)
+
+
+def export(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file."),
+    ],
+    to: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="An empty directory; the run's own export/ if left out.")
+    ] = None,
+    encoding: Annotated[
+        Literal["parquet", "jsonl"], typer.Option("--format", help="Parquet also shows texts and rewards as columns.")
+    ] = "parquet",
+    topics: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TOPIC", help="Only this topic; may be repeated; 'all' adds heartbeats and tokens."),
+    ] = None,
+) -> None:
+    """Write a run's topics into segment files, byte by byte, with a manifest of their checksums."""
+    from inspection.audit.command import export_run
+    from inspection.logs import log_to_stderr
+
+    log_to_stderr()
+    raise typer.Exit(export_run(run, to, encoding, topics or []))
+
+
+# `streamrl replay` and `streamrl show`: looks at past steps and trajectories again, and touches nothing.
+
+PastRunPath = Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory, or its name under runs/.")]
+Export = Annotated[Path | None, typer.Option(help="Read exported segments instead of a broker.", metavar="DIR")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object, or one a line for --steps.")]
+Step = Annotated[int | None, typer.Option(min=1, help="Rebuild this step and show it in full.")]
+Steps = Annotated[
+    str | None, typer.Option(metavar="FIRST:LAST", help="Rebuild these steps, both included; one line each.")
+]
+Lineage = Annotated[
+    int | None, typer.Option(min=1, help="Follow the chain of this lineage, also where a crash undid it.")
+]
+Attempt = Annotated[int | None, typer.Option(min=1, help="Of a step that was refused: which attempt.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="What if: a setting of algorithm, training or batching; may be repeated. Each step starts from the "
+        "original weights.",
+    ),
+]
+Algorithm = Annotated[str | None, typer.Option(help="What if: another algorithm (grpo, rloo).")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TRAJECTORY", help="What if: only these (id or partition@offset); may be repeated."),
+]
+Without = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TRAJECTORY", help="What if: without these (id or partition@offset); may be repeated."),
+]
+Bisect = Annotated[bool, typer.Option("--bisect", help="Find the trajectories that blew up the step.")]
+Above = Annotated[
+    float | None,
+    typer.Option(min=0, help="Gradient norm that is too large; 10 x the median of the 20 steps before."),
+]
+Gradients = Annotated[
+    bool, typer.Option("--per-trajectory-gradients", help="Show each trajectory's own gradient norm.")
+]
+FromDlq = Annotated[
+    bool, typer.Option("--from-dlq", help="Decode the dead letters again; what they would have taught.")
+]
+Keep = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Write weights, gradients and updates of the steps there.")
+]
+Threads = Annotated[int | None, typer.Option(min=0, help="CPU threads; the trainer's own number if left out.")]
+
+
+def add_replay(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command()(replay)
+    app.command()(show)
+
+
+def replay(
+    run: PastRunPath,
+    step: Step = None,
+    steps: Steps = None,
+    lineage: Lineage = None,
+    attempt: Attempt = None,
+    changes: Changes = None,
+    algorithm: Algorithm = None,
+    only: Only = None,
+    without: Without = None,
+    bisect: Bisect = False,
+    above: Above = None,
+    per_trajectory_gradients: Gradients = False,
+    from_dlq: FromDlq = False,
+    export: Export = None,
+    keep: Keep = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Rebuild past optimizer steps from what is recorded, and compare; without a step: list what there is.
+
+    Exit code 1 if a step does not come out bit-equal on the CPU.
+    """
+    from inspection.replay.command import Request, log_to_stderr, step_range
+    from inspection.replay.command import replay as carry_out
+
+    log_to_stderr()
+    first, last = step_range(step, steps)
+    request = Request(
+        run=run,
+        first=first,
+        last=last,
+        lineage=lineage,
+        attempt=attempt,
+        changes=tuple(changes or ()),
+        algorithm=algorithm,
+        only=tuple(only or ()),
+        without=tuple(without or ()),
+        bisect=bisect,
+        above=above,
+        row_gradients=per_trajectory_gradients,
+        from_dlq=from_dlq,
+        export=export,
+        keep=keep,
+        threads=threads,
+        json=json,
+    )
+    raise typer.Exit(carry_out(request))
+
+
+def show(
+    trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="Its id, or partition@offset.")],
+    run: PastRunPath,
+    export: Export = None,
+    json: Json = False,
+) -> None:
+    """Print a trajectory: prompt, tokens by weight version, rewards, and its whole life with times."""
+    from inspection.replay.show import show as carry_out
+
+    carry_out(trajectory, run, export, json=json)
+
+
+# Looks inside a run: records, standing, lag, a check-up, and traces. Reads only, and takes no part in the run.
+
+Where = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[RUN]",
+        help="The run's directory, its name, or its configuration; left out: the newest run whose broker runs.",
+    ),
+]
+Run = Annotated[str, typer.Option("--run", help="Name of the run, if the broker has several.")]
+Servers = Annotated[
+    str | None,
+    typer.Option(
+        "--bootstrap-servers",
+        "--kafka.bootstrap_servers",
+        envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS",
+        help="The broker; the run's own if left out. Security is set by STREAMRL_KAFKA__... or the configuration.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def add_diagnostics(app: typer.Typer) -> None:
+    """Register the commands."""
+    for command in (tail, status, lag, doctor, trace):
+        app.command()(command)
+
+
+def tail(
+    topic: Annotated[str, typer.Argument(help="trajectories, steps, skips, control ..., or a full name.")],
+    where: Where = None,
+    start: Annotated[
+        str, typer.Option("--from", help="beginning, latest, -100, an offset, 10m, or an ISO date and time.")
+    ] = "-10",
+    expression: Annotated[
+        str, typer.Option("--filter", help="Such as 'worker_id=worker-1 and length>500'; and, or, not, ( ), ~.")
+    ] = "",
+    partition: Annotated[list[int] | None, typer.Option(min=0, help="Only this partition; may be repeated.")] = None,
+    most: Annotated[int | None, typer.Option("--max", min=1, help="End after so many records.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes; Ctrl-C ends it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line, arrays included.")] = False,
+    run: Run = "",
+    bootstrap_servers: Servers = None,
+) -> None:
+    """Print records of a topic, decoded, one line each; those that do not decode are shown with the reason."""
+    from inspection.diagnostics.connect import attach
+    from inspection.diagnostics.tail import Wish
+    from inspection.diagnostics.tail import tail as print_records
+    from inspection.logs import log_to_stderr
+
+    log_to_stderr()
+    wish = Wish(topic, start, expression, partition or (), most, follow, as_json)
+    raise typer.Exit(print_records(attach(where, run, bootstrap_servers), wish))
+
+
+def status(where: Where = None, run: Run = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
+    """Say where a run stands: version, step, workers, lag per length bucket, what is in flight, trained, skipped."""
+    from inspection.diagnostics.connect import attach
+    from inspection.diagnostics.status import show_status
+    from inspection.logs import log_to_stderr
+
+    log_to_stderr()
+    raise typer.Exit(show_status(attach(where, run, bootstrap_servers), as_json=as_json))
+
+
+def lag(
+    where: Where = None,
+    interval: Annotated[float, typer.Option(min=0, max=60, help="Seconds in which rates are measured.")] = 2.0,
+    run: Run = "",
+    bootstrap_servers: Servers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how far every consumer is behind: by partition and length bucket, in records, in rates, in seconds."""
+    from inspection.diagnostics.connect import attach
+    from inspection.diagnostics.status import show_lag
+    from inspection.logs import log_to_stderr
+
+    log_to_stderr()
+    raise typer.Exit(show_lag(attach(where, run, bootstrap_servers), interval, as_json=as_json))
+
+
+def doctor(where: Where = None, run: Run = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
+    """Check what a run needs: broker, topics, sizes, codecs, clocks, disk, engine, GPU; says how to mend each.
+
+    Exit code 2 if something fails.
+    """
+    from inspection.diagnostics.doctor import check_up
+    from inspection.logs import log_to_stderr
+
+    log_to_stderr()
+    raise typer.Exit(check_up(where, run, bootstrap_servers, as_json=as_json))
+
+
+def trace(
+    name: Annotated[str, typer.Argument(help="A trajectory such as chain_sum/0/0/3, a group, or a trace id.")],
+    where: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN]", help="The run's directory or name; left out: the newest that has traces."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what became of a prompt, from its order to the weights it led to; needs telemetry.traces = "file"."""
+    from inspection.diagnostics.trace import show_trace
+    from inspection.logs import log_to_stderr
+
+    log_to_stderr()
+    show_trace(name, where, as_json=as_json)
+
+
+def add_report(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(report)
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="A run's directory or its name under runs/; several compare.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where the page goes; else the run's report.html, or comparison.html here."),
+    ] = None,
+    reward: Annotated[
+        float | None,
+        typer.Option(metavar="LEVEL", help="Say when this reward was reached; else the highest that all reached."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON; no page without --out.")] = False,
+    from_topics: Annotated[
+        bool, typer.Option("--from-topics", help="Read the run's topics again: its broker, or its kept Kafka data.")
+    ] = False,
+    export: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Read the run's topics again, from an export of one run.")
+    ] = None,
+) -> None:
+    """Write a run as one self-contained page, or several side by side: curves, timelines, figures, settings."""
+    from inspection.logs import log_to_stderr
+    from inspection.report.command import report as write
+
+    log_to_stderr()
+    raise typer.Exit(write(runs, out, reward, as_json=as_json, from_topics=from_topics, export=export))
+
+
+# Shows a running run in a browser, or in a terminal.
+
+DEFAULT_PORT = 8470
+
+
+def add_displays(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command()(ui)
+    app.command()(top)
+
+
+def ui(
+    where: Where = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = DEFAULT_PORT,
+    host: Annotated[str, typer.Option(help="Address to listen at; others than loopback let the network in.")] = (
+        "127.0.0.1"
+    ),
+    no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser; only print the address.")] = False,
+    run: Run = "",
+    bootstrap_servers: Servers = None,
+) -> None:
+    """Show a run in the browser: the loop, curves, a timeline, trajectories, dead letters. Any number may look."""
+    give_way()
+    from inspection.dashboard.command import serve
+    from inspection.diagnostics.connect import attach
+    from inspection.logs import log_to_stderr
+
+    log_to_stderr()
+    raise typer.Exit(serve(attach(where, run, bootstrap_servers), where, host, port, open_browser=not no_open))
+
+
+def top(
+    where: Where = None,
+    interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two lines.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one line and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object an interval.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print lines, also on a terminal.")] = False,
+    run: Run = "",
+    bootstrap_servers: Servers = None,
+) -> None:
+    """Show a run in the terminal: the loop, curves, lengths, workers, trajectories, events. Any number may look.
+
+    Where there is no terminal, it prints a line an interval until the run is finished.
+    """
+    give_way()
+    import sys
+
+    from inspection.diagnostics.connect import attach
+    from inspection.logs import log_to_stderr
+    from inspection.terminal.command import Manner, show
+
+    log_to_stderr()
+    on_screen = sys.stdout.isatty() and sys.stdin.isatty() and not (once or as_json or plain)
+    manner = Manner(interval, as_json, once)
+    raise typer.Exit(show(attach(where, run, bootstrap_servers), where, manner, on_screen=on_screen))

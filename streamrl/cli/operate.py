@@ -1,0 +1,131 @@
+"""What an operator asks of a running run; the coordinator carries it out."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+# The embedded broker and the topics of a run.
+
+kafka = typer.Typer(help="Apache Kafka on this machine, with nothing but Python installed.", no_args_is_help=True)
+topics = typer.Typer(help="Make a broker match the topic catalogue.", no_args_is_help=True)
+
+DataDir = Annotated[Path | None, typer.Option(help="Where the broker keeps its logs; in the cache if left out.")]
+OfRun = Annotated[str, typer.Option("--run", help="Name of the run, the prefix of its topics.")]
+AtServers = Annotated[
+    str | None,
+    typer.Option(
+        "--bootstrap-servers",
+        envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS",
+        help="The broker; a temporary embedded one if left out.",
+    ),
+]
+Partitions = Annotated[int, typer.Option(min=1, help="Partitions of the trajectories topic: buckets × shards.")]
+
+
+@kafka.command()
+def up(
+    nodes: Annotated[int, typer.Option(help="1, or 3 for a replicated cluster.")] = 1,
+    port: Annotated[int | None, typer.Option(help="Port of the first node; a free one if left out.")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Start a broker that goes on running; prints its address."""
+    from bus.embedded import detached
+
+    status = detached.up(nodes=nodes, data_dir=data_dir or detached.default_data_dir(), port=port, progress=print)
+    where = f" --data-dir {data_dir}" if data_dir else ""
+    print(f"Kafka is up: {status.bootstrap_servers}; it stays until `streamrl kafka down{where}`")
+
+
+@kafka.command()
+def down(data_dir: DataDir = None) -> None:
+    """Stop the broker started by `up`; its data stays."""
+    from bus.embedded import detached
+
+    print("Kafka is down" if detached.down(data_dir or detached.default_data_dir()) else "Kafka was not running")
+
+
+@kafka.command()
+def status(data_dir: DataDir = None) -> None:
+    """Say whether the broker started by `up` is running, and where. Exit code 1 if it is not."""
+    from bus.embedded import detached
+
+    found = detached.status(data_dir or detached.default_data_dir())
+    print(f"Kafka {found.version} {'runs' if found.running else 'does not run'}; data in {found.data_dir}")
+    for node in found.nodes:
+        print(f"  127.0.0.1:{node.port}  pid {node.pid}  {'alive' if node.alive else 'dead'}")
+    raise typer.Exit(0 if found.running else 1)
+
+
+@topics.command()
+def apply(run: OfRun, bootstrap_servers: AtServers = None, partitions: Partitions = 8) -> None:
+    """Create or alter the run's topics until the broker matches the catalogue; a second time changes nothing."""
+    _topics(run, bootstrap_servers, partitions, change=True)
+
+
+@topics.command()
+def diff(run: OfRun, bootstrap_servers: AtServers = None, partitions: Partitions = 8) -> None:
+    """Print what `apply` would change. Exit code 1 if there is something."""
+    if _topics(run, bootstrap_servers, partitions, change=False):
+        raise typer.Exit(1)
+
+
+def _topics(run: str, servers: str | None, partitions: int, *, change: bool) -> bool:
+    from bus.kafka.topic_admin import apply_topics, diff_topics
+    from deploy.wiring.broker import broker_for
+
+    with broker_for(servers, print) as address:
+        changes = asyncio.run((apply_topics if change else diff_topics)(address, run, partitions))
+    for item in changes:
+        print(item)
+    if not changes:
+        print(f"the topics of run {run} match the catalogue")
+    return bool(changes)
+
+
+Run = Annotated[str, typer.Option("--run", help="Name of the run.")]
+Servers = Annotated[
+    str,
+    typer.Option("--bootstrap-servers", envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS", help="The run's Kafka broker."),
+]
+Reason = Annotated[str, typer.Option(help="Why; shown in the logs.")]
+
+
+def add_control(app: typer.Typer) -> None:
+    """Register the commands."""
+    for command in (pause, resume, drain):
+        app.command()(command)
+
+
+def pause(run: Run, bootstrap_servers: Servers, reason: Reason = "operator") -> None:
+    """Start no new completions; running ones finish."""
+    _send("pause", run, bootstrap_servers, reason)
+
+
+def resume(run: Run, bootstrap_servers: Servers, reason: Reason = "operator") -> None:
+    """Go on after a pause."""
+    _send("resume", run, bootstrap_servers, reason)
+
+
+def drain(
+    run: Run,
+    bootstrap_servers: Servers,
+    worker: Annotated[str, typer.Option(help="Only this worker; all if left out.")] = "",
+    reason: Reason = "operator",
+) -> None:
+    """Let workers finish what they hold and leave."""
+    _send("drain_worker" if worker else "drain", run, bootstrap_servers, reason, worker or None)
+
+
+def _send(
+    action: Literal["pause", "drain", "resume", "drain_worker"],
+    run: str,
+    servers: str,
+    reason: str,
+    worker: str | None = None,
+) -> None:
+    from deploy.wiring.broker import send_command
+
+    send_command(servers, run, action, reason, worker)
+    print(f"asked run {run}: {action}{f' {worker}' if worker else ''}")

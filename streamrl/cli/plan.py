@@ -1,0 +1,125 @@
+"""Measures this machine."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from streamrl.cli.arguments import OVERRIDES, USAGE, split
+
+# `streamrl lengths`: fits rankers of output length to recorded trajectories.
+
+lengths = typer.Typer(help="Rankers of output length, from recorded trajectories.", no_args_is_help=True)
+
+
+@lengths.callback()
+def _group() -> None:
+    """Rankers of output length, from recorded trajectories."""
+
+
+@lengths.command()
+def fit(
+    places: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="A run's directory or name under runs/, or an export of one; any number."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the next version goes: a run's lengths.model_dir.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The language model to fine-tune, as from_pretrained reads it."),
+    ] = None,
+    light: Annotated[bool, typer.Option("--light", help="Fit trees instead of a language model.")] = False,
+    quantile: Annotated[float, typer.Option(min=0.5, max=0.99, help="What the upper estimate shall cover.")] = 0.9,
+    test_share: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the prompts held out.")] = 0.2,
+    epochs: Annotated[float, typer.Option(min=0.1, help="Passes over the prompts; of a language model.")] = 4.0,
+) -> None:
+    """Fit a ranker and say how well it orders prompts that were held out, against two baselines."""
+    from inspection.logs import log_to_stderr
+    from schemas.errors import UserError
+
+    if light == (model is not None):
+        raise UserError("expected --light, or the language model to fine-tune with --model DIR; got both or neither")
+    from inspection.lengths import fit_lengths
+
+    log_to_stderr()
+    raise typer.Exit(fit_lengths(places, out, model, quantile, test_share, epochs))
+
+
+# Says what a run would need.
+
+Measured = Annotated[Path | None, typer.Option(help="What `streamrl profile` measured; else [emulation] is believed.")]
+Price = Annotated[float, typer.Option(min=0.0, help="Of a device for an hour, in any currency.")]
+
+
+def add_plan(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(plan)
+
+
+def plan(
+    context: typer.Context,
+    devices: Annotated[int, typer.Option(min=1, help="Devices in all; with --trainer-devices: those that generate.")],
+    profile: Measured = None,
+    price: Price = 1.0,
+    trainer_devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices of another type, at another place, that train.")
+    ] = None,
+    trainer_profile: Measured = None,
+    trainer_price: Price = 1.0,
+    link_gbps: Annotated[float | None, typer.Option(min=1e-6, help="Of the link between the two places.")] = None,
+    weights_gb: Annotated[float, typer.Option(min=0.0, help="Size of the weights that cross it at each step.")] = 0.0,
+    lengths: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="A recorded run or export whose lengths are expected again.")
+    ] = None,
+    mode: Annotated[
+        Literal["any", "synchronous", "stream", "one_step_async", "trajectory_async"],
+        typer.Option(help="Only this mode, or all that there are."),
+    ] = "any",
+) -> None:
+    """Predict which split of devices and which settings deliver most, and what that costs; runs nothing."""
+    config, overrides = split(context.args)
+    from planning.planner import MODES, Demand, Planner, Site, lines, recorded_lengths
+    from schemas.errors import UserError
+    from schemas.profiles import DeviceProfile
+    from settings.loading import load_settings
+
+    if trainer_devices is None and devices < 2:
+        raise UserError(f"expected --devices of 2 or more, one to generate and one to train, got {devices}")
+    if link_gbps is not None and not weights_gb:
+        raise UserError("expected --weights-gb, the size of what crosses the link, with --link-gbps, got none")
+    demand = Demand(
+        settings=load_settings(config, overrides),
+        generation=Site(devices, DeviceProfile.read(profile) if profile else None, price),
+        training=None
+        if trainer_devices is None
+        else Site(trainer_devices, DeviceProfile.read(trainer_profile) if trainer_profile else None, trainer_price),
+        link_gbps=link_gbps,
+        weights_gb=weights_gb,
+        recorded=recorded_lengths(lengths),
+    )
+    choices = Planner(demand).choices(MODES if mode == "any" else (mode,), print)
+    print("\n".join(lines(demand, choices)))
+
+
+def add_profile(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(profile)
+
+
+def profile(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option(help="Where the profile is kept.")] = Path("profile.json"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer points, measured fewer times.")] = False,
+) -> None:
+    """Measure decoding, training and weight transfer of the configured engine and model on this machine."""
+    config, overrides = split(context.args)
+    from planning.profiler import QUICK, THOROUGH, lines
+    from planning.profiler import profile as measure
+    from settings.loading import load_settings
+
+    profiled = measure(load_settings(config, overrides), QUICK if quick else THOROUGH, print)
+    print("\n".join(lines(profiled)))
+    profiled.profile.write(out)
+    print(f"profile: {out}")

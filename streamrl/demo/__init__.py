@@ -1,0 +1,1 @@
+"""The demo: a tiny character-level model that learns to spell words backwards."""

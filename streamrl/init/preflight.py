@@ -1,0 +1,373 @@
+"""`streamrl run --dry-run`: what can go wrong before a run starts, as a checklist. Starts nothing that stays."""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence, Sized
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from bus.embedded import detached
+from bus.embedded.jars import KAFKA_VERSION, MEGABYTE, missing_jars
+from bus.embedded.runtime import cache_root, find_java
+from bus.kafka.topic_admin import diff_topics
+from consumers.training.checkpoints.storage import REMOTE, open_location
+from consumers.training.model import resolve_device
+from producers.generation.engines.factory import build_engine
+from producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
+from producers.generation.engines.slots import check_reach
+from producers.generation.tokenizer import ModelTokenizer
+from producers.prompts.sources import open_source
+from producers.rewards.runner import RewardRunner, ScoreRequest, Scores
+from schemas.errors import CheckpointError, StreamRLError, UserError
+from schemas.trajectories import Prompt
+from settings.tree import Settings
+
+# One line of the checklist.
+
+
+@dataclass(frozen=True)
+class Check:
+    """``note``: worth knowing, and no reason not to start."""
+
+    subject: str
+    state: Literal["ok", "note", "fail"]
+    detail: str
+
+    def __str__(self) -> str:
+        mark = "FAIL" if self.state == "fail" else self.state
+        return f"{mark:<5} {self.subject:<12} {' '.join(self.detail.split())}"
+
+
+# Whether the named broker answers and takes our topics, or one can be started here. Changes nothing.
+
+
+async def check_broker(settings: Settings) -> list[Check]:
+    """The broker that the run would use.
+
+    Raises:
+        BrokerError: it does not answer, or there is no Java to start one.
+    """
+    if settings.kafka.bootstrap_servers is None:
+        found = detached.status(detached.default_data_dir())
+        if not found.running:
+            return [_embedded()]
+        address = found.bootstrap_servers
+    else:
+        address = settings.kafka.bootstrap_servers
+    kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
+    partitions = settings.loop.trajectory_partitions
+    changes = await diff_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
+    conflicts = [change for change in changes if change.kind == "conflict"]
+    if conflicts:
+        return [Check("broker", "fail", f"{address}: {change}") for change in conflicts]
+    return [Check("broker", "ok", f"{address} answers; topics to create or change: {len(changes)}")]
+
+
+def _embedded() -> Check:
+    java = find_java()
+    missing = missing_jars(cache_root() / "runtime" / f"kafka-{KAFKA_VERSION}" / "jars")
+    if missing:
+        size = sum(jar.size for jar in missing) // MEGABYTE
+        return Check(
+            "broker", "note", f"Kafka {KAFKA_VERSION} would be downloaded first: {len(missing)} jars, {size} MB"
+        )
+    return Check("broker", "ok", f"none named: Kafka {KAFKA_VERSION} would be started here, on Java {java.version}")
+
+
+# Whether model, tokenizer and engine are there, and whether prompts and completions fit. Loads no weights.
+
+
+def check_model(facts: ModelFacts, path: str) -> Check:
+    """Its family, size and context."""
+    positions = "unlimited positions" if facts.max_length == UNLIMITED else f"{facts.max_length} positions"
+    family = ", ".join(getattr(facts.config, "architectures", None) or [type(facts.config).__name__])
+    size = f"{parameters(facts) / 1e6:.3g} million parameters"
+    return Check("model", "ok", f"{path}: {family}, {size}, vocabulary {facts.vocab_size}, {positions}")
+
+
+def read_model(settings: Settings) -> ModelFacts:
+    """What its configuration says.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    return read_facts(settings.model.path, settings.generation.max_model_len)
+
+
+def parameters(facts: ModelFacts) -> int:
+    """Numbers in the weights, tied ones once."""
+    return sum(prod(tensor.shape) for name, tensor in facts.tensors.items() if tensor.owner == name)
+
+
+def check_lengths(settings: Settings, prompts: Sequence[Prompt], facts: ModelFacts) -> list[Check]:
+    """Renders the prompts as a worker does and compares their lengths with the settings' and the model's.
+
+    Raises:
+        ModelError: there is no tokenizer, or no chat template although prompts are chats.
+    """
+    tokenizer = ModelTokenizer(settings.model.path)
+    lengths = [len(tokenizer.encode_prompt(prompt)) for prompt in prompts]
+    loop, longest = settings.loop, max(lengths)
+    which = prompts[lengths.index(longest)].prompt_id
+    said = f"{min(lengths)} to {longest} tokens in {len(lengths)} prompts"
+    checks = [Check("lengths", "ok", f"{said}, at most {loop.max_prompt_length} allowed")]
+    if longest > loop.max_prompt_length or longest >= facts.max_length:
+        bound = min(loop.max_prompt_length, facts.max_length - 1)
+        advice = "raise loop.max_prompt_length" if longest < facts.max_length else "take a model with more positions"
+        long_ones = sum(length > bound for length in lengths)
+        detail = f"{long_ones} of {len(lengths)} prompts have more than {bound} tokens, {which} has {longest}"
+        checks = [
+            Check("lengths", "fail", f"{detail}: they would end in error; {advice}, or leave them out by data.filter")
+        ]
+    if 0 in lengths:
+        checks.append(Check("lengths", "fail", f"{prompts[lengths.index(0)].prompt_id} has no tokens; leave it out"))
+    room = facts.max_length - longest
+    if 0 < room < loop.max_completion_length:
+        cut = f"after {which} only {room} of loop.max_completion_length = {loop.max_completion_length} tokens fit"
+        checks.append(Check("lengths", "note", f"{cut} into the model's {facts.max_length} positions"))
+    return checks
+
+
+def check_engine(settings: Settings, facts: ModelFacts | None) -> Check:
+    """Whether the engine is installed and takes the model, and the devices asked for are there.
+
+    Raises:
+        ModelError: one of it is not so.
+    """
+    build_engine(settings.generation, settings.model.path)
+    if facts is not None and settings.generation.engine == "transformers":
+        check_reach(settings.model.path, facts)
+    resolve_device(settings.training.model_copy(update={"device": settings.generation.device}))
+    device = resolve_device(settings.training)
+    return Check("engine", "ok", f"{settings.generation.engine} is installed; training on {device}")
+
+
+# Whether the run can write what it will write: its directory, checkpoints, and enough disk. Leaves nothing behind.
+
+FLOOR_BYTES = 1 << 30
+"""For logs, Kafka's data and whatever else, beside weights and checkpoints."""
+_BYTES_PER_PARAMETER = 4
+_CHECKPOINT_COPIES = 3
+"""Weights and the two moments of AdamW."""
+
+
+def check_places(settings: Settings, parameters: int) -> list[Check]:
+    """Directory, checkpoints and disk; ``parameters`` of the model, 0 where none is trained.
+
+    Raises:
+        UserError: a place cannot be written.
+    """
+    return [_checkpoints(settings), _disk(settings, parameters)]
+
+
+def _checkpoints(settings: Settings) -> Check:
+    location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
+    with tempfile.TemporaryDirectory(prefix="streamrl-dry-run-") as cache:
+        place = open_location(location, Path(cache))
+        if not (isinstance(location, str) and REMOTE.fullmatch(location)):
+            _must_be_writable(Path(location))
+        try:
+            steps = [slot.step for slot in place.slots()]
+        except (OSError, CheckpointError) as error:
+            raise UserError(f"expected to list checkpoints at {location}, got: {error}") from error
+    if steps:
+        is_over = max(steps) >= settings.training.max_steps
+        then = "that is the last step, nothing would be trained" if is_over else "the run would go on there"
+        return Check("checkpoints", "note", f"{location} holds some up to step {max(steps)}; {then}")
+    return Check("checkpoints", "ok", f"{location} can be {'reached' if '://' in str(location) else 'written'}")
+
+
+def _disk(settings: Settings, parameters: int) -> Check:
+    parent = _must_be_writable(settings.run.path)
+    training = settings.training
+    checkpoints = 0 if training.checkpoint_location else _CHECKPOINT_COPIES * (training.keep_checkpoints + 1)
+    weights = training.keep_weight_versions + 1 + settings.run.workers
+    needed = FLOOR_BYTES + parameters * _BYTES_PER_PARAMETER * (checkpoints + weights)
+    free = shutil.disk_usage(parent).free
+    said = f"about {needed / 1e9:.1f} GB for weights, checkpoints and logs, {free / 1e9:.1f} GB free at {parent}"
+    if free < needed:
+        return Check("disk", "fail", f"{said}; make room, keep fewer checkpoints, or set run.directory")
+    return Check("disk", "ok", said)
+
+
+def _must_be_writable(path: Path) -> Path:
+    """The nearest directory that exists, after a file was written there and removed."""
+    parent = path.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            return parent
+    except OSError as error:
+        raise UserError(f"expected to write into {parent} for {path}, got: {error.strerror}") from error
+
+
+# Opens the data, which reads every stored row, and takes the first prompts of the run's own order.
+
+SAMPLED = 64
+SHOWN = 60
+
+
+def sample_prompts(settings: Settings) -> list[Prompt]:
+    """Prompts at the first positions.
+
+    Raises:
+        UserError: there are none to be had.
+    """
+    source = open_source(settings.data, run_seed=settings.run.seed)
+    total = len(source) if isinstance(source, Sized) else settings.data.size
+    return [source.prompt_at(position)[0] for position in range(min(SAMPLED, total))]
+
+
+def check_prompts(prompts: Sequence[Prompt]) -> Check:
+    """What the first of them is, and which columns the rewards get."""
+    first = prompts[0]
+    text = first.text if len(first.text) <= SHOWN else first.text[:SHOWN] + "…"
+    columns = ", ".join(sorted(first.columns)) or "none"
+    return Check("data", "ok", f"every row can be read; {first.prompt_id} is {text!r}; columns for rewards: {columns}")
+
+
+# Starts the reward functions and lets each score the first prompt's own answer, and nothing.
+
+SAMPLE = "a sample completion"
+
+
+async def check_rewards(settings: Settings, prompt: Prompt) -> list[Check]:
+    """What each function says.
+
+    Raises:
+        RewardLoadError: one cannot be loaded.
+    """
+    answer = prompt.columns.get("answer")
+    text = SAMPLE if answer is None else str(answer)
+    runner = RewardRunner(settings.rewards)
+    await runner.start()
+    try:
+        scored = [await runner.score(ScoreRequest(prompt, one, [*range(len(one))])) for one in (text, "")]
+    finally:
+        await runner.close()
+    what = "a sample completion" if answer is None else f"the answer of {prompt.prompt_id}"
+    return [_of(name, scored, what) for name in runner.names]
+
+
+def _of(name: str, scored: list[Scores], what: str) -> Check:
+    for scores in scored:
+        if name in scores.errors:
+            return Check("rewards", "fail", f"{name}: {scores.errors[name]}")
+    values = [scores.rewards[name] for scores in scored]
+    if values == [None, None]:
+        return Check("rewards", "note", f"{name} gives no reward (None) for {what}, nor for nothing")
+    said = f"{name} gives {_shown(values[0])} for {what}, {_shown(values[1])} for nothing"
+    if values[0] == values[1]:
+        return Check("rewards", "note", f"{said}: can it tell a good completion from a bad one?")
+    return Check("rewards", "ok", said)
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+Tell = Callable[[str], None]
+Result = TypeVar("Result")
+Found = Check | Sequence[Check]
+Act = Callable[[], Found | Coroutine[Any, Any, Sequence[Check]]]
+
+
+class Checklist:
+    """Lines told as they come; a check that raises is a failed line, and the others go on."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self.checks: list[Check] = []
+
+    def add(self, *checks: Check) -> None:
+        """Tell lines."""
+        self.checks += checks
+        for check in checks:
+            self._tell(str(check))
+
+    def attempt(self, subject: str, act: Callable[[], Result]) -> Result | None:
+        """What ``act`` returns, or None after a line that says why there is nothing."""
+        try:
+            return act()
+        except StreamRLError as error:
+            self.add(Check(subject, "fail", str(error)))
+        except Exception as error:
+            self.add(Check(subject, "fail", f"{type(error).__name__}: {error}"))
+        return None
+
+    def run(self, subject: str, act: Act) -> None:
+        """Carry out a check, which may be asynchronous."""
+
+        def finished() -> Found:
+            result = act()
+            return asyncio.run(result) if isinstance(result, Coroutine) else result
+
+        result = self.attempt(subject, finished)
+        if result is not None:
+            self.add(*([result] if isinstance(result, Check) else result))
+
+
+def dry_run(settings: Settings, tell: Tell) -> int:
+    """Check everything; 0, or 2 if something would go wrong."""
+    emulated = settings.generation.engine == "emulated"
+    checklist = Checklist(tell)
+    checklist.add(Check("settings", "ok", f"run {settings.run.name}, in {settings.run.path}/"))
+    prompts = _prompts(checklist, settings)
+    size = 0 if emulated else _model(checklist, settings, prompts)
+    if prompts and not emulated:
+        checklist.run("rewards", lambda: check_rewards(settings, prompts[0]))
+    _surroundings(checklist, settings, size)
+    tell(outcome(checklist.checks))
+    return 2 if any(check.state == "fail" for check in checklist.checks) else 0
+
+
+def outcome(checks: Sequence[Check]) -> str:
+    """The last line: how many checks ended how, and which of them are worth a look."""
+    by_state = {state: [check.subject for check in checks if check.state == state] for state in ("ok", "note", "fail")}
+    parts = [f"{len(by_state['ok'])} ok"]
+    if notes := by_state["note"]:
+        parts.append(f"{len(notes)} note{'s' * (len(notes) > 1)} ({_once(notes)})")
+    if failed := by_state["fail"]:
+        parts.append(f"{len(failed)} failed ({_once(failed)})")
+    return f"{len(checks)} checks: {', '.join(parts)}; nothing was started"
+
+
+def _once(subjects: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(subjects))
+
+
+def _prompts(checklist: Checklist, settings: Settings) -> list[Any]:
+
+    prompts = checklist.attempt("data", lambda: sample_prompts(settings)) or []
+    if prompts:
+        checklist.run("data", lambda: check_prompts(prompts))
+    return prompts
+
+
+def _model(checklist: Checklist, settings: Settings, prompts: list[Any]) -> int:
+    """Parameters of the model; 0 if it cannot be had."""
+    facts = checklist.attempt("model", lambda: read_model(settings))
+    if facts is not None:
+        checklist.run("model", lambda: check_model(facts, settings.model.path))
+        if prompts:
+            checklist.run("lengths", lambda: check_lengths(settings, prompts, facts))
+    checklist.run("engine", lambda: check_engine(settings, facts))
+    return 0 if facts is None else parameters(facts)
+
+
+def _surroundings(checklist: Checklist, settings: Settings, parameters: int) -> None:
+    from schemas.import_path import load_function
+
+    if function := settings.evaluation.function:
+        checklist.run("evaluation", lambda: _loaded(function, load_function))
+    checklist.run("broker", lambda: check_broker(settings))
+    checklist.run("places", lambda: check_places(settings, parameters))
+
+
+def _loaded(path: str, load: Callable[[str], Any]) -> Check:
+    load(path)
+    return Check("evaluation", "ok", f"{path} can be imported")

@@ -1,0 +1,207 @@
+"""Real brokers, real clients: what is written is read back, also after a node is killed."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+
+from bus.embedded.cluster import Cluster, plan, start_cluster
+from bus.embedded.node import PortTaken, live_brokers
+from bus.embedded.process import ProcessId, _started
+from bus.embedded.runtime import prepare
+from schemas.errors import BrokerError
+
+pytestmark = pytest.mark.kafka
+
+
+async def create_topic(servers: str, topic: str, replicas: int = 1) -> None:
+    admin = AIOKafkaAdminClient(bootstrap_servers=servers)
+    await admin.start()
+    try:
+        await admin.create_topics([NewTopic(topic, 1, replicas)])
+        while any(not each["partitions"] or each["error_code"] for each in await admin.describe_topics([topic])):
+            await asyncio.sleep(0.05)
+    finally:
+        await admin.close()
+
+
+async def write(servers: str, topic: str, values: list[bytes]) -> None:
+    producer = AIOKafkaProducer(
+        bootstrap_servers=servers, enable_idempotence=True, max_request_size=64 << 20, retry_backoff_ms=50
+    )
+    await producer.start()
+    try:
+        async with asyncio.timeout(30):
+            for value in values:
+                await producer.send_and_wait(topic, value)
+    finally:
+        await producer.stop()
+
+
+async def read(servers: str, topic: str, count: int) -> list[bytes]:
+    consumer = AIOKafkaConsumer(bootstrap_servers=servers, auto_offset_reset="earliest", fetch_max_bytes=64 << 20)
+    await consumer.start()
+    try:
+        consumer.assign([TopicPartition(topic, 0)])
+        async with asyncio.timeout(30):
+            return [(await consumer.getone()).value for _ in range(count)]
+    finally:
+        await consumer.stop()
+
+
+async def test_a_large_record_makes_the_round_trip(bootstrap_servers: str) -> None:
+    topic = f"round-trip-{os.getpid()}"
+    await create_topic(bootstrap_servers, topic)
+    values = [b"small", os.urandom(20 << 20)]
+    await write(bootstrap_servers, topic, values)
+    assert await read(bootstrap_servers, topic, 2) == values
+
+
+async def test_transactions_and_consumer_groups_work_at_once(bootstrap_servers: str) -> None:
+    topic = f"transactions-{os.getpid()}"
+    await create_topic(bootstrap_servers, topic)
+    producer = AIOKafkaProducer(bootstrap_servers=bootstrap_servers, transactional_id=topic)
+    consumer = AIOKafkaConsumer(
+        topic,
+        bootstrap_servers=bootstrap_servers,
+        group_id=topic,
+        session_timeout_ms=1000,
+        isolation_level="read_committed",
+        auto_offset_reset="earliest",
+    )
+    async with asyncio.timeout(20):
+        await producer.start()
+        await consumer.start()
+        try:
+            await producer.begin_transaction()
+            await producer.send_and_wait(topic, b"dropped")
+            await producer.abort_transaction()
+            async with producer.transaction():
+                await producer.send_and_wait(topic, b"kept")
+            assert (await consumer.getone()).value == b"kept"
+        finally:
+            await consumer.stop()
+            await producer.stop()
+
+
+async def test_topics_are_not_created_by_mistake(bootstrap_servers: str) -> None:
+    consumer = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers)
+    await consumer.start()
+    try:
+        consumer.assign([TopicPartition("a-typing-mistake", 0)])
+        await asyncio.sleep(0.2)
+        assert "a-typing-mistake" not in await consumer.topics()
+    finally:
+        await consumer.stop()
+
+
+async def test_a_killed_node_comes_back_with_its_records_on_its_port(tmp_path: Path) -> None:
+    with start_cluster(tmp_path) as cluster:
+        servers, (pid,) = cluster.bootstrap_servers, cluster.pids
+        await create_topic(servers, "kept")
+        await write(servers, "kept", [b"before"])
+        cluster.kill_node(0)
+        assert not cluster.processes[0].alive()
+        with pytest.raises(OSError):
+            live_brokers(cluster.specs[0].port)
+        await asyncio.to_thread(cluster.restart_node, 0)
+        assert cluster.bootstrap_servers == servers
+        assert cluster.pids != (pid,)
+        await write(servers, "kept", [b"after"])
+        assert await read(servers, "kept", 2) == [b"before", b"after"]
+        with pytest.raises(BrokerError, match="still runs"):
+            cluster.restart_node(0)
+    assert not cluster.processes[0].alive()
+
+
+async def test_stopped_data_is_taken_up_by_the_next_start_and_by_no_other_size(tmp_path: Path) -> None:
+    with start_cluster(tmp_path) as cluster:
+        await create_topic(cluster.bootstrap_servers, "kept")
+        await write(cluster.bootstrap_servers, "kept", [b"first"])
+    with pytest.raises(BrokerError, match=r"cluster of 1 node\(s\), not 3"):
+        start_cluster(tmp_path, nodes=3)
+    with start_cluster(tmp_path) as cluster:
+        assert await read(cluster.bootstrap_servers, "kept", 1) == [b"first"]
+
+
+@pytest.mark.slow
+async def test_three_nodes_replicate_and_survive_the_loss_of_one(tmp_path: Path) -> None:
+    with start_cluster(tmp_path, nodes=3, heap_mb=256) as cluster:
+        servers = cluster.bootstrap_servers
+        await create_topic(servers, "replicated", replicas=3)
+        admin = AIOKafkaAdminClient(bootstrap_servers=servers)
+        await admin.start()
+        (partition,) = (await admin.describe_topics(["replicated"]))[0]["partitions"]
+        (described,) = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, "replicated")])
+        await admin.close()
+        assert sorted(partition["replicas"]) == [1, 2, 3]
+        settings = {entry[0]: entry[1] for entry in described.resources[0][4]}
+        assert settings["min.insync.replicas"] == "2"
+        await write(servers, "replicated", [b"one"])
+        leader = partition["leader"] - 1
+        cluster.kill_node(leader)
+        await write(servers, "replicated", [b"two"])
+        await asyncio.to_thread(cluster.restart_node, leader)
+        assert await read(servers, "replicated", 2) == [b"one", b"two"]
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(BrokerError, match=f"127.0.0.1:{port}, the port is in use"):
+            start_cluster(tmp_path, port=port)
+
+
+def test_a_node_that_does_not_start_says_why_and_leaves_nothing_running(tmp_path: Path) -> None:
+    start_cluster(tmp_path).stop()
+    meta = tmp_path / "node-1" / "data" / "meta.properties"
+    meta.write_text(meta.read_text().replace("node.id=1", "node.id=9"))
+    with pytest.raises(BrokerError, match=r"ended while starting: .*Exception.* 9 .*server\.log") as caught:
+        start_cluster(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_port_that_is_taken_between_choice_and_start_is_told_apart(tmp_path: Path) -> None:
+    (spec,) = plan(tmp_path, 1, None)
+    with socket.create_server(("127.0.0.1", spec.controller_port)), pytest.raises(PortTaken):
+        Cluster((spec,), prepare(lambda line: None), heap_mb=256, detached=False).start()
+
+
+def test_a_folder_in_use_is_refused_and_its_node_is_left_in_peace(tmp_path: Path) -> None:
+    with start_cluster(tmp_path) as cluster:
+        before = (tmp_path / "node-1" / "server.properties").read_text()
+        with pytest.raises(BrokerError, match="already runs on the data"):
+            start_cluster(tmp_path)
+        assert (tmp_path / "node-1" / "server.properties").read_text() == before
+        assert live_brokers(cluster.specs[0].port) == {1}
+
+
+def test_the_broker_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from bus.embedded.cluster import start_cluster\n"
+        "cluster = start_cluster(Path(sys.argv[1])); print(*cluster.pids, flush=True); sys.stdin.read()"
+    )
+    starter = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert starter.stdout is not None
+    pid = int(starter.stdout.readline())
+    broker = ProcessId(pid, _started(pid) or "")
+    assert broker.alive()
+    starter.kill()
+    starter.communicate()
+    assert broker.wait_gone(5)
+
+
+def test_a_second_start_takes_less_than_five_seconds(tmp_path: Path, bootstrap_servers: str) -> None:
+    began = time.monotonic()
+    with start_cluster(tmp_path):
+        assert time.monotonic() - began < 5

@@ -1,0 +1,76 @@
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from schemas.errors import BrokerError, BusUnavailable, UserError
+
+
+@pytest.fixture
+async def silent_listener() -> AsyncIterator[str]:
+    """Takes connections and never answers."""
+    held: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _reader, writer: held.append(writer), "127.0.0.1", 0)
+    yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    for writer in held:
+        writer.close()
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.mark.parametrize("opens", ["publisher", "subscription"])
+async def test_a_refused_connection_is_one_line_at_once(opens: str, caplog: pytest.LogCaptureFixture) -> None:
+    began = time.monotonic()
+    with pytest.raises(BusUnavailable) as caught:
+        await _open(opens, KafkaSettings(bootstrap_servers="127.0.0.1:1"))
+    assert time.monotonic() - began < 1
+    assert isinstance(caught.value, BrokerError)
+    assert caught.value.exit_code == UserError.exit_code
+    assert "127.0.0.1:1" in str(caught.value)
+    assert "streamrl kafka up" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("opens", ["publisher", "subscription"])
+async def test_a_listener_that_never_answers_is_given_up_within_five_seconds(opens: str, silent_listener: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(BusUnavailable, match="no answer"):
+        await _open(opens, KafkaSettings(bootstrap_servers=silent_listener, connect_timeout_ms=1000))
+    assert time.monotonic() - began < 2
+    assert KafkaSettings().connect_timeout_ms < 5000
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid:9092", "::bad::", "127.0.0.1:1,127.0.0.1:2"])
+async def test_an_address_that_leads_nowhere_is_a_broker_error(address: str) -> None:
+    with pytest.raises(BrokerError):
+        await _open("publisher", KafkaSettings(bootstrap_servers=address))
+
+
+async def test_no_address_at_all_says_which_setting_to_set() -> None:
+    with pytest.raises(BrokerError, match=r"kafka\.bootstrap_servers"):
+        await _open("publisher", KafkaSettings())
+
+
+async def test_unreadable_certificates_are_named() -> None:
+    settings = KafkaSettings.model_validate(
+        {"bootstrap_servers": "127.0.0.1:1", "security_protocol": "SSL", "ssl_cafile": "no/such/file.pem"}
+    )
+    with pytest.raises(BrokerError, match=r"kafka\.ssl_"):
+        await _open("publisher", settings)
+
+
+def test_a_password_does_not_show_in_printed_settings() -> None:
+    settings = KafkaSettings.model_validate({"sasl_plain_password": "hunter2"})
+    assert "hunter2" not in f"{settings!r}{settings.model_dump_json()}"
+
+
+async def _open(what: str, settings: KafkaSettings) -> None:
+    bus = KafkaBus(settings)
+    if what == "publisher":
+        await bus.publisher("writer")
+    else:
+        await bus.subscribe(["t"], client_id="reader")

@@ -1,0 +1,185 @@
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from bus.embedded.cluster import Cluster, start_cluster
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.port import Outgoing, Position, Record
+from schemas.errors import BusError, BusUnavailable, DeliveryUnknown
+from tests.contract.topics import create_topic
+
+pytestmark = pytest.mark.kafka
+_numbers = itertools.count()
+
+
+@pytest.fixture
+async def topic(bootstrap_servers: str) -> str:
+    name = f"publisher-{next(_numbers)}"
+    await create_topic(bootstrap_servers, name, 2)
+    return name
+
+
+def settings(servers: str, **changes: object) -> KafkaSettings:
+    return KafkaSettings.model_validate({"bootstrap_servers": servers, **changes})
+
+
+async def values_of(bus: KafkaBus, topic: str, count: int) -> list[bytes | None]:
+    subscription = await bus.subscribe([topic], client_id="reader", partitions=[0])
+    values: list[bytes | None] = []
+    async with asyncio.timeout(15):
+        while len(values) < count:
+            values += [record.value for record in await subscription.poll(timeout_s=0.2)]
+    values += [record.value for record in await subscription.poll(timeout_s=0.3)]
+    await subscription.close()
+    return values
+
+
+async def test_a_refused_record_fails_alone_and_the_next_ones_arrive(bootstrap_servers: str, topic: str) -> None:
+    bus = KafkaBus(settings(bootstrap_servers))
+    publisher = await bus.publisher("writer")
+    before = await publisher.submit(Outgoing(topic, b"before", None, 0))
+    refused = await publisher.submit(Outgoing(topic, bytes(18 << 20), None, 0))
+    after = [await publisher.submit(Outgoing(topic, b"after", None, 0)) for _ in range(3)]
+    with pytest.raises(BusError, match="refused"):
+        await refused
+    assert not isinstance(refused.exception(), DeliveryUnknown)
+    assert [await future for future in (before, *after)] == [Position(topic, 0, n) for n in range(4)]
+    await publisher.close()
+    assert await values_of(bus, topic, 4) == [b"before", b"after", b"after", b"after"]
+
+
+async def test_bytes_in_flight_are_bounded(bootstrap_servers: str, topic: str) -> None:
+    publisher = await KafkaBus(settings(bootstrap_servers, max_in_flight_bytes=1 << 20)).publisher("writer")
+    futures = []
+    for _ in range(64):
+        futures.append(await publisher.submit(Outgoing(topic, bytes(200_000), None, 0)))
+        assert sum(not future.done() for future in futures) <= 6
+    assert [(await future).offset for future in futures] == list(range(64))
+    await publisher.close()
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip", "snappy", "lz4", "zstd"])
+async def test_every_compression_can_be_read_back(bootstrap_servers: str, topic: str, compression: str) -> None:
+    bus = KafkaBus(settings(bootstrap_servers, compression_type=compression))
+    publisher = await bus.publisher("writer")
+    for n in range(3):
+        await publisher.submit(Outgoing(topic, b"%d" % n * 1000, None, 0))
+    await publisher.close()
+    assert await values_of(bus, topic, 3) == [b"%d" % n * 1000 for n in range(3)]
+
+
+async def test_a_producer_that_gets_nothing_acknowledged_is_replaced(bootstrap_servers: str, topic: str) -> None:
+    bus = KafkaBus(settings(bootstrap_servers, stall_timeout_ms=500, request_timeout_ms=1000))
+    publisher = await bus.publisher("writer")
+    await publisher.publish(Outgoing(topic, b"0", None, 0))
+    stuck = publisher._producer
+    assert stuck is not None
+    stuck._sender.sender_task.cancel()
+    with pytest.raises(DeliveryUnknown, match="nothing acknowledged"):
+        await publisher.publish(Outgoing(topic, b"1", None, 0))
+    await publisher.publish(Outgoing(topic, b"1", None, 0))
+    assert publisher._producer is not stuck
+    await publisher.close()
+    assert await values_of(bus, topic, 2) == [b"0", b"1"]
+
+
+async def test_a_publisher_that_no_new_producer_helps_refuses_with_an_error(bootstrap_servers: str, topic: str) -> None:
+    bus = KafkaBus(settings(bootstrap_servers, stall_timeout_ms=500, request_timeout_ms=1000, stall_rebuilds=2))
+    publisher = await bus.publisher("writer")
+    usual = publisher._connect
+
+    async def without_a_sender() -> AIOKafkaProducer:
+        producer = await usual()
+        await producer.partitions_for(topic)
+        producer._sender.sender_task.cancel()
+        return producer
+
+    publisher._connect, first = without_a_sender, publisher._producer
+    await publisher.publish(Outgoing(topic, b"0", None, 0))
+    assert first is not None
+    first._sender.sender_task.cancel()
+    for _ in range(2):
+        with pytest.raises(DeliveryUnknown):
+            await publisher.publish(Outgoing(topic, b"1", None, 0))
+    with pytest.raises(BusError, match="2 producers in a row"):
+        await publisher.publish(Outgoing(topic, b"1", None, 0))
+    await publisher.close()
+
+
+class TestWithoutABroker:
+    """Promises that need a broker which can be killed; it is started for this class alone."""
+
+    @pytest.fixture
+    async def cluster(self, tmp_path: Path) -> AsyncIterator[Cluster]:
+        with await asyncio.to_thread(start_cluster, tmp_path, heap_mb=256) as cluster:
+            await create_topic(cluster.bootstrap_servers, "t", 2)
+            yield cluster
+
+    async def test_a_send_past_its_deadline_is_unknown_and_still_arrives_in_order(self, cluster: Cluster) -> None:
+        bus = KafkaBus(settings(cluster.bootstrap_servers, delivery_timeout_ms=1000, request_timeout_ms=2000))
+        publisher = await bus.publisher("writer")
+        await publisher.publish(Outgoing("t", b"0", None, 0))
+        cluster.kill_node(0)
+        lost = await publisher.submit(Outgoing("t", b"1", None, 0))
+        with pytest.raises(DeliveryUnknown, match="same ids"):
+            await asyncio.wait_for(lost, 3)
+        await asyncio.to_thread(cluster.restart_node, 0)
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    await publisher.publish(Outgoing("t", b"2", None, 0))
+                    break
+                except BusError:
+                    await asyncio.sleep(0.1)
+        await publisher.close()
+        values = await values_of(bus, "t", 3)
+        assert values[:2] == [b"0", b"1"]
+        assert set(values[2:]) == {b"2"}
+
+    async def test_without_a_broker_buffer_space_runs_out_within_the_deadline(self, cluster: Cluster) -> None:
+        bus = KafkaBus(settings(cluster.bootstrap_servers, delivery_timeout_ms=1000, max_in_flight_bytes=1 << 20))
+        publisher = await bus.publisher("writer")
+        await publisher.publish(Outgoing("t", b"0", None, 0))
+        cluster.kill_node(0)
+        futures = [await publisher.submit(Outgoing("t", bytes(500_000), None, 0))]
+        await asyncio.sleep(0.2)
+        with pytest.raises(BusUnavailable, match="buffer space"):
+            async with asyncio.timeout(10):
+                while True:
+                    futures.append(await publisher.submit(Outgoing("t", bytes(700_000), None, 0)))
+        for future in futures:
+            with pytest.raises(BusError):
+                await asyncio.wait_for(future, 3)
+        await asyncio.wait_for(publisher.close(), 10)
+
+    async def test_close_is_bounded_while_the_broker_is_away(self, cluster: Cluster) -> None:
+        bus = KafkaBus(settings(cluster.bootstrap_servers, delivery_timeout_ms=2000))
+        publisher, subscription = await bus.publisher("writer"), await bus.subscribe(["t"], client_id="reader")
+        await publisher.publish(Outgoing("t", b"0", None, 0))
+        cluster.kill_node(0)
+        future = await publisher.submit(Outgoing("t", b"1", None, 0))
+        await asyncio.wait_for(asyncio.gather(publisher.close(), subscription.close()), 10)
+        with pytest.raises(DeliveryUnknown):
+            await future
+
+    async def test_a_reader_goes_on_after_the_broker_was_away(self, cluster: Cluster) -> None:
+        bus = KafkaBus(settings(cluster.bootstrap_servers, request_timeout_ms=2000))
+        publisher, subscription = await bus.publisher("writer"), await bus.subscribe(["t"], client_id="reader")
+        await publisher.publish(Outgoing("t", b"0", None, 0))
+        assert [record.value for record in await subscription.poll(timeout_s=5)] == [b"0"]
+        cluster.kill_node(0)
+        assert await subscription.poll(timeout_s=0.5) == []
+        await asyncio.to_thread(cluster.restart_node, 0)
+        await publisher.publish(Outgoing("t", b"1", None, 0))
+        records: list[Record] = []
+        async with asyncio.timeout(20):
+            while not records:
+                records = await subscription.poll(timeout_s=0.5)
+        assert [record.value for record in records] == [b"1"]
+        await publisher.close()
+        await subscription.close()

@@ -1,0 +1,92 @@
+import asyncio
+import itertools
+
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.kafka.topic_admin import apply_topics, diff_topics
+from bus.port import Outgoing
+from schemas.errors import BrokerError
+from schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES
+
+pytestmark = pytest.mark.kafka
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def run() -> str:
+    return f"topics-{next(_numbers)}"
+
+
+async def set_configs(servers: str, topic: str, configs: dict[str, str]) -> None:
+    admin = AIOKafkaAdminClient(bootstrap_servers=servers)
+    await admin.start()
+    await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, configs=configs)])
+    await admin.close()
+
+
+async def test_applying_creates_everything_and_a_second_time_changes_nothing(bootstrap_servers: str, run: str) -> None:
+    planned = await diff_topics(bootstrap_servers, run, 8)
+    assert [change.kind for change in planned] == ["create"] * len(CATALOGUE)
+    assert await apply_topics(bootstrap_servers, run, 8) == planned
+    assert await diff_topics(bootstrap_servers, run, 8) == []
+    assert await apply_topics(bootstrap_servers, run, 8) == []
+
+
+async def test_when_apply_returns_every_topic_takes_records(
+    bootstrap_servers: str, run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await apply_topics(bootstrap_servers, run, 3)
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
+    publisher = await bus.publisher("writer")
+    for topic in CATALOGUE:
+        last = topic.partition_count(3) - 1
+        position = await publisher.publish(Outgoing(topic.full_name(run), b"x", "k", last))
+        assert position.partition == last
+    await publisher.close()
+    assert not [record for record in caplog.records if record.name.startswith("aiokafka")]
+
+
+async def test_partitions_are_added_and_never_taken_away(bootstrap_servers: str, run: str) -> None:
+    await apply_topics(bootstrap_servers, run, 2)
+    (grown,) = await apply_topics(bootstrap_servers, run, 5)
+    assert str(grown) == f"add partitions: {run}.trajectories: 2 → 5"
+    (conflict,) = await apply_topics(bootstrap_servers, run, 3)
+    assert conflict.kind == "conflict"
+    assert conflict.topic == TRAJECTORIES.full_name(run)
+    assert await diff_topics(bootstrap_servers, run, 5) == []
+
+
+async def test_a_setting_that_differs_is_set_back_and_others_are_left_alone(bootstrap_servers: str, run: str) -> None:
+    await apply_topics(bootstrap_servers, run, 2)
+    name = HEARTBEATS.full_name(run)
+    configs = HEARTBEATS.configs(replication_factor=1)
+    await set_configs(bootstrap_servers, name, {**configs, "retention.ms": "1", "retention.bytes": "123456789"})
+    (change,) = await apply_topics(bootstrap_servers, run, 2)
+    assert (change.kind, change.topic) == ("set", name)
+    assert change.detail == f"retention.ms: 1 → {HEARTBEATS.retention_ms}"
+    assert await diff_topics(bootstrap_servers, run, 2) == []
+    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)
+    await admin.start()
+    (response,) = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, name)])
+    await admin.close()
+    assert {key: value for key, value, *_ in response.resources[0][4]}["retention.bytes"] == "123456789"
+
+
+async def test_two_at_once_agree(bootstrap_servers: str, run: str) -> None:
+    await asyncio.gather(*(apply_topics(bootstrap_servers, run, 4) for _ in range(3)))
+    assert await diff_topics(bootstrap_servers, run, 4) == []
+
+
+async def test_more_copies_than_brokers_are_refused_before_anything_is_made(bootstrap_servers: str, run: str) -> None:
+    with pytest.raises(BrokerError, match="replication_factor"):
+        await apply_topics(bootstrap_servers, run, 2, replication_factor=7)
+    assert len(await diff_topics(bootstrap_servers, run, 2)) == len(CATALOGUE)
+
+
+async def test_no_broker_is_one_line() -> None:
+    with pytest.raises(BrokerError, match=r"127\.0\.0\.1:1"):
+        await apply_topics("127.0.0.1:1", "run", 2)

@@ -1,0 +1,118 @@
+"""An intake on a bus in memory, with a clock and a policy version that tests set."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from bus.memory import MemoryBus
+from bus.port import Outgoing, Record
+from consumers.ingest.frontier import Frontier
+from consumers.ingest.reader import Intake, IntakeStart
+from consumers.ingest.settings import IntakeSettings
+from schemas.identifiers import PolicyVersion
+from schemas.reports import RecordRef, SkipReason, SkipRecord
+from schemas.settings import LoopSettings
+from schemas.topics import CATALOGUE, DEAD_LETTERS, SKIPS, TRAJECTORIES, Topic
+from schemas.trajectories import Trajectory
+from tests.consumers.factories import V0, trajectory
+
+RUN = "r"
+LOOP = LoopSettings(groups_per_step=2, num_generations=2, max_staleness=2, bucket_boundaries=(64,), shards=2)
+
+
+@dataclass
+class Scene:
+    """``after`` starts an intake where another one would have been checkpointed."""
+
+    bus: MemoryBus = field(default_factory=MemoryBus)
+    now: float = 1000.0
+    version: PolicyVersion = V0
+
+    def __post_init__(self) -> None:
+        for topic in CATALOGUE:
+            self.bus.create_topic(topic.full_name(RUN), topic.partition_count(LOOP.trajectory_partitions))
+
+    def intake(
+        self,
+        after: IntakeStart | None = None,
+        weights: dict[str, float] | None = None,
+        algorithm: str = "grpo",
+        **settings: Any,
+    ) -> Intake:
+        return Intake(
+            self.bus,
+            RUN,
+            LOOP,
+            IntakeSettings(**settings),
+            reward_weights=weights or {},
+            algorithm=algorithm,
+            current_version=lambda: self.version,
+            start=after,
+            clock=lambda: self.now,
+        )
+
+    @asynccontextmanager
+    async def running(self, intake: Intake) -> AsyncIterator[Intake]:
+        stop = asyncio.Event()
+        task = asyncio.create_task(intake.run(stop))
+        try:
+            yield intake
+        finally:
+            stop.set()
+            await asyncio.wait({task})
+            task.exception()
+
+    async def publish(self, *trajectories: Trajectory, partition: int = 0) -> None:
+        for found in trajectories:
+            await self.send(Outgoing.of(self.topic, found, key=found.group_id, partition=partition))
+
+    async def publish_group(self, number: int, *, partition: int = 0, **changes: Any) -> None:
+        for index in range(changes.get("of", 2)):
+            await self.publish(
+                trajectory(f"d/{number}/0", index, **({"created_at": float(number)} | changes)), partition=partition
+            )
+
+    async def send(self, record: Outgoing) -> None:
+        await (await self.bus.publisher("worker")).publish(record)
+
+    @property
+    def topic(self) -> str:
+        return TRAJECTORIES.full_name(RUN)
+
+    def records(self, topic: Topic) -> list[Record]:
+        return [record for log in self.bus.log(topic.full_name(RUN)).partitions for record in log]
+
+    def skips(self) -> list[SkipRecord]:
+        found = [record.message() for record in self.records(SKIPS)]
+        return [message for message in found if isinstance(message, SkipRecord)]
+
+    def reasons(self) -> dict[str, SkipReason]:
+        """By trajectory, or by partition and offset if nothing decoded."""
+        return {skip.trajectory_id or f"{skip.partition}@{skip.offset}": skip.reason for skip in self.skips()}
+
+    def dead_letters(self) -> list[Record]:
+        return self.records(DEAD_LETTERS)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def until_read(self, intake: Intake, count: int) -> None:
+        await self.until(lambda: intake.fates().read >= count)
+
+
+def refs_of(*groups: Any) -> list[RecordRef]:
+    return [sample.ref for group in groups for sample in group.samples]
+
+
+def checkpoint(intake: Intake) -> IntakeStart:
+    """What the trainer keeps of an intake, through the JSON it is kept in."""
+    kept = intake.snapshot()
+    return replace(kept, frontier=Frontier.from_json(kept.frontier.to_json()))
+
+
+async def next_group(intake: Intake) -> Any:
+    return await asyncio.wait_for(intake.next_group(), 5)

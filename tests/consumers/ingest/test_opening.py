@@ -1,0 +1,167 @@
+"""What an intake does when the topic is not as its checkpoint left it."""
+
+import asyncio
+
+import pytest
+
+from bus.memory import MemoryBus, MemorySubscription
+from bus.port import TopicPartition
+from consumers.ingest.reader import IntakeStart
+from schemas.errors import DataLossRefused
+from schemas.reports import SkipReason
+from tests.consumers.ingest.scene import Scene, checkpoint, next_group, refs_of
+
+
+class ExpiringBus(MemoryBus):
+    """Forgets the records before ``first[partition]``, as retention does. ``is_silent``: delivers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[int, int] = {}
+        self.is_silent = False
+
+    def check(self, offsets: dict[TopicPartition, int]) -> None:
+        holes = [
+            (tp.topic, tp.partition, offset, self.first[tp.partition])
+            for tp, offset in offsets.items()
+            if offset < self.first.get(tp.partition, 0)
+        ]
+        if holes:
+            raise DataLossRefused(f"expected offset {holes[0][2]}, it is gone", holes)
+
+    async def subscribe(self, *args: object, **options: object) -> "ExpiringSubscription":
+        found = await super().subscribe(*args, **options)  # type: ignore[arg-type]
+        self.check(found.offsets)
+        return ExpiringSubscription(self, found.offsets, found.group_id)
+
+
+class ExpiringSubscription(MemorySubscription):
+    bus: ExpiringBus
+
+    async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[object]:  # type: ignore[override]
+        if self.bus.is_silent:
+            await asyncio.sleep(0.005)
+            return []
+        self.bus.check(self.offsets)
+        return list(await super().poll(max_records=max_records, timeout_s=min(timeout_s, 0.01)))
+
+    async def beginning_offsets(self) -> dict[TopicPartition, int]:
+        return {tp: self.bus.first.get(tp.partition, 0) for tp in self.offsets}
+
+
+async def after_two_groups(scene: Scene) -> IntakeStart:
+    """Groups 0 and 1 are finished, group 2 is read and not."""
+    for number in range(3):
+        await scene.publish_group(number)
+    async with scene.running(scene.intake()) as intake:
+        intake.mark_trained(refs_of(await next_group(intake), await next_group(intake)))
+        await scene.until_read(intake, 6)
+        return checkpoint(intake)
+
+
+async def test_records_that_retention_deleted_unread_end_the_trainer() -> None:
+    bus = ExpiringBus()
+    scene = Scene(bus)
+    kept = await after_two_groups(scene)
+    bus.first[0] = 6
+    intake = scene.intake(kept)
+    async with scene.running(intake):
+        with pytest.raises(
+            DataLossRefused, match=r"r.trajectories/0 offsets 4 to 5 .*--intake.accept_loss true"
+        ) as told:
+            await next_group(intake)
+    assert (told.value.exit_code, told.value.holes) == (4, ((scene.topic, 0, 4, 6),))
+    assert scene.skips() == []
+
+
+async def test_an_accepted_hole_gets_one_row_and_reading_goes_on_behind_it() -> None:
+    bus = ExpiringBus()
+    scene = Scene(bus)
+    kept = await after_two_groups(scene)
+    bus.first[0] = 6
+    await scene.publish_group(3)
+    async with scene.running(scene.intake(kept, accept_loss=True)) as intake:
+        intake.mark_trained(refs_of(await next_group(intake)))
+        await intake.settled()
+        assert intake.frontier().lows()[0] == 8
+    (skip,) = scene.skips()
+    assert (skip.reason, skip.offset, skip.end_offset) == (SkipReason.RETENTION_EXPIRED, 4, 6)
+    assert (skip.trajectory_id, skip.group_id) == (None, None)
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+async def test_a_hole_that_opens_while_reading_is_treated_alike(accepted: bool) -> None:
+    bus = ExpiringBus()
+    scene = Scene(bus)
+    async with scene.running(scene.intake(accept_loss=accepted)) as intake:
+        await scene.publish_group(0)
+        group = await next_group(intake)
+        bus.is_silent = True
+        await asyncio.sleep(0.02)
+        for number in range(1, 4):
+            await scene.publish_group(number)
+        bus.first[0], bus.is_silent = 6, False
+        if not accepted:
+            with pytest.raises(DataLossRefused, match="offsets 2 to 5"):
+                await next_group(intake)
+            return
+        other = await next_group(intake)
+        assert other.group_id == "d/3/0"
+        kept = checkpoint(intake)
+        assert kept.frontier.to_json()["0"] == {"low": 0, "done": [], "passed": [[2, 6]]}
+        intake.mark_trained(refs_of(group, other))
+        assert intake.frontier().lows()[0] == 8
+        await intake.settled()
+    assert [(skip.offset, skip.end_offset) for skip in scene.skips()] == [(2, 6)]
+
+
+async def test_a_topic_made_anew_is_told_by_a_record_below_the_frontier() -> None:
+    scene = Scene()
+    kept = await after_two_groups(scene)
+    scene.bus.logs[scene.topic].partitions[0].clear()
+    for number in range(10, 14):
+        await scene.publish_group(number)
+    intake = scene.intake(kept, accept_loss=True)
+    async with scene.running(intake):
+        with pytest.raises(
+            DataLossRefused, match=r"'d/1/0/1' at offset 3 .*'d/11/0/1'.* deleted and recreated"
+        ) as told:
+            await next_group(intake)
+    assert told.value.exit_code == 4
+
+
+async def test_a_topic_that_ends_before_the_frontier_was_made_anew() -> None:
+    scene = Scene()
+    kept = await after_two_groups(scene)
+    scene.bus.logs[scene.topic].partitions[0].clear()
+    intake = scene.intake(kept, accept_loss=True)
+    async with scene.running(intake):
+        with pytest.raises(DataLossRefused, match=r"expected 4 records in r.trajectories/0.*got 0: .*recreated"):
+            await next_group(intake)
+
+
+async def test_an_anchor_that_retention_deleted_is_not_looked_for() -> None:
+    bus = ExpiringBus()
+    scene = Scene(bus)
+    kept = await after_two_groups(scene)
+    bus.first[0] = 4
+    async with scene.running(scene.intake(kept)) as intake:
+        assert (await next_group(intake)).group_id == "d/2/0"
+    assert kept.anchors[0].offset == 3
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+async def test_what_retention_deleted_of_a_partition_that_nobody_read_is_missed_too(accepted: bool) -> None:
+    bus = ExpiringBus()
+    scene = Scene(bus)
+    for number in range(3):
+        await scene.publish_group(number, partition=2)
+    bus.first[2] = 4
+    async with scene.running(scene.intake(accept_loss=accepted)) as intake:
+        if not accepted:
+            with pytest.raises(DataLossRefused, match="offsets 0 to 3"):
+                await next_group(intake)
+            return
+        assert (await next_group(intake)).group_id == "d/2/0"
+        await intake.settled()
+    assert [(skip.partition, skip.offset, skip.end_offset) for skip in scene.skips()] == [(2, 0, 4)]

@@ -1,0 +1,185 @@
+"""An intake on a bus that fails: the trainer learns of it, and displays do without."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from bus.memory import MemoryBus, MemoryPublisher, MemorySubscription
+from bus.port import Outgoing, Position, Record, TopicPartition
+from consumers.ingest.measures import LOOK_S, SILENCE_S
+from schemas.errors import BusError, BusUnavailable, LifecycleError, StreamRLError
+from schemas.reports import SkipReason
+from schemas.topics import SKIPS
+from tests.consumers.factories import trajectory
+from tests.consumers.ingest.scene import RUN, Scene, next_group, refs_of
+
+
+class FailingBus(MemoryBus):
+    """Raises ``errors[name]`` in the operation of that name, once it is set."""
+
+    errors: dict[str, Exception]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors = {}
+        self.asked = Counter[str]()
+
+    def check(self, name: str) -> None:
+        self.asked[name] += 1
+        if name in self.errors:
+            raise self.errors[name]
+
+    async def subscribe(self, *args: Any, **options: Any) -> "FailingSubscription":
+        found = await super().subscribe(*args, **options)
+        return FailingSubscription(self, found.offsets, found.group_id)
+
+    async def publisher(self, client_id: str) -> "FailingPublisher":
+        return FailingPublisher(self, client_id)
+
+
+class FailingSubscription(MemorySubscription):
+    bus: FailingBus
+
+    async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
+        self.bus.check("poll")
+        return await super().poll(max_records=max_records, timeout_s=min(timeout_s, 0.01))
+
+    async def end_offsets(self) -> dict[TopicPartition, int]:
+        self.bus.check("end_offsets")
+        return await super().end_offsets()
+
+    async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
+        self.bus.check("commit")
+        await super().commit(offsets)
+
+
+class FailingPublisher(MemoryPublisher):
+    bus: FailingBus
+
+    async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
+        if record.topic == SKIPS.full_name(RUN):
+            self.bus.check("skips")
+        return await super().submit(record)
+
+
+def failing_scene() -> tuple[Scene, FailingBus]:
+    bus = FailingBus()
+    return Scene(bus), bus
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "text"),
+    [
+        (BusError("the log is gone"), BusError, "the log is gone"),
+        (ZeroDivisionError("our mistake"), StreamRLError, "ZeroDivisionError.*our mistake"),
+    ],
+)
+async def test_whatever_ends_the_reader_ends_the_wait_for_a_group(
+    error: Exception, expected: type[StreamRLError], text: str
+) -> None:
+    scene, bus = failing_scene()
+    async with scene.running(scene.intake()) as intake:
+        waiting = asyncio.create_task(intake.next_group())
+        await asyncio.sleep(0.02)
+        bus.errors["poll"] = error
+        with pytest.raises(expected, match=text):
+            await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_cancelled_reader_ends_the_wait_for_a_group() -> None:
+    scene = Scene()
+    intake = scene.intake()
+    reading = asyncio.create_task(intake.run(asyncio.Event()))
+    waiting = asyncio.create_task(intake.next_group())
+    await asyncio.sleep(0.02)
+    reading.cancel()
+    with pytest.raises(StreamRLError, match="CancelledError"):
+        await asyncio.wait_for(waiting, 5)
+    await asyncio.wait({reading})
+    assert reading.cancelled()
+
+
+async def test_a_failed_intake_refuses_even_the_groups_that_are_ready() -> None:
+    """What is trained after the reader died could never be accounted for."""
+    scene, bus = failing_scene()
+    async with scene.running(scene.intake()) as intake:
+        await scene.publish_group(0)
+        await scene.until_read(intake, 2)
+        bus.errors["poll"] = BusUnavailable("gone")
+        await asyncio.sleep(0.05)
+        with pytest.raises(BusUnavailable):
+            await next_group(intake)
+
+
+async def test_no_checkpoint_can_be_taken_of_a_row_that_cannot_be_written() -> None:
+    scene, bus = failing_scene()
+    bus.errors["skips"] = BusUnavailable("no room")
+    async with scene.running(scene.intake()) as intake:
+        await scene.publish(trajectory("d/0/0", 0), trajectory("d/0/0", 0))
+        with pytest.raises(BusUnavailable, match="no room"):
+            await next_group(intake)
+        with pytest.raises(BusUnavailable, match="no room"):
+            await intake.settled()
+    assert scene.skips() == []
+
+
+async def test_a_silent_broker_costs_only_the_lag_display() -> None:
+    scene, bus = failing_scene()
+    async with scene.running(scene.intake()) as intake:
+        await scene.publish_group(0)
+        await scene.until_read(intake, 2)
+        bus.errors |= {"end_offsets": BusUnavailable("silent"), "commit": BusUnavailable("silent")}
+        scene.now += LOOK_S
+        await scene.publish_group(1)
+        for _ in range(2):
+            intake.mark_trained(refs_of(await next_group(intake)))
+        assert set((await intake.lag()).values()) == {0}
+        await intake.commit()
+        assert bus.committed == {}
+        asked = bus.asked["end_offsets"]
+        bus.errors.clear()
+        await scene.publish_group(2)
+        await next_group(intake)
+        assert bus.asked["end_offsets"] == asked  # reading does not wait for it again at once
+        scene.now += SILENCE_S
+        await scene.until(lambda: bus.asked["end_offsets"] > asked)
+        await intake.commit()
+    assert bus.committed == {("r.grpo", TopicPartition(scene.topic, 0)): 4}
+
+
+async def test_what_the_trainer_measures_asks_the_broker_nothing() -> None:
+    scene, bus = failing_scene()
+    async with scene.running(scene.intake()) as intake:
+        await scene.publish_group(0)
+        await next_group(intake)
+        asked = dict(bus.asked)
+        measured = intake.metrics()
+        with pytest.raises(StopIteration):
+            measured.send(None)  # it never lets go of the event loop
+        assert bus.asked == asked
+
+
+async def test_a_group_is_finished_once_and_only_if_it_was_handed_out() -> None:
+    scene = Scene()
+    async with scene.running(scene.intake()) as intake:
+        await scene.publish_group(0)
+        group = await next_group(intake)
+        intake.mark_skipped(group, SkipReason.ZERO_ADVANTAGE, "equal")
+        with pytest.raises(LifecycleError, match="handed out"):
+            intake.mark_trained(refs_of(group))
+        with pytest.raises(LifecycleError, match="handed out"):
+            intake.mark_skipped(group, SkipReason.STALE, "again")
+        assert (intake.fates().skipped, intake.fates().trained) == (2, 0)
+
+
+async def test_when_too_much_is_bad_the_rows_that_say_why_are_on_the_topic() -> None:
+    scene = Scene()
+    async with scene.running(scene.intake(max_consecutive_poison=3)) as intake:
+        for _ in range(4):
+            await scene.send(Outgoing(scene.topic, b"junk", None, 0))
+        with pytest.raises(StreamRLError, match="undecodable"):
+            await next_group(intake)
+    assert [skip.reason for skip in scene.skips()] == [SkipReason.POISON] * 4

@@ -1,0 +1,111 @@
+"""Where a start of a run begins, on checkpoints that are really there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consumers.training.checkpoints.storage import open_location
+from consumers.training.checkpoints.store import CheckpointStore
+from deploy.local.run import going_on_line, is_over, over_line, resumed_step, run_locally
+from settings.loading import as_toml, validated
+from settings.run_directory import RunDirectory
+from settings.tree import Settings
+from tests.consumers.training.persistence.scene import write
+
+
+def settings_of(tmp_path: Path, *, max_steps: int = 100, **sections: Any) -> Settings:
+    tree: dict[str, Any] = {
+        "run": {"name": "r", "directory": str(tmp_path)},
+        "data": {"path": "p.jsonl"},
+        "model": {"path": "m"},
+        "training": {"max_steps": max_steps},
+    }
+    return validated(tree | sections)
+
+
+def checkpointed(tmp_path: Path, *steps: int) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "r")
+    place = open_location(directory.checkpoints, tmp_path / "cache")
+    for step in steps:
+        write(place, step, CheckpointStore(place, 3).claim_lineage(now=0.0))
+    return directory
+
+
+def told(directory: RunDirectory, steps: object, **more: object) -> None:
+    directory.path.mkdir(exist_ok=True)
+    directory.summary.write_text(json.dumps({"steps": steps, **more}))
+
+
+def over(settings: Settings, directory: RunDirectory) -> bool:
+    return is_over(settings, directory, resumed_step(settings))
+
+
+def files(directory: RunDirectory) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.path.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_is_over_says_so_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = checkpointed(tmp_path, 50, 100)
+    told(directory, 100, run_seconds=57.42)
+    before = files(directory)
+    assert run_locally(settings_of(tmp_path)) == 0
+    assert capsys.readouterr().out == (
+        "run r is already at step 100 of 100: nothing to train; "
+        "raise --training.max_steps, or name another run with --run.name\n"
+    )
+    assert files(directory) == before
+
+
+def test_a_run_beyond_its_new_last_step_is_over_too(tmp_path: Path) -> None:
+    directory = checkpointed(tmp_path, 100)
+    told(directory, 100)
+    settings = settings_of(tmp_path, max_steps=60)
+    assert over(settings, directory)
+    assert "already at step 100 of 60" in over_line(settings, 100)
+
+
+def test_a_run_that_could_go_on_is_not_refused(tmp_path: Path) -> None:
+    directory = checkpointed(tmp_path, 50, 100)
+    assert not over(settings_of(tmp_path), directory), "what it came to was never told"
+    for steps in (60, None, "100"):
+        told(directory, steps)
+        assert not over(settings_of(tmp_path), directory), "the summary is of an earlier start"
+    directory.summary.write_text("[")
+    assert not over(settings_of(tmp_path), directory)
+    told(directory, 100)
+    assert not over(settings_of(tmp_path, max_steps=101), directory)
+    judged = settings_of(tmp_path, evaluation={"function": "a:b"})
+    assert not over(judged, directory), "the evaluation after it is missing"
+    told(directory, 100, score_after=1.0)
+    assert over(judged, directory)
+    (directory.checkpoints / "step_100" / "model.safetensors").write_bytes(b"damaged")
+    assert not over(judged, directory), "the trainer would go on from step 50"
+    (directory.checkpoints / "step_50" / "model.safetensors").unlink()
+    assert not over(judged, directory), "the trainer says what is wrong"
+
+
+def test_the_newest_lineage_leads_and_other_runs_checkpoints_do_not_count(tmp_path: Path) -> None:
+    assert resumed_step(settings_of(tmp_path)) == 0
+    checkpointed(tmp_path, 100, 40)
+    assert resumed_step(settings_of(tmp_path)) == 40
+    other = settings_of(tmp_path, algorithm={"name": "rloo"})
+    assert resumed_step(other) == 0
+
+
+def test_a_run_that_goes_on_names_a_handful_of_changed_settings(tmp_path: Path) -> None:
+    kept = tmp_path / "config.resolved.toml"
+    settings = settings_of(tmp_path, loop={"num_generations": 4})
+    assert going_on_line(settings, kept, 60) == "going on from step 60"
+    kept.write_text(as_toml(settings_of(tmp_path, loop={"num_generations": 8})))
+    assert going_on_line(settings, kept, 60) == "going on from step 60; changed: loop.num_generations 8 → 4"
+    kept.write_text(as_toml(settings))
+    assert going_on_line(settings, kept, 60) == "going on from step 60"
+    run = {"name": "r", "directory": str(tmp_path / "elsewhere"), "workers": 1, "seed": 7, "max_restarts": 1}
+    more = {"num_generations": 4, "groups_per_step": 3, "shards": 3}
+    line = going_on_line(settings_of(tmp_path, max_steps=200, run=run, loop=more), kept, 60)
+    assert line.count("→") == 5
+    assert line.endswith(" and 1 more")
+    kept.write_text("= not TOML")
+    assert going_on_line(settings, kept, 60) == "going on from step 60"

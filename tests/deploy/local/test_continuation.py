@@ -1,0 +1,127 @@
+"""A finished run that is started again under its name with more steps: real coordinator, worker and dispatcher."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bus.memory import MemoryBus
+from bus.port import Outgoing
+from coordinator.coordinator import Coordinator
+from coordinator.settings import CoordinatorSettings
+from producers.dispatch.dispatcher import Dispatcher
+from producers.dispatch.settings import DispatchSettings
+from producers.generation.settings import GenerationSettings
+from producers.generation.worker import GenerationWorker
+from producers.lengths.estimators import ConstantLength
+from producers.lengths.settings import LengthSettings
+from schemas.control import RunFinished
+from schemas.identifiers import PolicyVersion
+from schemas.reports import StepReport
+from schemas.settings import LoopSettings
+from schemas.topics import CATALOGUE, CONTROL, STEPS, TRAJECTORIES, Topic
+from schemas.trajectories import Trajectory
+from tests.fakes.engine import FakeEngine, FakeTokenizer
+from tests.fakes.scorer import FakeScorer
+from tests.fakes.waiting import until
+from tests.producers.dispatch.scene import CountedSource
+from tests.producers.generation.factories import FakeRelay, running_relay
+
+LOOP = LoopSettings(groups_per_step=2, num_generations=2, max_staleness=1, max_completion_length=100)
+
+
+@dataclass
+class Run:
+    """The test is the trainer."""
+
+    bus: MemoryBus
+    relay: FakeRelay
+    cache: Path
+
+    async def report(self, version: PolicyVersion, *, finished: bool, groups: tuple[str, ...] = ()) -> None:
+        ready = self.relay.add(version)
+        report = StepReport(
+            algorithm="grpo",
+            step=version.number,
+            version=version,
+            manifest_sha256=ready.manifest_sha256,
+            group_ids=groups,
+            micro_batches=(),
+            metrics={},
+            finished=finished,
+            sent_at=0.0,
+        )
+        publisher = await self.bus.publisher("trainer")
+        await publisher.publish(Outgoing.of(STEPS.full_name("r"), report, key="grpo"))
+
+    def read(self, topic: Topic) -> list[object]:
+        return [record.message() for log in self.bus.log(topic.full_name("r")).partitions for record in log]
+
+    def groups(self) -> list[str]:
+        """Whole groups, by position."""
+        found = [message for message in self.read(TRAJECTORIES) if isinstance(message, Trajectory)]
+        whole = {one.group_id: one.position for one in found if sum(o.group_id == one.group_id for o in found) == 2}
+        return sorted(whole, key=whole.__getitem__)
+
+    @asynccontextmanager
+    async def life(self) -> AsyncIterator["list[asyncio.Task[None]]"]:
+        """Worker and dispatcher, which end by themselves, and a coordinator."""
+        stop = asyncio.Event()
+        roles = (
+            Coordinator(self.bus, "r", CoordinatorSettings(relays=(self.relay.address,))),
+            GenerationWorker(
+                self.bus,
+                "r",
+                LOOP,
+                GenerationSettings(heartbeat_interval_s=0.05),
+                "w0",
+                FakeEngine(),
+                FakeTokenizer(),
+                FakeScorer(),
+                self.cache,
+            ),
+            Dispatcher(
+                self.bus,
+                "r",
+                LOOP,
+                DispatchSettings(poll_s=0.01),
+                CountedSource(),
+                ConstantLength(LengthSettings(), LOOP),
+            ),
+        )
+        coordinator, *others = [asyncio.create_task(role.run(stop)) for role in roles]
+        try:
+            yield others
+        finally:
+            stop.set()
+            await asyncio.gather(coordinator, *others)
+
+    def compact(self) -> None:
+        control = self.bus.log(CONTROL.full_name("r")).partitions[0]
+        control[:] = sorted({record.key: record for record in control}.values(), key=lambda record: record.offset)
+
+
+async def test_a_finished_run_goes_on_under_its_name_and_ends_at_its_new_end(tmp_path: Path) -> None:
+    async with running_relay() as relay:
+        run = Run(MemoryBus(), relay, tmp_path)
+        for topic in CATALOGUE:
+            run.bus.create_topic(topic.full_name("r"), topic.partition_count(LOOP.trajectory_partitions))
+        async with run.life() as others:
+            await run.report(PolicyVersion(1, 0), finished=False)
+            await until(lambda: len(run.groups()) == 4)
+            await run.report(PolicyVersion(1, 1), finished=True, groups=tuple(run.groups()[:2]))
+            await asyncio.wait_for(asyncio.gather(*others), 10)
+        run.compact()
+        async with run.life() as others:
+            await asyncio.sleep(1.0)
+            assert not [task for task in others if task.done()]
+            await run.report(PolicyVersion(1, 1), finished=True, groups=tuple(run.groups()[:2]))
+            await run.report(PolicyVersion(2, 1), finished=False)
+            await until(lambda: len(run.groups()) == 6)
+            await run.report(PolicyVersion(2, 2), finished=False, groups=tuple(run.groups()[2:4]))
+            await until(lambda: len(run.groups()) == 8)
+            await run.report(PolicyVersion(2, 3), finished=True, groups=tuple(run.groups()[4:6]))
+            await asyncio.wait_for(asyncio.gather(*others), 10)
+        assert [message.step for message in run.read(CONTROL) if isinstance(message, RunFinished)] == [1, 3]
+        assert run.groups() == [f"toy/{number}/0" for number in range(len(run.groups()))]

@@ -1,0 +1,88 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from inspection.host import AUTOGROUP, NICENESS
+
+BEGIN = "import os, signal, time; from inspection.host import give_way; give_way(); print(os.getpid(), flush=True); "
+TEN_MINUTES = "[time.sleep(0.01) for _ in range(60000)]"  # a signal just before one long sleep would wait for its end
+in_autogroups = pytest.mark.skipif(not os.access(AUTOGROUP, os.W_OK), reason="this kernel has no autogroups")
+
+
+def started(then: str) -> tuple["subprocess.Popen[str]", int]:
+    """The command, and the process that does its work."""
+    command = subprocess.Popen([sys.executable, "-c", BEGIN + then], stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    return command, int(command.stdout.readline())
+
+
+def finished(command: "subprocess.Popen[str]") -> int:
+    with command:
+        return command.wait(10)
+
+
+def test_it_takes_only_what_nobody_else_wants() -> None:
+    command, worker = started(TEN_MINUTES)
+    assert psutil.Process(worker).nice() == NICENESS
+    command.terminate()
+    assert finished(command) == -signal.SIGTERM
+
+
+@in_autogroups
+def test_its_session_as_a_whole_has_a_small_share_and_others_keep_theirs() -> None:
+    ours = AUTOGROUP.read_text()
+    command, worker = started(TEN_MINUTES)
+    assert Path(f"/proc/{worker}/autogroup").read_text().split()[1:] == ["nice", str(NICENESS)]
+    assert ours == AUTOGROUP.read_text() == Path(f"/proc/{command.pid}/autogroup").read_text()
+    command.terminate()
+    finished(command)
+
+
+@pytest.mark.parametrize("disposition", ["SIG_DFL", "SIG_IGN"])
+def test_the_command_ends_with_the_code_of_its_work(disposition: str) -> None:
+    code = f"import signal; signal.signal(signal.SIGCHLD, signal.{disposition}); {BEGIN} os._exit(4)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=10).returncode == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH])
+def test_signals_reach_the_work(number: signal.Signals) -> None:
+    handled = f"signal.signal({number.value}, lambda *_: os._exit(7)); print('ready', flush=True); {TEN_MINUTES}"
+    command, _ = started(handled)
+    assert command.stdout is not None
+    assert command.stdout.readline() == "ready\n"
+    command.send_signal(number)
+    assert finished(command) == 7
+
+
+def test_the_work_stands_still_while_the_command_does() -> None:
+    command, worker = started(TEN_MINUTES)
+    command.send_signal(signal.SIGTSTP)
+    wait_for(worker, psutil.STATUS_STOPPED)
+    wait_for(command.pid, psutil.STATUS_STOPPED)
+    command.send_signal(signal.SIGCONT)
+    wait_for(worker, psutil.STATUS_SLEEPING)
+    command.terminate()
+    assert finished(command) == -signal.SIGTERM
+
+
+def wait_for(process: int, status: str) -> None:
+    deadline = time.monotonic() + 10
+    while psutil.Process(process).status() != status:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_work_does_not_outlive_a_command_that_was_killed() -> None:
+    command, worker = started(TEN_MINUTES)
+    command.kill()
+    finished(command)
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,169 @@
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deploy.local.supervisor import ChildSpec, Supervisor
+from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
+
+SLEEP = "import time; time.sleep(60)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+def spec(tmp_path: Path, name: str, code: str, *, essential: bool = False, optional: bool = False) -> ChildSpec:
+    command = [sys.executable, "-c", code]
+    return ChildSpec(name, command, tmp_path / f"{name}.log", essential=essential, optional=optional)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def until_started(supervisor: Supervisor, name: str, *, other_than: int = 0) -> int:
+    async with asyncio.timeout(10):
+        while name not in supervisor.children or supervisor.children[name].pid == other_than:
+            await asyncio.sleep(0.01)
+    return supervisor.children[name].pid
+
+
+async def test_the_run_is_over_when_the_essential_process_ends_well(tmp_path: Path) -> None:
+    specs = [spec(tmp_path, "side", SLEEP), spec(tmp_path, "main", "pass", essential=True)]
+    supervisor = Supervisor(specs, max_restarts=0, grace_s=5)
+    task = asyncio.create_task(supervisor.run(asyncio.Event()))
+    side = await until_started(supervisor, "side")
+    async with asyncio.timeout(15):
+        await task
+    assert supervisor.finished.is_set()
+    assert not is_alive(side)
+
+
+async def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
+    stop = asyncio.Event()
+    supervisor = Supervisor([spec(tmp_path, "side", SLEEP)], max_restarts=3, grace_s=5)
+    task = asyncio.create_task(supervisor.run(stop))
+    first = await until_started(supervisor, "side")
+    os.kill(first, signal.SIGKILL)
+    second = await until_started(supervisor, "side", other_than=first)
+    assert supervisor.restarts == {"side": 1}
+    stop.set()
+    await task
+    assert not is_alive(second)
+
+
+async def test_a_stop_during_the_pause_before_a_restart_ends_the_run_well(tmp_path: Path) -> None:
+    stop = asyncio.Event()
+    supervisor = Supervisor([spec(tmp_path, "side", "raise SystemExit(1)")], max_restarts=9, grace_s=5)
+    task = asyncio.create_task(supervisor.run(stop))
+    async with asyncio.timeout(30):
+        while supervisor.restarts.get("side", 0) < 2 or supervisor.children:
+            await asyncio.sleep(0.01)
+        stop.set()
+        await task
+
+
+async def test_a_restart_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stop = asyncio.Event()
+    code = "print('error: a bad day', flush=True); raise SystemExit(1)"
+    supervisor = Supervisor([spec(tmp_path, "side", code)], max_restarts=9, grace_s=5)
+    task = asyncio.create_task(supervisor.run(stop))
+    async with asyncio.timeout(10):
+        while not supervisor.restarts:
+            await asyncio.sleep(0.01)
+    stop.set()
+    await task
+    assert "error: a bad day" in capsys.readouterr().out
+
+
+async def test_a_user_error_ends_the_run_with_its_last_line(tmp_path: Path) -> None:
+    bad = spec(tmp_path, "bad", "print('noise'); print('error: no such model'); raise SystemExit(2)")
+    supervisor = Supervisor([spec(tmp_path, "side", SLEEP), bad], max_restarts=3, grace_s=5)
+    with pytest.raises(UserError, match="bad ended with code 2: error: no such model"):
+        await supervisor.run(asyncio.Event())
+    assert not supervisor.children
+
+
+async def test_a_crash_loop_ends_the_run_with_one_line_that_says_all(tmp_path: Path) -> None:
+    code = "print('error: no room'); print('bye'); raise SystemExit(1)"
+    supervisor = Supervisor([spec(tmp_path, "bad", code)], max_restarts=1, grace_s=5)
+    with pytest.raises(StreamRLError) as raised:
+        await supervisor.run(asyncio.Event())
+    expected = f"bad ended with code 1 for the 2th time in a row: error: no room; its log is {tmp_path / 'bad.log'}"
+    assert (str(raised.value), raised.value.exit_code) == (expected, 1)
+
+
+async def test_refused_data_loss_ends_the_run_with_its_line_and_its_exit_code(tmp_path: Path) -> None:
+    bad = spec(tmp_path, "bad", "print('error: offsets 3 to 9 are gone'); raise SystemExit(4)")
+    with pytest.raises(DataLossRefused, match="offsets 3 to 9 are gone") as raised:
+        await Supervisor([bad], max_restarts=3, grace_s=5).run(asyncio.Event())
+    assert raised.value.exit_code == 4
+
+
+async def test_a_superseded_process_is_not_restarted_and_the_run_goes_on(tmp_path: Path) -> None:
+    twin = spec(tmp_path, "twin", "print('error: superseded'); raise SystemExit(3)")
+    main = spec(tmp_path, "main", "import time; time.sleep(1)", essential=True)
+    supervisor = Supervisor([twin, main], max_restarts=3, grace_s=5)
+    await supervisor.run(asyncio.Event())
+    assert supervisor.finished.is_set()
+    assert supervisor.restarts == {}
+
+
+async def test_the_run_ends_when_its_essential_process_is_superseded(tmp_path: Path) -> None:
+    main = spec(tmp_path, "main", "print('error: superseded'); raise SystemExit(3)", essential=True)
+    with pytest.raises(Superseded, match="superseded"):
+        await Supervisor([spec(tmp_path, "side", SLEEP), main], max_restarts=3, grace_s=5).run(asyncio.Event())
+
+
+async def test_two_supervisors_with_the_same_worker_do_not_end_each_others_for_ever(tmp_path: Path) -> None:
+    """Each process takes a token and ends superseded when the token changed hands."""
+    token = tmp_path / "token"
+    claim = f"""
+import os, pathlib, sys, time
+token = pathlib.Path({str(token)!r})
+token.write_text(str(os.getpid()))
+while token.read_text() in ("", str(os.getpid())):
+    time.sleep(0.02)
+sys.exit(3)
+"""
+    stop = asyncio.Event()
+    both = [Supervisor([spec(tmp_path, f"w0-{number}", claim)], max_restarts=5, grace_s=5) for number in range(2)]
+    tasks = [asyncio.create_task(supervisor.run(stop)) for supervisor in both]
+    async with asyncio.timeout(15):
+        while sum(len(supervisor.children) for supervisor in both) != 1 or not token.exists():
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.5)
+    assert sum(len(supervisor.children) for supervisor in both) == 1
+    assert [supervisor.restarts for supervisor in both] == [{}, {}]
+    stop.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_an_optional_process_that_cannot_be_kept_alive_does_not_end_the_run(tmp_path: Path) -> None:
+    optional = spec(tmp_path, "bad", "raise SystemExit(2)", optional=True)
+    main = spec(tmp_path, "main", "import time; time.sleep(1)", essential=True)
+    supervisor = Supervisor([optional, main], max_restarts=0, grace_s=5)
+    await supervisor.run(asyncio.Event())
+    assert supervisor.finished.is_set()
+
+
+async def test_a_process_that_ignores_sigterm_is_killed_when_the_grace_period_ends(tmp_path: Path) -> None:
+    stop = asyncio.Event()
+    stubborn = spec(tmp_path, "stubborn", STUBBORN)
+    supervisor = Supervisor([stubborn], max_restarts=0, grace_s=0.5)
+    task = asyncio.create_task(supervisor.run(stop))
+    pid = await until_started(supervisor, "stubborn")
+    async with asyncio.timeout(10):
+        while "up" not in stubborn.log_path.read_text():
+            await asyncio.sleep(0.01)
+    began = time.monotonic()
+    stop.set()
+    await task
+    assert 0.4 < time.monotonic() - began < 5
+    assert not is_alive(pid)

@@ -1,0 +1,123 @@
+"""The live view before a run: it has the terminal to itself, and gives it back when it or the run ends."""
+
+import asyncio
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.local.watching import LOG, watch
+from inspection.diagnostics.connect import Attachment
+from settings.loading import as_toml, load_settings
+from settings.run_directory import RunDirectory
+
+WATCHING = """
+import asyncio, signal, sys
+from pathlib import Path
+from settings.run_directory import RunDirectory
+from deploy.local.watching import watch
+
+async def progress(stop):
+    await asyncio.sleep(0.2)
+    print("progress, stopped:", stop.is_set())
+
+async def main():
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    asyncio.get_running_loop().call_later(1.0, print, "told meanwhile")
+    asyncio.get_running_loop().call_later(float(sys.argv[3]), stop.set)
+    await watch(RunDirectory(Path(sys.argv[1])), sys.argv[2], progress, stop)
+
+asyncio.run(main())
+"""
+
+
+async def on_a_terminal(directory: Path, address: str, stop_after_s: float, keys: bytes = b"") -> bytes:
+    """What is shown; ``keys`` are pressed once there is a view."""
+    ours, theirs = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", WATCHING, str(directory), address, str(stop_after_s),
+        stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm-256color"},
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    seen, pressed, loop = bytearray(), list[int](), asyncio.get_running_loop()
+    over = asyncio.Event()
+
+    def read() -> None:
+        try:
+            seen.extend(os.read(ours, 1 << 16))
+            if keys and not pressed and b"Loop" in seen:
+                pressed.append(os.write(ours, keys))
+        except OSError:
+            loop.remove_reader(ours)
+            over.set()
+
+    loop.add_reader(ours, read)
+    try:
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+        await asyncio.wait_for(over.wait(), 5)
+    finally:
+        loop.remove_reader(ours)
+        os.close(ours)
+    return bytes(seen)
+
+
+def _surveyed_run(folder: Path) -> RunDirectory:
+    directory = RunDirectory(folder / "run")
+    directory.create()
+    given = ["--run.name=surveyed", "--data.dataset=gcd", "--training.backend=emulated", "--generation.engine=emulated"]
+    directory.config.write_text(as_toml(load_settings(None, given)))
+    return directory
+
+
+async def test_the_view_has_the_terminal_until_the_run_ends(surveyed: Attachment, tmp_path: Path) -> None:
+    directory = _surveyed_run(tmp_path)
+    seen = await on_a_terminal(directory.path, surveyed.address, 12.0)
+    opened, closed = seen.find(b"\x1b[?1049h"), seen.find(b"\x1b[?1049l")
+    assert 0 <= opened < closed < seen.find(b"progress, stopped: True"), seen[-2000:]
+    assert b"told meanwhile" not in seen
+    assert "told meanwhile" in (directory.logs / LOG).read_text()
+
+
+@pytest.mark.parametrize(("key", "stopped"), [(b"q", False), (b"\x03", True)])
+async def test_q_leaves_the_view_and_ctrl_c_stops_the_run(
+    surveyed: Attachment, tmp_path: Path, key: bytes, stopped: bool
+) -> None:
+    seen = await on_a_terminal(_surveyed_run(tmp_path).path, surveyed.address, 50.0, key)
+    assert f"progress, stopped: {stopped}".encode() in seen, seen[-2000:]
+
+
+async def test_a_view_that_cannot_be_shown_leaves_the_run_its_progress(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    seen = await on_a_terminal(tmp_path, "127.0.0.1:1", 60.0)
+    assert b"progress, stopped: False" in seen
+
+
+async def test_without_a_terminal_there_is_the_run_s_progress_alone(tmp_path: Path) -> None:
+    shown = []
+
+    async def progress(stop: asyncio.Event) -> None:
+        shown.append(stop)
+
+    stop = asyncio.Event()
+    await watch(RunDirectory(tmp_path), "127.0.0.1:1", progress, stop)
+    assert shown == [stop]
+
+
+def test_what_is_printed_goes_to_the_file_and_then_to_the_terminal_again(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from deploy.local.watching import printing_into\n"
+        "print('before')\n"
+        "with printing_into(Path(sys.argv[1])): print('within')\n"
+        "print('after')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "log")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "before\nafter\n"
+    assert (tmp_path / "log").read_text() == "within\n"

@@ -1,0 +1,165 @@
+import random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from schemas.reports import SkipReason
+from tests.inspection.audit.world import ALGORITHM, World
+
+REASONS = [reason for reason in SkipReason if reason is not SkipReason.RETENTION_EXPIRED]
+
+
+class AnyRunBalances(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(partitions=3)
+        self.names = 0
+
+    @rule(count=st.integers(1, 5), partition=st.integers(0, 2))
+    def produce(self, count: int, partition: int) -> None:
+        for _ in range(count):
+            self.names += 1
+            self.world.produce(f"d/{self.names}/0/0", partition)
+
+    @rule(partition=st.integers(0, 2))
+    def produce_poison(self, partition: int) -> None:
+        self.world.produce(None, partition)
+
+    @rule(partition=st.integers(0, 2), data=st.data())
+    def produce_a_duplicate_and_skip_it(self, partition: int, data: st.DataObject) -> None:
+        known = sorted({name for names in self.world.log.values() for name in names if name})
+        if known:
+            place = self.world.produce(data.draw(st.sampled_from(known)), partition)
+            self.world.skip(place, SkipReason.DUPLICATE)
+
+    @rule(data=st.data())
+    def train(self, data: st.DataObject) -> None:
+        world = self.world
+        used = {world.log[p][o] for p, o in world.life.trained}
+        fresh = {world.log[p][o]: (p, o) for p, o in world.pending() if world.log[p][o] not in (None, *used)}
+        places = sorted(fresh.values())
+        if places:
+            chosen = data.draw(st.lists(st.sampled_from(places), unique=True, min_size=1, max_size=6))
+            world.step(chosen)
+            if data.draw(st.booleans()):
+                world.checkpoint()
+            if data.draw(st.integers(0, 9)) == 0:  # a crash between checkpoint and announcement
+                self.crash(data)
+            else:
+                world.announce()
+
+    @rule(data=st.data(), reason=st.sampled_from(REASONS))
+    def skip(self, data: st.DataObject, reason: SkipReason) -> None:
+        places = self.world.pending()
+        if places:
+            self.world.skip(data.draw(st.sampled_from(places)), reason)
+
+    @rule(partition=st.integers(0, 2))
+    def accept_a_hole(self, partition: int) -> None:
+        mine = [offset for p, offset in self.world.pending() if p == partition]
+        if mine:
+            self.world.skip((partition, mine[0]), SkipReason.RETENTION_EXPIRED, mine[-1] + 1)
+
+    @rule(data=st.data())
+    def write_something_again(self, data: st.DataObject) -> None:
+        again = [written for written in self.world.written if written[1].partition == 0 and written[0].partitions]
+        if again:
+            self.world.written.append(data.draw(st.sampled_from(again)))
+
+    @precondition(lambda self: self.world.life.step > 0)
+    @rule(data=st.data())
+    def crash(self, data: st.DataObject) -> None:
+        saved = self.world.saved
+        survivors = [each for each in saved if self._survives(each.manifest.policy_version)]
+        self.world.restart(data.draw(st.sampled_from([None, *survivors])))
+
+    def _survives(self, version: object) -> bool:
+        newest = self.world.audit().algorithms[0]
+        return version[0] in newest.lineages  # type: ignore[index]
+
+    @invariant()
+    def it_balances(self) -> None:
+        verdict = self.world.audit()
+        (own,) = verdict.algorithms
+        assert verdict.violations == ()
+        assert verdict.is_balanced
+        announced = self.world.last_report is None or own.steps == self.world.life.step
+        if announced:
+            life = self.world.life
+            assert own.trained == len(life.trained)
+            assert own.skipped_in_all == len(life.skipped)
+            assert own.pending == len(self.world.pending())
+            assert own.produced == sum(map(len, self.world.log.values()))
+
+    @invariant()
+    def an_old_beginning_deleted_by_retention_is_no_offence(self) -> None:
+        verdict = self.world.audit(first=4)
+        assert verdict.violations == ()
+        assert verdict.is_balanced
+
+
+AnyRunBalances.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None, derandomize=True)
+TestAnyRunBalances = AnyRunBalances.TestCase
+
+
+def test_a_run_without_a_trainer_is_pending() -> None:
+    world = World()
+    world.written.clear()
+    world.produce("a/0/0/0", 0)
+    verdict = world.audit()
+    assert verdict.algorithms == ()
+    assert verdict.produced == 1
+    assert verdict.to_json()["total"] == {"produced": 1, "trained": 0, "skipped": 0, "pending": 1}
+
+
+def test_what_a_crash_undid_is_told() -> None:
+    world = World()
+    places = [world.produce(f"d/{n}/0/0", n % 2) for n in range(10)]
+    world.step(places[:3])
+    world.checkpoint()
+    world.announce()
+    world.step(places[3:5])
+    world.announce()
+    world.skip(places[5], SkipReason.STALE)
+    world.restart(world.saved[0])
+    world.step(places[3:6])
+    world.announce()
+    (own,) = world.audit().algorithms
+    assert own.algorithm == ALGORITHM
+    assert own.is_balanced
+    assert (own.trained, own.skipped_in_all, own.pending) == (6, 0, 4)
+    assert (own.undone.steps, own.undone.trained, own.undone.rows, own.undone.lineages) == (1, 2, 1, 0)
+    assert own.lineages == (1, 2)
+    assert own.checkpoint == "1-1"
+
+
+def busy_world(seed: int) -> World:
+    """A run of some hundred records with crashes in it, ending with a checkpoint and a step after it."""
+    rng, world, names = random.Random(seed), World(partitions=3), 0
+    for turn in range(40):
+        for _ in range(rng.randint(2, 9)):
+            names += 1
+            world.produce(f"d/{names}/0/0", rng.randrange(3))
+        pending = [(p, o) for p, o in world.pending() if o < len(world.log[p]) - 2]
+        rng.shuffle(pending)
+        for place in pending[:2]:
+            world.skip(place, rng.choice(REASONS))
+        world.step(pending[2:6])
+        if turn % 5 == 4:
+            world.checkpoint()
+        world.announce()
+        if turn in (13, 27):
+            world.restart(world.saved[-1])
+    rest = world.pending()
+    world.step(rest[:3])
+    world.announce()
+    world.skip(rest[3], SkipReason.STALE)
+    return world
+
+
+def test_a_busy_run_balances() -> None:
+    for seed in range(5):
+        verdict = busy_world(seed).audit()
+        assert verdict.is_balanced
+        assert verdict.algorithms[0].undone.steps > 0

@@ -1,0 +1,228 @@
+"""A made-up run: trajectories, and a trainer that steps, skips, checkpoints and crashes, with the books it must leave.
+
+Follows the contract, not the code: what the real trainer writes is checked against it elsewhere.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import msgpack
+
+from bus.history import Extent
+from bus.port import Outgoing, Record
+from consumers.ingest.rejections import SkipTally
+from consumers.training.checkpoints import manifest as stored
+from consumers.training.checkpoints.manifest import CheckpointManifest
+from inspection.audit.checks import balance
+from inspection.audit.index import Books
+from inspection.audit.verdict import Verdict
+from schemas.codec import encode, headers_of
+from schemas.identifiers import PolicyVersion
+from schemas.messages import Message
+from schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
+from schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
+from schemas.trajectories import Trajectory
+
+RUN = "made-up"
+ALGORITHM = "grpo"
+Place = tuple[int, int]
+
+
+def frame(name: str) -> bytes:
+    """As much of a trajectory as an audit looks at."""
+    header: bytes = msgpack.packb({"trajectory_id": name, "group_id": name.rpartition("/")[0]})
+    return len(header).to_bytes(4, "little") + header
+
+
+@dataclass
+class Life:
+    """One lineage of the trainer: what it has finished, and the parent's part of the chain."""
+
+    lineage: int
+    step: int
+    parent: PolicyVersion | None
+    done: dict[int, set[int]]
+    tally: SkipTally
+    trained: set[Place]
+    skipped: dict[Place, str]
+
+
+@dataclass
+class Saved:
+    """A checkpoint with what a restart takes from it."""
+
+    manifest: CheckpointManifest
+    life: Life
+    report: StepReport | None
+
+
+@dataclass
+class World:
+    """``written``: everything on the topics in order of writing; ``saved``: checkpoints, oldest first."""
+
+    partitions: int = 2
+    log: dict[int, list[str | None]] = field(default_factory=dict)
+    written: list[tuple[Topic, Outgoing]] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
+    lineages: int = 0
+    last_report: StepReport | None = None
+    life: Life = field(init=False)
+    on_write: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.log = {number: [] for number in range(self.partitions)}
+        self.restart(None)
+
+    def write(self, topic: Topic, message: Message) -> None:
+        self.written.append((topic, Outgoing(topic.full_name(RUN), encode(message), None, 0, headers_of(message))))
+
+    def produce(self, name: str | None, partition: int) -> Place:
+        """A record; None: bytes that are no trajectory."""
+        self.log[partition].append(name)
+        value = b"\xff\xff" if name is None else frame(name)
+        record = Outgoing(TRAJECTORIES.full_name(RUN), value, name, partition, headers_of(Trajectory))
+        self.written.append((TRAJECTORIES, record))
+        return partition, len(self.log[partition]) - 1
+
+    def ref(self, place: Place) -> RecordRef:
+        return RecordRef(self.log[place[0]][place[1]] or "", *place)
+
+    def pending(self) -> list[Place]:
+        done = self.life.done
+        return [(p, o) for p, names in self.log.items() for o in range(len(names)) if o not in done[p]]
+
+    def step(self, places: Iterable[Place]) -> None:
+        """Train the records in one optimizer step."""
+        life, refs = self.life, [self.ref(place) for place in places]
+        life.step += 1
+        for ref in refs:
+            life.done[ref.partition].add(ref.offset)
+            life.trained.add((ref.partition, ref.offset))
+        middle = len(refs) // 2
+        self.last_report = self._report(tuple(refs[:middle]), tuple(refs[middle:]))
+
+    def announce(self) -> None:
+        assert self.last_report is not None
+        self.write(STEPS, self.last_report)
+
+    def _report(self, *batches: tuple[RecordRef, ...]) -> StepReport:
+        life = self.life
+        return StepReport(
+            algorithm=ALGORITHM,
+            step=life.step,
+            version=PolicyVersion(life.lineage, life.step),
+            manifest_sha256=None,
+            group_ids=("g",) if batches else (),
+            micro_batches=batches,
+            metrics={},
+            parent=None if batches else life.parent,
+            parent_skips=0 if batches else self._parent_skips,
+            sent_at=1.0,
+        )
+
+    def skip(self, place: Place, reason: SkipReason, end: int | None = None) -> None:
+        life, ref = self.life, self.ref(place) if end is None else RecordRef("", *place)
+        row = SkipRecord(
+            algorithm=ALGORITHM,
+            reason=reason,
+            trajectory_id=ref.trajectory_id or None,
+            group_id=None,
+            partition=ref.partition,
+            offset=ref.offset,
+            end_offset=end,
+            step=life.step,
+            lineage=life.tally.lineage,
+            sequence=life.tally.next_sequence,
+            sent_at=1.0,
+        )
+        for offset in range(ref.offset, end or ref.offset + 1):
+            if (ref.partition, offset) not in life.trained:
+                life.skipped.setdefault((ref.partition, offset), reason.value)
+            life.done[ref.partition].add(offset)
+        life.tally.add(row)
+        self.write(SKIPS, row)
+
+    def checkpoint(self) -> None:
+        life, frontier = self.life, {}
+        for partition, done in life.done.items():
+            low = next(offset for offset in range(len(self.log[partition]) + 1) if offset not in done)
+            frontier[str(partition)] = {"low": low, "done": sorted(o for o in done if o > low)}
+        tally = stored.SkipTally(count=life.tally.count, hash=life.tally.hash, by_reason=dict(life.tally.reasons))
+        manifest = CheckpointManifest(
+            run=RUN,
+            algorithm=ALGORITHM,
+            lineage=life.lineage,
+            parent=life.parent,
+            step=life.step,
+            policy_version=PolicyVersion(life.lineage, life.step),
+            frontier=frontier,
+            anchors=self._anchors(),
+            skips=tally,
+            config_hash="",
+            created_at=1.0,
+        )
+        self.saved.append(Saved(manifest, self._copy(life), self.last_report))
+
+    def _anchors(self) -> dict[str, stored.Anchor]:
+        found = {}
+        for partition, done in self.life.done.items():
+            named = [offset for offset in sorted(done) if self.log[partition][offset] is not None]
+            if named:
+                name = self.log[partition][named[0]] or ""
+                found[str(partition)] = stored.Anchor(offset=named[0], trajectory_id=name)
+        return found
+
+    def restart(self, saved: Saved | None) -> None:
+        """A crash, and the next trainer goes on from a checkpoint (None: from the initial model)."""
+        self.lineages += 1
+        if saved is None:
+            done: dict[int, set[int]] = {number: set() for number in range(self.partitions)}
+            self.life = Life(self.lineages, 0, None, done, SkipTally(self.lineages), set(), {})
+            self._parent_skips = 0
+        else:
+            if saved.report is not None:
+                self.write(STEPS, saved.report)
+            self._parent_skips = saved.manifest.skips.count
+            self.life = self._copy(saved.life)
+            before = self.life.tally
+            self.life.tally = SkipTally(self.lineages, 0, before.hash, Counter(before.reasons))
+            self.life.lineage, self.life.parent = self.lineages, saved.manifest.policy_version
+        self.last_report = None
+        self.write(STEPS, self._report())
+
+    @staticmethod
+    def _copy(life: Life) -> Life:
+        tally = SkipTally(life.tally.lineage, life.tally.count, life.tally.hash, Counter(life.tally.reasons))
+        done = {partition: set(offsets) for partition, offsets in life.done.items()}
+        return Life(life.lineage, life.step, life.parent, done, tally, set(life.trained), dict(life.skipped))
+
+    def records(self, topic: Topic) -> list[Record]:
+        counts: Counter[int] = Counter()
+        found = []
+        for written, out in self.written:
+            if written is topic:
+                partition = out.partition or 0
+                name = out.topic
+                found.append(Record(name, partition, counts[partition], out.key, out.value, out.headers, 0.0))
+                counts[partition] += 1
+        return found
+
+    def books(self, first: int = 0) -> Books:
+        """What an audit reads; ``first``: retention has deleted the trajectories below."""
+        books = Books()
+        books.hold({p: Extent(min(first, len(names)), len(names)) for p, names in self.log.items()})
+        for record in self.records(STEPS):
+            books.add_step(record)
+        for record in self.records(SKIPS):
+            books.add_skip(record)
+        for record in self.records(TRAJECTORIES):
+            if record.offset >= first:
+                books.add_trajectory(record)
+        return books
+
+    def manifests(self) -> list[CheckpointManifest]:
+        return [saved.manifest for saved in self.saved]
+
+    def audit(self, first: int = 0) -> Verdict:
+        return balance(RUN, self.books(first), self.manifests())

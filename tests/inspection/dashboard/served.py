@@ -1,0 +1,90 @@
+"""A dashboard served over a made-up run, with a past and, if wanted, a present that goes on."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from aiohttp import web
+
+from bus.memory import MemoryBus
+from bus.port import Outgoing
+from inspection.dashboard.command import listen
+from inspection.dashboard.records import Room
+from inspection.dashboard.server import build_app
+from observability.run_state.feed import LiveFeed
+from observability.run_state.state import LiveState
+from tests.observability.run_state.made_up_run import SHARDS, VOCABULARY, MadeUpRun
+from tests.observability.run_state.writing import append, append_letters, append_raw, topics_of
+
+RUN = "gsm8k-grpo"
+
+
+@dataclass
+class Served:
+    """``address`` ends with a slash."""
+
+    address: str
+    bus: MemoryBus
+    state: LiveState
+
+
+@asynccontextmanager
+async def served(past_s: float = 60.0) -> AsyncIterator[Served]:
+    """A quiet run that goes on, until the end of the block."""
+    bus, now = topics_of(RUN), time.time()
+    happenings = MadeUpRun(now - past_s).happenings()
+    for happening in happenings:
+        append(bus, RUN, happening)
+        if happening.at > now:
+            break
+    append_letters(bus, RUN, now)
+    async with _served(bus, ((each.at, partial(append, bus, RUN, each)) for each in happenings)) as dashboard:
+        yield dashboard
+
+
+@asynccontextmanager
+async def served_fast(seconds: float) -> AsyncIterator[Served]:
+    """A run of a thousand trajectories a second for so long; made up beforehand, so that only reading it takes time."""
+    bus, begin = topics_of(RUN), time.time() + 1.0 + seconds / 2
+    fast = MadeUpRun(begin, workers=16, slots=32, speed=7.0, per_step=512, train_s=0.3).happenings()
+    made = []
+    for each in itertools.takewhile(lambda happening: happening.at < begin + seconds, fast):
+        outgoing = Outgoing.of(each.topic.full_name(RUN), each.message, key=each.key)
+        made.append((each.at, partial(append_raw, bus, outgoing, each.partition, each.at)))
+    async with _served(bus, iter(made)) as dashboard:
+        yield dashboard
+
+
+@asynccontextmanager
+async def _served(bus: MemoryBus, coming: Iterator[tuple[float, Callable[[], None]]]) -> AsyncIterator[Served]:
+    stop = asyncio.Event()
+    state = LiveState(RUN)
+    room = Room(bus, state, f"runs/{RUN}", lambda: lambda token: VOCABULARY[token % len(VOCABULARY)])
+    runner = web.AppRunner(build_app(room, stop), access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    address = await listen(runner, "127.0.0.1", 0)
+    tasks = [asyncio.create_task(LiveFeed(bus, state, SHARDS).run(stop))]
+
+    tasks.append(asyncio.create_task(_go_on(bus, coming)))
+    try:
+        yield Served(address, bus, state)
+    finally:
+        stop.set()
+        for task in tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await runner.cleanup()
+
+
+async def _go_on(bus: MemoryBus, coming: Iterator[tuple[float, Callable[[], None]]]) -> None:
+    """Write each record at its time, in bursts of a hundredth of a second."""
+    for at, write in coming:
+        if (ahead := at - time.time()) > 0:
+            async with bus.arrived:
+                bus.arrived.notify_all()
+            await asyncio.sleep(max(ahead, 0.01))
+        write()

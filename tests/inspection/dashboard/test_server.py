@@ -1,0 +1,121 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from urllib.parse import quote
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from yarl import URL
+
+from schemas.topics import TRAJECTORIES
+from tests.inspection.dashboard.served import RUN, Served, served
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def dashboard() -> AsyncIterator[Served]:
+    async with served(20.0) as dashboard:
+        async with asyncio.timeout(10):
+            while not dashboard.state.step:
+                await asyncio.sleep(0.02)
+        yield dashboard
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def web(dashboard: Served) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(dashboard.address) as session:
+        yield session
+
+
+async def test_the_page_and_its_parts_are_small_and_guarded(web: aiohttp.ClientSession) -> None:
+    total = 0
+    for path in ("/", "/page/style.css", "/page/main.js", "/page/icon.svg"):
+        async with web.get(path) as answer:
+            assert answer.status == 200
+            assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+            total += len(await answer.read())
+    assert total < 60_000
+
+
+@pytest.mark.parametrize("path", ["/page/nothing.js", "/page/..%2fserver.py", "/page/%2e%2e/server.py", "/nothing"])
+async def test_nothing_else_is_served(web: aiohttp.ClientSession, path: str) -> None:
+    async with web.get(URL(path, encoded=True)) as answer:
+        assert answer.status == 404
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+async def test_another_name_for_us_is_refused(web: aiohttp.ClientSession) -> None:
+    async with web.get("/api/snapshot", headers={"Host": "evil.example"}) as answer:
+        assert answer.status == 421
+
+
+async def test_the_snapshot_is_the_state(web: aiohttp.ClientSession, dashboard: Served) -> None:
+    async with web.get("/api/snapshot") as answer:
+        found = await answer.json()
+    assert found["loop"]["run"] == RUN
+    assert found["loop"]["step"] > 0
+    assert len(found["workers"]) == 6
+
+
+async def test_updates_begin_with_everything_and_go_on_with_what_changed(web: aiohttp.ClientSession) -> None:
+    events, begun = [], asyncio.get_running_loop().time()
+    async with web.get("/api/updates") as answer:
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        async for line in answer.content:
+            if line.startswith(b"data: "):
+                events.append(json.loads(line[6:]))
+            if len(events) == 5:
+                break
+    assert asyncio.get_running_loop().time() - begun > 0.6
+    assert {"loop", "timeline", "curves", "events"} <= set(events[0])
+    assert "curves" not in events[1]
+    assert "timeline" not in events[1] or "timeline" not in events[2]
+
+
+async def test_a_trajectory_is_told_by_token_and_by_hop(web: aiohttp.ClientSession, dashboard: Served) -> None:
+    place = next(place for place, fate in dashboard.state.fates.told.items() if fate.startswith("trained"))
+    name = f"{place[0]}@{place[1]}"
+    async with web.get(f"/api/trajectory?id={name}") as answer:
+        life = await answer.json()
+    assert life["length"] == len(life["tokens"])
+    assert "".join(text for text, *_ in life["tokens"]) == life["completion"]
+    assert sum(end - start for _, start, end in life["spans"]) == life["length"]
+    assert [what for _, _, what, _ in life["hops"]][-1] in ("weights in use", "weights announced", "reported")
+    step = dashboard.state.fates.of(place).removeprefix("trained in step ")
+    assert life["commands"] == [f"streamrl replay runs/{RUN} --step {step}", f"streamrl show {life['id']} runs/{RUN}"]
+    async with web.get(f"/api/trajectory?id={quote(life['id'])}") as answer:
+        assert (await answer.json())["id"] == life["id"]
+
+
+@pytest.mark.parametrize("name", ["", "nobody", "0@999999", "<script>", "99@0"])
+async def test_an_unknown_trajectory_is_one_line(web: aiohttp.ClientSession, name: str) -> None:
+    async with web.get("/api/trajectory", params={"id": name}) as answer:
+        assert answer.status == 404
+        assert "expected" in (await answer.json())["error"]
+
+
+async def test_only_our_own_page_may_retry(web: aiohttp.ClientSession, dashboard: Served) -> None:
+    before = len(dashboard.bus.log(TRAJECTORIES.full_name(RUN)).partitions[3])
+    for headers in (
+        {},
+        {"Origin": "http://evil.example"},
+        {"Origin": dashboard.address[:-1], "Content-Type": "text/plain"},
+    ):
+        async with web.post("/api/dead-letters/0/retry", headers=headers, data=b"{}") as answer:
+            assert answer.status == 403
+    after = dashboard.bus.log(TRAJECTORIES.full_name(RUN)).partitions[3][before:]
+    assert not any(name == "dlq-retry-of" for record in after for name, _ in record.headers)
+
+
+async def test_dead_letters_are_listed_and_retried_once(web: aiohttp.ClientSession, dashboard: Served) -> None:
+    async with web.get("/api/dead-letters") as answer:
+        found = await answer.json()
+    assert found["total"] == 2
+    assert [letter["error_class"] for letter in found["letters"]] == ["MalformedFrame", "UnknownSchema"]
+    headers, told = {"Origin": dashboard.address[:-1], "Content-Type": "application/json"}, []
+    for offset in (0, 0, 1, 7):
+        async with web.post(f"/api/dead-letters/{offset}/retry", headers=headers, data=b"{}") as answer:
+            told.append((answer.status, (await answer.json()).get("action")))
+    assert told == [(200, "sent"), (200, "already retried"), (200, "refused"), (404, None)]

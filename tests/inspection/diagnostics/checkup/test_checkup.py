@@ -1,0 +1,135 @@
+import asyncio
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.kafka.topic_admin import apply_topics
+from bus.port import Outgoing
+from inspection.diagnostics.checks import (
+    Finding,
+    check_clocks,
+    check_cluster,
+    check_codecs,
+    check_disk,
+    check_engine,
+    exit_code,
+    fail,
+    ok,
+    start_engine_probe,
+    warn,
+)
+from inspection.diagnostics.connect import Attachment
+from inspection.diagnostics.doctor import check_up
+from schemas.topics import HEARTBEATS
+from tests.schemas.examples import examples
+
+
+def test_only_a_failure_ends_with_code_two() -> None:
+    assert exit_code([ok("a", "b"), warn("a", "b", "c")]) == 0
+    assert exit_code([ok("a", "b"), fail("a", "b", "c")]) == 2
+    assert "→ c" in fail("a", "b", "c").line
+
+
+def test_all_codecs_work_here() -> None:
+    assert [each.level for each in check_codecs("lz4")] == ["ok"]
+
+
+def test_a_directory_without_room_or_right_to_write_fails(tmp_path: Path) -> None:
+    (fine,) = check_disk({"runs": tmp_path / "not" / "yet"})
+    assert fine.level in ("ok", "warn")
+    if os.getuid() != 0:
+        tmp_path.chmod(0o500)
+        assert next(iter(check_disk({"runs": tmp_path}))).level == "fail"
+
+
+def test_an_engine_that_cannot_be_imported_fails_with_a_way_to_mend_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inspection.diagnostics.checks.LIBRARIES", {"vllm": ("no_such_library",)})
+    (found,) = check_engine("vllm", start_engine_probe("vllm"))
+    assert found.level == "fail"
+    assert "no_such_library" in found.detail
+    assert "setup-vllm" in found.mend
+
+
+def test_an_emulated_engine_needs_nothing() -> None:
+    assert [each.level for each in check_engine("emulated", start_engine_probe("emulated"))] == ["ok"]
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_broker_that_does_not_answer_fails_and_the_rest_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("inspection.diagnostics.checks.LIBRARIES", {})
+    assert check_up(None, "", f"127.0.0.1:{closed_port()}", as_json=True) == 2
+    rows = json.loads(capsys.readouterr().out)
+    levels = {row["check"]: row["level"] for row in rows}
+    assert levels["broker"] == "fail"
+    assert levels["codecs"] == "ok"
+    assert all(row["mend"] for row in rows if row["level"] != "ok")
+
+
+async def _set(servers: str, topic: str, configs: dict[str, str]) -> None:
+    admin = AIOKafkaAdminClient(bootstrap_servers=servers)
+    await admin.start()
+    await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, configs=configs)])
+    await admin.close()
+
+
+def by_check(findings: list[Finding], check: str) -> list[Finding]:
+    return [each for each in findings if each.check == check]
+
+
+@pytest.mark.kafka
+async def test_a_run_s_topics_are_held_against_the_catalogue(bootstrap_servers: str) -> None:
+    attachment = Attachment(KafkaSettings(bootstrap_servers=bootstrap_servers), "checked")
+    assert by_check(await check_cluster(attachment), "topics")[0].level == "ok"  # none yet
+    await apply_topics(bootstrap_servers, "checked", 4)
+    findings = await check_cluster(attachment)
+    assert {each.level for each in findings} == {"ok"}
+    assert "release" in by_check(findings, "broker")[0].detail
+    await _set(bootstrap_servers, "checked.heartbeats", {"retention.ms": "1", "max.message.bytes": "1000"})
+    findings = await check_cluster(attachment)
+    topics = {each.detail.split(": ")[2]: each.level for each in by_check(findings, "topics")}
+    assert topics["max.message.bytes"] == "fail"
+    assert topics["retention.ms"] == "warn"
+    sizes = by_check(findings, "sizes")
+    assert [each.level for each in sizes] == [
+        "fail",
+        "fail",
+    ]  # a message, and a batch, may be larger than the topic takes
+    assert "topics apply --run checked" in by_check(findings, "topics")[0].mend
+
+
+@pytest.mark.kafka
+async def test_clocks_are_compared_with_heartbeats_that_come(bootstrap_servers: str) -> None:
+    attachment = Attachment(KafkaSettings(bootstrap_servers=bootstrap_servers), "clocked")
+    await apply_topics(bootstrap_servers, "clocked", 1)
+    assert "not measured" in (await check_clocks(attachment)).detail
+    publisher = await KafkaBus(attachment.kafka).publisher("w")
+
+    async def beat() -> None:
+        while True:
+            await publisher.publish(Outgoing.of(HEARTBEATS.full_name("clocked"), examples()["heartbeat"], key="w"))
+            await asyncio.sleep(0.2)
+
+    beating = asyncio.create_task(beat())
+    try:
+        found = await check_clocks(attachment)
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        await publisher.close()
+    assert found.level == "ok"
+    assert "a worker stamps records" in found.detail

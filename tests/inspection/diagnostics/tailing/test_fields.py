@@ -1,0 +1,79 @@
+import pytest
+
+from bus.port import Record
+from inspection.diagnostics.fields import check_fields, known_fields, seen
+from inspection.diagnostics.filters import ABSENT
+from schemas.codec import encode, headers_of
+from schemas.errors import UserError
+from schemas.messages import Message
+from schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, STEPS, TRAJECTORIES, Topic
+from tests.schemas.examples import examples, trajectory
+
+
+def record(message: Message, topic: str = "run.t") -> Record:
+    return Record(topic, 3, 17, "key", encode(message), headers_of(message), 1000.5)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("worker_id", "worker-1"),
+        ("length", 7),
+        ("prompt_length", 3),
+        ("reward", 1.0),
+        ("rewards.accuracy", 1.0),
+        ("rewards.format", None),
+        ("rewards.none", ABSENT),
+        ("seconds", 1.25),
+        ("oldest_version.number", 20),
+        ("version_spans.length", 2),
+        ("version_spans.1.version", (1, 21)),
+        ("version_spans.9.version", ABSENT),
+        ("token_ids.2", 2000),
+        ("partition", 3),
+        ("offset", 17),
+        ("headers.schema", "trajectory"),
+        ("problem", None),
+        ("worker_id.more", ABSENT),
+        ("no_such", ABSENT),
+    ],
+)
+def test_a_field_is_found_by_its_path(path: str, value: object) -> None:
+    assert seen(record(trajectory(7)), TRAJECTORIES).field(path) == value
+
+
+def test_names_of_metrics_may_have_slashes_and_dots() -> None:
+    report = examples()["step-report"].replace(metrics={"kafka/lag/bucket_0": 4.0, "a.b": 2.0, "reward": 0.5})
+    found = seen(record(report), STEPS)
+    assert found.field("metrics.kafka/lag/bucket_0") == 4.0
+    assert found.field("metrics.a.b") == 2.0
+    assert found.field("reward") == 0.5
+    assert (found.field("trajectories"), found.field("groups")) == (2, 2)
+
+
+def test_a_record_that_does_not_decode_has_a_problem_and_its_own_fields() -> None:
+    broken = seen(Record("run.trajectories", 0, 1, None, b"\x01", (), 5.0), TRAJECTORIES)
+    assert str(broken.field("problem")).startswith("UnknownSchema")
+    assert broken.field("size") == 1
+    assert broken.field("worker_id") is ABSENT
+
+
+def test_a_dead_letter_tells_where_it_came_from() -> None:
+    headers = (("dlq-error-class", b"MalformedFrame"), ("dlq-topic", b"run.trajectories"), ("dlq-partition", b"0"))
+    letter = seen(Record("run.dead-letters", 0, 1, None, b"\x01", (*headers, ("dlq-offset", b"9")), 5.0), DEAD_LETTERS)
+    assert letter.field("origin_offset") == 9
+    assert letter.field("origin_partition") == 0
+    assert letter.field("error_class") == "MalformedFrame"
+
+
+def test_a_mistyped_field_is_refused_with_the_nearest_right_one() -> None:
+    with pytest.raises(UserError, match="did you mean length"):
+        check_fields(["lenght"], TRAJECTORIES)
+    check_fields(["length", "rewards.anything", "headers.x"], TRAJECTORIES)
+    check_fields(["manifest_sha256", "mode", "incarnation"], CONTROL)
+    check_fields(["anything"], None)
+
+
+@pytest.mark.parametrize("topic", CATALOGUE, ids=lambda topic: topic.name)
+def test_every_topic_has_known_fields(topic: Topic) -> None:
+    assert (known_fields(topic) or set()) > {"partition", "offset", "problem"}

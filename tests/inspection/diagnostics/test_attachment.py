@@ -1,0 +1,90 @@
+from pathlib import Path
+
+import pytest
+
+from bus.kafka.settings import KafkaSettings
+from inspection.diagnostics.connect import Attachment, attach, runs_of
+from schemas.errors import SettingsError, UserError
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a directory without runs, on a machine without a broker of `streamrl kafka up`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    for name in ("STREAMRL_KAFKA__BOOTSTRAP_SERVERS", "STREAMRL_KAFKA__SECURITY_PROTOCOL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def config(tmp_path: Path, kafka: str = "") -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[run]\nname = "mine"\n[model]\npath = "m"\n[data]\npath = "p.jsonl"\n'
+        + (f"[kafka]\n{kafka}\n" if kafka else "")
+    )
+    return path
+
+
+def test_a_broker_alone_is_enough() -> None:
+    found = attach(None, "", "broker:9092")
+    assert (found.address, found.run, found.settings) == ("broker:9092", "", None)
+
+
+def test_a_configuration_names_run_and_broker_and_the_command_line_wins(tmp_path: Path) -> None:
+    path = config(tmp_path, 'bootstrap_servers = "a:1"\nsecurity_protocol = "SSL"')
+    assert attach(path, "", None).address == "a:1"
+    found = attach(path, "", "b:2")
+    assert (found.address, found.run, found.kafka.security_protocol) == ("b:2", "mine", "SSL")
+
+
+def test_a_name_beside_a_broker_is_a_run_s(tmp_path: Path) -> None:
+    assert attach(Path("mine"), "", "b:2").run == "mine"
+
+
+def test_security_comes_from_the_environment_when_only_a_broker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAMRL_KAFKA__SECURITY_PROTOCOL", "SASL_SSL")
+    assert attach(None, "", "b:2").kafka.security_protocol == "SASL_SSL"
+    monkeypatch.setenv("STREAMRL_KAFKA__SECURITY_PROTOCOL", "NONE")
+    with pytest.raises(SettingsError, match=r"kafka\.security_protocol"):
+        attach(None, "", "b:2")
+
+
+def test_without_any_broker_it_says_how_to_name_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--bootstrap-servers"):
+        attach(None, "", None)
+    with pytest.raises(UserError, match=r"run mine, got none: .* name another with --boot"):
+        attach(config(tmp_path), "", None)
+    with pytest.raises(UserError, match="name of a run"):
+        attach(None, "No Run!", "b:2")
+
+
+def test_a_run_that_is_over_is_told_how_to_start_its_broker_again(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    (tmp_path / "runs/mine/kafka/node-1").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"`streamrl kafka up --data-dir runs/mine/kafka`"):
+        attach(path, "", None)
+
+
+def test_only_the_broker_of_the_run_itself_can_be_started_again_by_its_data() -> None:
+    data = Path("runs/my bad/kafka")
+    found = Attachment(KafkaSettings(bootstrap_servers="127.0.0.1:21190"), "my-bad", data=data)
+    assert found.advice == (
+        "if run my-bad is over, its broker ended with it: "
+        "`streamrl kafka up --data-dir 'runs/my bad/kafka' --port 21190` starts it again"
+    )
+    three = Attachment(KafkaSettings(bootstrap_servers="h:1,h:7,h:9"), "my-bad", data=data)
+    assert "kafka' --nodes 3` starts" in three.advice
+    assert attach(Path("mine"), "", "b:2").advice == ""
+
+
+def test_runs_are_found_by_their_topics() -> None:
+    topics = ["a.steps", "a.trajectories", "b.c.steps", "b.c.trajectories", "d.steps", "__consumer_offsets"]
+    assert runs_of(topics) == ["a", "b.c"]
+
+
+@pytest.mark.kafka
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_run_that_is_not_there_is_told_with_those_that_are(surveyed: Attachment) -> None:
+    assert await surveyed.with_run() is surveyed
+    with pytest.raises(UserError, match="surveyed"):
+        await Attachment(surveyed.kafka, "no-such").with_run()

@@ -1,0 +1,74 @@
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from bus.history import BusHistory
+from bus.memory import MemoryBus
+from inspection.export import Exporter
+from inspection.lengths import REPORT, fit_lengths, recorded_completions
+from producers.lengths.learned.model import load_newest
+from schemas.errors import DataError, UserError
+from schemas.topics import CATALOGUE, TRAJECTORIES
+from schemas.trajectories import FinishReason
+from tests.producers.dispatch.scene import Scene, order, trajectory
+from tests.producers.lengths.language_model.tiny import save_tiny
+
+
+async def _export(to: Path, groups: int) -> Path:
+    """Groups of two whose length grows with the number in the prompt; one repeat, one aborted."""
+    bus = MemoryBus()
+    for topic in CATALOGUE:
+        bus.create_topic(topic.full_name("r"), topic.partition_count(8))
+    scene = Scene(bus=bus)
+    for position in range(groups):
+        of = order(f"toy/{position}/0")
+        prompt = of.prompt.model_copy(update={"content": f"Count {position % 40} sheep."})
+        of = of.replace(prompt=prompt)
+        for sample in range(2):
+            record = trajectory(of, sample, length=10 + 5 * (position % 40) + sample)
+            await scene.send(TRAJECTORIES, record, of.group_id, position % 3)
+    await scene.send(TRAJECTORIES, trajectory(order("toy/0/0"), 0), "toy/0/0", 0)
+    await scene.send(TRAJECTORIES, trajectory(order("toy/999/0"), 0, reason=FinishReason.ABORT), "x", 0)
+    await Exporter(BusHistory(bus), "r", Path("config.toml"), to, "jsonl").export([TRAJECTORIES], [])
+    return to
+
+
+def test_of_an_export_every_completion_is_read_once(tmp_path: Path) -> None:
+    export = asyncio.run(_export(tmp_path / "export", 20))
+    completions = recorded_completions([export, export], lambda line: None)
+    assert len(completions) == 40
+    assert {one.prompt.dataset for one in completions} == {"toy"}
+
+
+def test_trees_are_fitted_from_an_export_and_the_figures_left_beside_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = asyncio.run(_export(tmp_path / "export", 300))
+    assert fit_lengths([export], tmp_path / "models", None, 0.9, 0.2, 1.0) == 0
+    newest = load_newest(tmp_path / "models")
+    assert newest is not None
+    assert newest[0].version == 1
+    held_out = json.loads((tmp_path / "models" / REPORT).read_text())["held_out"]
+    assert set(held_out) == {"constant", "per_dataset", "learned"}
+    assert held_out["learned"]["all"]["recall_20"] > 0.8 > held_out["constant"]["all"]["recall_20"]
+    assert "recall @5%" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_a_language_model_is_fitted_from_an_export(tmp_path: Path) -> None:
+    export = asyncio.run(_export(tmp_path / "export", 60))
+    assert fit_lengths([export], tmp_path / "models", save_tiny(tmp_path / "base"), 0.9, 0.2, 1.0) == 0
+    assert (tmp_path / "models" / "language-00000001" / "manifest.json").exists()
+
+
+def test_what_cannot_be_fitted_ends_with_a_line_for_the_user(tmp_path: Path) -> None:
+    export = asyncio.run(_export(tmp_path / "export", 10))
+    with pytest.raises(DataError, match="completions"):
+        fit_lengths([export], tmp_path / "models", None, 0.9, 0.2, 1.0)
+    with pytest.raises(UserError, match="run's directory"):
+        fit_lengths([tmp_path / "nowhere"], tmp_path / "models", None, 0.9, 0.2, 1.0)
+    big = asyncio.run(_export(tmp_path / "more", 60))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="writable"):
+        fit_lengths([big], tmp_path / "file", None, 0.9, 0.2, 1.0)

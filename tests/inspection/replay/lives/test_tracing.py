@@ -1,0 +1,139 @@
+from pathlib import Path
+
+import pytest
+
+from bus.history import BusHistory
+from bus.port import Outgoing
+from inspection.replay.history import Tracer
+from schemas.control import WeightsReady, control_key
+from schemas.errors import UserError
+from schemas.identifiers import PolicyVersion
+from schemas.reports import Heartbeat, SkipReason, StepReport, WorkerState
+from schemas.topics import CONTROL, HEARTBEATS, STEPS, WORK_ORDERS
+from schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
+from tests.consumers.training.scene import RUN
+from tests.inspection.replay.scene import Recorded, members, record, usual_groups
+
+ZERO = "0" * 64
+
+
+def tracer(run: Recorded) -> Tracer:
+    return Tracer(BusHistory(run.scene.bus), RUN, run.algorithm.name)
+
+
+async def send(run: Recorded, topic: str, message: object, key: str) -> None:
+    publisher = await run.scene.bus.publisher("anyone")
+    await publisher.publish(Outgoing.of(f"{RUN}.{topic}", message, key=key, partition=0))  # type: ignore[arg-type]
+
+
+def order(attempt: int, indices: tuple[int, ...]) -> WorkOrder:
+    return WorkOrder(
+        group_id="p/0/0",
+        worker_id=f"w{attempt}",
+        position=12,
+        prompt=Prompt(prompt_id="p/0", dataset="p", content="x"),
+        estimate=LengthEstimate(median=4, upper=8, bucket=1, predictor="constant"),
+        sampling=SamplingParams(max_completion_length=8),
+        num_generations=3,
+        sample_indices=indices,
+        partition=0,
+        attempt=attempt,
+        admitted_version=PolicyVersion(1, 0),
+        created_at=-10.0 + attempt,
+    )
+
+
+def beat(version: PolicyVersion, at: float) -> Heartbeat:
+    return Heartbeat(
+        worker_id="w1",
+        incarnation="i",
+        state=WorkerState.READY,
+        engine="e",
+        version=version,
+        capacity=1,
+        running=0,
+        waiting=0,
+        generated_tokens=0,
+        finished_trajectories=0,
+        tokens_per_s=0.0,
+        sequence=0,
+        sent_at=at,
+    )
+
+
+async def test_a_life_is_told_from_the_order_to_the_weights_in_use(tmp_path: Path, model_path: Path) -> None:
+    run = await record(tmp_path, model_path, usual_groups(2))
+    for attempt, indices in ((0, (0, 1, 2)), (1, (1,)), (2, (2,))):
+        await send(run, WORK_ORDERS.name, order(attempt, indices), "p/0/0")
+    ready = WeightsReady(sequence=1, sent_at=4e9, version=PolicyVersion(1, 1), step=1, manifest_sha256=ZERO, relays=())
+    await send(run, CONTROL.name, ready, control_key(ready))
+    await send(run, HEARTBEATS.name, beat(PolicyVersion(1, 0), 4e9 + 1), "w1")
+    await send(run, HEARTBEATS.name, beat(PolicyVersion(1, 1), 4e9 + 2.5), "w1")
+    life = await tracer(run).trace("p/0/0/1")
+    assert life.trajectory.trajectory_id == "p/0/0/1"
+    assert [hop.what for hop in life.hops] == [
+        "ordered", "ordered", "started", "finished", "appended", "trained", "reported", "weights announced",
+        "weights in use",
+    ]  # fmt: skip
+    assert "worker w0, attempt 0, prompt position 12, estimated 4 tokens" in life.hops[0].detail
+    assert "worker w1, attempt 1" in life.hops[1].detail
+    assert (life.hops[0].since, life.hops[1].since, life.hops[-1].since) == (None, 1.0, 2.5)
+    assert "step 1, micro-batch " in life.hops[5].detail
+    (seen,) = life.appearances
+    assert seen.fate == "trained in step 1"
+    by_place = await tracer(run).trace(f"{seen.partition}@{seen.offset}")
+    assert by_place.trajectory.trajectory_id == "p/0/0/1"
+
+
+async def test_a_repeat_is_shown_beside_the_record_that_was_trained(tmp_path: Path, model_path: Path) -> None:
+    groups = usual_groups(2)
+    run = await record(tmp_path, model_path, [[*groups[0], groups[0][0]], *groups[1:]])
+    life = await tracer(run).trace("p/0/0/0")
+    assert [seen.fate for seen in life.appearances] == ["trained in step 1", f"skipped: {SkipReason.DUPLICATE.value}"]
+    assert [hop.what for hop in life.hops].count("appended") == 2
+
+
+async def test_what_a_crash_undid_is_told_and_does_not_count(tmp_path: Path, model_path: Path) -> None:
+    run = await record(tmp_path, model_path, usual_groups(6), crash_at=5)
+    life = await tracer(run).trace("p/8/0/0")
+    trained = [hop.detail for hop in life.hops if hop.what == "trained"]
+    assert len(trained) == 2
+    assert ["undone by a crash" in detail for detail in trained] == [True, False]
+    assert [seen.fate for seen in life.appearances] == ["trained in step 5"]
+
+
+async def test_what_nobody_has_judged_is_pending_and_left_over_once_the_run_is_finished(
+    tmp_path: Path, model_path: Path
+) -> None:
+    run = await record(tmp_path, model_path, usual_groups(2))
+    await run.scene.publish(members(40, 2)[0])
+
+    async def fates(name: str) -> list[str]:
+        return [seen.fate for seen in (await tracer(run).trace(name)).appearances]
+
+    assert await fates("p/40/0/0") == ["left over: the run is finished"]
+    assert await fates("p/0/0/1") == ["trained in step 1"]
+    goes_on = StepReport(
+        algorithm="grpo", step=2, version=PolicyVersion(2, 2), manifest_sha256=None, group_ids=(), micro_batches=(),
+        metrics={}, parent=PolicyVersion(1, 2), sent_at=4e9,
+    )  # fmt: skip
+    await send(run, STEPS.name, goes_on, "grpo")
+    assert await fates("p/40/0/0") == ["pending"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("p/99/0/0", "which is not there"), ("0@9999", "it holds offsets 0 to"), ("99@0", "no such partition")],
+)
+async def test_what_is_not_there_is_said_in_one_line(tmp_path: Path, model_path: Path, name: str, message: str) -> None:
+    run = await record(tmp_path, model_path, usual_groups(1))
+    with pytest.raises(UserError, match=message):
+        await tracer(run).trace(name)
+
+
+async def test_bytes_that_do_not_decode_are_named(tmp_path: Path, model_path: Path) -> None:
+    run = await record(tmp_path, model_path, usual_groups(1))
+    publisher = await run.scene.bus.publisher("anyone")
+    place = await publisher.publish(Outgoing(f"{RUN}.trajectories", b"junk", None, 0))
+    with pytest.raises(UserError, match="do not decode"):
+        await tracer(run).trace(f"0@{place.offset}")

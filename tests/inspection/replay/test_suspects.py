@@ -1,0 +1,80 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from consumers.algorithms.settings import AlgorithmSettings
+from inspection.replay.attribution import bisect, median_norm
+from inspection.replay.replayer import Wanted
+from inspection.replay.scratch_policy import Variation
+from inspection.replay.steps import refused_step, taken_step
+from schemas.errors import UserError
+from schemas.identifiers import PolicyVersion
+from tests.inspection.replay.scene import KEPT, Recorded, record, usual_groups
+
+STEPS, BAD_STEP, CULPRIT = 14, 13, "p/25/0/1"
+UNGUARDED = AlgorithmSettings(ratio="proximal", importance_sampling_cap=None, scale_rewards="none")
+
+
+async def poisoned(tmp_path: Path, model_path: Path, *, spike: float, reward: float) -> Recorded:
+    """One sample's log-probs are far too low, so that its ratio explodes."""
+    groups = usual_groups(STEPS)
+    group, index = 25, 1
+    bad = groups[group][index]
+    groups[group][index] = bad.replace(logprobs=bad.logprobs - np.float32(9.0), rewards={"exact": reward})
+    assert bad.trajectory_id == CULPRIT
+    training = KEPT.model_copy(update={"grad_norm_spike": spike})
+    if spike:  # two groups never make a step
+        groups += usual_groups(STEPS + 1)[-2:]
+    return await record(tmp_path, model_path, groups, algorithm=UNGUARDED, training=training, steps=STEPS)
+
+
+async def test_a_planted_trajectory_is_found_in_a_step_that_was_taken(tmp_path: Path, model_path: Path) -> None:
+    run = await poisoned(tmp_path, model_path, spike=0.0, reward=60.0)
+    async with run.replayer() as replayer:
+        log = await replayer.log()
+        found = await bisect(replayer, log, taken_step(log, BAD_STEP))
+        assert found.culprits[0][0].row.trajectory_id == CULPRIT
+        assert {suspect.group_id for culprit in found.culprits for suspect in culprit} == {"p/25/0"}
+        assert found.ranking[0].trajectory_id == CULPRIT
+        assert found.gradient_norm > found.threshold > found.without_culprits
+        assert found.gradient_norm == pytest.approx(
+            log.reports[PolicyVersion(1, BAD_STEP)].metrics["grad_norm"], rel=1e-5
+        )
+        assert found.culprits[0][0].row.ratio_max > 1000
+        healthy = await bisect(replayer, log, taken_step(log, BAD_STEP - 1))
+        assert healthy.culprits == ()
+        assert healthy.without_culprits == healthy.gradient_norm <= healthy.threshold
+    variation = Variation(run.recipe(), ("without it",), without=frozenset({CULPRIT}))
+    (what_if,) = await run.replays(BAD_STEP, BAD_STEP, variation=variation)
+    assert what_if.rebuilt.verdict == "bit-equal"
+    assert what_if.what_if is not None
+    before, after = what_if.what_if.metrics["grad_norm"]
+    assert after < before / 100
+
+
+async def test_a_planted_trajectory_is_found_in_a_step_that_was_refused(tmp_path: Path, model_path: Path) -> None:
+    run = await poisoned(tmp_path, model_path, spike=100.0, reward=5.0)
+    async with run.replayer() as replayer:
+        log = await replayer.log()
+        refused = refused_step(log, BAD_STEP, attempt=1)
+        assert CULPRIT in {ref.trajectory_id for batch in refused.micro_batches for ref in batch}
+        found = await bisect(replayer, log, refused)
+        assert [[suspect.row.trajectory_id for suspect in culprit] for culprit in found.culprits] == [[CULPRIT]]
+        (again,) = [each async for each in replayer.replay(log, [refused], None, Wanted())]
+        assert again.rebuilt.problem == again.rebuilt.recorded_problem != ""
+        assert again.rebuilt.verdict == "bit-equal"
+        (taken,) = [each async for each in replayer.replay(log, [taken_step(log, BAD_STEP)], None, Wanted())]
+        assert taken.rebuilt.verdict == "bit-equal"
+
+
+async def test_without_earlier_norms_the_limit_must_be_given(tmp_path: Path, model_path: Path) -> None:
+    run = await record(tmp_path, model_path, usual_groups(2))
+    async with run.replayer() as replayer:
+        log = await replayer.log()
+        with pytest.raises(UserError, match="--above"):
+            median_norm(log, 1)
+        found = await bisect(replayer, log, taken_step(log, 1), above=0.0)
+        assert {row.trajectory_id for row in found.ranking if row.gradient_norm} == {
+            suspect.row.trajectory_id for culprit in found.culprits for suspect in culprit
+        }

@@ -1,0 +1,68 @@
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from inspection.replay.history import Appearance, Hop, Life
+from inspection.replay.show import life_text, pieces_of, show
+from schemas.errors import UserError
+from schemas.identifiers import PolicyVersion
+from schemas.trajectories import VersionSpan
+from tests.consumers.training.factories import make_trajectory
+from tests.inspection.replays.conftest import CULPRIT, Told
+
+
+def life() -> Life:
+    spans = (
+        VersionSpan(version=PolicyVersion(1, 3), start=0, end=1),
+        VersionSpan(version=PolicyVersion(1, 4), start=1, end=4),
+    )
+    mask = np.array([1, 0, 1, 1], dtype="<u1")
+    trajectory = make_trajectory().replace(version_spans=spans, loss_mask=mask, reward_errors={"style": "timed out"})
+    return Life(
+        trajectory, (Appearance(0, 7, 2.0, "pending"),), (Hop(1.0, "started", "w", None), Hop(2.5, "x", "y", 1.5))
+    )
+
+
+def printed(*, terminal: bool) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, color_system="standard" if terminal else None, soft_wrap=True)
+    console.print(life_text(life(), lambda token_id: f"t{token_id}"))
+    return out.getvalue()
+
+
+def test_tokens_stand_under_the_version_that_sampled_them_even_without_colours() -> None:
+    text = printed(terminal=False)
+    assert "versions: 1-3 1-4 (not trained)" in text
+    assert "  [1-3]  't4' -3.00\n" in text
+    assert "  [1-4]  ('t5' -3.00)  't6' -3.00  't7' -3.00\n" in text
+    assert "\x1b" not in text
+    assert "style failed: timed out" in text
+    assert "0@7: pending" in text
+    assert "+1.500 s" in text
+
+
+def test_on_a_terminal_each_version_has_its_colour() -> None:
+    text = printed(terminal=True)
+    assert "\x1b[36m't4'" in text
+    assert "\x1b[33m't6'" in text
+
+
+def test_a_model_without_a_tokenizer_shows_ids(tmp_path: Path) -> None:
+    assert pieces_of(str(tmp_path))(17) == "#17"
+
+
+def test_show_prints_a_life_from_an_export(told: Told, capsys: pytest.CaptureFixture[str]) -> None:
+    show(CULPRIT, told.directory, told.export, json=False)
+    text = capsys.readouterr().out
+    assert "because" in text
+    assert "trained in step 13" in text
+    show(CULPRIT, told.directory, told.export, json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["trajectory"]["trajectory_id"] == CULPRIT
+    assert [hop["what"] for hop in found["hops"]] == ["started", "finished", "appended", "trained", "reported"]
+    with pytest.raises(UserError, match="not there"):
+        show("nobody", told.directory, told.export, json=False)

@@ -1,0 +1,138 @@
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from inspection.export import USUAL, Exporter
+from inspection.report.command import names_of
+from inspection.report.gathered import Gathered, read_gathered, write_gathered
+from schemas.errors import UserError
+from streamrl.cli import app
+from tests.inspection.report.recorded import record_run
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded")
+    for seed in (1, 2):
+        record_run(folder / f"trial-{seed}", seed=seed, seconds=40.0)
+    return folder
+
+
+@pytest.fixture
+def runs(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two recorded runs under runs/, and the directory above as the working one."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(recorded, tmp_path / "runs")
+    return tmp_path
+
+
+def ended(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("sys.argv", ["streamrl", "report", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        app.main()
+    return int(caught.value.code or 0)
+
+
+def test_a_run_gets_its_report_by_name_or_directory(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = runs / "runs" / "trial-1" / "report.html"
+    for given in ("trial-1", "runs/trial-1", "runs/trial-1/config.resolved.toml"):
+        page.unlink(missing_ok=True)
+        assert ended([given], monkeypatch) == 0
+        assert capsys.readouterr().out == "report: runs/trial-1/report.html\n"
+        assert "<title>trial-1 · StreamRL</title>" in page.read_text()
+
+
+def test_several_runs_are_compared(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(["runs/trial-1", "runs/trial-2"], monkeypatch) == 0
+    assert capsys.readouterr().out == "report: comparison.html\n"
+    page = (runs / "comparison.html").read_text()
+    assert "loop.max_staleness" in page
+    assert "algorithm.name</th>" not in page
+    assert ended(["trial-1", "trial-2", "--out", "mine.html"], monkeypatch) == 0
+    assert (runs / "mine.html").read_text() == page
+
+
+def test_the_figures_are_had_as_json(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(["trial-1", "trial-2", "--json", "--reward", "0.5"], monkeypatch) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [run["name"] for run in told["runs"]] == ["trial-1", "trial-2"]
+    assert told["reward_level"] == 0.5
+    assert told["settings"] == {"run.seed": [1, 2], "loop.max_staleness": [1, 2]}
+    assert all(run["figures"]["exact_match_after"] == 0.75 for run in told["runs"])
+    assert told["runs"][0]["figures"]["reached_seconds"] > 0
+    assert not (runs / "comparison.html").exists()
+
+
+def test_an_export_gives_what_the_run_did_not_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = record_run(tmp_path / "trial", seconds=40.0)
+    exporter = Exporter(recorded.history, "trial", recorded.directory.config, tmp_path / "export")
+    asyncio.run(exporter.export(USUAL, []))
+    write_gathered(recorded.directory.gathered, Gathered(environment={"CPU": "of then"}))
+    assert ended([str(tmp_path / "trial"), "--export", str(tmp_path / "export")], monkeypatch) == 0
+    kept = read_gathered(recorded.directory.gathered)
+    assert kept.environment == {"CPU": "of then"}
+    assert kept.topics is not None
+    assert sorted(kept.topics.workers) == ["worker-0", "worker-1", "worker-2"]
+    assert "topics were not read" not in recorded.directory.report.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere"], "expected a run's directory or its name under runs/, got nowhere, which does not exist"),
+        (["empty"], "expected a run's directory, with config.resolved.toml, got empty, which has none"),
+        (["project"], "got project, which has none; runs are in project/runs: one, two"),
+        (["empty", "nowhere"], "got empty, which has none; and expected a run's directory or its name under runs/"),
+        (["empty", "nowhere"], "got nowhere, which does not exist"),
+        (["fresh"], "expected metrics.jsonl in fresh, which the trainer writes with its first step, got none yet"),
+        (["stepless"], "expected at least one whole step in stepless/metrics.jsonl, got none"),
+        (["broken"], "expected the files of a run in broken, got:"),
+        (["odd"], "expected what a run gathered in odd/gathered.json, got"),
+        (["trial-1", "runs/trial-1"], "expected different runs, got"),
+        (["trial-1", "--out", "nowhere/a.html"], "expected to write the report to nowhere/a.html, got: No such file"),
+        (["trial-1", "--out", "empty"], "expected to write the report to empty, got: Is a directory"),
+        (["trial-1", "--reward", "nan"], "expected a number after --reward, got nan"),
+        (
+            ["trial-1", "trial-2", "--export", "empty"],
+            "expected one run with --export, whose topics it holds, got 2 runs",
+        ),
+        (["trial-1", "--export", "empty"], "expected a complete export with manifest.json in empty, found none"),
+    ],
+)
+def test_a_mistake_ends_in_one_line(
+    arguments: list[str],
+    says: str,
+    runs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("two", "one"):
+        (runs / "project" / "runs" / name).mkdir(parents=True)
+        (runs / "project" / "runs" / name / "config.resolved.toml").touch()
+    for name in ("empty", "fresh", "stepless", "broken", "odd"):
+        (runs / name).mkdir()
+    (runs / "fresh" / "config.resolved.toml").write_text("")
+    for name in ("stepless", "broken", "odd"):
+        (runs / name / "metrics.jsonl").write_text('{"step": 1, "ti')
+    (runs / "broken" / "summary.json").write_text("{")
+    (runs / "odd" / "gathered.json").write_text('{"topics": 3}')
+    assert ended(arguments, monkeypatch) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert says in line
+
+
+def test_names_are_as_long_as_it_takes_to_tell_runs_apart() -> None:
+    assert names_of([Path("/a/one/run"), Path("/a/two/run")]) == ["one/run", "two/run"]
+    assert names_of([Path("/a/one"), Path("/a/two")]) == ["one", "two"]
+    with pytest.raises(UserError, match="different runs"):
+        names_of([Path("/a/one"), Path("/a/../a/one")])

@@ -1,0 +1,28 @@
+import subprocess
+from pathlib import Path
+
+from inspection.report.gathered import commit_of, environment
+
+
+def test_the_environment_names_hardware_versions_and_no_path() -> None:
+    found = environment()
+    assert {"CPU", "memory", "Python", "torch", "aiokafka"} <= found.keys()
+    assert all(found.values())
+    assert not any("/home" in text or "/root" in text for text in found.values())
+
+
+def test_a_commit_is_told_with_whether_files_were_changed(tmp_path: Path) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "f").write_text("one")
+    subprocess.run([*git, "add", "f"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "one"], check=True)
+    clean = commit_of(tmp_path)
+    assert len(clean) == 12
+    (tmp_path / "f").write_text("two")
+    assert commit_of(tmp_path) == f"{clean}, with changes"
+
+
+def test_a_folder_in_no_repository_has_no_commit(tmp_path: Path) -> None:
+    assert commit_of(tmp_path) == ""
+    assert commit_of(tmp_path / "absent") == ""

@@ -1,0 +1,171 @@
+"""Reports in a real browser; skipped where no Chromium is installed."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from inspection.report.page import page_of, write_page
+from inspection.report.record import RunRecord, read_record
+from tests.inspection.dashboard.browser import Page, browser_page, chromium
+from tests.inspection.report.recorded import gather, record_run
+
+EXECUTABLE = chromium()
+AXE = Path(__file__).parents[1] / "dashboard" / "axe" / "axe.min.js"
+EVIL = '</script><script>window.owned = true</script><img src="https://example.com/x" onerror="window.owned = true">'
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+in_browser = pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed, and none is downloaded")
+
+
+@dataclass(frozen=True)
+class Written:
+    """``single`` is the first run's page, ``compared`` that of all three; the last kept nothing of its topics."""
+
+    records: tuple[RunRecord, ...]
+    single: Path
+    compared: Path
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    folder, records = tmp_path_factory.mktemp("reports"), []
+    for seed in (1, 2, 3):
+        recorded = record_run(folder / f"trial-{seed}", seed=seed, completion=EVIL)
+        if seed < 3:
+            await gather(recorded)
+        records.append(read_record(recorded.directory, recorded.name))
+    single, compared = folder / "single.html", folder / "compared.html"
+    write_page(single, records[:1])
+    write_page(compared, records)
+    return Written(tuple(records), single, compared)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Page]:
+    assert EXECUTABLE is not None
+    async with browser_page(EXECUTABLE) as page:
+        await page.size(1280, 1000)
+        yield page
+
+
+@pytest_asyncio.fixture(loop_scope="module", params=["single", "compared"])
+async def page(request: pytest.FixtureRequest, written: Written, browser: Page) -> Page:
+    browser.problems.clear()
+    await browser.open(getattr(written, request.param).as_uri())
+    return browser
+
+
+async def test_a_report_is_small_and_names_no_other_place(written: Written) -> None:
+    for path in (written.single, written.compared):
+        text = path.read_text()
+        assert 40_000 < len(text) < 300_000
+        assert 'src="' not in text
+        assert '<link rel="icon" href="data:,">' in text
+
+
+async def test_nothing_of_a_run_is_markup(written: Written) -> None:
+    assert EVIL not in page_of(written.records[:1])
+    assert "&lt;/script&gt;" in page_of(written.records[:1])
+    assert "<b>wrong</b>" not in page_of(written.records[:1])
+
+
+async def test_a_run_that_kept_nothing_of_its_topics_says_how_to_have_it(written: Written) -> None:
+    assert "trial-3: topics were not read" in page_of(written.records)
+    assert "streamrl report RUN --from-topics" in page_of(written.records[2:])
+    assert "topics were not read" not in page_of(written.records[:1])
+
+
+@in_browser
+async def test_everything_is_drawn_and_nothing_complains(page: Page) -> None:
+    drawn = await page.evaluate(
+        "[...document.querySelectorAll('figure svg')].map((each) => [each.getAttribute('aria-label'),"
+        " each.querySelectorAll('path, rect').length, each.getBoundingClientRect().height > 30])"
+    )
+    assert len(drawn) > 12
+    assert all(shapes and visible for _, shapes, visible in drawn), drawn
+    broken = (
+        "[...document.querySelectorAll('svg *')]"
+        ".some((each) => [...each.attributes].some((one) => one.value.includes('NaN')))"
+    )
+    assert not await page.evaluate(broken)
+    assert not await page.evaluate("window.owned === true")
+    assert await page.evaluate("performance.getEntriesByType('resource').length") == 0
+    assert page.problems == []
+
+
+@in_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_no_serious_issue(page: Page, scheme: str) -> None:
+    await page.prefer(scheme)
+    await page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    await page.call("Page.setBypassCSP", enabled=True)
+    await page.evaluate(AXE.read_text() + "; true")
+    found = await page.evaluate(
+        "axe.run(document, {resultTypes: ['violations']}).then(({violations}) => violations"
+        ".filter((each) => ['serious', 'critical'].includes(each.impact))"
+        ".map((each) => [each.id, each.nodes.slice(0, 4).map((node) => node.html + node.failureSummary)]))"
+    )
+    assert found == [], json.dumps(found, indent=1)
+    await page.prefer("light")
+
+
+@in_browser
+async def test_curves_go_over_wall_clock_if_wanted(page: Page) -> None:
+    lines = "document.querySelectorAll('#curves .chart path.curve')"
+    before = await page.evaluate(f"{lines}[0].getAttribute('d')")
+    await page.evaluate("document.querySelector('[data-axis=time]').click()")
+    assert await page.evaluate(f"{lines}[0].getAttribute('d')") != before
+    assert await page.evaluate("document.querySelector('#curves .chart svg').textContent.includes(' s')")
+    assert await page.evaluate("document.querySelector('[data-axis=time]').getAttribute('aria-pressed')") == "true"
+
+
+@in_browser
+async def test_pointing_at_a_curve_tells_its_values(page: Page) -> None:
+    told = "document.querySelector('#curves .chart .legend').textContent"
+    await page.evaluate(
+        "(() => { const it = document.querySelector('#curves .chart svg'), box = it.getBoundingClientRect();"
+        " it.dispatchEvent(new PointerEvent('pointermove',"
+        " {clientX: box.left + box.width / 2, clientY: box.top + 20})); })()"
+    )
+    assert "step" in await page.evaluate(told)
+    await page.evaluate("document.querySelector('#curves .chart svg').dispatchEvent(new PointerEvent('pointerleave'))")
+    assert "step" not in await page.evaluate(told)
+
+
+@in_browser
+async def test_the_timeline_is_zoomed_by_keys_and_told_by_pointing(page: Page) -> None:
+    lanes = "document.querySelector('#timeline svg').innerHTML"
+    whole = await page.evaluate(lanes)
+    await page.evaluate("document.querySelector('#timeline svg').focus()")
+    await page.press("+")
+    assert await page.evaluate(lanes) != whole
+    await page.press("Home")
+    assert await page.evaluate(lanes) == whole
+    names = await page.evaluate(
+        "[...document.querySelectorAll('#timeline svg .strong')].map((each) => each.textContent)"
+    )
+    assert names[:4] == ["trainer", "worker-0", "worker-1", "worker-2"]
+    await page.evaluate(
+        "(() => { const lane = document.querySelector('#timeline path.k-train').getBoundingClientRect();"
+        " document.querySelector('#timeline svg').dispatchEvent(new PointerEvent('pointermove',"
+        " {clientX: lane.left + lane.width / 2, clientY: lane.top + 5})); })()"
+    )
+    assert (await page.evaluate("document.querySelector('#timeline .legend').textContent")).startswith(
+        "trainer · after "
+    )
+
+
+@in_browser
+async def test_paper_is_light_and_shows_what_was_folded(page: Page) -> None:
+    await page.prefer("dark")
+    dark = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    await page.call("Emulation.setEmulatedMedia", media="print", features=features)
+    assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)" != dark
+    assert await page.evaluate("getComputedStyle(document.querySelector('.bar')).display") == "none"
+    await page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert await page.evaluate("[...document.querySelectorAll('details')].every((each) => each.open)")
+    await page.call("Emulation.setEmulatedMedia", media="", features=[])

@@ -1,0 +1,126 @@
+"""`streamrl top` as a process on a real broker: lines, JSON, a real terminal, and what a user can do wrong."""
+
+import asyncio
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+
+import pytest
+
+from bus.kafka.cluster import committed_offsets
+from inspection.diagnostics.connect import Attachment
+from inspection.terminal.command import read_trajectory
+from schemas.errors import UserError
+from schemas.topics import TRAJECTORIES
+
+TOP = (sys.executable, "-m", "streamrl.cli.app", "top")
+
+
+async def ended(*arguments: str, timeout_s: float = 40) -> tuple[int | None, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *TOP, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(process.communicate(), timeout_s)
+    return process.returncode, out.decode(), err.decode()
+
+
+def named(attachment: Attachment) -> tuple[str, ...]:
+    return "--bootstrap-servers", attachment.address, "--run", attachment.run
+
+
+async def test_one_line_and_nothing_is_committed(surveyed: Attachment) -> None:
+    topic = surveyed.name_of(TRAJECTORIES)
+    before = await committed_offsets(surveyed.kafka, {topic})
+    code, out, err = await ended("--once", *named(surveyed))
+    assert code == 0, err
+    assert out.count("\n") == 1
+    assert re.search(r"step 5  reward 0\.500 .*lag b0:\d+ b1:\d+ b2:\d+ b3:\d+  workers worker-0@\S+ worker-1@", out), (
+        out
+    )
+    assert await committed_offsets(surveyed.kafka, {topic}) == before
+
+
+async def test_several_may_look_at_once_and_each_interval_is_an_object(surveyed: Attachment) -> None:
+    process = [
+        await asyncio.create_subprocess_exec(
+            *TOP, "--json", "--interval", "0.3", *named(surveyed),
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    for each in process:
+        assert each.stdout is not None
+        found = [json.loads(await asyncio.wait_for(each.stdout.readline(), 40)) for _ in range(2)]
+        assert [one["loop"]["announced"] for one in found] == ["2-5", "2-5"]
+        assert found[0]["lag"]["buckets"] == [0, 1, 2, 3]
+        assert sum(found[1]["lag"]["unfinished"]) > 0
+        each.terminate()
+        assert await asyncio.wait_for(each.wait(), 15) == 0
+
+
+async def test_whoever_stops_reading_ends_it_quietly(surveyed: Attachment) -> None:
+    command = " ".join((*TOP, "--interval", "0.2", *named(surveyed)))
+    process = await asyncio.create_subprocess_shell(f"{command} | head -n 1", stderr=asyncio.subprocess.PIPE)
+    _, err = await asyncio.wait_for(process.communicate(), 40)
+    assert err == b""
+
+
+async def test_a_terminal_gets_the_screen_and_q_gives_it_back(surveyed: Attachment) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
+    process = await asyncio.create_subprocess_exec(
+        *TOP, *named(surveyed), stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
+    os.close(theirs)
+    seen = bytearray()
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        try:
+            seen.extend(os.read(ours, 1 << 16))
+        except OSError:
+            loop.remove_reader(ours)
+
+    loop.add_reader(ours, read)
+    try:
+        async with asyncio.timeout(40):
+            while not (b"step 5" in seen and b"weights 2-5" in seen and b"bucket 3" in seen):
+                await asyncio.sleep(0.05)
+            os.write(ours, b"q")
+            assert await process.wait() == 0
+            while b"\x1b[?1049l" not in seen:
+                await asyncio.sleep(0.05)
+    finally:
+        loop.remove_reader(ours)
+        os.close(ours)
+        if process.returncode is None:
+            process.kill()
+    assert b"\x1b[?1049h" in seen
+    assert b"Traceback" not in seen
+
+
+async def test_a_record_is_read_by_its_place(surveyed: Attachment) -> None:
+    assert (await read_trajectory(surveyed, "0@0")).trajectory_id.startswith("gsm8k/7/0/")
+    with pytest.raises(UserError, match="expected a trajectory at 0@99999"):
+        await read_trajectory(surveyed, "0@99999")
+
+
+async def test_an_unknown_run_is_one_line(surveyed: Attachment) -> None:
+    code, out, err = await ended("--bootstrap-servers", surveyed.address, "--run", "nobody")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"error: expected the topics of run nobody at \S+, found those of: .*\n", err)
+
+
+@pytest.mark.parametrize("arguments", [["--bootstrap-servers", "127.0.0.1:1", "--run", "r"], ["nowhere"],
+                                       ["--interval", "0"]])  # fmt: skip
+async def test_mistakes_are_told_without_a_traceback(arguments: list[str]) -> None:
+    code, out, err = await ended("--once", *arguments)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    assert "rror: " in err or "Error" in err

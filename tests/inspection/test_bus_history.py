@@ -1,0 +1,124 @@
+import asyncio
+import contextlib
+import uuid
+
+import pytest
+
+from bus.history import NEIGHBOURS, BusHistory, Extent
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.memory import MemoryBus
+from bus.port import Bus, Outgoing, Record, TopicPartition
+from tests.contract.topics import create_topic
+
+
+async def _publish(bus: Bus, topic: str, partition: int, count: int) -> None:
+    publisher = await bus.publisher("writer")
+    for number in range(count):
+        await publisher.submit(Outgoing(topic, b"%d" % number, f"k{number}", partition, (("h", b"\x00v"),)))
+    await publisher.close()
+
+
+async def _all(history: BusHistory, topic: str, ranges: dict[int, Extent] | None = None) -> list[Record]:
+    return [record async for record in history.records(topic, ranges)]
+
+
+def _places(records: list[Record]) -> list[tuple[int, int]]:
+    return sorted((record.partition, record.offset) for record in records)
+
+
+async def _filled(partitions: int = 3, count: int = 10) -> BusHistory:
+    bus = MemoryBus()
+    bus.create_topic("t", partitions)
+    for partition in range(partitions - 1):
+        await _publish(bus, "t", partition, count)
+    return BusHistory(bus)
+
+
+async def test_a_missing_topic_has_no_extents_and_no_records() -> None:
+    history = BusHistory(MemoryBus())
+    assert await history.extents("t") == {}
+    assert await _all(history, "t") == []
+    assert await history.fetch("t", [(0, 0)]) == {}
+
+
+async def test_every_record_is_delivered_once_in_the_order_of_its_partition() -> None:
+    history = await _filled()
+    assert await history.extents("t") == {
+        TopicPartition("t", 0): Extent(0, 10),
+        TopicPartition("t", 1): Extent(0, 10),
+        TopicPartition("t", 2): Extent(0, 0),
+    }
+    records = await _all(history, "t")
+    assert len(records) == 20
+    assert [record.offset for record in records if record.partition == 1] == list(range(10))
+
+
+async def test_only_what_was_asked_for_is_delivered() -> None:
+    history = await _filled()
+    ranges = {0: Extent(3, 5), 1: Extent(8, 99), 2: Extent(0, 5), 7: Extent(0, 1)}
+    assert _places(await _all(history, "t", ranges)) == [(0, 3), (0, 4), (1, 8), (1, 9)]
+    assert await _all(history, "t", {0: Extent(50, 60), 8: Extent(0, 3)}) == []
+    assert await _all(history, "t", {}) == []
+
+
+async def test_several_topics_are_read_in_one_go_and_missing_ones_hold_nothing() -> None:
+    history = await _filled()
+    bus = history.bus
+    assert isinstance(bus, MemoryBus)
+    bus.create_topic("u", 1)
+    await _publish(bus, "u", 0, 4)
+    held = await history.extents("u", "missing", "t")
+    assert held == await history.extents("u") | await history.extents("t")
+    ranges = held | {TopicPartition("t", 0): Extent(6, 8), TopicPartition("missing", 0): Extent(0, 9)}
+    del ranges[TopicPartition("t", 1)]
+    read = [(record.topic, record.partition, record.offset) async for record in history.within(ranges)]
+    assert sorted(read) == [("t", 0, 6), ("t", 0, 7), ("u", 0, 0), ("u", 0, 1), ("u", 0, 2), ("u", 0, 3)]
+
+
+async def test_places_are_fetched_and_empty_ones_left_out() -> None:
+    history = await _filled(count=3 * NEIGHBOURS)
+    far = 3 * NEIGHBOURS - 1
+    found = await history.fetch("t", [(0, 1), (0, 3), (0, far), (1, 2), (1, far + 5), (2, 0), (9, 0)])
+    assert found.keys() == {(0, 1), (0, 3), (0, far), (1, 2)}
+    assert found[0, far].value == b"%d" % far
+
+
+async def test_reading_ends_where_the_log_ended_though_it_grows() -> None:
+    history = await _filled(partitions=2)
+    seen = []
+    async for record in history.records("t"):
+        seen.append(record)
+        if len(seen) < 50:
+            await _publish(history.bus, "t", 0, 5)
+    assert len(seen) == 10
+
+
+@pytest.mark.kafka
+async def test_on_a_broker_reading_ends_though_transaction_markers_stand_last(bootstrap_servers: str) -> None:
+    topic = f"history-{uuid.uuid4().hex[:8]}"
+    await create_topic(bootstrap_servers, topic, 2)
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
+    history = BusHistory(bus)
+    writer = await bus.transactional(f"{topic}-writer")
+    await writer.commit([Outgoing(topic, b"one", "a", 0, (("h", b"\xff"),)), Outgoing(topic, b"two", None, 1)])
+    await writer.commit([Outgoing(topic, b"three", "b", 0)])
+    await writer.close()
+    extents = await history.extents(topic)
+    assert extents[TopicPartition(topic, 0)] == Extent(0, 4)
+    async with asyncio.timeout(10):
+        records = await _all(history, topic)
+        fetched = await history.fetch(topic, [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)])
+    assert sorted(record.value or b"" for record in records) == [b"one", b"three", b"two"]
+    assert fetched.keys() == {(0, 0), (0, 2), (1, 0)}
+    assert fetched[0, 0].headers == (("h", b"\xff"),)
+    assert fetched[0, 0].key == "a"
+    assert await history.extents(f"{topic}-missing") == {}
+    assert await history.extents(f"{topic}-missing", topic) == extents
+    async with asyncio.timeout(10):
+        first = [record async for record in history.within({TopicPartition(topic, 0): Extent(0, 2)})]
+    assert first == [fetched[0, 0]]
+    assert await _all(history, topic, {0: Extent(2, 99), 1: Extent(7, 9), 5: Extent(0, 1)}) == [fetched[0, 2]]
+    assert await _all(history, topic, {5: Extent(0, 1)}) == []
+    async with asyncio.timeout(10), contextlib.aclosing(history.records(topic)) as left_early:
+        assert await anext(left_early)

@@ -1,0 +1,182 @@
+"""The commands as a user types them, on a real broker."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from bus.history import BusHistory
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.kafka.topic_admin import apply_topics
+from bus.port import Outgoing, Record
+from consumers.training.checkpoints.manifest import MANIFEST, STATE, encode_manifest
+from inspection.audit.command import audit_run, export_run
+from inspection.dead_letters import RETRY_OF, list_letters, retry_letters, show_letter
+from inspection.export import SegmentHistory
+from schemas.codec import encode, headers_of
+from schemas.errors import UserError
+from schemas.reports import SkipReason
+from schemas.topics import DEAD_LETTERS, TRAJECTORIES
+from settings.run_directory import RunDirectory
+from tests.consumers.factories import trajectory
+from tests.inspection.audit import world as worlds
+from tests.inspection.audit.test_balance import busy_world
+from tests.pipeline.local_run import CLI, ENVIRONMENT
+
+pytestmark = pytest.mark.kafka
+SERVERS = "STREAMRL_KAFKA__BOOTSTRAP_SERVERS"
+
+
+@pytest.fixture
+def past(bootstrap_servers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunDirectory, worlds.World]:
+    """A run that balances, with its checkpoint, and its topics on the broker."""
+    run = f"audited-{uuid.uuid4().hex[:8]}"
+    monkeypatch.setattr(worlds, "RUN", run)
+    monkeypatch.setenv(SERVERS, bootstrap_servers)
+    world, directory = busy_world(3), RunDirectory(tmp_path / run)
+    manifest = world.saved[-1].manifest
+    state = directory.checkpoints / f"step_{manifest.step}" / STATE
+    state.mkdir(parents=True)
+    (state / MANIFEST).write_bytes(encode_manifest(manifest))
+    directory.config.write_text(f'[run]\nname = "{run}"\n[model]\npath = "absent"\n[data]\npath = "absent"\n')
+    asyncio.run(_publish(bootstrap_servers, run, [out for _, out in world.written], create=True))
+    return directory, world
+
+
+async def _publish(servers: str, run: str, records: list[Outgoing], *, create: bool = False) -> None:
+    if create:
+        await apply_topics(servers, run, 3)
+    publisher = await KafkaBus(KafkaSettings(bootstrap_servers=servers)).publisher("test")
+    for record in records:
+        await publisher.submit(record)
+    await publisher.close()
+
+
+async def _read(servers: str, topic: str) -> list[Record]:
+    history = BusHistory(KafkaBus(KafkaSettings(bootstrap_servers=servers)))
+    return sorted([record async for record in history.records(topic)], key=lambda r: (r.partition, r.offset))
+
+
+def _command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*CLI, *arguments], capture_output=True, text=True, check=False, env={**os.environ, **ENVIRONMENT}, timeout=60
+    )
+
+
+def test_a_balanced_run_ends_with_0_and_one_that_is_not_with_4_and_the_first_offender(
+    past: tuple[RunDirectory, worlds.World], capsys: pytest.CaptureFixture[str], bootstrap_servers: str
+) -> None:
+    directory, world = past
+    assert audit_run(directory.path, None, as_json=False) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"balanced: run {directory.path.name}")
+    assert "+ pending" in shown
+    victim = min(world.life.trained)
+    world.written.clear()
+    world.skip(victim, SkipReason.OPERATOR)
+    asyncio.run(_publish(bootstrap_servers, directory.path.name, [out for _, out in world.written]))
+    ended = _command("audit", str(directory.path))
+    assert ended.returncode == 4, ended.stderr
+    first = ended.stdout.splitlines()[0]
+    assert first.startswith("NOT BALANCED: two_fates")
+    assert str(world.log[victim[0]][victim[1]]) in first
+    assert audit_run(directory.path, None, as_json=True) == 4
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["balanced"] is False
+    assert verdict["violations"][0]["offence"] == "two_fates"
+    assert verdict["algorithms"]["grpo"]["produced"] == verdict["produced"]
+
+
+def test_an_export_is_audited_without_a_broker(
+    past: tuple[RunDirectory, worlds.World],
+    capsys: pytest.CaptureFixture[str],
+    bootstrap_servers: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    directory, _ = past
+    assert export_run(directory.path, tmp_path / "out", "parquet", []) == 0
+    assert f"{directory.path.name}.steps" in capsys.readouterr().out
+    topic = TRAJECTORIES.full_name(directory.path.name)
+    on_the_broker = asyncio.run(_read(bootstrap_servers, topic))
+
+    async def exported() -> list[Record]:
+        return [record async for record in SegmentHistory(tmp_path / "out").records(topic)]
+
+    assert sorted(asyncio.run(exported()), key=lambda r: (r.partition, r.offset)) == on_the_broker
+    monkeypatch.setenv(SERVERS, "127.0.0.1:1")
+    assert audit_run(None, tmp_path / "out", as_json=False) == 0
+    with pytest.raises(UserError, match="--to"):
+        export_run(directory.path, tmp_path / "out", "parquet", [])
+    with pytest.raises(UserError, match="'nonsense'"):
+        export_run(directory.path, tmp_path / "else", "jsonl", ["nonsense"])
+
+
+def test_dead_letters_are_listed_shown_and_retried_once(
+    past: tuple[RunDirectory, worlds.World], capsys: pytest.CaptureFixture[str], bootstrap_servers: str
+) -> None:
+    run, good = past[0].path.name, trajectory()
+    topic = TRAJECTORIES.full_name(run)
+
+    def letter(value: bytes, offset: int, error: str) -> Outgoing:
+        where = (("dlq-topic", topic.encode()), ("dlq-partition", b"1"), ("dlq-offset", str(offset).encode()))
+        why = (("dlq-error-class", error.encode()), ("dlq-error", b"expected better"))
+        return Outgoing(DEAD_LETTERS.full_name(run), value, "k", 0, (*headers_of(good), *where, *why))
+
+    letters = [letter(encode(good), 5, "UnknownSchema"), letter(b"junk", 6, "MalformedFrame")]
+    asyncio.run(_publish(bootstrap_servers, run, letters))
+    before = len(asyncio.run(_read(bootstrap_servers, topic)))
+
+    assert list_letters(past[0].path, None, None, "1h", json_lines=False) == 0
+    shown = capsys.readouterr().out
+    assert "MalformedFrame" in shown
+    assert "2 dead letters" in shown
+    assert list_letters(past[0].path, None, "UnknownSchema", None, json_lines=True) == 0
+    assert [json.loads(line)["origin_offset"] for line in capsys.readouterr().out.splitlines()] == [5]
+    assert show_letter(past[0].path, None, 0) == 0
+    assert "decoding it today: a trajectory" in capsys.readouterr().out
+    with pytest.raises(UserError, match="offset 9"):
+        show_letter(past[0].path, None, 9)
+
+    def retry(*offsets: int, everything: bool = False, dry_run: bool = False) -> tuple[int, str]:
+        code = retry_letters(past[0].path, offsets, everything=everything, dry_run=dry_run, force=False)
+        return code, capsys.readouterr().out
+
+    code, shown = retry(everything=True, dry_run=True)
+    assert (code, "would send" in shown, "refused" in shown) == (1, True, True)
+    assert len(asyncio.run(_read(bootstrap_servers, topic))) == before
+    assert retry(0)[0] == 0
+    code, shown = retry(everything=True)
+    assert (code, "already retried" in shown) == (1, True)
+    after = asyncio.run(_read(bootstrap_servers, topic))
+    assert len(after) == before + 1
+    (sent,) = [record for record in after if any(name == RETRY_OF for name, _ in record.headers)]
+    assert (sent.partition, sent.value, sent.key) == (1, encode(good), "k")
+    with pytest.raises(UserError, match="--all"):
+        retry()
+    with pytest.raises(UserError, match="17"):
+        retry(17)
+
+
+def test_mistakes_of_the_user_end_with_2_and_one_line(tmp_path: Path) -> None:
+    ended = _command("audit", str(tmp_path / "nowhere"))
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    ended = _command("audit")
+    assert ended.returncode == 2
+    assert "--export DIR" in ended.stderr
+
+
+def test_inspection_imports_neither_torch_nor_a_client_before_it_needs_one() -> None:
+    program = (
+        "import sys; import inspection.audit.command, inspection.dead_letters;"
+        "print([name for name in ('torch', 'transformers', 'aiokafka', 'pyarrow') if name in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[]"

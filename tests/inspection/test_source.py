@@ -1,0 +1,96 @@
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from bus.embedded.cluster import start_cluster
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.kafka.topic_admin import apply_topics
+from bus.port import Outgoing
+from inspection.source import PastRun, copy_sparse, history_of, open_run
+from schemas.errors import UserError
+from settings.loading import as_toml
+from settings.run_directory import RunDirectory
+from settings.tree import Settings
+
+
+def made_run(parent: Path, **kafka: str) -> PastRun:
+    settings = Settings.model_validate(
+        {
+            "run": {"name": "r", "directory": str(parent)},
+            "model": {"path": "m"},
+            "data": {"path": "p.jsonl"},
+            "kafka": kafka,
+        }
+    )
+    directory = RunDirectory(parent / "r")
+    directory.create()
+    directory.config.write_text(as_toml(settings))
+    return open_run(directory.path)
+
+
+def test_a_directory_that_holds_runs_is_refused_with_their_names(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"got {tmp_path}, which has none$"):
+        open_run(tmp_path)
+    for name in ("b", "a"):
+        RunDirectory(tmp_path / "runs" / name).create()
+        RunDirectory(tmp_path / "runs" / name).config.touch()
+    (tmp_path / "runs" / "no-run").mkdir()
+    with pytest.raises(UserError, match=rf"got {tmp_path}, which has none; runs are in {tmp_path}/runs: a, b$"):
+        open_run(tmp_path)
+    with pytest.raises(UserError, match=rf"got {tmp_path}/nowhere, which does not exist$"):
+        open_run(tmp_path / "nowhere")
+
+
+def test_holes_stay_holes_when_logs_are_copied(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    with source.open("wb") as file:
+        file.write(b"begin")
+        file.seek(20 << 20)
+        file.write(b"middle")
+        file.truncate(40 << 20)
+    copy_sparse(str(source), str(target))
+    assert target.read_bytes() == source.read_bytes()
+    assert os.stat(target).st_blocks * 512 < 4 << 20
+
+
+def test_without_any_broker_it_says_what_to_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    with (
+        pytest.raises(UserError, match=r"STREAMRL_KAFKA__BOOTSTRAP_SERVERS.*--export"),
+        history_of(made_run(tmp_path), None, tmp_path, lambda line: None),
+    ):
+        pass
+
+
+@pytest.mark.kafka
+def test_the_log_data_of_a_run_is_read_from_a_copy_and_stays_as_it_is(tmp_path: Path) -> None:
+    run = made_run(tmp_path)
+    with start_cluster(run.directory.kafka, heap_mb=256) as cluster:
+        address = cluster.bootstrap_servers
+
+        async def write() -> None:
+            await apply_topics(address, "r", 2)
+            publisher = await KafkaBus(KafkaSettings(bootstrap_servers=address)).publisher("w")
+            for number in range(5):
+                await publisher.publish(Outgoing("r.trajectories", b"%d" % number, None, 1))
+            await publisher.close()
+
+        asyncio.run(write())
+        with history_of(run, None, tmp_path / "unused", lambda line: None) as live:
+            assert asyncio.run(values(live)) == [b"0", b"1", b"2", b"3", b"4"]
+        assert not (tmp_path / "unused").exists()
+    before = files(run.directory.path)
+    with history_of(run, None, tmp_path / "scratch", lambda line: None) as history:
+        assert asyncio.run(values(history)) == [b"0", b"1", b"2", b"3", b"4"]
+    assert files(run.directory.path) == before
+
+
+async def values(history: object) -> list[bytes | None]:
+    return [record.value async for record in history.records("r.trajectories")]  # type: ignore[attr-defined]
+
+
+def files(directory: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in directory.rglob("*")}

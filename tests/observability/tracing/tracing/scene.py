@@ -1,0 +1,112 @@
+"""A whole loop of traced roles that only pass messages on, by hand, on any bus."""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bus.port import Bus, Outgoing, Record
+from observability.tracing.context import LoggedTraces
+from observability.tracing.roles import trace
+from observability.tracing.spans import Span
+from producers.generation.engines.port import Engine, GenerationRequest
+from schemas.control import WeightsReady
+from schemas.identifiers import PolicyVersion
+from schemas.messages import Message
+from schemas.reports import RecordRef, StepReport
+from schemas.topics import CONTROL, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from schemas.trajectories import SamplingParams, Trajectory, WorkOrder
+from settings.loading import validated
+from settings.tree import Settings
+from tests.fakes.engine import FakeEngine
+from tests.schemas.examples import examples, trajectory, work_order
+
+VERSION = PolicyVersion(2, 4)
+
+
+def settings(run: str, **telemetry: object) -> Settings:
+    return validated(
+        {
+            "run": {"name": run},
+            "model": {"path": "m"},
+            "data": {"path": "p.jsonl"},
+            "telemetry": {"traces": "file", **telemetry},
+        }
+    )
+
+
+@dataclass
+class Role:
+    """What tracing sees of a role."""
+
+    bus: Bus
+    engine: Engine = field(default_factory=lambda: FakeEngine(version=VERSION, started=True))
+
+
+@dataclass
+class Scene:
+    """``spans``: what all roles told. ``others``: settings of all but the dispatcher, if they have their own."""
+
+    bus: Bus
+    settings: Settings
+    others: Settings | None = None
+    spans: list[Span] = field(default_factory=list)
+    logged: LoggedTraces = field(default_factory=LoggedTraces)
+
+    def role(self, name: str) -> Role:
+        """A traced role."""
+        role = Role(self.bus)
+        chosen = self.settings if name == "dispatcher" or self.others is None else self.others
+        trace(name, "worker-1" if name == "worker" else name, role, chosen, self.spans.append, self.logged)
+        return role
+
+    def full(self, topic: Topic) -> str:
+        return topic.full_name(self.settings.run.name)
+
+    async def commit(self, role: Role, topic: Topic, message: Message, key: str) -> None:
+        publisher = await role.bus.transactional(f"{self.settings.run.name}.{topic.name}")
+        await publisher.commit([Outgoing.of(self.full(topic), message, key=key, partition=0)])
+        await publisher.close()
+
+    async def first(self, role: Role, topic: Topic, kind: type[Message]) -> Record:
+        """The first record of a topic, as the role reads it."""
+        subscription = await role.bus.subscribe([self.full(topic)], client_id="reader")
+        try:
+            async with asyncio.timeout(20):
+                while not (records := await subscription.poll(timeout_s=0.2)):
+                    pass
+        finally:
+            await subscription.close()
+        assert isinstance(records[0].message(), kind)
+        return records[0]
+
+    async def play(self, weights: Path) -> dict[str, Record]:
+        """One group of one sample, from its order to the weights that came of it; the records by topic."""
+        dispatcher, worker, trainer, coordinator = map(self.role, ("dispatcher", "worker", "trainer", "coordinator"))
+        order: WorkOrder = work_order("What is 2 + 2?").replace(attempt=0)
+        await self.commit(dispatcher, WORK_ORDERS, order, order.group_id)
+        records = {"work-orders": await self.first(worker, WORK_ORDERS, WorkOrder)}
+        one = trajectory(attempt=0, reward_errors={})
+        await self.generate(worker, one)
+        publisher = await worker.bus.publisher("worker-1")
+        await publisher.publish(Outgoing.of(self.full(TRAJECTORIES), one, key=one.group_id, partition=0))
+        await publisher.close()
+        records["trajectories"] = read = await self.first(trainer, TRAJECTORIES, Trajectory)
+        await self.commit(trainer, STEPS, self.report(one, read), "grpo")
+        records["steps"] = await self.first(coordinator, STEPS, StepReport)
+        await self.commit(coordinator, CONTROL, examples()["control-weights-ready"], "weights/policy")
+        records["control"] = await self.first(worker, CONTROL, WeightsReady)
+        await worker.engine.adopt(weights, VERSION)
+        return records
+
+    @staticmethod
+    async def generate(worker: Role, one: Trajectory) -> None:
+        request = GenerationRequest(one.trajectory_id, [1, 2], SamplingParams(max_completion_length=8))
+        assert [delta async for delta in worker.engine.generate(request)][-1].finish_reason is not None
+
+    @staticmethod
+    def report(one: Trajectory, read: Record) -> StepReport:
+        ref = RecordRef(one.trajectory_id, read.partition, read.offset)
+        changes: dict[str, Any] = {"micro_batches": ((ref,),), "group_ids": (one.group_id,)}
+        report: StepReport = examples()["step-report"].replace(**changes)  # type: ignore[assignment]
+        return report

@@ -1,0 +1,134 @@
+import itertools
+from pathlib import Path
+
+import pytest
+
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.memory import MemoryBus
+from bus.port import Bus, Record
+from observability.tracing.context import Context, context_of
+from observability.tracing.spans import Span
+from schemas.codec import headers_of
+from schemas.topics import CONTROL, STEPS, TRAJECTORIES, WORK_ORDERS
+from tests.contract.topics import create_topic
+from tests.observability.tracing.tracing.scene import Scene, settings
+from tests.schemas.examples import work_order
+
+TOPICS = (WORK_ORDERS, TRAJECTORIES, STEPS, CONTROL)
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def run() -> str:
+    return f"traced-{next(_numbers)}"
+
+
+@pytest.fixture
+def memory_bus(run: str) -> MemoryBus:
+    bus = MemoryBus()
+    for topic in TOPICS:
+        bus.create_topic(topic.full_name(run), 1)
+    return bus
+
+
+def by_name(spans: list[Span]) -> dict[str, Span]:
+    found = {span.name: span for span in spans}
+    assert len(found) == len(spans), "every span of the scene is told once"
+    return found
+
+
+def parents(spans: dict[str, Span]) -> dict[str, str]:
+    names = {span.context: name for name, span in spans.items()}
+    return {name: names[span.parent] for name, span in spans.items() if span.parent is not None}
+
+
+def assert_one_trace(scene: Scene, records: dict[str, Record]) -> None:
+    spans = by_name(scene.spans)
+    assert parents(spans) == {
+        "sample": "dispatch",
+        "generate": "sample",
+        "reward": "sample",
+        "send trajectories": "sample",
+        "train": "send trajectories",
+        "announce weights": "optimizer step",
+        "fetch weights": "announce weights",
+        "adopt weights": "announce weights",
+    }
+    assert {span.context.trace_id for span in spans.values() if span.parent is not None or span.name == "dispatch"} == {
+        spans["dispatch"].context.trace_id,
+        spans["optimizer step"].context.trace_id,
+    }
+    assert spans["train"].context.trace_id == spans["dispatch"].context.trace_id
+    assert list(spans["train"].links) == [spans["optimizer step"].context]
+    assert list(spans["optimizer step"].links) == [spans["send trajectories"].context]
+    for name in ("train", "optimizer step", "announce weights", "adopt weights"):
+        assert spans[name].attributes["streamrl.policy.version"] == "2-4"
+    sent = spans["send trajectories"].attributes
+    assert (sent["messaging.system"], sent["messaging.destination.name"]) == ("kafka", scene.full(TRAJECTORIES))
+    assert (sent["messaging.destination.partition.id"], sent["messaging.kafka.offset"]) == ("0", 0)
+    generated = spans["generate"].attributes
+    assert (generated["gen_ai.usage.output_tokens"], generated["streamrl.predicted_length"]) == (5, 128)
+    assert generated["streamrl.policy.versions"] == ["1-20", "1-21"]
+    assert spans["reward"].attributes["streamrl.reward.accuracy"] == 1.0
+    for topic, name in (
+        ("work-orders", "dispatch"),
+        ("trajectories", "send trajectories"),
+        ("steps", "optimizer step"),
+        ("control", "announce weights"),
+    ):
+        assert context_of(records[topic].headers) == spans[name].context
+        assert dict(records[topic].headers)["traceparent"].decode().startswith("00-")
+    assert all(span.end_s >= span.start_s for span in spans.values())
+
+
+async def test_one_trace_goes_around_the_loop_in_memory(run: str, memory_bus: MemoryBus, tmp_path: Path) -> None:
+    scene = Scene(memory_bus, settings(run))
+    assert_one_trace(scene, await scene.play(tmp_path))
+
+
+@pytest.mark.kafka
+async def test_one_trace_goes_around_the_loop_on_kafka(run: str, bootstrap_servers: str, tmp_path: Path) -> None:
+    for topic in TOPICS:
+        await create_topic(bootstrap_servers, topic.full_name(run), 1)
+    bus: Bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
+    scene = Scene(bus, settings(run))
+    assert_one_trace(scene, await scene.play(tmp_path))
+
+
+async def test_what_is_not_sampled_carries_no_header_and_is_not_told(
+    run: str, memory_bus: MemoryBus, tmp_path: Path
+) -> None:
+    scene = Scene(memory_bus, settings(run, sample_ratio=0.0))
+    records = await scene.play(tmp_path)
+    assert scene.spans == []
+    for record in records.values():
+        assert record.headers == headers_of(record.message())
+
+
+async def test_the_dispatcher_alone_decides_what_is_sampled(run: str, memory_bus: MemoryBus, tmp_path: Path) -> None:
+    """Others follow the header, whatever ratio they were started with."""
+    scene = Scene(memory_bus, settings(run), others=settings(run, sample_ratio=0.0))
+    assert_one_trace(scene, await scene.play(tmp_path))
+
+
+async def test_a_group_that_is_ordered_again_stays_in_its_trace(run: str, memory_bus: MemoryBus) -> None:
+    scene = Scene(memory_bus, settings(run))
+    order = work_order("2 + 2")
+    for attempt in (0, 1):
+        await scene.commit(scene.role("dispatcher"), WORK_ORDERS, order.replace(attempt=attempt), order.group_id)
+    first, second = scene.spans
+    assert first.parent is None
+    assert second.parent == first.context
+    assert second.context != first.context
+
+
+async def test_a_record_that_is_sent_again_carries_the_same_header(run: str, memory_bus: MemoryBus) -> None:
+    scene, order = Scene(memory_bus, settings(run)), work_order("2 + 2")
+    contexts: set[Context | None] = set()
+    for _ in range(2):
+        await scene.commit(scene.role("dispatcher"), WORK_ORDERS, order, order.group_id)
+    for record in memory_bus.log(scene.full(WORK_ORDERS)).partitions[0]:
+        contexts.add(context_of(record.headers))
+    assert len(contexts) == 1
+    assert contexts != {None}

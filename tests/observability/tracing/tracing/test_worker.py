@@ -1,0 +1,97 @@
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from bus.port import Outgoing, Record
+from observability.tracing.context import Context, LoggedTraces
+from observability.tracing.engine import TracedEngine
+from observability.tracing.interceptor import Stored
+from observability.tracing.role_tracers import WorkerStory
+from observability.tracing.spans import Span
+from producers.generation.engines.port import GenerationRequest
+from schemas.errors import WeightsError
+from schemas.identifiers import PolicyVersion
+from schemas.trajectories import SamplingParams
+from tests.fakes.clock import FakeClock
+from tests.fakes.engine import FakeEngine
+from tests.schemas.examples import examples, trajectory
+
+GROUP, NAME, VERSION = "gsm8k/7/0", "gsm8k/7/0/3", PolicyVersion(2, 4)
+
+
+@pytest.fixture
+def spans() -> list[Span]:
+    return []
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def story(spans: list[Span], clock: FakeClock) -> WorkerStory:
+    story = WorkerStory("r", "worker-1", spans.append, LoggedTraces(), clock)
+    story.read(Record("r.work-orders", 3, 0, GROUP, b"", (), 0.0), Context(7, 9))
+    return story
+
+
+def request(name: str) -> GenerationRequest:
+    return GenerationRequest(name, [1], SamplingParams(max_completion_length=8))
+
+
+async def test_an_engine_that_is_left_early_frees_its_slot(story: WorkerStory) -> None:
+    fake = FakeEngine(version=VERSION, started=True)
+    async with aclosing(TracedEngine(fake, story).generate(request(NAME))) as deltas:  # type: ignore[type-var]
+        async for _ in deltas:
+            break
+    assert (fake.running, fake.left_early) == (0, 1)
+
+
+async def test_a_request_outside_of_all_traces_goes_to_the_engine_itself(story: WorkerStory) -> None:
+    fake = FakeEngine(version=VERSION, started=True)
+    deltas = TracedEngine(fake, story).generate(request("other/0/0/0"))
+    assert type(deltas) is type(fake.generate(request("other/0/0/0")))
+    assert getattr(deltas, "__qualname__", "") == "FakeEngine.generate"
+
+
+def test_a_trajectory_that_was_never_generated_is_told_without_a_generation(
+    story: WorkerStory, spans: list[Span]
+) -> None:
+    passage = story.sending(Outgoing.of("r.trajectories", trajectory(0), key=GROUP, partition=0))
+    assert passage is not None
+    passage.stored(Stored("r.trajectories", 0, 1, 1.0, 2.0))
+    assert [span.name for span in spans] == ["sample", "send trajectories"]
+    assert passage.context == spans[1].context
+
+
+async def test_weights_that_the_engine_refuses_are_not_told_as_taken_up(
+    story: WorkerStory, spans: list[Span], tmp_path: Path
+) -> None:
+    announced = Outgoing.of("r.control", examples()["control-weights-ready"], key="weights/policy")
+    record = Record("r.control", 0, 0, announced.key, announced.value, announced.headers, 0.0)
+    story.read(record, Context(5, 6))
+    fake = FakeEngine(refuse={VERSION})
+    engine = TracedEngine(fake, story)
+    with pytest.raises(WeightsError):
+        await engine.adopt(tmp_path, VERSION)
+    assert spans == []
+    fake.refuse.clear()
+    await engine.adopt(tmp_path, VERSION)
+    assert [(span.name, span.parent) for span in spans] == [
+        ("fetch weights", Context(5, 6)),
+        ("adopt weights", Context(5, 6)),
+    ]
+
+
+def test_a_trajectory_that_is_sent_again_carries_the_same_context_and_is_told_once(
+    story: WorkerStory, spans: list[Span]
+) -> None:
+    record = Outgoing.of("r.trajectories", trajectory(), key=GROUP, partition=0)
+    first, second = story.sending(record), story.sending(record)
+    assert first is not None
+    assert second is not None
+    assert first.context == second.context
+    second.stored(Stored("r.trajectories", 0, 1, 1.0, 2.0))
+    assert [span.name for span in spans] == ["sample", "send trajectories"]

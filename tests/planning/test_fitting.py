@@ -1,0 +1,87 @@
+import random
+
+import numpy as np
+import pytest
+
+from planning.fitting import fit_decode, fit_prefill, fit_training, nonnegative
+from planning.measuring import DecodePoint, PrefillPoint, StepPoint
+from schemas.profiles import DecodeCurve, DecodeSettings
+
+TABLE = ((1, 0.010), (2, 0.0105), (4, 0.012), (8, 0.016), (16, 0.025))
+CONTEXT_S = 3e-7
+
+
+def points(noise: float = 0.0) -> list[DecodePoint]:
+    chance = random.Random(0)
+    return [
+        DecodePoint(batch, batch * length, (seconds + CONTEXT_S * batch * length) * (1 + chance.gauss(0, noise)))
+        for batch, seconds in TABLE
+        for length in (8, 100, 1000, 4000)
+    ]
+
+
+def test_a_measured_curve_is_found_again() -> None:
+    table, context_s, fitted = fit_decode(points())
+    assert [batch for batch, _ in table] == [1, 2, 4, 8, 16]
+    assert [seconds for _, seconds in table] == pytest.approx([seconds for _, seconds in TABLE], rel=1e-6)
+    assert context_s == pytest.approx(CONTEXT_S, rel=1e-6)
+    assert max(abs(one.error) for one in fitted) < 1e-6
+
+
+def test_noise_of_a_measurement_does_not_carry_over_into_the_curve() -> None:
+    table, context_s, _ = fit_decode(points(noise=0.05))
+    assert [seconds for _, seconds in table] == pytest.approx([seconds for _, seconds in TABLE], rel=0.06)
+    assert context_s == pytest.approx(CONTEXT_S, rel=0.15)
+
+
+def test_more_work_never_takes_less_time() -> None:
+    falling = [DecodePoint(batch, 0, seconds) for batch, seconds in ((1, 0.02), (2, 0.01), (4, 0.015), (8, 0.012))]
+    table, _, _ = fit_decode(falling)
+    curve = DecodeCurve(DecodeSettings(table=table))
+    assert [curve.batch_s(batch) for batch in range(1, 9)] == sorted(curve.batch_s(batch) for batch in range(1, 9))
+
+
+def test_a_context_that_seems_to_speed_things_up_counts_as_none() -> None:
+    assert fit_decode([DecodePoint(1, 10, 0.02), DecodePoint(1, 1000, 0.01)])[1] == 0.0
+
+
+def test_prefill_is_the_usual_time_of_a_token() -> None:
+    measured = [PrefillPoint(1, 100, 0.02), PrefillPoint(4, 400, 0.08), PrefillPoint(1, 50, 0.3)]
+    assert fit_prefill(measured)[0] == pytest.approx(2e-4)
+    assert fit_prefill([]) == (0.0, [])
+
+
+def test_training_costs_are_told_apart() -> None:
+    def seconds(passes: int, tokens: int, squares: int) -> float:
+        return 1e-5 * tokens + 2e-9 * squares + 0.004 * passes + 0.03
+
+    measured = [
+        StepPoint(passes, passes * rows * length, passes * rows * length**2, 0.0)
+        for passes in (1, 3)
+        for length in (16, 100, 600, 3000)
+        for rows in (1, 4, 9)
+    ]
+    found, fitted = fit_training(
+        [
+            StepPoint(p.micro_batches, p.tokens, p.squares, seconds(p.micro_batches, p.tokens, p.squares))
+            for p in measured
+        ]
+    )
+    assert found.forward_backward_s_per_token == pytest.approx(1e-5, rel=1e-4)
+    assert found.forward_backward_s_per_squared_token == pytest.approx(2e-9, rel=1e-4)
+    assert found.forward_backward_s_per_micro_batch == pytest.approx(0.004, rel=1e-4)
+    assert found.optimizer_step_s == pytest.approx(0.03, rel=1e-4)
+    assert found.padding_counts
+    assert max(abs(one.error) for one in fitted) < 1e-4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_coefficients_are_the_best_among_those_that_are_not_negative(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    rows, values = chance.normal(size=(12, 4)), chance.uniform(0.5, 2.0, 12)
+    found = nonnegative(rows, values)
+    weighted = rows / values[:, None]
+    slope = weighted.T @ (1.0 - weighted @ found)
+    assert (found >= 0).all()
+    assert (slope <= 1e-7).all()  # nothing would be gained by more of any
+    assert np.abs(slope[found > 0]).max(initial=0.0) < 1e-7  # nor by less of what is there

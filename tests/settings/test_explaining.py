@@ -1,0 +1,38 @@
+import json
+
+import pytest
+
+from schemas.errors import SettingsError
+from settings.explaining import explain, schema
+from settings.wording import known_keys
+
+
+def test_every_setting_can_be_explained() -> None:
+    for key in known_keys():
+        assert explain(key)[0] == key
+
+
+def test_a_setting_says_what_it_may_be_and_where_to_set_it() -> None:
+    assert explain("loop.max_staleness")[2:] == [
+        "  integer >= 0; default 4",
+        "  set it as max_staleness in [loop], STREAMRL_LOOP__MAX_STALENESS, or --loop.max_staleness",
+    ]
+    assert explain("data.seed")[2] == "  integer >= 0 or none; default none"
+    assert '"trl", "verl", "openrlhf"; default "trl"' in explain("data.format")[2]
+
+
+def test_a_section_lists_its_settings() -> None:
+    lines = explain("batching")
+    assert lines[0] == "[batching]"
+    assert any(line.startswith("  token_budget ") for line in lines)
+
+
+def test_an_unknown_setting_is_answered_with_the_nearest() -> None:
+    with pytest.raises(SettingsError, match=r"did you mean training\.learning_rate\?"):
+        explain("training.lr")
+
+
+def test_the_schema_is_plain_json_and_closed() -> None:
+    tree = json.loads(json.dumps(schema()))
+    assert tree["additionalProperties"] is False
+    assert "loop" in tree["properties"]

@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import SettingsError
+from settings.layers import from_arguments, from_environment, from_toml, merged
+
+
+def test_later_layers_win_key_by_key() -> None:
+    assert merged({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}}, {"b": 4}) == {"a": {"x": 1, "y": 3}, "b": 4}
+
+
+def test_merging_leaves_the_layers_alone() -> None:
+    first = {"a": {"x": 1}}
+    merged(first, {"a": {"x": 2}})
+    assert first == {"a": {"x": 1}}
+
+
+def test_arguments_are_read_with_space_or_equals_sign_and_typed_as_toml() -> None:
+    arguments = ["--loop.max-staleness", "3", "--run.name=demo", "--loop.bucket_boundaries=[4, 8]", "--a.b", "true"]
+    assert from_arguments(arguments) == {
+        "loop": {"max_staleness": 3, "bucket_boundaries": [4, 8]},
+        "run": {"name": "demo"},
+        "a": {"b": True},
+    }
+
+
+@pytest.mark.parametrize("arguments", [["--run.name"], ["--name", "x"], ["name"], ["--a.b=1", "--a.b.c=2"]])
+def test_arguments_of_another_shape_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SettingsError, match="expected"):
+        from_arguments(arguments)
+
+
+def test_the_environment_is_read_by_its_double_underscores() -> None:
+    environ = {"STREAMRL_KAFKA__BOOTSTRAP_SERVERS": "h:1", "STREAMRL_CACHE": "/x", "OTHER__A": "1"}
+    assert from_environment(environ) == {"kafka": {"bootstrap_servers": "h:1"}}
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"none\.toml, which does not exist"):
+        from_toml(tmp_path / "none.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[run\nname = 1")
+    with pytest.raises(SettingsError, match=r"expected TOML in .*broken\.toml"):
+        from_toml(broken)

@@ -1,0 +1,46 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.errors import SettingsError
+from settings.loading import as_toml, load_settings, validated
+from settings.tree import Settings
+
+EXAMPLE = Path(__file__).parents[3] / "benchmarks" / "pipeline" / "example.toml"
+DATA = {"data": {"dataset": "chain_sum"}}
+EMULATED = DATA | {"generation": {"engine": "emulated"}, "training": {"backend": "emulated"}}
+
+
+def test_an_emulated_run_needs_no_model() -> None:
+    assert validated(EMULATED).model.path == ""
+    assert load_settings(EXAMPLE, ["--emulation.lengths.source=histogram"]).emulation.lengths.source == "histogram"
+
+
+@pytest.mark.parametrize("training", [{}, {"training": {"backend": "torch"}, "generation": {"engine": "emulated"}}])
+def test_a_model_is_asked_for_where_one_is_trained(training: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=r"expected a value for model\.path"):
+        validated(DATA | training)
+
+
+def test_an_emulated_trainer_exports_nothing_that_a_real_engine_could_run() -> None:
+    with pytest.raises(SettingsError, match=r'expected generation\.engine = "emulated".*got "transformers"'):
+        validated(DATA | {"training": {"backend": "emulated"}})
+
+
+def test_constant_rewards_and_dynamic_sampling_contradict_each_other() -> None:
+    with pytest.raises(SettingsError, match=r"every group would be skipped"):
+        validated(EMULATED | {"algorithm": {"dynamic_sampling": True}})
+
+
+def test_a_wrong_key_in_a_section_of_a_section_is_named_with_its_nearest() -> None:
+    with pytest.raises(SettingsError, match=r"did you mean emulation\.decode\.batch_scale\?"):
+        load_settings(EXAMPLE, ["--emulation.decode.batch_scal=3"])
+
+
+def test_resolved_settings_read_back_equal(tmp_path: Path) -> None:
+    settings = load_settings(EXAMPLE, ["--emulation.decode.table=[[1, 0.01], [8, 0.02]]"])
+    path = tmp_path / "config.toml"
+    path.write_text(as_toml(settings))
+    assert isinstance(settings, Settings)
+    assert load_settings(path, []) == settings

@@ -1,0 +1,188 @@
+"""What users do wrong, and the one line that each mistake ends in: no traceback, exit code 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli import app
+
+EMULATED = """
+[run]
+name = "trial"
+
+[data]
+path = "prompts.jsonl"
+
+[generation]
+engine = "emulated"
+
+[training]
+backend = "emulated"
+"""
+REAL = EMULATED.replace('"emulated"', '"transformers"', 1).replace('backend = "emulated"', "") + '[model]\npath = "m"\n'
+
+SETTINGS = [
+    # mistake, command, text added to the configuration, what the line says
+    ("a misspelt key", "show", "[loop]\nmax_stalenes = 2", r"unknown setting loop.max_stalenes (my.toml, line 14)"),
+    ("a misspelt key's right name", "show", "[loop]\nmax_stalenes = 2", "did you mean loop.max_staleness?"),
+    ("a misspelt section", "show", "[algoritm]\nname = 'grpo'", "unknown setting algoritm (my.toml, line 13); did you"),
+    ("a key of another section", "show", "[loop]\nlearning_rate = 1", "did you mean training.learning_rate?"),
+    ("another library's name", "show", "[loop]\nn_samples_per_prompt = 8", "did you mean loop.num_generations?"),
+    ("a key outside its section", "show --loop.x.y 1", "", "unknown setting loop.x (--loop.x); there are"),
+    ("a word for a number", "show", "[loop]\nshards = 'two'", "got 'two' (my.toml, line 14)"),
+    ("a number out of range", "show --loop.num_generations=0", "", "greater than or equal to 1, got 0 (--loop.num_gen"),
+    ("an unknown choice", "show --loop.mode=async", "", "setting loop.mode: input should be 'synchronous'"),
+    ("one sample a group", "show --training.backend=torch --model.path=m", "[loop]\nnum_generations = 1", "expected"),
+    ("a value for a section", "show --loop 3", "", "expected --section.key value, got '--loop'"),
+    (
+        "a bound beside a mode",
+        "show",
+        "[loop]\nmode = 'stream'\nmax_staleness = 1",
+        "no loop.max_staleness with loop.mo",
+    ),
+    ("two sources of prompts", "show --data.dataset gcd", "", "got data.path and data.dataset"),
+    ("options for stored prompts", "show --data.options={a=1}", "", "expected no data.options with data.path"),
+    ("a size for stored prompts", "show --data.size 10", "", "no data.size with data.path"),
+    ("an unknown format", "show --data.format=ver", "", "setting data.format: input should be 'trl', 'verl' or"),
+    ("a pattern that nobody uses", "show --rewards.format_pattern=a", "", 'rewards.functions that lack "format"'),
+    ("a broken pattern", "show --rewards.answer_pattern=(", "", "expected a regular expression, got '('"),
+    ("a reward without a module", "show --rewards.functions=['mathverify']", "", "did you mean 'math_verify'?"),
+    (
+        "a reward for a list",
+        "show --rewards.functions=exact_match",
+        "",
+        """expected a list such as '["exact_match"]', got""",
+    ),
+    ("weights for other rewards", "show --rewards.weights=[1,2]", "", "expected as many rewards.weights as functions"),
+    ("a password without SASL", "show --kafka.sasl_plain_username me", "", 'kafka.security_protocol = "PLAINTEXT"'),
+    ("an overlong factor alone", "show --algorithm.overlong_factor 2", "", "no algorithm.overlong_l_max"),
+    ("descending boundaries", "show --loop.bucket_boundaries=[8,4]", "", "must be ascending"),
+    ("a value left out", "show --loop.mode", "", "expected a value after --loop.mode, got the end of the line"),
+    ("a value left out before another", "show --loop.mode --run.seed 1", "", "after --loop.mode, got --run.seed"),
+    ("an option without a section", "show --verbose yes", "", "expected --section.key value, got '--verbose'"),
+    ("two configurations", "show other.toml", "", "expected one configuration file, got"),
+    ("broken TOML", "show", "[loop\nshards = 1", "expected TOML in my.toml"),
+    ("a run's name with a blank", "show --run.name='my run'", "", "setting run.name: expected 1 to 64 of a-z"),
+]
+
+
+def ended(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("sys.argv", ["streamrl", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        app.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "p", "answer": "a"}) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "added", "says"), [row[1:] for row in SETTINGS], ids=[row[0] for row in SETTINGS]
+)
+def test_a_wrong_setting_ends_in_one_line(
+    arguments: str,
+    added: str,
+    says: str,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (directory / "my.toml").write_text(EMULATED + added + "\n")
+    command, *rest = arguments.split(" ") if "'" not in arguments else arguments.split(" ", 1)
+    assert ended(["config", command, "my.toml", *rest], monkeypatch) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["config", "show", "nowhere.toml"], "got nowhere.toml, which does not exist"),
+        (["run", "--loop.mode=stream"], "expected a section [data], got none; `streamrl init`"),
+        (["config", "explain", "loop.stalenes"], "unknown setting loop.stalenes; did you mean loop.max_staleness?"),
+        (["init", "."], "which is there already"),
+    ],
+)
+def test_a_wrong_command_ends_in_one_line(
+    arguments: list[str],
+    says: str,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert ended(arguments, monkeypatch) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert says in line
+
+
+def test_a_variable_with_one_underscore_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STREAMRL_LOOP_MODE", "stream")
+    assert ended(["config", "show"], monkeypatch) == 2
+    assert "got STREAMRL_LOOP_MODE; did you mean STREAMRL_LOOP__MODE?" in capsys.readouterr().err
+
+
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("STREAMRL_LOOP__MOD", "stream")
+    assert ended(["config", "show"], monkeypatch) == 2
+    assert "unknown setting loop.mod (STREAMRL_LOOP__MOD); did you mean loop.mode?" in capsys.readouterr().err
+
+
+DATA = [
+    ("no file", {"prompts.jsonl": None}, [], "prompts.jsonl: no such file"),
+    ("an empty file", {"prompts.jsonl": ""}, [], "expected at least one prompt in prompts.jsonl"),
+    ("a broken line", {"prompts.jsonl": '{"prompt": "p"}\n{'}, [], "expected a JSON object in prompts.jsonl, line 2"),
+    ("another column", {"prompts.jsonl": '{"question": "p"}'}, [], "set data.prompt_column or data.format"),
+    ("no answer", {}, ["--data.answer_column=gold"], "expected an answer in column 'gold' of prompts.jsonl, line 1"),
+    ("no prompt", {"prompts.jsonl": '{"prompt": null}'}, [], "of prompts.jsonl, line 1, got nothing"),
+    ("a filter that is not there", {}, ["--data.filter=nowhere:f"], "expected to import 'nowhere'"),
+    ("an unknown split", {}, ["--data.split=test"], 'expected data.split = "train"'),
+    ("a file for a directory", {"runs": "x"}, [], "for runs/trial"),
+    ("a broker that is not there", {}, ["--kafka.bootstrap_servers=127.0.0.1:1"], "a Kafka broker at 127.0.0.1:1"),
+]
+
+
+@pytest.mark.parametrize(("files", "arguments", "says"), [row[1:] for row in DATA], ids=[row[0] for row in DATA])
+def test_a_dry_run_finds_what_is_wrong_around_the_settings(
+    files: dict[str, str | None],
+    arguments: list[str],
+    says: str,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (directory / "my.toml").write_text(EMULATED)
+    for name, content in files.items():
+        (directory / name).unlink(missing_ok=True)
+        if content is not None:
+            (directory / name).write_text(content)
+    before = sorted(directory.iterdir())
+    assert ended(["run", "--dry-run", "my.toml", *arguments], monkeypatch) == 2
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
+    assert any(says in line for line in failed), failed
+    assert sorted(directory.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_a_dry_run_names_a_missing_model_and_a_missing_reward_and_goes_on(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "my.toml").write_text(REAL)
+    (directory / "m").mkdir()
+    (directory / "mine.py").write_text("def score(completions, answer, level):\n    return [1.0]\n")
+    functions = "--rewards.functions=['mine:score', 'mine:scor']"
+    assert ended(["run", "my.toml", "--dry-run", functions], monkeypatch) == 2
+    out = capsys.readouterr().out
+    assert "FAIL  model        expected a causal language model at m" in out
+    assert "FAIL  rewards      expected a function 'scor' in mine, got none; did you mean 'score'?" in out
+    assert "ok    disk" in out
+    assert ended(["run", "my.toml", "--dry-run", "--rewards.functions=['mine:score']"], monkeypatch) == 2
+    assert "score: TypeError: score() missing 1 required positional argument: 'level'" in capsys.readouterr().out

@@ -1,0 +1,124 @@
+"""The checklist on a model that is really there, as the checks see it one by one and as a whole."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.errors import ModelError, UserError
+from schemas.trajectories import ChatTurn, Prompt
+from settings.loading import validated
+from settings.tree import Settings
+from streamrl.init.preflight import (
+    Check,
+    check_engine,
+    check_lengths,
+    check_model,
+    check_places,
+    check_rewards,
+    dry_run,
+    outcome,
+    parameters,
+    read_model,
+)
+from tests.pipeline.tiny_model import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def settings_of(model: Path, directory: Path, **loop: Any) -> Settings:
+    rewards = {"functions": ["exact_match"]}
+    tree: dict[str, Any] = {"model": {"path": str(model)}, "data": {"path": "p.jsonl"}, "rewards": rewards}
+    loop = {"max_prompt_length": 64, "max_completion_length": 32, **loop}
+    return validated(tree | {"loop": loop, "run": {"directory": str(directory)}})
+
+
+def prompt(text: str) -> Prompt:
+    return Prompt(prompt_id=f"p/{len(text)}", dataset="p", content=text)
+
+
+def test_model_and_engine_say_what_they_are(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path)
+    facts = read_model(settings)
+    assert "Qwen2ForCausalLM" in check_model(facts, str(model)).detail
+    assert "vocabulary 97, 128 positions" in check_model(facts, str(model)).detail
+    assert check_engine(settings, facts).state == "ok"
+    assert parameters(facts) == 27_040
+
+
+def test_prompts_that_would_end_in_error_are_counted_and_the_longest_named(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path)
+    facts = read_model(settings)
+    assert [check.state for check in check_lengths(settings, [prompt("short")], facts)] == ["ok"]
+    (check,) = check_lengths(settings, [prompt("short"), prompt("x" * 65), prompt("x" * 70)], facts)
+    assert check.state == "fail"
+    assert check.detail.startswith("2 of 3 prompts have more than 64 tokens, p/70 has 70")
+
+
+def test_completions_that_do_not_fit_behind_a_prompt_are_noted(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path, max_prompt_length=128)
+    _, note = check_lengths(settings, [prompt("x" * 100)], read_model(settings))
+    assert (note.state, "only 28 of loop.max_completion_length = 32" in note.detail) == ("note", True)
+    (fail,) = check_lengths(settings, [prompt("x" * 128)], read_model(settings))
+    assert "more positions" in fail.detail
+
+
+def test_chats_need_a_chat_template(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path)
+    chat = Prompt(prompt_id="p/1", dataset="p", content=(ChatTurn(role="user", content="hi"),))
+    with pytest.raises(ModelError, match="expected a chat template"):
+        check_lengths(settings, [chat], read_model(settings))
+
+
+async def test_a_reward_that_pays_as_much_for_nothing_is_noted(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "blind_reward.py").write_text("def blind(completions, answer, **kwargs):\n    return [1.0]\n")
+    monkeypatch.chdir(tmp_path)
+    given = settings_of(model, tmp_path)
+    rewards = given.rewards.model_copy(update={"functions": ("blind_reward:blind", "exact_match")})
+    settings = given.model_copy(update={"rewards": rewards})
+    blind, exact = await check_rewards(
+        settings, Prompt(prompt_id="p/1", dataset="p", content="1+1=", columns={"answer": "2"})
+    )
+    assert (blind.state, exact.state) == ("note", "ok")
+    assert "blind gives 1 for the answer of p/1, 1 for nothing: can it tell" in blind.detail
+
+
+def test_places_are_tried_and_left_as_they_were(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path / "runs")
+    assert [check.state for check in check_places(settings, 1000)] == ["ok", "ok"]
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "runs/run/checkpoints/step_7").mkdir(parents=True)
+    assert check_places(settings, 1000)[0].detail.endswith("up to step 7; the run would go on there")
+    (tmp_path / "runs/run/checkpoints/step_1000").mkdir()
+    assert check_places(settings, 1000)[0].detail.endswith(
+        "up to step 1000; that is the last step, nothing would be trained"
+    )
+    assert check_places(settings, 1 << 50)[1].state == "fail"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="expected to write into"):
+        check_places(settings_of(model, tmp_path / "file"), 0)
+
+
+def test_the_last_line_names_what_is_worth_a_look() -> None:
+    fine, note, fail = Check("data", "ok", ""), Check("rewards", "note", ""), Check("model", "fail", "")
+    assert outcome([fine, fine]) == "2 checks: 2 ok; nothing was started"
+    assert outcome([fine] * 8 + [note]) == "9 checks: 8 ok, 1 note (rewards); nothing was started"
+    assert outcome([fine, note, note, fail]) == (
+        "4 checks: 1 ok, 2 notes (rewards), 1 failed (model); nothing was started"
+    )
+
+
+@pytest.mark.slow
+def test_a_sound_task_passes_every_check(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    lines: list[str] = []
+    assert dry_run(settings_of(model, tmp_path / "runs"), lines.append) == 0, lines
+    assert "ok    rewards      exact_match gives 1 for the answer of p/1, 0 for nothing" in lines
+    assert lines[-1] in ("9 checks: 9 ok; nothing was started", "9 checks: 8 ok, 1 note (broker); nothing was started")
+    assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
