@@ -1,7 +1,7 @@
 """A bus around another one, and its clients around that one's: all passes unchanged until somebody overrides a part.
 
 Knows neither what is looked for nor why. Whoever looks on overrides ``submit``, ``commit`` or ``poll``, and says in
-``BusAround`` which clients it puts around those of the inner bus.
+``BusInterceptor`` which clients it puts around those of the inner bus.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from bus.port import (
 
 
 @dataclass
-class PublisherAround:
+class PublisherInterceptor:
     """``bus.port.Publisher``; every record passes ``submit``."""
 
     inner: Publisher
@@ -45,7 +45,7 @@ class PublisherAround:
 
 
 @dataclass
-class TransactionalAround:
+class TransactionalInterceptor:
     """``bus.port.TransactionalPublisher``."""
 
     inner: TransactionalPublisher
@@ -66,7 +66,7 @@ class TransactionalAround:
 
 
 @dataclass
-class SubscriptionAround:
+class SubscriptionInterceptor:
     """``bus.port.Subscription``; every record read passes ``poll``."""
 
     inner: Subscription
@@ -109,7 +109,7 @@ class SubscriptionAround:
 
 
 @dataclass
-class BusAround:
+class BusInterceptor:
     """``bus.port.Bus``; ``around_…`` are given each new client of the inner bus."""
 
     bus: Bus

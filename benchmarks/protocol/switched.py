@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bus.interceptors import BusAround, TransactionalAround
+from bus.interceptors import BusInterceptor, TransactionalInterceptor
 from bus.port import Outgoing, Publisher, TopicPartition, TransactionalPublisher
 from consumers.algorithms.advantages import ModelLimits
 from consumers.batching.micro_batches import MicroBatch
@@ -110,7 +110,7 @@ class SwitchedPolicy:
 
 
 @dataclass
-class SwitchedBus(BusAround):
+class SwitchedBus(BusInterceptor):
     """Its transactions are plain records while the switch is off."""
 
     switch: Switch
@@ -122,7 +122,7 @@ class SwitchedBus(BusAround):
 
 
 @dataclass
-class SwitchedPublisher(TransactionalAround):
+class SwitchedPublisher(TransactionalInterceptor):
     """``outside``: where records go without a transaction."""
 
     outside: Publisher

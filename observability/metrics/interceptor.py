@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from bus.interceptors import BusAround, PublisherAround, SubscriptionAround, TransactionalAround
+from bus.interceptors import BusInterceptor, PublisherInterceptor, SubscriptionInterceptor, TransactionalInterceptor
 from bus.port import Outgoing, Position, Publisher, Record, Subscription, TopicPartition, TransactionalPublisher
 from observability.metrics.families import Meters
 from schemas.codec import Headers, decode
@@ -85,26 +85,26 @@ class Sight:
 
 
 @dataclass
-class MeasuredBus(BusAround):
+class MeasuredBus(BusInterceptor):
     """``bus.port.Bus`` around another one."""
 
     sight: Sight
 
     def around_publisher(self, inner: Publisher) -> Publisher:
-        """See ``BusAround``."""
+        """See ``BusInterceptor``."""
         return _Publisher(inner, self.sight)
 
     def around_transactional(self, inner: TransactionalPublisher) -> TransactionalPublisher:
-        """See ``BusAround``."""
+        """See ``BusInterceptor``."""
         return _Transactional(inner, self.sight)
 
     def around_subscription(self, inner: Subscription) -> Subscription:
-        """See ``BusAround``."""
+        """See ``BusInterceptor``."""
         return _Subscription(inner, self.sight)
 
 
 @dataclass
-class _Publisher(PublisherAround):
+class _Publisher(PublisherInterceptor):
     sight: Sight
 
     async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
@@ -121,7 +121,7 @@ class _Publisher(PublisherAround):
 
 
 @dataclass
-class _Transactional(TransactionalAround):
+class _Transactional(TransactionalInterceptor):
     sight: Sight
 
     async def commit(
@@ -145,7 +145,7 @@ class _Transactional(TransactionalAround):
 
 
 @dataclass
-class _Subscription(SubscriptionAround):
+class _Subscription(SubscriptionInterceptor):
     sight: Sight
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:

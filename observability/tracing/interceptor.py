@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import structlog
 
-from bus.interceptors import BusAround, PublisherAround, SubscriptionAround, TransactionalAround
+from bus.interceptors import BusInterceptor, PublisherInterceptor, SubscriptionInterceptor, TransactionalInterceptor
 from bus.port import Outgoing, Position, Publisher, Record, Subscription, TopicPartition, TransactionalPublisher
 from observability.tracing.context import Context, context_of
 
@@ -97,26 +97,26 @@ class Teller:
 
 
 @dataclass
-class TracedBus(BusAround):
+class TracedBus(BusInterceptor):
     """``bus.port.Bus`` around another one."""
 
     teller: Teller
 
     def around_publisher(self, inner: Publisher) -> Publisher:
-        """See ``BusAround``."""
+        """See ``BusInterceptor``."""
         return _Publisher(inner, self.teller)
 
     def around_transactional(self, inner: TransactionalPublisher) -> TransactionalPublisher:
-        """See ``BusAround``."""
+        """See ``BusInterceptor``."""
         return _Transactional(inner, self.teller)
 
     def around_subscription(self, inner: Subscription) -> Subscription:
-        """See ``BusAround``."""
+        """See ``BusInterceptor``."""
         return _Subscription(inner, self.teller)
 
 
 @dataclass
-class _Publisher(PublisherAround):
+class _Publisher(PublisherInterceptor):
     teller: Teller
 
     async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
@@ -134,7 +134,7 @@ def _tell_if_stored(tell: Callable[[Stored], None], began_s: float, done: "async
 
 
 @dataclass
-class _Transactional(TransactionalAround):
+class _Transactional(TransactionalInterceptor):
     teller: Teller
 
     async def commit(
@@ -154,7 +154,7 @@ class _Transactional(TransactionalAround):
 
 
 @dataclass
-class _Subscription(SubscriptionAround):
+class _Subscription(SubscriptionInterceptor):
     teller: Teller
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:

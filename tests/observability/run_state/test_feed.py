@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from bus.interceptors import BusAround
+from bus.interceptors import BusInterceptor
 from bus.kafka.connection import Outage
 from bus.memory import MemoryBus
 from bus.port import Outgoing, Subscription, TopicPartition
@@ -25,7 +25,7 @@ RUN = "made-up"
 
 
 @dataclass
-class Asked(BusAround):
+class Asked(BusInterceptor):
     """A bus that remembers which topics were subscribed to."""
 
     topics: list[str] = field(default_factory=list)
