@@ -38,7 +38,7 @@ class Announcer:
     """Publishes control messages; ``next_sequence`` goes on behind the largest one found on the topic.
 
     While no broker answers it tries again, the same message under the same number: a repeat changes nothing for
-    readers; ``alive`` is called at each attempt. Every method raises ``Superseded`` once a newer coordinator is there.
+    readers; ``on_tick`` is called at each attempt. Every method raises ``Superseded`` once there is a newer coordinator.
     """
 
     publisher: TransactionalPublisher
@@ -46,7 +46,7 @@ class Announcer:
     relays: tuple[str, ...]
     clock: Callable[[], float]
     next_sequence: int = 0
-    alive: Callable[[], None] = lambda: None
+    on_tick: Callable[[], None] = lambda: None
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def weights_ready(self, report: StepReport) -> WeightsReady:
@@ -95,7 +95,7 @@ class Announcer:
         records = [Outgoing.of(topic, message, key=control_key(message)) for message in messages]
         async with self._one_at_a_time:
             for attempt in count():
-                self.alive()
+                self.on_tick()
                 try:
                     await self.publisher.commit(records)
                 except (DeliveryUnknown, BusUnavailable) as error:

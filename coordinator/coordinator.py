@@ -40,7 +40,7 @@ class Scaling:
 
 @dataclass
 class Coordinator:
-    """One per run; a second one supersedes the first. ``alive`` is told, by name, of every turn of a loop.
+    """One per run; a second one supersedes the first. ``on_tick`` is told, by name, of every turn of a loop.
 
     ``scaling``: None where the number of workers stays as it is.
     """
@@ -50,7 +50,7 @@ class Coordinator:
     settings: CoordinatorSettings
     clock: Callable[[], float] = time.time
     client_id: str = "coordinator"
-    alive: Callable[[str], None] = lambda name: None
+    on_tick: Callable[[str], None] = lambda name: None
     scaling: Scaling | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -93,7 +93,7 @@ class Shift:
 
     settings: CoordinatorSettings
     clock: Callable[[], float]
-    alive: Callable[[str], None]
+    on_tick: Callable[[str], None]
     state: Recovered
     announcer: Announcer
     members: Membership
@@ -108,16 +108,16 @@ class Shift:
         """Put the parts together."""
         settings, clock, latest = coordinator.settings, coordinator.clock, state.ledger.latest
 
-        def alive() -> None:
+        def on_tick() -> None:
             for name in LOOPS:
-                coordinator.alive(name)
+                coordinator.on_tick(name)
 
         return cls(
             settings,
             clock,
-            coordinator.alive,
+            coordinator.on_tick,
             state,
-            Announcer(publisher, coordinator.run_name, settings.relays, clock, state.next_sequence, alive),
+            Announcer(publisher, coordinator.run_name, settings.relays, clock, state.next_sequence, on_tick),
             Membership(settings.heartbeat_timeout_s),
             latest.version if latest is not None and latest.finished else None,
             clock(),
@@ -132,7 +132,7 @@ class Shift:
         """
         await self._announce_weights()
         while not stop.is_set():
-            self.alive(LOOPS[0])
+            self.on_tick(LOOPS[0])
             records = await steps.poll(timeout_s=POLL_S)
             messages = [message for record in records if (message := message_of(record)) is not None]
             for message in messages:
@@ -168,7 +168,7 @@ class Shift:
 
     def _may_go_on(self, last: PolicyVersion) -> bool:
         """Whether this is the end of an earlier life, and the trainer of a continued run may still be starting."""
-        return last == self.old_finish and self.clock() - self.began < self.settings.finish_patience_s
+        return last == self.old_finish and self.clock() - self.began < self.settings.finish_timeout_s
 
     async def members_loop(self, others: Subscription, stop: asyncio.Event) -> None:
         """Follow who is there, and carry out what operators ask for.
@@ -179,7 +179,7 @@ class Shift:
         """
         ends, caught_up = await others.end_offsets(), False
         while not stop.is_set():
-            self.alive(LOOPS[1])
+            self.on_tick(LOOPS[1])
             for record in await others.poll(timeout_s=POLL_S):
                 await self._take(record, self.clock() if caught_up else min(record.timestamp, self.clock()))
             caught_up = caught_up or all(at >= ends[tp] for tp, at in (await others.positions()).items())

@@ -43,7 +43,7 @@ def _exit() -> NoReturn:
 
 @dataclass
 class Watchdog:
-    """``alive`` is called, by name, at every turn of a loop; waiting is a turn as well, as long as it is bounded.
+    """``tick`` is called, by name, at every turn of a loop; waiting is a turn as well, as long as it is bounded.
 
     The event loop itself is watched from a thread of faulthandler's, which needs no interpreter lock.
     """
@@ -53,7 +53,7 @@ class Watchdog:
     clock: Callable[[], float] = time.monotonic
     _turned_at: dict[str, float] = field(default_factory=dict)
 
-    def alive(self, name: str) -> None:
+    def tick(self, name: str) -> None:
         """A loop turned."""
         self._turned_at[name] = self.clock()
 
@@ -91,7 +91,7 @@ class Loop(Protocol):
 class Watched(Protocol):
     """A role that tells, by name, of every turn of its loops."""
 
-    alive: Callable[[str], None]
+    on_tick: Callable[[str], None]
 
 
 @runtime_checkable
@@ -122,7 +122,7 @@ def run_role(role: str, settings: Settings, worker_id: str) -> None:
     process = names["process"]
     with traced(role, process, built, named, logged), exported(role, process, built, named) as (loop, companions):
         if isinstance(loop, Watched):
-            loop.alive = watchdog.alive
+            loop.on_tick = watchdog.tick
         settle_collector()
         uvloop.run(_until_stopped(loop, watchdog, [*companions, *tracking_of(role, named)]))
 

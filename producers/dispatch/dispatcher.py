@@ -25,7 +25,7 @@ from producers.dispatch.state import DispatchState
 from producers.dispatch.status import DispatcherStatus, status_of
 from producers.dispatch.window import Drafts, OrderForm
 from producers.lengths.predictor import LengthPredictor
-from producers.prompts.sources import PromptSource
+from producers.prompts.entries import PromptSource
 from schemas.errors import BusUnavailable, DeliveryUnknown
 from schemas.identifiers import lane_of
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
@@ -45,7 +45,7 @@ LARGE_PLAN = 512
 class Dispatcher:
     """One per run; a second one supersedes the first. A restart rebuilds everything from the topics.
 
-    ``seed``: what the random numbers of all samples are drawn from; none leaves that to the engines. ``alive`` is
+    ``seed``: what the random numbers of all samples are drawn from; none leaves that to the engines. ``on_tick`` is
     told, by name, of every turn of a loop. ``curve``: a worker's decode steps, in seconds of the clock; its scale is
     corrected by what arrives.
     """
@@ -58,7 +58,7 @@ class Dispatcher:
     predictor: LengthPredictor
     clock: Callable[[], float] = time.time
     seed: int | None = None
-    alive: Callable[[str], None] = lambda name: None
+    on_tick: Callable[[str], None] = lambda name: None
     curve: DecodeCurve = TYPICAL_CURVE
     state: DispatchState = field(init=False)
     scheduler: Scheduler = field(init=False)
@@ -74,7 +74,7 @@ class Dispatcher:
         """With empty hands."""
         self.state = DispatchState(self.loop, self.settings, self.predictor, self.curve)
         self.scheduler = Scheduler(self.state, self.settings)
-        self._drafts = Drafts(self.source, self.predictor, self.clock, lambda: self.alive("dispatch"))
+        self._drafts = Drafts(self.source, self.predictor, self.clock, lambda: self.on_tick("dispatch"))
 
     def status(self) -> DispatcherStatus:
         """A snapshot of what is under way."""
@@ -114,7 +114,7 @@ class Dispatcher:
         listened = logged = self._heard_at = self.clock()
         has_more = True
         while not stop.is_set() and not self.state.is_over(self.clock()):
-            self.alive("dispatch")
+            self.on_tick("dispatch")
             self._forgive_our_own_silence(self.clock() - listened)
             records = await subscription.poll(timeout_s=0.0 if has_more else self.settings.poll_s)
             listened = self.clock()
@@ -220,7 +220,7 @@ class Dispatcher:
             Outgoing.of(topic, order, key=order.group_id, partition=lane_of(order.worker_id)) for order in orders
         ]
         while records and not stop.is_set():
-            self.alive("dispatch")
+            self.on_tick("dispatch")
             try:
                 await publisher.commit(records)
             except (DeliveryUnknown, BusUnavailable) as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from producers.dispatch.fleet import Candidate, Flight
 from producers.dispatch.plans import Item, Plan
 from producers.lengths.predictor import LengthPredictor
-from producers.prompts.sources import PromptSource
+from producers.prompts.entries import PromptSource
 from schemas.identifiers import make_group_id
 from schemas.profiles import DecodeCurve
 from schemas.settings import LoopSettings
@@ -93,12 +93,12 @@ class Draft:
 
 @dataclass
 class Drafts:
-    """Drafts from a source and a predictor. ``alive`` is called once a slice."""
+    """Drafts from a source and a predictor. ``on_tick`` is called once a slice."""
 
     source: PromptSource
     predictor: LengthPredictor
     clock: Callable[[], float]
-    alive: Callable[[], None]
+    on_tick: Callable[[], None]
     _ahead: dict[int, Draft] = field(default_factory=dict)
     _draft_s: float = 0.0
 
@@ -131,7 +131,7 @@ class Drafts:
                 group_id = make_group_id(prompt.prompt_id, data_pass)
                 self._ahead[position] = Draft(position, prompt, group_id, self.predictor.predict(prompt, group_id))
             self._draft_s = max(0.0, self.clock() - began) / len(part)
-            self.alive()
+            self.on_tick()
 
     def _prompts(self, positions: Sequence[int]) -> list[tuple[Prompt, int]]:
         return [self.source.prompt_at(position) for position in positions]

@@ -33,7 +33,7 @@ class Control:
     subscription: Subscription
     fence: Fence
     adopter: Adopter
-    alive: Callable[[str], None] = lambda name: None
+    on_tick: Callable[[str], None] = lambda name: None
     mode: Literal["run", "pause", "drain"] = "run"
     drained: bool = False
     finished: bool = False
@@ -63,7 +63,7 @@ class Control:
         self.caught_up.set()
         self._offer()
         while True:
-            self.alive("control")
+            self.on_tick("control")
             for record in await self.subscription.poll(timeout_s=POLL_S):
                 self._obey(record, is_old=False)
             if self.fence.stood_still:
@@ -80,7 +80,7 @@ class Control:
 
     async def _ends(self) -> dict[TopicPartition, int]:
         while True:
-            self.alive("control")
+            self.on_tick("control")
             try:
                 return await self.subscription.end_offsets()
             except BusUnavailable as error:

@@ -129,7 +129,7 @@ class Rewards(Scorer, Protocol):
 class GenerationWorker:
     """One per process. ``weights_cache`` is a directory of its own, kept between restarts.
 
-    ``alive`` is told, by name, of every turn of a loop.
+    ``on_tick`` is told, by name, of every turn of a loop.
     """
 
     bus: Bus
@@ -144,7 +144,7 @@ class GenerationWorker:
     clock: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
     open_fetcher: Callable[[Path, float, int], WeightsFetcher] = WeightsFetcher
-    alive: Callable[[str], None] = lambda name: None
+    on_tick: Callable[[str], None] = lambda name: None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped, drained, or the run is finished.
@@ -195,7 +195,7 @@ class Shift:
     def of(cls, worker: GenerationWorker, lane: Subscription, control: Subscription, publisher: Publisher) -> "Shift":
         """Put the parts together."""
         run, settings = worker.run_name, worker.settings
-        fence = Fence(worker.worker_id, uuid.uuid4().hex[:12], settings.standstill_s, worker.monotonic)
+        fence = Fence(worker.worker_id, uuid.uuid4().hex[:12], settings.fencing_timeout_s, worker.monotonic)
         fenced = FencedPublisher(publisher, fence)
         streams = settings.stream_tokens
         tokens = TokenStream(fenced, TOKENS.full_name(run), worker.worker_id) if streams else None
@@ -215,7 +215,7 @@ class Shift:
         adopter = Adopter(worker.engine, fetcher, lambda: heartbeats.update(version=adopter.held))
         outbox = Outbox(fenced, settings.max_undelivered)
         orders = Orders(rollout, outbox, TRAJECTORIES.full_name(run), worker.loop.max_prompt_length)
-        return cls(worker, lane, Control(control, fence, adopter, worker.alive), adopter, heartbeats, orders)
+        return cls(worker, lane, Control(control, fence, adopter, worker.on_tick), adopter, heartbeats, orders)
 
     async def work(self, stop: asyncio.Event) -> None:
         """Start the parts, take orders, finish."""
@@ -254,7 +254,7 @@ class Shift:
         On stop: returns within one poll.
         """
         while not stop.is_set() and not self.control.leaving:
-            self.worker.alive("orders")
+            self.worker.on_tick("orders")
             state = self._state()
             self.heartbeats.update(state=state)
             if state is not WorkerState.READY:
@@ -277,7 +277,7 @@ class Shift:
         self.heartbeats.update(state=WorkerState.DRAINING)
         loop, deadline = asyncio.get_running_loop(), None
         while self.orders.in_hand and not self.control.finished:
-            self.worker.alive("orders")
+            self.worker.on_tick("orders")
             if stop.is_set() and deadline is None:
                 deadline = loop.time() + self.worker.settings.drain_grace_s
             left = POLL_S if deadline is None else min(POLL_S, deadline - loop.time())

@@ -169,13 +169,13 @@ REMEMBERED = 100_000
 
 @dataclass
 class Ranker:
-    """One per run; a second one does no harm but to the versions' numbers. ``alive`` is told of every turn."""
+    """One per run; a second one does no harm but to the versions' numbers. ``on_tick`` is told of every turn."""
 
     bus: Bus
     run_name: str
     student: Student
     clock: Callable[[], float] = time.time
-    alive: Callable[[str], None] = lambda name: None
+    on_tick: Callable[[str], None] = lambda name: None
     learned: int = field(default=0, init=False)
     _seen: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False)
 
@@ -204,7 +204,7 @@ class Ranker:
         committed_at, is_held, finished = self.clock(), True, False
         self.student.hold(True)
         while not stop.is_set() and not finished:
-            self.alive("ranker")
+            self.on_tick("ranker")
             for record in await trajectories.poll(timeout_s=POLL_S):
                 self._observe(record)
             finished = any(isinstance(_message(record), RunFinished) for record in await control.poll(timeout_s=0.0))

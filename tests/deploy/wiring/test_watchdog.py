@@ -8,8 +8,8 @@ from deploy.wiring.process import EXIT_CODE, Watchdog
 from tests.fakes.clock import FakeClock
 
 STUCK_LOOP = "time.sleep(30)"
-STUCK_ROLE = "watchdog.alive('orders'); await asyncio.sleep(30)"
-LIVELY = "print('up', flush=True)\n    for _ in range(30): watchdog.alive('orders'); await asyncio.sleep(0.1)"
+STUCK_ROLE = "watchdog.tick('orders'); await asyncio.sleep(30)"
+LIVELY = "print('up', flush=True)\n    for _ in range(30): watchdog.tick('orders'); await asyncio.sleep(0.1)"
 
 
 def start(work: str, limit_s: float) -> "subprocess.Popen[str]":
@@ -59,7 +59,7 @@ def test_only_those_are_late_who_are_late_themselves() -> None:
     """The whole process stood still: nobody is to blame, until somebody goes on being silent."""
     clock, ended = FakeClock(), []
     watchdog = Watchdog(8.0, end=lambda: ended.append(clock.now), clock=clock)
-    watchdog.alive("orders")
+    watchdog.tick("orders")
     clock.advance(100.0)
     watchdog.look(late_s=99.0)
     clock.advance(6.0)
