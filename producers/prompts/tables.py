@@ -1,4 +1,8 @@
-"""Which table ``data.path`` means: a file by its name, a directory, else a data set of the hub."""
+"""Stored data sets as numbered rows, and where in a row prompt and answer are.
+
+``data.path`` means a file by its name, a directory, or else a data set of the Hugging Face hub. What is read here knows
+no order of passes and no wording: that is the prompt source's.
+"""
 
 import json
 import re
@@ -11,13 +15,24 @@ from typing import Any, Protocol
 from producers.prompts.settings import DataSettings
 from schemas.errors import DataError
 
-# What a stored data set is to the prompt source: numbered rows. Knows no columns and no order of passes.
-
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+WHOLE = "train"
+"""The only split of a jsonl file: the name that the `datasets` library gives to a file without splits."""
+ANSWER = "answer"
+_MISSING = object()
+BUILDERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
+COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
+SAVED = ("state.json", "dataset_dict.json")
+"""What `save_to_disk` leaves in a directory."""
+SCAN_ROWS = 4096
+"""Rows converted to Python at a time: enough to hide the cost of a call, few enough to stay below some 10 MB."""
+MAX_REASON = 300
+"""Characters of a library's own message: some of them print whole schemas."""
 Row = dict[str, Any]
 
 
 class Table(Protocol):
-    """Rows that can be read one after the other, and each by its index: 0 up to, not with, the length."""
+    """What a stored data set is to the prompt source: rows read in order, or each by its index, 0 to the length - 1."""
 
     @property
     def name(self) -> str:
@@ -47,104 +62,43 @@ class Table(Protocol):
         """The row in words, such as ``train.jsonl, line 5``."""
 
 
-# Which of a row's columns is the prompt, which the answer, and what the rewards get. Reads no files.
+def open_table(settings: DataSettings, path: str) -> Table:
+    """The table at a path.
 
-ANSWER = "answer"
-_MISSING = object()
-
-
-@dataclass(frozen=True)
-class ColumnMap:
-    """Paths of prompt and answer, parts of nested columns joined by dots.
-
-    ``needs_answer``: a row without one is an error; otherwise it goes on without.
+    Raises:
+        DataError: there is none, or it cannot be read.
     """
-
-    prompt: str
-    answer: str
-    needs_answer: bool = True
-
-    @property
-    def read(self) -> frozenset[str]:
-        """Top-level columns that prompt and answer may come from."""
-        return frozenset(name for path in (self.prompt, self.answer) for name in (path, path.split(".")[0]))
-
-    def parted(self, row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
-        """The prompt (text, or a list of turns) and the columns for the rewards, the answer as ``answer``.
-
-        A mapped column loses its own name; one that holds more than the mapped value stays.
-
-        Raises:
-            DataError: there is no prompt or answer where the map says, or the prompt has another shape.
-        """
-        prompt = _checked_prompt(_at(row, self.prompt), self.prompt, row, where)
-        answer = _at(row, self.answer)
-        if answer is _MISSING and self.needs_answer:
-            raise _missing(f"an answer in column {self.answer!r}", row, where, "data.answer_column")
-        columns = {name: value for name, value in row.items() if name not in (self.prompt, self.answer)}
-        return prompt, columns if answer is _MISSING else columns | {ANSWER: answer}
+    place = Path(path).expanduser()
+    name = plain_name(path)
+    if place.is_dir():
+        return open_directory(place, settings.subset, settings.split, name)
+    if place.exists():
+        _refuse_subset(settings.subset, path)
+        if place.suffix.lower() == ".jsonl":
+            return _jsonl(place, settings.split, name)
+        return open_file(place, settings.split, name)
+    if builder_of(place) or not HUB_ID.fullmatch(path):
+        raise DataError(f"expected a file, a directory or a data set of the hub at data.path, got {path}: no such file")
+    return open_hub(path, settings.subset, settings.split, name)
 
 
-FORMATS = {
-    "trl": ColumnMap("prompt", ANSWER, needs_answer=False),
-    "verl": ColumnMap("prompt", "reward_model.ground_truth"),
-    "openrlhf": ColumnMap("input", "label", needs_answer=False),
-}
+def plain_name(path: str) -> str:
+    """What prompts are called after: the last part of a path without its endings, letters of other kinds as dashes."""
+    last = Path(path).expanduser().absolute().name
+    stem = re.split(r"\.(?=jsonl?|parquet|csv|arrow)", last)[0]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:64] or "prompts"
 
 
-def column_map(settings: DataSettings) -> ColumnMap:
-    """The format's columns, with those that are given by name in their place."""
-    preset = FORMATS[settings.format]
-    return ColumnMap(
-        settings.prompt_column or preset.prompt,
-        settings.answer_column or preset.answer,
-        preset.needs_answer or settings.answer_column is not None,
-    )
-
-
-def _at(row: Mapping[str, Any], path: str) -> Any:
-    """The value at a path; a column whose own name has dots comes first."""
-    if path in row:
-        return row[path]
-    value: Any = row
-    for part in path.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return _MISSING
-        value = value[part]
-    return value
-
-
-def _checked_prompt(prompt: Any, path: str, row: Mapping[str, Any], where: str) -> Any:
-    if prompt is _MISSING:
-        raise _missing(f"a prompt in column {path!r}", row, where, "data.prompt_column")
-    wrong = _what_is_wrong(prompt)
-    if wrong:
-        raise DataError(f"expected text or a list of {{role, content}} in column {path!r} of {where}, got {wrong}")
-    return prompt
-
-
-def _what_is_wrong(prompt: Any) -> str | None:
-    if isinstance(prompt, str):
-        return None if prompt.strip() else "an empty text"
-    if not isinstance(prompt, list):
-        return "nothing" if prompt is None else type(prompt).__name__
-    for number, turn in enumerate(prompt, start=1):
-        if not isinstance(turn, Mapping):
-            return f"{type(turn).__name__} as turn {number}"
-        if wrong := [key for key in ("role", "content") if not isinstance(turn.get(key), str)]:
-            return f"turn {number} without text as {' and '.join(wrong)}"
-    return None if prompt else "an empty list"
-
-
-def _missing(what: str, row: Mapping[str, Any], where: str, setting: str) -> DataError:
-    return DataError(f"expected {what} of {where}, got columns {sorted(map(str, row))}; set {setting} or data.format")
-
-
-# A jsonl file as a table: one object a line, which may differ in their columns. Memory: 16 bytes a line.
+def _refuse_subset(subset: str | None, path: str) -> None:
+    if subset is not None:
+        raise DataError(f"expected no data.subset with the single file {path}, got {subset!r}; remove it")
 
 
 class JsonlTable:
-    """The lines of a file that are not blank, numbered from 1 as editors do."""
+    """The lines of a file that are not blank, one object each, numbered from 1 as editors do.
+
+    Objects may differ in their columns. Memory: 16 bytes a line, its offset and its number; lines stay in the file.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         """Find the lines.
@@ -207,23 +161,18 @@ class JsonlTable:
         return row
 
 
+def _jsonl(path: Path, split: str, name: str) -> JsonlTable:
+    if split != WHOLE:
+        raise DataError(f'expected data.split = "{WHOLE}" with a jsonl file, which has no other, got {split!r}')
+    return JsonlTable(path, name)
+
+
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
-# Tables that the `datasets` library reads: parquet, csv and json files, directories, and the Hugging Face hub. Rows
-# stay on disk as Arrow memory maps. Importing the library takes seconds, so it happens when a table is opened.
-
-BUILDERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
-COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
-SAVED = ("state.json", "dataset_dict.json")
-"""What `save_to_disk` leaves in a directory."""
-SCAN_ROWS = 4096
-MAX_REASON = 300
-
-
 class ArrowTable:
-    """A `datasets.Dataset`; rows are numbered from 0 as the library does."""
+    """A `datasets.Dataset`; rows are numbered from 0 as the library does, and stay on disk as Arrow memory maps."""
 
     def __init__(self, dataset: Any, path: str, name: str) -> None:
         self.name = name
@@ -303,6 +252,7 @@ def open_hub(repository: str, subset: str | None, split: str, name: str) -> Arro
 
 
 def _opened(path: str, name: str, read: Callable[[Callable[..., Any]], Any]) -> ArrowTable:
+    """The table that ``read`` makes with the library's ``load_dataset``, which takes seconds to import."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -326,6 +276,7 @@ def _saved(path: Path, split: str) -> Any:
 
 def _reason(error: BaseException) -> str:
     """What a library has to say, in one line; of a chain of causes the first, which knows what was wrong."""
+    # The library wraps what was wrong several times; the innermost exception says which file or column it was.
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
@@ -342,43 +293,88 @@ def _advice(error: BaseException) -> str:
     return ""
 
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-WHOLE = "train"
+@dataclass(frozen=True)
+class ColumnMap:
+    """Paths of prompt and answer, parts of nested columns joined by dots.
 
-
-def open_table(settings: DataSettings, path: str) -> Table:
-    """The table at a path.
-
-    Raises:
-        DataError: there is none, or it cannot be read.
+    ``needs_answer``: a row without one is an error; otherwise it goes on without.
     """
-    place = Path(path).expanduser()
-    name = plain_name(path)
-    if place.is_dir():
-        return open_directory(place, settings.subset, settings.split, name)
-    if place.exists():
-        _only_hub_sets_have(settings.subset, path)
-        if place.suffix.lower() == ".jsonl":
-            return _jsonl(place, settings.split, name)
-        return open_file(place, settings.split, name)
-    if builder_of(place) or not HUB_ID.fullmatch(path):
-        raise DataError(f"expected a file, a directory or a data set of the hub at data.path, got {path}: no such file")
-    return open_hub(path, settings.subset, settings.split, name)
+
+    prompt: str
+    answer: str
+    needs_answer: bool = True
+
+    @property
+    def read(self) -> frozenset[str]:
+        """Top-level columns that prompt and answer may come from."""
+        return frozenset(name for path in (self.prompt, self.answer) for name in (path, path.split(".")[0]))
+
+    def split_row(self, row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
+        """The prompt (text, or a list of turns) and the columns for the rewards, the answer as ``answer``.
+
+        A mapped column loses its own name; one that holds more than the mapped value stays.
+
+        Raises:
+            DataError: there is no prompt or answer where the map says, or the prompt has another shape.
+        """
+        prompt = _checked_prompt(_at(row, self.prompt), self.prompt, row, where)
+        answer = _at(row, self.answer)
+        if answer is _MISSING and self.needs_answer:
+            raise _missing(f"an answer in column {self.answer!r}", row, where, "data.answer_column")
+        columns = {name: value for name, value in row.items() if name not in (self.prompt, self.answer)}
+        return prompt, columns if answer is _MISSING else columns | {ANSWER: answer}
 
 
-def plain_name(path: str) -> str:
-    """What prompts are called after: the last part of a path without its endings, letters of other kinds as dashes."""
-    last = Path(path).expanduser().absolute().name
-    stem = re.split(r"\.(?=jsonl?|parquet|csv|arrow)", last)[0]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:64] or "prompts"
+FORMATS = {
+    "trl": ColumnMap("prompt", ANSWER, needs_answer=False),
+    "verl": ColumnMap("prompt", "reward_model.ground_truth"),
+    "openrlhf": ColumnMap("input", "label", needs_answer=False),
+}
 
 
-def _jsonl(path: Path, split: str, name: str) -> JsonlTable:
-    if split != WHOLE:
-        raise DataError(f'expected data.split = "{WHOLE}" with a jsonl file, which has no other, got {split!r}')
-    return JsonlTable(path, name)
+def column_map(settings: DataSettings) -> ColumnMap:
+    """The format's columns, with those that are given by name in their place."""
+    preset = FORMATS[settings.format]
+    return ColumnMap(
+        settings.prompt_column or preset.prompt,
+        settings.answer_column or preset.answer,
+        preset.needs_answer or settings.answer_column is not None,
+    )
 
 
-def _only_hub_sets_have(subset: str | None, path: str) -> None:
-    if subset is not None:
-        raise DataError(f"expected no data.subset with the single file {path}, got {subset!r}; remove it")
+def _at(row: Mapping[str, Any], path: str) -> Any:
+    """The value at a path; a column whose own name has dots comes first."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _MISSING
+        value = value[part]
+    return value
+
+
+def _checked_prompt(prompt: Any, path: str, row: Mapping[str, Any], where: str) -> Any:
+    if prompt is _MISSING:
+        raise _missing(f"a prompt in column {path!r}", row, where, "data.prompt_column")
+    wrong = _fault_of(prompt)
+    if wrong:
+        raise DataError(f"expected text or a list of {{role, content}} in column {path!r} of {where}, got {wrong}")
+    return prompt
+
+
+def _fault_of(prompt: Any) -> str | None:
+    if isinstance(prompt, str):
+        return None if prompt.strip() else "an empty text"
+    if not isinstance(prompt, list):
+        return "nothing" if prompt is None else type(prompt).__name__
+    for number, turn in enumerate(prompt, start=1):
+        if not isinstance(turn, Mapping):
+            return f"{type(turn).__name__} as turn {number}"
+        if wrong := [key for key in ("role", "content") if not isinstance(turn.get(key), str)]:
+            return f"turn {number} without text as {' and '.join(wrong)}"
+    return None if prompt else "an empty list"
+
+
+def _missing(what: str, row: Mapping[str, Any], where: str, setting: str) -> DataError:
+    return DataError(f"expected {what} of {where}, got columns {sorted(map(str, row))}; set {setting} or data.format")

@@ -4,8 +4,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producers.prompts.entries import json_safe, make_prompt, scoring_entry
 from producers.prompts.settings import DataSettings
+from producers.prompts.sources import json_safe, make_prompt, scoring_entry
 from schemas.errors import DataError
 from schemas.trajectories import ChatTurn, Prompt
 

@@ -15,33 +15,33 @@ VERL = {
 }
 
 
-def parted(row: dict[str, Any], **settings: Any) -> tuple[Any, dict[str, Any]]:
-    return column_map(DataSettings.model_validate({"path": "x", **settings})).parted(row, "x.jsonl, line 1")
+def split(row: dict[str, Any], **settings: Any) -> tuple[Any, dict[str, Any]]:
+    return column_map(DataSettings.model_validate({"path": "x", **settings})).split_row(row, "x.jsonl, line 1")
 
 
 def test_trl_rows_need_no_mapping_and_no_answer() -> None:
-    assert parted({"prompt": "p", "answer": "a", "solution": "s"}) == ("p", {"answer": "a", "solution": "s"})
-    assert parted({"prompt": "p"}) == ("p", {})
+    assert split({"prompt": "p", "answer": "a", "solution": "s"}) == ("p", {"answer": "a", "solution": "s"})
+    assert split({"prompt": "p"}) == ("p", {})
 
 
 def test_verls_ground_truth_is_the_answer_and_its_other_columns_stay() -> None:
-    prompt, columns = parted(VERL, format="verl")
+    prompt, columns = split(VERL, format="verl")
     assert prompt == TURNS
     assert columns == {key: VERL[key] for key in VERL if key != "prompt"} | {"answer": "2"}
 
 
 def test_openrlhfs_input_and_label_are_prompt_and_answer() -> None:
-    assert parted({"input": "p", "label": "a"}, format="openrlhf") == ("p", {"answer": "a"})
-    assert parted({"input": "p"}, format="openrlhf") == ("p", {})
+    assert split({"input": "p", "label": "a"}, format="openrlhf") == ("p", {"answer": "a"})
+    assert split({"input": "p"}, format="openrlhf") == ("p", {})
 
 
 def test_named_columns_replace_the_formats_and_may_be_dotted() -> None:
     row = {"task": {"question": "q", "level": 1}, "gold": 3}
-    assert parted(row, prompt_column="task.question", answer_column="gold") == (
+    assert split(row, prompt_column="task.question", answer_column="gold") == (
         "q",
         {"task": {"question": "q", "level": 1}, "answer": 3},
     )
-    assert parted({"a.b": "p"}, prompt_column="a.b") == ("p", {})
+    assert split({"a.b": "p"}, prompt_column="a.b") == ("p", {})
 
 
 @pytest.mark.parametrize(
@@ -58,4 +58,4 @@ def test_a_row_that_does_not_fit_says_what_was_expected(
     row: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        parted(row, **settings)
+        split(row, **settings)

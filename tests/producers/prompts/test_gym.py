@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from producers.prompts.entries import scoring_entry
 from producers.prompts.settings import DataSettings
-from producers.prompts.sources import ReasoningGymSource, open_dataset, open_source
+from producers.prompts.sources import ReasoningGymSource, open_dataset, open_source, scoring_entry
 from schemas.errors import DataError
 
 
