@@ -5,10 +5,10 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
-from bus.kafka.connection import Outage, client_options, partition_counts, started
+from bus.kafka.connection import BrokerAvailability, client_options, partition_counts, started
 from bus.kafka.publisher import KafkaPublisher
 from bus.kafka.settings import KafkaSettings
-from bus.kafka.subscription import KafkaSubscription, Reader, open_subscription
+from bus.kafka.subscription import ConsumerFactory, KafkaSubscription, open_subscription
 from bus.kafka.transactional import KafkaTransactionalPublisher, open_transactional
 from bus.port import Start, TopicPartition
 from schemas.errors import BusError, TopicMissing
@@ -17,20 +17,19 @@ from schemas.errors import BusError, TopicMissing
 class KafkaBus:
     """``bus.port.Bus`` on the broker that the settings name; holds no connection itself.
 
-    ``advice``: what a user can do when the broker does not answer. ``ahead``: subscriptions fetch more while the last
-    records are dealt with.
+    ``advice``: what a user can do when the broker does not answer. ``prefetch``: subscriptions ask for more while the
+    last records are dealt with.
     """
 
-    def __init__(self, settings: KafkaSettings, advice: str = "", *, ahead: bool = True) -> None:
+    def __init__(self, settings: KafkaSettings, advice: str = "", *, prefetch: bool = True) -> None:
         self._settings = settings
-        self._ahead = ahead
-        self.outage = Outage(settings.bootstrap_servers or "", advice)
+        self._prefetch = prefetch
+        self.availability = BrokerAvailability(settings.bootstrap_servers or "", advice)
 
-    @property
-    def unhurried(self) -> "KafkaBus":
-        """The same broker for who only looks on: who pauses between its reads asks nothing of the broker meanwhile."""
-        bus = KafkaBus(self._settings, ahead=False)
-        bus.outage = self.outage
+    def without_prefetch(self) -> "KafkaBus":
+        """The same broker, for displays: a subscription that is paused between two reads asks nothing meanwhile."""
+        bus = KafkaBus(self._settings, prefetch=False)
+        bus.availability = self.availability
         return bus
 
     async def publisher(self, client_id: str) -> KafkaPublisher:
@@ -93,8 +92,8 @@ class KafkaBus:
         assigned = [tp for topic in topics for tp in _partitions_of(topic, counts, wanted)]
         if not assigned:
             raise BusError(f"expected partitions to read, got none of {sorted(wanted or ())}")
-        reader = Reader(self._settings, client_id, group_id, self.outage, self._ahead)
-        return await open_subscription(reader, assigned, start, whole=wanted is None)
+        factory = ConsumerFactory(self._settings, client_id, group_id, self.availability, self._prefetch)
+        return await open_subscription(factory, assigned, start, whole=wanted is None)
 
 
 def _partitions_of(topic: str, counts: dict[str, int], wanted: frozenset[int] | None) -> list[TopicPartition]:

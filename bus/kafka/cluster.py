@@ -1,4 +1,7 @@
-"""Committed offsets of consumer groups, as the broker keeps them. Joins no group and commits nothing."""
+"""What a cluster says of itself: brokers, topics, settings, committed offsets, offsets by time. Changes nothing.
+
+For diagnostics and displays: joins no group, commits nothing, and creates no topic by asking for it.
+"""
 
 import asyncio
 import time
@@ -11,38 +14,35 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError, for_code
 
+from bus.kafka.aiokafka_internals import client_of, encoded, supported_features
 from bus.kafka.connection import client_options, discard, our_errors, started
-from bus.kafka.protocol import release_of
 from bus.kafka.publisher import append, new_builder
 from bus.kafka.records import SafeRecords
 from bus.kafka.settings import KafkaSettings
-from bus.kafka.subscription import Reader
+from bus.kafka.subscription import ConsumerFactory
 from bus.port import Outgoing, TopicPartition
 
-# Whether the compression codecs of this machine work: a batch is written and read as publishers and readers do.
-
-CODECS = ("none", "gzip", "snappy", "lz4", "zstd")
-_SAMPLE = Outgoing("t", bytes(range(256)) * 64, "key", headers=(("name", b"content"),))
-
-
-def codec_problem(compression_type: str) -> str | None:
-    """Compress a record and read it back; why that did not work, or none."""
-    try:
-        builder = new_builder(1 << 20, compression_type)
-        append(builder, _SAMPLE)
-        builder.close()
-        batch = SafeRecords(bytes(builder._build())).next_batch()  # noqa: SLF001
-    except (AssertionError, RuntimeError, ImportError) as error:
-        return f"{type(error).__name__}: {error}"
-    records = [] if batch is None else list(batch)
-    if [(each.key, each.value, tuple(each.headers)) for each in records] != [(b"key", _SAMPLE.value, _SAMPLE.headers)]:
-        return "what was read back differs from what was written"
-    return None
-
-
-# Asks a cluster for its brokers, their settings and those of topics. Creates and changes nothing.
-
 CLIENT_ID = "streamrl-look"
+LIST_EVERY_S = 30.0
+"""Between two looks for groups that are new; those that are known are asked each time."""
+CODECS = ("none", "gzip", "snappy", "lz4", "zstd")
+
+# The first level of the feature ``metadata.version`` in each release, from Kafka's MetadataVersion.java.
+_RELEASES = (
+    (1, "3.3"),
+    (8, "3.4"),
+    (9, "3.5"),
+    (12, "3.6"),
+    (15, "3.7"),
+    (20, "3.8"),
+    (21, "3.9"),
+    (22, "4.0"),
+    (26, "4.1"),
+    (28, "4.2"),
+    (30, "4.3"),
+)
+
+Offsets = dict[TopicPartition, int]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,59 @@ class ClusterFacts:
         """A broker setting that is a number; none if it is not set or not shown to us."""
         text = self.configs.get(name)
         return int(text) if text is not None and text.lstrip("-").isdigit() else None
+
+
+async def ask_cluster(settings: KafkaSettings, wanted: Callable[[str], bool]) -> ClusterFacts:
+    """What the cluster says of itself, and of the topics whose names are wanted.
+
+    Raises:
+        BrokerUnreachable: no broker answers.
+        BusError: the broker refuses.
+    """
+    async with admin_of(settings) as admin:
+        brokers = {
+            each["node_id"]: f"{each['host']}:{each['port']}" for each in (await admin.describe_cluster())["brokers"]
+        }
+        node_id = min(brokers)
+        try:
+            features = await supported_features(client_of(admin), node_id)
+            release = release_at(features.get("metadata.version", 0))
+        except (KafkaError, ValueError):
+            release = None
+        own = await _configs(admin, ConfigResource(ConfigResourceType.BROKER, str(node_id)))
+        return ClusterFacts(brokers, own, release, await _topics(admin, wanted))
+
+
+async def _topics(admin: AIOKafkaAdminClient, wanted: Callable[[str], bool]) -> dict[str, TopicFacts]:
+    # Asking for all topics, because asking for one by name may create it.
+    found = {each["topic"]: each["partitions"] for each in await admin.describe_topics() if wanted(each["topic"])}
+    return {
+        name: TopicFacts(
+            partitions=len(partitions),
+            replicas=min((len(each["replicas"]) for each in partitions), default=0),
+            leaderless=sum(each["leader"] < 0 for each in partitions),
+            configs=await _configs(admin, ConfigResource(ConfigResourceType.TOPIC, name)),
+        )
+        for name, partitions in sorted(found.items())
+    }
+
+
+async def _configs(admin: AIOKafkaAdminClient, resource: ConfigResource) -> dict[str, str | None]:
+    entries = [entry for response in await admin.describe_configs([resource]) for entry in response.resources]
+    for code, message, _kind, name, configs, *_ in entries:
+        if code:
+            raise for_code(code)(f"reading the settings of {name}: {message}")
+        return {key: value for key, value, *_ in configs}
+    return {}
+
+
+def release_at(level: int) -> str | None:
+    """The newest release that we know to have this level of ``metadata.version``, such as ``4.1``.
+
+    None: the broker is older than 3.3, or not Apache Kafka, and does not tell.
+    """
+    known = [name for first, name in _RELEASES if first <= level]
+    return known[-1] if known else None
 
 
 @asynccontextmanager
@@ -107,52 +160,6 @@ async def answered(settings: KafkaSettings) -> AsyncIterator[None]:
             yield
 
 
-async def ask_cluster(settings: KafkaSettings, wanted: Callable[[str], bool]) -> ClusterFacts:
-    """What the cluster says of itself, and of the topics whose names are wanted.
-
-    Raises:
-        BrokerUnreachable: no broker answers.
-        BusError: the broker refuses.
-    """
-    async with admin_of(settings) as admin:
-        brokers = {
-            each["node_id"]: f"{each['host']}:{each['port']}" for each in (await admin.describe_cluster())["brokers"]
-        }
-        node_id = min(brokers)
-        try:
-            release = await release_of(admin._client, node_id)  # noqa: SLF001
-        except (KafkaError, ValueError):
-            release = None
-        own = await _configs(admin, ConfigResource(ConfigResourceType.BROKER, str(node_id)))
-        return ClusterFacts(brokers, own, release, await _topics(admin, wanted))
-
-
-async def _topics(admin: AIOKafkaAdminClient, wanted: Callable[[str], bool]) -> dict[str, TopicFacts]:
-    # Asking for all topics, because asking for one by name may create it.
-    found = {each["topic"]: each["partitions"] for each in await admin.describe_topics() if wanted(each["topic"])}
-    return {
-        name: TopicFacts(
-            partitions=len(partitions),
-            replicas=min((len(each["replicas"]) for each in partitions), default=0),
-            leaderless=sum(each["leader"] < 0 for each in partitions),
-            configs=await _configs(admin, ConfigResource(ConfigResourceType.TOPIC, name)),
-        )
-        for name, partitions in sorted(found.items())
-    }
-
-
-async def _configs(admin: AIOKafkaAdminClient, resource: ConfigResource) -> dict[str, str | None]:
-    entries = [entry for response in await admin.describe_configs([resource]) for entry in response.resources]
-    for code, message, _kind, name, configs, *_ in entries:
-        if code:
-            raise for_code(code)(f"reading the settings of {name}: {message}")
-        return {key: value for key, value, *_ in configs}
-    return {}
-
-
-# Offsets by time: where a reader begins that wants the records since a moment.
-
-
 async def offsets_since(
     settings: KafkaSettings, partitions: Iterable[TopicPartition], moment: float
 ) -> dict[TopicPartition, int]:
@@ -165,7 +172,7 @@ async def offsets_since(
     names = [KafkaPartition(*tp) for tp in partitions]
     if not names:
         return {}
-    consumer = await Reader(settings, CLIENT_ID, None).assigned(TopicPartition(*name) for name in names)
+    consumer = await ConsumerFactory(settings, CLIENT_ID, None).open_consumer(TopicPartition(*name) for name in names)
     try:
         with our_errors(f"reading offsets as {CLIENT_ID}"):
             async with asyncio.timeout(settings.request_timeout_ms / 1000):
@@ -174,12 +181,6 @@ async def offsets_since(
     finally:
         await discard(consumer)
     return {TopicPartition(*name): ends[name] if found.get(name) is None else found[name].offset for name in names}
-
-
-LIST_EVERY_S = 30.0
-"""Between two looks for groups that are new; those that are known are asked each time."""
-
-Offsets = dict[TopicPartition, int]
 
 
 class GroupOffsets:
@@ -241,3 +242,23 @@ async def committed_offsets(settings: KafkaSettings, topics: Collection[str]) ->
         return await asked.ask()
     finally:
         await asked.close()
+
+
+_SAMPLE = Outgoing("t", bytes(range(256)) * 64, "key", headers=(("name", b"content"),))
+
+
+def codec_problem(compression_type: str) -> str | None:
+    """Whether this machine can compress and decompress so: why not, or None.
+
+    A batch is written and read back as publishers and readers do it.
+    """
+    try:
+        builder = new_builder(1 << 20, compression_type)
+        append(builder, _SAMPLE)
+        batch = SafeRecords(encoded(builder)).next_batch()
+    except (AssertionError, RuntimeError, ImportError) as error:
+        return f"{type(error).__name__}: {error}"
+    records = [] if batch is None else list(batch)
+    if [(each.key, each.value, tuple(each.headers)) for each in records] != [(b"key", _SAMPLE.value, _SAMPLE.headers)]:
+        return "what was read back differs from what was written"
+    return None

@@ -1,8 +1,11 @@
-"""Opening and closing aiokafka's clients within bounds, and aiokafka's errors as ours. Knows no topic of ours."""
+"""Opens and closes aiokafka's clients within bounds, and says aiokafka's errors in ours. Knows no topic of ours.
+
+Invariants: a client is either started within the connect time-out or discarded; ending one takes a bounded time, also
+where its broker is gone; no error of the library leaves this folder but as one of ``schemas.errors``.
+"""
 
 import asyncio
 import contextlib
-import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,100 +15,18 @@ import structlog
 from aiokafka import AIOKafkaProducer, errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import collect_hosts
-from aiokafka.errors import ProducerClosed
 from aiokafka.helpers import create_ssl_context
 
+from bus.kafka.aiokafka_internals import end_sender, inner_futures
 from bus.kafka.settings import KafkaSettings
 from schemas.errors import BrokerError, BusError, BusUnavailable, DataLossRefused, StreamRLError, TopicMissing
 
-# Whether the broker answers its readers: told once when that changes, however many ask and however often.
-
-log = structlog.get_logger()
-
-
-def advised(error: StreamRLError, advice: str) -> str:
-    """The error's text; if it says that no broker answers, with the advice."""
-    silent = isinstance(error, BusUnavailable) and not isinstance(error, TopicMissing)
-    return f"{error}; {advice}" if silent and advice else str(error)
-
-
-@dataclass
-class Outage:
-    """Of the broker at ``address``. ``advice``: what a user can do about it."""
-
-    address: str = ""
-    advice: str = ""
-    goes_on: bool = False
-
-    @property
-    def message(self) -> str:
-        """What is told when it begins."""
-        return f"the broker at {self.address} does not answer" + (f"; {self.advice}" if self.advice else "")
-
-    def begin(self, client_id: str, error: Exception) -> None:
-        """No answer: told, unless it was before."""
-        if not self.goes_on:
-            self.goes_on = True
-            log.warning(self.message, client_id=client_id, error=str(error))
-
-    def end(self, client_id: str) -> None:
-        """An answer: told, if there was none before."""
-        if self.goes_on:
-            self.goes_on = False
-            log.warning(f"the broker at {self.address} answers again", client_id=client_id)
-
-
-# Ends clients of aiokafka within a bounded time, also those whose broker is gone.
-
+# ``stop`` of a healthy client takes milliseconds. It may wait for ever for one whose broker is gone.
 CLOSE_TIMEOUT_S = 5.0
-FORCE_TIMEOUT_S = 3.0
+FORCED_CLOSE_TIMEOUT_S = 3.0
 
-
-async def discard(client: Any, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-    """Stop a client of any kind; errors and a stop that never ends are of no interest any more.
-
-    In a task of its own, because aiokafka lets a cancellation of its inner tasks escape from ``stop``.
-    """
-    stopping = asyncio.create_task((getattr(client, "stop", None) or client.close)())
-    await asyncio.wait([stopping], timeout=timeout_s)
-    stopping.cancel()
-    await asyncio.gather(stopping, return_exceptions=True)
-
-
-async def stop(producer: AIOKafkaProducer, patience_s: float) -> None:
-    """Stop gracefully within the patience, else by force; errors are of no interest any more."""
-    left = _own_futures(producer)
-    stopping = asyncio.create_task(discard(producer, FORCE_TIMEOUT_S + patience_s))
-    await asyncio.wait([stopping], timeout=patience_s)
-    if not stopping.done():
-        left |= _own_futures(producer)
-        await _end_sender(producer)
-    await stopping
-    for future in left | _own_futures(producer):
-        if future.done() and not future.cancelled():
-            future.exception()  # looked at, or asyncio would log that nobody did
-
-
-async def _end_sender(producer: AIOKafkaProducer) -> None:
-    """End what retries for ever while the broker is away; aiokafka has no public way to do so."""
-    await producer.client.close()
-    sender = producer._sender.sender_task  # noqa: SLF001
-    while sender is not None and not sender.done():
-        sender.cancel()  # once ends the sender, once more the request that it waits for
-        await asyncio.wait([sender], timeout=0.2)
-    producer._message_accumulator.fail_all(ProducerClosed())  # noqa: SLF001
-
-
-def _own_futures(producer: AIOKafkaProducer) -> "set[asyncio.Future[Any]]":
-    """Futures in which aiokafka leaves errors, besides those that it hands out."""
-    accumulator, transactions = producer._message_accumulator, producer._txn_manager  # noqa: SLF001
-    batches = [*itertools.chain(*accumulator._batches.values()), *accumulator._pending_batches]  # noqa: SLF001
-    futures = {future for batch in batches for future in (batch.future, batch._drain_waiter)}  # noqa: SLF001
-    if transactions is not None and transactions._transaction_waiter is not None:  # noqa: SLF001
-        futures.add(transactions._transaction_waiter)  # noqa: SLF001
-    return futures
-
-
+# What the library raises where no broker answered in time, as opposed to one that refuses. A partition without a leader
+# is the same for us: its brokers are away or just choosing.
 _NO_ANSWER = (
     TimeoutError,
     OSError,
@@ -117,20 +38,59 @@ _NO_ANSWER = (
     errors.LeaderNotAvailableError,
 )
 
+log = structlog.get_logger()
+
 
 class BrokerUnreachable(BusUnavailable, BrokerError):
     """No broker answers at the address: for a room the bus is unavailable, for a user it is one line to act on."""
 
 
-class Startable(Protocol):
-    """A client of aiokafka."""
+@contextlib.contextmanager
+def our_errors(doing: str) -> Iterator[None]:
+    """Raise aiokafka's errors and time-outs as ours, saying what was being done."""
+    try:
+        yield
+    except errors.OffsetOutOfRangeError as error:
+        raise DataLossRefused(f"{doing}: the broker no longer keeps that offset ({error})") from error
+    except _NO_ANSWER as error:
+        raise BusUnavailable(f"{doing}: no answer from the broker ({type(error).__name__}: {error})") from error
+    except errors.KafkaError as error:
+        raise BusError(f"{doing}: {error}") from error
 
-    async def start(self) -> None:
-        """Connect."""
-        ...
+
+@dataclass
+class BrokerAvailability:
+    """Whether the broker at ``address`` answers: logged once when that changes, however many clients ask.
+
+    ``advice``: what a user can do about a broker that does not answer.
+    """
+
+    address: str = ""
+    advice: str = ""
+    is_away: bool = False
+
+    @property
+    def message(self) -> str:
+        """What is logged when it stops answering."""
+        return f"the broker at {self.address} does not answer" + (f"; {self.advice}" if self.advice else "")
+
+    def report_silence(self, client_id: str, error: Exception) -> None:
+        """A client got no answer."""
+        if not self.is_away:
+            self.is_away = True
+            log.warning(self.message, client_id=client_id, error=str(error))
+
+    def report_answer(self, client_id: str) -> None:
+        """A client got an answer."""
+        if self.is_away:
+            self.is_away = False
+            log.warning(f"the broker at {self.address} answers again", client_id=client_id)
 
 
-Client = TypeVar("Client", bound=Startable)
+def advised(error: StreamRLError, advice: str) -> str:
+    """The error's text; if it says that no broker answers, with the advice."""
+    silent = isinstance(error, BusUnavailable) and not isinstance(error, TopicMissing)
+    return f"{error}; {advice}" if silent and advice else str(error)
 
 
 def address_of(settings: KafkaSettings) -> str:
@@ -170,20 +130,18 @@ def _ssl_context(settings: KafkaSettings) -> Any:
         raise BrokerError(f"expected readable certificates in kafka.ssl_*, got {error}; check the paths") from error
 
 
-@contextlib.contextmanager
-def our_errors(doing: str) -> Iterator[None]:
-    """Raise aiokafka's errors and time-outs as ours, saying what was being done."""
-    try:
-        yield
-    except errors.OffsetOutOfRangeError as error:
-        raise DataLossRefused(f"{doing}: the broker no longer keeps that offset ({error})") from error
-    except _NO_ANSWER as error:
-        raise BusUnavailable(f"{doing}: no answer from the broker ({type(error).__name__}: {error})") from error
-    except errors.KafkaError as error:
-        raise BusError(f"{doing}: {error}") from error
+class Startable(Protocol):
+    """A client of aiokafka."""
+
+    async def start(self) -> None:
+        """Connect."""
+        ...
 
 
-_answered: set[str] = set()
+Client = TypeVar("Client", bound=Startable)
+
+
+_reached: set[str] = set()
 """Addresses at which a broker let this process in: if it is silent later, that is not the user's mistake."""
 
 
@@ -197,12 +155,12 @@ async def started(client: Client, settings: KafkaSettings, timeout_s: float | No
     address = address_of(settings)
     try:
         async with asyncio.timeout(settings.connect_timeout_ms / 1000):
-            await _listening(address)
+            await _find_listener(address)
         async with asyncio.timeout(timeout_s or settings.connect_timeout_ms / 1000):
             await client.start()
     except (TimeoutError, OSError, errors.KafkaError) as error:
         await discard(client)
-        if address in _answered:
+        if address in _reached:
             raise BusUnavailable(f"expected the broker at {address} to answer again, got {_cause(error)}") from error
         raise BrokerUnreachable(
             f"expected a Kafka broker at {address}, got {_cause(error)}; start one with `streamrl kafka up`, or check "
@@ -211,7 +169,7 @@ async def started(client: Client, settings: KafkaSettings, timeout_s: float | No
     except BaseException:
         await discard(client)
         raise
-    _answered.add(address)
+    _reached.add(address)
     return client
 
 
@@ -227,7 +185,7 @@ def _cause(error: Exception) -> str:
             return str(error)
 
 
-async def _listening(address: str) -> None:
+async def _find_listener(address: str) -> None:
     """Find one listening socket before aiokafka tries, which would log every refusal as an error of its own."""
     try:
         hosts = [(host, port) for host, port, _ in collect_hosts(address)]
@@ -245,7 +203,32 @@ async def _listening(address: str) -> None:
     raise refusal or OSError(f"no address in {address!r}")
 
 
-class _Prober(AIOKafkaClient):  # type: ignore[misc]
+async def discard(client: Any, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    """Stop a client of any kind within the time-out; its errors interest nobody any more.
+
+    In a task of its own, because aiokafka lets a cancellation of its inner tasks escape from ``stop``.
+    """
+    stopping = asyncio.create_task((getattr(client, "stop", None) or client.close)())
+    await asyncio.wait([stopping], timeout=timeout_s)
+    stopping.cancel()
+    await asyncio.gather(stopping, return_exceptions=True)
+
+
+async def stop(producer: AIOKafkaProducer, patience_s: float) -> None:
+    """Stop a producer within ``patience_s``, delivering what it still has; after that, by force."""
+    futures = inner_futures(producer)
+    stopping = asyncio.create_task(discard(producer, FORCED_CLOSE_TIMEOUT_S + patience_s))
+    await asyncio.wait([stopping], timeout=patience_s)
+    if not stopping.done():
+        futures |= inner_futures(producer)  # batches that were submitted meanwhile
+        await end_sender(producer)
+    await stopping
+    for future in futures | inner_futures(producer):
+        if future.done() and not future.cancelled():
+            future.exception()  # looked at, or asyncio would log that nobody did
+
+
+class _MetadataClient(AIOKafkaClient):  # type: ignore[misc]
     """A bare client that starts and stops as the others do."""
 
     async def start(self) -> None:
@@ -259,11 +242,11 @@ async def partition_counts(settings: KafkaSettings, client_id: str) -> dict[str,
         BrokerUnreachable: no broker answers.
         BusError: the broker refuses.
     """
-    prober = await started(_Prober(**client_options(settings, client_id)), settings)
+    client = await started(_MetadataClient(**client_options(settings, client_id)), settings)
     try:
-        return await partitions_seen_by(prober, settings)
+        return await partitions_seen_by(client, settings)
     finally:
-        await discard(prober)
+        await discard(client)
 
 
 async def partitions_seen_by(client: AIOKafkaClient, settings: KafkaSettings) -> dict[str, int]:

@@ -1,8 +1,14 @@
 """Writes records to Kafka in batches of our own, which is several times cheaper than aiokafka's record by record.
 
-Invariants: a producer of aiokafka that failed a batch is discarded, because its sequence numbers have a hole;
-batches that expire before they were handed to it are dropped, those handed over may still arrive; a producer that gets
-nothing acknowledged while the broker answers is replaced, a bounded number of times.
+Invariants:
+- records of a partition are sent in the order in which they were submitted, one batch at a time;
+- the future of every record is settled once, at the latest when the delivery deadline passes;
+- bytes count as held until their batch is settled, or dropped unsent, and no more are held than the settings say;
+- a producer of aiokafka that failed a batch is discarded, because its sequence numbers have a hole;
+- batches that expire before they were handed to it are dropped, those handed over may still arrive;
+- a producer that gets nothing acknowledged while the broker answers is replaced, a bounded number of times.
+
+A record passes ``KafkaPublisher`` (space, choice of partition), its ``PartitionQueue`` (order) and a ``Batch``.
 """
 
 import asyncio
@@ -28,12 +34,339 @@ from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing, Position, TopicPartition
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown
 
-# A bounded number of bytes that a publisher may hold. Knows nothing of records. Invariant: space is granted in the
-# order in which it was asked for, so that records keep their order.
+CLOSE_FLUSH_S = 10.0
+STOP_TIMEOUT_S = 2.0
+# An open batch is closed at this age: a record that joined it later would get less than its whole delivery deadline,
+# which is the batch's. A second is little against the shortest deadline in use, and far more than a batch lingers.
+MAX_AGE_S = 1.0
+# Submitted without a pause until the event loop gets a turn to send some of it: about what one turn sends.
+YIELD_BYTES = 128 << 10
+# Bytes that a record without a value takes while we hold it: its key, headers, future, and place in the batch.
+_RECORD_OVERHEAD = 100
+_CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}  # Kafka's numbers
+
+log = structlog.get_logger()
+
+
+class KafkaPublisher:
+    """``bus.port.Publisher``. Opened by ``KafkaBus``; close it on the loop it was opened on."""
+
+    def __init__(
+        self,
+        producer: AIOKafkaProducer,
+        connect: Callable[[], Awaitable[AIOKafkaProducer]],
+        settings: KafkaSettings,
+        client_id: str,
+    ) -> None:
+        self._producer: AIOKafkaProducer | None = producer
+        self._connect = connect
+        self._connecting = asyncio.Lock()
+        self._settings = settings
+        self._client_id = client_id
+        self._space = BufferSpace(settings.max_in_flight_bytes)
+        self._counts: dict[str, int] = {}
+        self._queues: dict[tuple[str, int | None], PartitionQueue] = {}
+        self._retiring: dict[asyncio.Task[None], AIOKafkaProducer] = {}
+        self._bytes_since_pause = 0
+        self._stalls = 0  # producers in a row that got nothing acknowledged
+        self._acknowledged_at = 0.0
+        self._closed = False
+
+    async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
+        """Hand a record over; waits only for buffer space.
+
+        Raises:
+            BusUnavailable: the topic does not exist, or the broker left no buffer space within the deadline.
+            BusError: the publisher is closed, or there is no such partition.
+        """
+        self._refuse_if_unusable()
+        size = _RECORD_OVERHEAD + (0 if record.value is None else len(record.value))
+        if not self._space.take(size):
+            await self._wait_for_room(size)
+        try:
+            queue = self._queues.get((record.topic, record.partition)) or await self._queue_for(record)
+            self._refuse_if_unusable()
+            future = queue.append(record, size)
+        except BaseException:
+            self._space.release(size)
+            raise
+        self._bytes_since_pause += size
+        if self._bytes_since_pause > YIELD_BYTES:
+            self._bytes_since_pause = 0
+            await asyncio.sleep(0)  # a caller that never waits would keep the loop from sending
+        return future
+
+    def _refuse_if_unusable(self) -> None:
+        if self._closed:
+            raise BusError(f"publisher {self._client_id} is closed; open a new one")
+        if self._stalls >= self._settings.max_client_restarts:
+            raise BusError(
+                f"expected the broker to acknowledge what {self._client_id} writes, it answers and does not: "
+                f"{self._stalls} producers in a row got nothing written; start anew, and look at the broker's log"
+            )
+
+    async def _wait_for_room(self, size: int) -> None:
+        try:
+            await self._space.wait(size, self._settings.delivery_timeout_ms / 1000)
+        except TimeoutError as error:
+            raise BusUnavailable(
+                f"expected buffer space for {size} bytes, got none in {self._settings.delivery_timeout_ms} ms: "
+                f"{self._settings.bootstrap_servers} does not take the {self._space.used} bytes already waiting"
+            ) from error
+
+    async def _queue_for(self, record: Outgoing) -> "PartitionQueue":
+        topic, number = record.topic, record.partition
+        count = self._counts.get(topic, 0)
+        if not count or (number is not None and number >= count):
+            count = await self._count_partitions(topic)
+        number = partition_of(record.key, count) if number is None else number
+        if not 0 <= number < count:
+            raise BusError(f"expected a partition below {count} of {topic}, got {number}")
+        name = TopicPartition(topic, number)
+        if name not in self._queues:
+            linger_s = self._settings.linger_ms / 1000
+            self._queues[name] = PartitionQueue(name, self._new_batch, self._send, self._drop, linger_s)
+        return self._queues[name]
+
+    async def _count_partitions(self, topic: str) -> int:
+        producer = await self._connected()
+        counts = await partitions_seen_by(producer.client, self._settings)
+        if topic not in counts:
+            raise BusUnavailable(f"expected an existing topic, got {topic!r}; create it with `streamrl topics apply`")
+        self._counts = counts
+        with our_errors(f"finding the leaders of {topic}"):
+            async with asyncio.timeout(self._settings.connect_timeout_ms / 1000):
+                await producer.partitions_for(topic)
+        return counts[topic]
+
+    async def _connected(self) -> AIOKafkaProducer:
+        async with self._connecting:
+            if self._producer is None:
+                self._producer = await self._connect()
+            return self._producer
+
+    def _new_batch(self, partition: TopicPartition) -> "Batch":
+        builder = new_builder(self._settings.max_batch_bytes, self._settings.compression_type)
+        return Batch(builder, partition, self._settings.delivery_timeout_ms / 1000)
+
+    async def _send(self, batch: "Batch") -> None:
+        producer: AIOKafkaProducer | None = None
+        try:
+            producer = await self._connected()
+            sent = await producer.send_batch(batch.builder, batch.partition.topic, partition=batch.partition.partition)
+            batch.stored(await self._acknowledged(producer, sent))
+        except BusError as error:
+            batch.fail(error)
+        except KafkaError as error:
+            batch.fail(_failure(error, batch))
+            self._retire(producer)
+        finally:
+            self._space.release(batch.size)
+
+    async def _acknowledged(self, producer: AIOKafkaProducer, sent: "asyncio.Future[RecordMetadata]") -> int:
+        """The offset of a batch's first record.
+
+        Raises:
+            DeliveryUnknown: this producer gets nothing acknowledged, though the broker answers; it is discarded.
+        """
+        loop, patience_s = asyncio.get_running_loop(), self._settings.writer_stall_s
+        waiting_since = loop.time()
+        while not (await asyncio.wait([sent], timeout=patience_s))[0]:
+            # Another batch may have been acknowledged meanwhile: then this producer is slow, not stuck.
+            quiet_s = loop.time() - max(waiting_since, self._acknowledged_at)
+            if quiet_s >= patience_s and producer is self._producer and await self._broker_answers():
+                self._stalls += 1
+                self._retire(producer)
+                raise DeliveryUnknown(f"nothing acknowledged in {quiet_s:.0f} s; it may have arrived, send it again")
+        offset: int = (await sent).offset
+        self._acknowledged_at, self._stalls = loop.time(), 0
+        return offset
+
+    async def _broker_answers(self) -> bool:
+        try:
+            await partition_counts(self._settings, self._client_id)
+        except BusError:
+            return False
+        return True
+
+    def _drop(self, batch: "Batch") -> None:
+        self._space.release(batch.size)
+
+    def _retire(self, producer: AIOKafkaProducer | None) -> None:
+        if producer is not None and producer is self._producer and not self._closed:
+            self._producer = None
+            log.warning("publisher reconnects after a failed batch", client_id=self._client_id)
+            task = asyncio.create_task(stop(producer, self._settings.delivery_timeout_ms / 1000))
+            self._retiring[task] = producer
+            task.add_done_callback(self._retiring.pop)
+
+    async def publish(self, record: Outgoing) -> Position:
+        """``submit`` and wait until the broker has it.
+
+        Raises:
+            DeliveryUnknown: the deadline passed; the record may still arrive.
+            BusError: the broker refused it.
+        """
+        return await (await self.submit(record))
+
+    async def flush(self) -> None:
+        """Wait until everything submitted so far is settled: stored, refused, or past its deadline."""
+        if unsettled := self._unsettled():
+            await asyncio.wait(unsettled)
+
+    def _unsettled(self) -> "list[asyncio.Future[None]]":
+        return [future for queue in self._queues.values() for future in queue.unsettled()]
+
+    async def close(self) -> None:
+        """Flush for at most ten seconds, then release; what is still on its way ends in ``DeliveryUnknown``."""
+        if self._closed:
+            return
+        self._closed = True
+        if unsettled := self._unsettled():
+            await asyncio.wait(unsettled, timeout=CLOSE_FLUSH_S)
+        producers = [*self._retiring.values(), *([self._producer] if self._producer else [])]
+        await asyncio.gather(*(stop(producer, STOP_TIMEOUT_S) for producer in producers))
+        error = DeliveryUnknown(f"publisher {self._client_id} was closed before the broker answered")
+        await asyncio.gather(*self._retiring, *(queue.stop(error) for queue in self._queues.values()))
+
+
+def _failure(error: KafkaError, batch: "Batch") -> BusError:
+    wanted = f"expected {_name_of(batch.partition)} to take a batch of {batch.size} bytes"
+    if isinstance(error, LeaderNotAvailableError | NotLeaderForPartitionError):
+        return BusUnavailable(f"{wanted}, got no leader for the partition: wait for the brokers, then send it again")
+    if isinstance(error, BrokerResponseError):
+        return BusError(f"{wanted}, the broker refused: {error}")
+    return DeliveryUnknown(f"{wanted}, got {error}; it may have arrived, send it again under the same ids")
+
+
+def _name_of(partition: TopicPartition) -> str:
+    return f"{partition.topic}/{partition.partition}"
+
+
+class PartitionQueue:
+    """The batches of one partition, sent one after the other; the newest still takes records."""
+
+    def __init__(
+        self,
+        partition: TopicPartition,
+        new_batch: Callable[[TopicPartition], "Batch"],
+        send: Callable[["Batch"], Awaitable[None]],
+        drop: Callable[["Batch"], None],
+        linger_s: float,
+    ) -> None:
+        self._partition = partition
+        self._new_batch = new_batch
+        self._send = send
+        self._drop = drop
+        self._linger_s = linger_s
+        self._queue: deque[Batch] = deque()
+        self._sending: Batch | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def append(self, record: Outgoing, size: int) -> "asyncio.Future[Position]":
+        """Put a record behind the others; its future."""
+        future = self._queue[-1].append(record, size) if self._queue else None
+        if future is not None:
+            return future
+        batch = self._new_batch(self._partition)
+        future = batch.append(record, size)
+        assert future is not None, "an empty batch takes a record of any size"
+        self._queue.append(batch)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        return future
+
+    def unsettled(self) -> "list[asyncio.Future[None]]":
+        """What is still to be settled, to be waited for."""
+        return [batch.settled for batch in self._held() if not batch.settled.done()]
+
+    def _held(self) -> list["Batch"]:
+        return [*self._queue, *([self._sending] if self._sending else [])]
+
+    async def _run(self) -> None:
+        try:
+            await asyncio.sleep(self._linger_s)
+            while self._queue:
+                batch = self._queue.popleft()
+                if batch.settled.done():
+                    self._drop(batch)
+                    continue
+                self._sending = batch
+                await self._send(batch)
+                self._sending = None
+        finally:
+            self._task = None
+
+    async def stop(self, error: BusError) -> None:
+        """End the sending; what is not settled fails with this error."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for batch in self._held():
+            batch.fail(error)
+        self._queue.clear()
+
+
+class Batch:
+    """Records that travel together, and a future for each. ``deadline_s`` runs from the first record on."""
+
+    def __init__(self, builder: BatchBuilder, partition: TopicPartition, deadline_s: float) -> None:
+        self.builder = builder
+        self.partition = partition
+        self.size = 0
+        loop = asyncio.get_running_loop()
+        self.settled: asyncio.Future[None] = loop.create_future()
+        self._futures: list[asyncio.Future[Position]] = []
+        self._deadline_s = deadline_s
+        self._closes_at = loop.time() + MAX_AGE_S
+        self._timer = loop.call_later(deadline_s, self._expire)
+
+    def append(self, record: Outgoing, size: int) -> "asyncio.Future[Position] | None":
+        """The record's future, or None: the batch is full, or too old for the record to have its whole deadline."""
+        loop = asyncio.get_running_loop()
+        if loop.time() > self._closes_at or self.settled.done():
+            return None
+        if not append(self.builder, record):
+            return None
+        future: asyncio.Future[Position] = loop.create_future()
+        self._futures.append(future)
+        self.size += size
+        return future
+
+    def stored(self, offset: int) -> None:
+        """The broker has the records, the first one at this offset."""
+        topic, number = self.partition
+        for index, future in enumerate(self._futures):
+            if not future.done():
+                future.set_result(Position(topic, number, offset + index))
+        self._end()
+
+    def fail(self, error: BusError) -> None:
+        """Tell every record that is not settled yet."""
+        for future in self._futures:
+            if not future.done():
+                future.set_exception(type(error)(*error.args))
+        self._end()
+
+    def _expire(self) -> None:
+        self.fail(
+            DeliveryUnknown(
+                f"expected {_name_of(self.partition)} to take {len(self._futures)} records within "
+                f"{self._deadline_s:g} s, got no answer; they may still arrive, send them again under the same ids"
+            )
+        )
+
+    def _end(self) -> None:
+        self._timer.cancel()
+        if not self.settled.done():
+            self.settled.set_result(None)
 
 
 class BufferSpace:
-    """Counts bytes in use; a single piece larger than the limit gets in when nothing else is held."""
+    """A bounded number of bytes, granted in the order in which they were asked for, so that records keep theirs.
+
+    A single piece larger than the limit gets in when nothing else is held.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -87,14 +420,6 @@ class BufferSpace:
             granted.set_result(None)
 
 
-# Records of one partition on their way: gathered into batches, sent one at a time. Does not know how they are sent.
-# Invariants: batches of a partition leave one after the other, in order; the future of every record is settled once,
-# at the latest when the delivery deadline passes; bytes count as held until the batch is settled or dropped unsent.
-
-MAX_AGE_S = 1.0
-_CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
-
-
 def new_builder(max_bytes: int, compression_type: str) -> BatchBuilder:
     """An empty batch of aiokafka's; a first record larger than ``max_bytes`` travels alone."""
     return BatchBuilder(max_bytes, _CODECS[compression_type])
@@ -114,318 +439,3 @@ def partition_of(key: str | None, count: int) -> int:
 @functools.lru_cache(maxsize=4096)
 def _hashed(key: str, count: int) -> int:
     return int(murmur2(key.encode()) & 0x7FFFFFFF) % count
-
-
-class Batch:
-    """Records that travel together."""
-
-    def __init__(self, builder: BatchBuilder, lane: TopicPartition, deadline_s: float) -> None:
-        self.builder = builder
-        self.lane = lane
-        self.size = 0
-        loop = asyncio.get_running_loop()
-        self.settled: asyncio.Future[None] = loop.create_future()
-        self._futures: list[asyncio.Future[Position]] = []
-        self._deadline_s = deadline_s
-        self._closes_at = loop.time() + MAX_AGE_S
-        self._timer = loop.call_later(deadline_s, self._expire)
-
-    def append(self, record: Outgoing, size: int) -> "asyncio.Future[Position] | None":
-        """The record's future, or None: the batch is full, or too old for the record to have its whole deadline."""
-        loop = asyncio.get_running_loop()
-        if loop.time() > self._closes_at or self.settled.done():
-            return None
-        if not append(self.builder, record):
-            return None
-        future: asyncio.Future[Position] = loop.create_future()
-        self._futures.append(future)
-        self.size += size
-        return future
-
-    def stored(self, offset: int) -> None:
-        """The broker has the records, the first one at this offset."""
-        topic, partition = self.lane
-        for index, future in enumerate(self._futures):
-            if not future.done():
-                future.set_result(Position(topic, partition, offset + index))
-        self._end()
-
-    def fail(self, error: BusError) -> None:
-        """Tell every record that is not settled yet."""
-        for future in self._futures:
-            if not future.done():
-                future.set_exception(type(error)(*error.args))
-        self._end()
-
-    def _expire(self) -> None:
-        self.fail(
-            DeliveryUnknown(
-                f"expected {self.lane.topic}/{self.lane.partition} to take {len(self._futures)} records within "
-                f"{self._deadline_s:g} s, got no answer; they may still arrive, send them again under the same ids"
-            )
-        )
-
-    def _end(self) -> None:
-        self._timer.cancel()
-        if not self.settled.done():
-            self.settled.set_result(None)
-
-
-class Lane:
-    """The batches of one partition, the newest still open."""
-
-    def __init__(
-        self,
-        name: TopicPartition,
-        new_batch: Callable[[TopicPartition], Batch],
-        send: Callable[[Batch], Awaitable[None]],
-        drop: Callable[[Batch], None],
-        linger_s: float,
-    ) -> None:
-        self._name = name
-        self._new_batch = new_batch
-        self._send = send
-        self._drop = drop
-        self._linger_s = linger_s
-        self._queue: deque[Batch] = deque()
-        self._sending: Batch | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def append(self, record: Outgoing, size: int) -> "asyncio.Future[Position]":
-        """Put a record behind the others; its future."""
-        future = self._queue[-1].append(record, size) if self._queue else None
-        if future is not None:
-            return future
-        batch = self._new_batch(self._name)
-        future = batch.append(record, size)
-        assert future is not None, "an empty batch takes a record of any size"
-        self._queue.append(batch)
-        if self._task is None:
-            self._task = asyncio.create_task(self._run())
-        return future
-
-    def unsettled(self) -> "list[asyncio.Future[None]]":
-        """What is still to be settled, to be waited for."""
-        held = [*self._queue, *([self._sending] if self._sending else [])]
-        return [batch.settled for batch in held if not batch.settled.done()]
-
-    async def _run(self) -> None:
-        try:
-            await asyncio.sleep(self._linger_s)
-            while self._queue:
-                batch = self._queue.popleft()
-                if batch.settled.done():
-                    self._drop(batch)
-                    continue
-                self._sending = batch
-                await self._send(batch)
-                self._sending = None
-        finally:
-            self._task = None
-
-    async def stop(self, error: BusError) -> None:
-        """End the sending; what is not settled fails with this error."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        for batch in (*self._queue, *([self._sending] if self._sending else [])):
-            batch.fail(error)
-        self._queue.clear()
-
-
-CLOSE_FLUSH_S = 10.0
-STOP_TIMEOUT_S = 2.0
-YIELD_BYTES = 128 << 10
-_RECORD_OVERHEAD = 100
-
-log = structlog.get_logger()
-
-
-class KafkaPublisher:
-    """``bus.port.Publisher``. Opened by ``KafkaBus``; close it on the loop it was opened on."""
-
-    def __init__(
-        self,
-        producer: AIOKafkaProducer,
-        connect: Callable[[], Awaitable[AIOKafkaProducer]],
-        settings: KafkaSettings,
-        client_id: str,
-    ) -> None:
-        self._producer: AIOKafkaProducer | None = producer
-        self._connect = connect
-        self._connecting = asyncio.Lock()
-        self._settings = settings
-        self._client_id = client_id
-        self._space = BufferSpace(settings.max_in_flight_bytes)
-        self._counts: dict[str, int] = {}
-        self._lanes: dict[tuple[str, int | None], Lane] = {}
-        self._retiring: dict[asyncio.Task[None], AIOKafkaProducer] = {}
-        self._unbroken = 0
-        self._stalls = 0
-        self._acknowledged_at = 0.0
-        self._closed = False
-
-    async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
-        """Hand a record over; waits only for buffer space.
-
-        Raises:
-            BusUnavailable: the topic does not exist, or the broker left no buffer space within the deadline.
-            BusError: the publisher is closed, or there is no such partition.
-        """
-        self._refuse_when_closed()
-        size = _RECORD_OVERHEAD + (0 if record.value is None else len(record.value))
-        if not self._space.take(size):
-            await self._wait_for_room(size)
-        try:
-            lane = self._lanes.get((record.topic, record.partition)) or await self._lane_for(record)
-            self._refuse_when_closed()
-            future = lane.append(record, size)
-        except BaseException:
-            self._space.release(size)
-            raise
-        self._unbroken += size
-        if self._unbroken > YIELD_BYTES:
-            self._unbroken = 0
-            await asyncio.sleep(0)  # a caller that never waits would keep the loop from sending
-        return future
-
-    def _refuse_when_closed(self) -> None:
-        if self._closed:
-            raise BusError(f"publisher {self._client_id} is closed; open a new one")
-        if self._stalls >= self._settings.stall_rebuilds:
-            raise BusError(
-                f"expected the broker to acknowledge what {self._client_id} writes, it answers and does not: "
-                f"{self._stalls} producers in a row got nothing written; start anew, and look at the broker's log"
-            )
-
-    async def _wait_for_room(self, size: int) -> None:
-        try:
-            await self._space.wait(size, self._settings.delivery_timeout_ms / 1000)
-        except TimeoutError as error:
-            raise BusUnavailable(
-                f"expected buffer space for {size} bytes, got none in {self._settings.delivery_timeout_ms} ms: "
-                f"{self._settings.bootstrap_servers} does not take the {self._space.used} bytes already waiting"
-            ) from error
-
-    async def _lane_for(self, record: Outgoing) -> Lane:
-        topic, number = record.topic, record.partition
-        count = self._counts.get(topic, 0)
-        if not count or (number is not None and number >= count):
-            count = await self._count_partitions(topic)
-        number = partition_of(record.key, count) if number is None else number
-        if not 0 <= number < count:
-            raise BusError(f"expected a partition below {count} of {topic}, got {number}")
-        name = TopicPartition(topic, number)
-        if name not in self._lanes:
-            linger_s = self._settings.linger_ms / 1000
-            self._lanes[name] = Lane(name, self._new_batch, self._send, self._drop, linger_s)
-        return self._lanes[name]
-
-    async def _count_partitions(self, topic: str) -> int:
-        producer = await self._connected()
-        counts = await partitions_seen_by(producer.client, self._settings)
-        if topic not in counts:
-            raise BusUnavailable(f"expected an existing topic, got {topic!r}; create it with `streamrl topics apply`")
-        self._counts = counts
-        with our_errors(f"finding the leaders of {topic}"):
-            async with asyncio.timeout(self._settings.connect_timeout_ms / 1000):
-                await producer.partitions_for(topic)
-        return counts[topic]
-
-    async def _connected(self) -> AIOKafkaProducer:
-        async with self._connecting:
-            if self._producer is None:
-                self._producer = await self._connect()
-            return self._producer
-
-    def _new_batch(self, lane: TopicPartition) -> Batch:
-        builder = new_builder(self._settings.max_batch_bytes, self._settings.compression_type)
-        return Batch(builder, lane, self._settings.delivery_timeout_ms / 1000)
-
-    async def _send(self, batch: Batch) -> None:
-        producer: AIOKafkaProducer | None = None
-        try:
-            producer = await self._connected()
-            sent = await producer.send_batch(batch.builder, batch.lane.topic, partition=batch.lane.partition)
-            batch.stored(await self._acknowledged(producer, sent))
-        except BusError as error:
-            batch.fail(error)
-        except KafkaError as error:
-            batch.fail(_failure(error, batch))
-            self._retire(producer)
-        finally:
-            self._space.release(batch.size)
-
-    async def _acknowledged(self, producer: AIOKafkaProducer, sent: "asyncio.Future[RecordMetadata]") -> int:
-        """The offset of a batch's first record.
-
-        Raises:
-            DeliveryUnknown: this producer gets nothing acknowledged, though the broker answers; it is discarded.
-        """
-        loop, patience_s = asyncio.get_running_loop(), self._settings.writer_stall_s
-        waiting_since = loop.time()
-        while not (await asyncio.wait([sent], timeout=patience_s))[0]:
-            quiet_s = loop.time() - max(waiting_since, self._acknowledged_at)
-            if quiet_s >= patience_s and producer is self._producer and await self._broker_answers():
-                self._stalls += 1
-                self._retire(producer)
-                raise DeliveryUnknown(f"nothing acknowledged in {quiet_s:.0f} s; it may have arrived, send it again")
-        offset: int = (await sent).offset
-        self._acknowledged_at, self._stalls = loop.time(), 0
-        return offset
-
-    async def _broker_answers(self) -> bool:
-        try:
-            await partition_counts(self._settings, self._client_id)
-        except BusError:
-            return False
-        return True
-
-    def _drop(self, batch: Batch) -> None:
-        self._space.release(batch.size)
-
-    def _retire(self, producer: AIOKafkaProducer | None) -> None:
-        if producer is not None and producer is self._producer and not self._closed:
-            self._producer = None
-            log.warning("publisher reconnects after a failed batch", client_id=self._client_id)
-            task = asyncio.create_task(stop(producer, self._settings.delivery_timeout_ms / 1000))
-            self._retiring[task] = producer
-            task.add_done_callback(self._retiring.pop)
-
-    async def publish(self, record: Outgoing) -> Position:
-        """``submit`` and wait until the broker has it.
-
-        Raises:
-            DeliveryUnknown: the deadline passed; the record may still arrive.
-            BusError: the broker refused it.
-        """
-        return await (await self.submit(record))
-
-    async def flush(self) -> None:
-        """Wait until everything submitted so far is settled: stored, refused, or past its deadline."""
-        if waited_for := self._unsettled():
-            await asyncio.wait(waited_for)
-
-    def _unsettled(self) -> "list[asyncio.Future[None]]":
-        return [future for lane in self._lanes.values() for future in lane.unsettled()]
-
-    async def close(self) -> None:
-        """Flush for at most ten seconds, then release; what is still on its way ends in ``DeliveryUnknown``."""
-        if self._closed:
-            return
-        self._closed = True
-        if waited_for := self._unsettled():
-            await asyncio.wait(waited_for, timeout=CLOSE_FLUSH_S)
-        producers = [*self._retiring.values(), *([self._producer] if self._producer else [])]
-        await asyncio.gather(*(stop(producer, STOP_TIMEOUT_S) for producer in producers))
-        error = DeliveryUnknown(f"publisher {self._client_id} was closed before the broker answered")
-        await asyncio.gather(*self._retiring, *(lane.stop(error) for lane in self._lanes.values()))
-
-
-def _failure(error: KafkaError, batch: Batch) -> BusError:
-    wanted = f"expected {batch.lane.topic}/{batch.lane.partition} to take a batch of {batch.size} bytes"
-    if isinstance(error, LeaderNotAvailableError | NotLeaderForPartitionError):
-        return BusUnavailable(f"{wanted}, got no leader for the partition: wait for the brokers, then send it again")
-    if isinstance(error, BrokerResponseError):
-        return BusError(f"{wanted}, the broker refused: {error}")
-    return DeliveryUnknown(f"{wanted}, got {error}; it may have arrived, send it again under the same ids")

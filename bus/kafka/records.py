@@ -1,206 +1,96 @@
 """Record batches as fetched, made safe to iterate. Knows neither topics nor consumers.
 
-Invariants: nothing in a batch raises, and nothing takes more memory than its bound; what cannot be read is delivered
-as records without a value, one for each offset, whose header says why, so that every offset is accounted for. Only
-damage that was not seen before raises: fetched again, it is either mended or damage at rest.
+Invariants:
+- nothing in a batch raises; what cannot be read is delivered as records without a value, one for each offset, whose
+  header says why, so that every offset is accounted for;
+- only damage that was not seen before raises: fetched again, it is either mended or damage at rest;
+- nothing takes more memory than its bound: decompression stops at a size, and headers are counted before any is made.
 
-``install`` puts this in the place of aiokafka's own reading of fetched bytes, for all consumers of the process: its
-decompression knows no bound, and an error in one record would keep its consumer from ever getting past it.
+``SafeRecords`` takes the place of aiokafka's own ``MemoryRecords`` for all consumers of the process
+(``aiokafka_internals.replace_record_reader``): its decompression knows no bound, and an error in one record would keep
+its consumer from ever getting past it.
 """
 
 import struct
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import cramjam
 import xxhash
-from aiokafka.consumer import fetcher
 from aiokafka.errors import CorruptRecordException, KafkaError
 from aiokafka.record.default_records import DefaultRecordBatch
+from cachetools import LRUCache
 
 from schemas.codec import UNREADABLE_HEADER
 
-# Decompression that stops at a size, for what strangers compressed. Knows nothing of records. Invariant: at most
-# ``limit`` bytes are produced, and few more are ever held.
+LARGEST_UNCOMPRESSED = 20 << 20
+"""Bytes of one batch, and of all compressed ones of one fetch of a partition; above every topic's own limit."""
+LARGEST_UNCHECKED = 1 << 20
+"""Bytes of a batch whose headers cannot be too many to hold: two bytes on the wire become sixty in memory."""
+MAX_HEADERS = 256
+"""Of one record."""
+MAX_RECORDS = 100_000
+"""In one batch that is large enough to be counted."""
 
+# A record batch of the second format (KIP-98), up to its records. The first two fields frame it: base offset, and the
+# bytes that follow. Then leader epoch, magic, CRC, attributes, last offset delta, first and last timestamp, producer
+# id, producer epoch, base sequence, number of records.
+_FRAME = struct.Struct(">qi")
+_HEADER = struct.Struct(">qiibIhiqqqhii")
+_MAGIC_AT, _ATTRIBUTES_AT = 16, 21
+_CODEC, _TRANSACTIONAL, _CONTROL = 0x07, 0x10, 0x20  # bits of the attributes
 GZIP, SNAPPY, LZ4, ZSTD = 1, 2, 3, 4
-"""Kafka's numbers."""
-_SMALLEST_BUFFER = 64 << 10
-_GROWTH = 8
-_XERIAL_MAGIC = b"\x82SNAPPY\x00"
-_XERIAL_HEADER = 16
-_FULL = "failed to write whole buffer"
+"""Kafka's numbers of the codecs."""
 
 
 class Undecodable(ValueError):
     """The bytes are not what the codec promises, or too many."""
 
 
-def decompressed(codec: int, data: bytes, limit: int) -> bytes:
-    """The bytes behind ``data``.
-
-    Raises:
-        Undecodable: no such codec, damaged data, or more than ``limit`` bytes.
-    """
-    decode = _DECODERS.get(codec)
-    if decode is None:
-        raise Undecodable(f"expected a compression codec of {sorted(_DECODERS)}, got {codec}")
-    try:
-        return decode(data, limit)
-    except (cramjam.DecompressionError, zlib.error, struct.error) as error:
-        raise Undecodable(f"expected data of compression codec {codec}, got: {error}") from error
-
-
-def _too_large(limit: int) -> Undecodable:
-    return Undecodable(f"expected at most {limit} bytes after decompression, got more")
-
-
-def _gunzip(data: bytes, limit: int) -> bytes:
-    parts, room = [], limit
-    while data:
-        member = zlib.decompressobj(wbits=31)
-        parts.append(member.decompress(data, room + 1))
-        room -= len(parts[-1])
-        if room < 0:
-            raise _too_large(limit)
-        if not member.eof:
-            raise Undecodable("expected a whole gzip member, got a part of one")
-        data = member.unused_data
-    return b"".join(parts)
-
-
-def _unsnap(data: bytes, limit: int) -> bytes:
-    parts, room = [], limit
-    for block in _snappy_blocks(data):
-        room -= cramjam.snappy.decompress_raw_len(block)
-        if room < 0:
-            raise _too_large(limit)
-        parts.append(bytes(cramjam.snappy.decompress_raw(block)))
-    return b"".join(parts)
-
-
-def _snappy_blocks(data: bytes) -> Iterator[bytes]:
-    if not data.startswith(_XERIAL_MAGIC):
-        yield data
-        return
-    position = _XERIAL_HEADER
-    while position < len(data):
-        (size,) = struct.unpack_from(">i", data, position)
-        position += 4
-        if not 0 < size <= len(data) - position:
-            raise Undecodable(f"expected a snappy block within {len(data)} bytes, got one of {size}")
-        yield data[position : position + size]
-        position += size
-
-
-def _into_growing_buffers(decode_into: Callable[[bytes, bytearray], int]) -> Callable[[bytes, int], bytes]:
-    def decode(data: bytes, limit: int) -> bytes:
-        size = min(limit, max(_SMALLEST_BUFFER, len(data) * _GROWTH))
-        while True:
-            buffer = bytearray(size)
-            try:
-                written = decode_into(data, buffer)
-            except cramjam.DecompressionError as error:
-                if _FULL not in str(error):
-                    raise
-                if size == limit:
-                    raise _too_large(limit) from error
-                size = min(limit, size * _GROWTH)
-            else:
-                return bytes(memoryview(buffer)[:written])
-
-    return decode
-
-
-_DECODERS: dict[int, Callable[[bytes, int], bytes]] = {
-    GZIP: _gunzip,
-    SNAPPY: _unsnap,
-    LZ4: _into_growing_buffers(cramjam.lz4.decompress_into),
-    ZSTD: _into_growing_buffers(cramjam.zstd.decompress_into),
-}
-
-
-# Counts the headers of records before anything is made of them: two bytes on the wire become sixty in memory.
-
-MAX_HEADERS = 256
-"""Of one record."""
-MAX_RECORDS = 100_000
-"""In one batch that is large enough to be counted."""
-
-
-def refuse_many_headers(records: memoryview, count: int) -> None:
-    """Walk over the records of a batch, each of which names its length and its number of headers.
-
-    Raises:
-        Undecodable: a record has more than ``MAX_HEADERS``, or the batch has more than ``MAX_RECORDS`` records.
-        IndexError: a length leads out of the batch.
-    """
-    if count > MAX_RECORDS:
-        raise Undecodable(f"expected at most {MAX_RECORDS} records in a batch of {len(records)} bytes, got {count}")
-    position = 0
-    for _ in range(count):
-        length, position = _varint(records, position)
-        end = position + length
-        headers = _count(records, position + 1)
-        if headers > MAX_HEADERS:
-            raise Undecodable(f"expected at most {MAX_HEADERS} headers of a record, got {headers}")
-        if not position < end <= len(records):
-            raise Undecodable(f"expected a record within {len(records)} bytes, got one that ends at {end}")
-        position = end
-
-
-def _count(records: memoryview, position: int) -> int:
-    for _ in ("timestamp", "offset"):
-        _, position = _varint(records, position)
-    for _ in ("key", "value"):
-        size, position = _varint(records, position)
-        position += max(0, size)
-    return _varint(records, position)[0]
-
-
-def _varint(data: memoryview, position: int) -> tuple[int, int]:
-    """A number in zigzag encoding, and where it ends."""
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return (value >> 1) ^ -(value & 1), position
-        shift += 7
-        if shift > 63:
-            raise Undecodable("expected a number of at most ten bytes, got a longer one")
-
-
-LARGEST_UNCOMPRESSED = 20 << 20
-"""Bytes of one batch, and of all compressed ones of one fetch of a partition; above every topic's own limit."""
-LARGEST_UNCHECKED = 1 << 20
-"""Bytes of a batch whose headers cannot be too many to hold one record of it."""
-_FRAME = struct.Struct(">qi")
-_HEADER = struct.Struct(">qiibIhiqqqhii")
-_MAGIC_AT, _ATTRIBUTES_AT = 16, 21
-_CODEC, _TRANSACTIONAL, _CONTROL = 0x07, 0x10, 0x20
+# What reading a hostile batch may raise, in the library or below.
 _PROBLEMS = (KafkaError, Undecodable, ValueError, IndexError, TypeError, OverflowError, struct.error)
-_DAMAGE_REMEMBERED = 64
 
 
-class Unreadable(NamedTuple):
-    """In the place of a record; has the fields of which aiokafka makes its own."""
+class SafeRecords:
+    """The fetched bytes of a partition; has what aiokafka's fetcher asks of its ``MemoryRecords``.
 
-    offset: int
-    headers: tuple[tuple[str, bytes], ...]
-    timestamp: int
-    timestamp_type: int = 0
-    key: None = None
-    value: None = None
-    checksum: None = None
+    Ends early where the next batch would take more memory than one fetch may; it is the first of the next fetch then.
+    """
 
-    @classmethod
-    def because(cls, offset: int, reason: str, timestamp: int = 0) -> "Unreadable":
-        """With the reason in its header; ``timestamp`` in ms, 0 where it is not known."""
-        return cls(offset, ((UNREADABLE_HEADER, reason.encode()),), max(0, timestamp))
+    def __init__(self, data: bytes) -> None:
+        self._rest = memoryview(data)
+        self._size = len(data)
+        self._room = LARGEST_UNCOMPRESSED
+        self._next = self._cut()
+
+    def size_in_bytes(self) -> int:
+        """Bytes that were fetched."""
+        return self._size
+
+    def has_next(self) -> bool:
+        """Whether there is one more batch."""
+        return self._next is not None
+
+    def next_batch(self) -> "SafeBatch | None":
+        """The next batch, or None behind the last."""
+        batch, self._next = self._next, None
+        if batch is not None:
+            self._next = self._cut()
+        return batch
+
+    def _cut(self) -> "SafeBatch | None":
+        if len(self._rest) < _FRAME.size:
+            return None
+        end = _FRAME.size + _FRAME.unpack_from(self._rest)[1]
+        if not _FRAME.size <= end <= len(self._rest):
+            return None
+        batch = SafeBatch(self._rest[:end], self._room)
+        if batch.damaged and self._room < LARGEST_UNCOMPRESSED:
+            return None  # for want of room, perhaps: the next fetch begins with it
+        self._room -= batch.size
+        self._rest = self._rest[end:]
+        return batch
 
 
 class SafeBatch:
@@ -283,59 +173,168 @@ class SafeBatch:
                 yield Unreadable.because(missing, self._reason, self._timestamp)
 
 
-class SafeRecords:
-    """The fetched bytes of a partition; has what aiokafka's fetcher asks of its ``MemoryRecords``.
-
-    Ends early where the next batch would take more memory than one fetch may; it is the first of the next fetch then.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        self._rest = memoryview(data)
-        self._size = len(data)
-        self._room = LARGEST_UNCOMPRESSED
-        self._next = self._cut()
-
-    def size_in_bytes(self) -> int:
-        """Bytes that were fetched."""
-        return self._size
-
-    def has_next(self) -> bool:
-        """Whether there is one more batch."""
-        return self._next is not None
-
-    def next_batch(self) -> SafeBatch | None:
-        """The next batch, or None behind the last."""
-        batch, self._next = self._next, None
-        if batch is not None:
-            self._next = self._cut()
-        return batch
-
-    def _cut(self) -> SafeBatch | None:
-        if len(self._rest) < _FRAME.size:
-            return None
-        end = _FRAME.size + _FRAME.unpack_from(self._rest)[1]
-        if not _FRAME.size <= end <= len(self._rest):
-            return None
-        batch = SafeBatch(self._rest[:end], self._room)
-        if batch.damaged and self._room < LARGEST_UNCOMPRESSED:
-            return None  # for want of room, perhaps: the next fetch begins with it
-        self._room -= batch.size
-        self._rest = self._rest[end:]
-        return batch
-
-
-_damage: "OrderedDict[int, None]" = OrderedDict()
+# Digests of damaged batches that were fetched once. An entry that is forgotten costs one more fetch.
+_damaged_once: LRUCache[int, None] = LRUCache(maxsize=64)
 
 
 def _seen_first(data: memoryview) -> bool:
     key = xxhash.xxh3_64_intdigest(data)
-    first = key not in _damage
-    _damage[key] = None
-    while len(_damage) > _DAMAGE_REMEMBERED:
-        _damage.popitem(last=False)
+    first = key not in _damaged_once
+    _damaged_once[key] = None
     return first
 
 
-def install() -> None:
-    """See the top of the file; may be called again."""
-    fetcher.MemoryRecords = SafeRecords
+class Unreadable(NamedTuple):
+    """In the place of a record; has the fields of which aiokafka makes its own."""
+
+    offset: int
+    headers: tuple[tuple[str, bytes], ...]
+    timestamp: int
+    timestamp_type: int = 0
+    key: None = None
+    value: None = None
+    checksum: None = None
+
+    @classmethod
+    def because(cls, offset: int, reason: str, timestamp: int = 0) -> "Unreadable":
+        """With the reason in its header; ``timestamp`` in ms, 0 where it is not known."""
+        return cls(offset, ((UNREADABLE_HEADER, reason.encode()),), max(0, timestamp))
+
+
+def refuse_many_headers(records: memoryview, count: int) -> None:
+    """Walk over the records of a batch, each of which names its length and its number of headers.
+
+    Raises:
+        Undecodable: a record has more than ``MAX_HEADERS``, or the batch has more than ``MAX_RECORDS`` records.
+        IndexError: a length leads out of the batch.
+    """
+    if count > MAX_RECORDS:
+        raise Undecodable(f"expected at most {MAX_RECORDS} records in a batch of {len(records)} bytes, got {count}")
+    position = 0
+    for _ in range(count):
+        length, position = _varint(records, position)
+        end = position + length
+        headers = _count(records, position + 1)
+        if headers > MAX_HEADERS:
+            raise Undecodable(f"expected at most {MAX_HEADERS} headers of a record, got {headers}")
+        if not position < end <= len(records):
+            raise Undecodable(f"expected a record within {len(records)} bytes, got one that ends at {end}")
+        position = end
+
+
+def _count(records: memoryview, position: int) -> int:
+    for _ in ("timestamp", "offset"):
+        _, position = _varint(records, position)
+    for _ in ("key", "value"):
+        size, position = _varint(records, position)
+        position += max(0, size)
+    return _varint(records, position)[0]
+
+
+def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    """A number in zigzag encoding, and where it ends."""
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return (value >> 1) ^ -(value & 1), position
+        shift += 7
+        if shift > 63:
+            raise Undecodable("expected a number of at most ten bytes, got a longer one")
+
+
+# --- Decompression: at most ``limit`` bytes are produced, and few more are ever held ---------------------------------
+
+# The size of what LZ4 and Zstandard hold is not known before: a buffer of eight times the data, and eight times that
+# where that is too small. Each attempt decompresses anew, so growing in large steps is what keeps attempts few.
+_SMALLEST_BUFFER = 64 << 10
+_GROWTH = 8
+_BUFFER_TOO_SMALL = "failed to write whole buffer"  # cramjam has no class of its own for it
+_XERIAL_MAGIC = b"\x82SNAPPY\x00"  # Java's framing of Snappy: a header, then blocks with their lengths
+_XERIAL_HEADER = 16
+
+
+def decompressed(codec: int, data: bytes, limit: int) -> bytes:
+    """The bytes behind ``data``.
+
+    Raises:
+        Undecodable: no such codec, damaged data, or more than ``limit`` bytes.
+    """
+    decode = _DECODERS.get(codec)
+    if decode is None:
+        raise Undecodable(f"expected a compression codec of {sorted(_DECODERS)}, got {codec}")
+    try:
+        return decode(data, limit)
+    except (cramjam.DecompressionError, zlib.error, struct.error) as error:
+        raise Undecodable(f"expected data of compression codec {codec}, got: {error}") from error
+
+
+def _too_large(limit: int) -> Undecodable:
+    return Undecodable(f"expected at most {limit} bytes after decompression, got more")
+
+
+def _gunzip(data: bytes, limit: int) -> bytes:
+    parts, room = [], limit
+    while data:
+        member = zlib.decompressobj(wbits=31)
+        parts.append(member.decompress(data, room + 1))
+        room -= len(parts[-1])
+        if room < 0:
+            raise _too_large(limit)
+        if not member.eof:
+            raise Undecodable("expected a whole gzip member, got a part of one")
+        data = member.unused_data
+    return b"".join(parts)
+
+
+def _unsnap(data: bytes, limit: int) -> bytes:
+    parts, room = [], limit
+    for block in _snappy_blocks(data):
+        room -= cramjam.snappy.decompress_raw_len(block)
+        if room < 0:
+            raise _too_large(limit)
+        parts.append(bytes(cramjam.snappy.decompress_raw(block)))
+    return b"".join(parts)
+
+
+def _snappy_blocks(data: bytes) -> Iterator[bytes]:
+    if not data.startswith(_XERIAL_MAGIC):
+        yield data
+        return
+    position = _XERIAL_HEADER
+    while position < len(data):
+        (size,) = struct.unpack_from(">i", data, position)
+        position += 4
+        if not 0 < size <= len(data) - position:
+            raise Undecodable(f"expected a snappy block within {len(data)} bytes, got one of {size}")
+        yield data[position : position + size]
+        position += size
+
+
+def _into_growing_buffers(decode_into: Callable[[bytes, bytearray], int]) -> Callable[[bytes, int], bytes]:
+    def decode(data: bytes, limit: int) -> bytes:
+        size = min(limit, max(_SMALLEST_BUFFER, len(data) * _GROWTH))
+        while True:
+            buffer = bytearray(size)
+            try:
+                written = decode_into(data, buffer)
+            except cramjam.DecompressionError as error:
+                if _BUFFER_TOO_SMALL not in str(error):
+                    raise
+                if size == limit:
+                    raise _too_large(limit) from error
+                size = min(limit, size * _GROWTH)
+            else:
+                return bytes(memoryview(buffer)[:written])
+
+    return decode
+
+
+_DECODERS: dict[int, Callable[[bytes, int], bytes]] = {
+    GZIP: _gunzip,
+    SNAPPY: _unsnap,
+    LZ4: _into_growing_buffers(cramjam.lz4.decompress_into),
+    ZSTD: _into_growing_buffers(cramjam.zstd.decompress_into),
+}

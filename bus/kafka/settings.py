@@ -43,7 +43,7 @@ class KafkaSettings(Section):
         int,
         Field(ge=500, description="A reader or writer that stands still so long while the broker answers is replaced."),
     ] = 20_000
-    stall_rebuilds: Annotated[
+    max_client_restarts: Annotated[
         int, Field(ge=1, description="Replacements in a row that may fail to help; then the process ends.")
     ] = 3
     fetch_max_wait_ms: Annotated[

@@ -1,8 +1,13 @@
 """Reads assigned partitions of a Kafka broker. Decodes nothing: whatever is in a record, the next one can be read.
 
-Invariants: positions are set by us before the first read, never by a committed offset; a read that is cancelled
-loses no record; a consumer that stops reading while there is something to read is replaced by a new one, and if
-that does not help, reading ends with an error.
+Invariants:
+- positions are set by us before the first read, never by a committed offset;
+- a read that is cancelled loses no record;
+- a consumer that stops reading while there is something to read is replaced by a new one, and if that does not help,
+  reading ends with an error.
+
+``KafkaSubscription`` is what a role holds. ``ConsumerFactory`` makes the aiokafka consumer in it, ``ConsumerWatchdog``
+says when to replace that one, and ``StallDetector`` is the rule by which it does.
 """
 
 import asyncio
@@ -16,290 +21,44 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.errors import CorruptRecordException, OffsetOutOfRangeError
 from aiokafka.structs import ConsumerRecord
 
-from bus.kafka import records as record_batches
-from bus.kafka.connection import Outage, client_options, discard, our_errors, partitions_seen_by, started
+from bus.kafka.aiokafka_internals import client_of, let_fetcher_request, replace_record_reader
+from bus.kafka.connection import BrokerAvailability, client_options, discard, our_errors, partitions_seen_by, started
+from bus.kafka.records import SafeRecords
 from bus.kafka.settings import KafkaSettings
 from bus.port import Record, Start, TopicPartition
 from schemas.errors import BusError, BusUnavailable, DataLossRefused
 
-# Makes the consumers of one subscription, and asks the broker what it holds. Reads nothing.
-
-AskOffsets = Callable[[list[KafkaPartition]], Awaitable[dict[KafkaPartition, int]]]
 Positions = Mapping[TopicPartition, int]
+AskOffsets = Callable[[list[KafkaPartition]], Awaitable[dict[KafkaPartition, int]]]
 
-FETCHER_LOOKS_MS, UNHURRIED_LOOKS_MS = 200, 10_000
-"""aiokafka's fetcher looks at every partition so often even if nothing happens."""
+# aiokafka's fetcher wakes this often even where nothing happened, and asks the broker for whatever may be fetched.
+# The default of 200 ms is what a role that reads without a pause wants; whoever pauses its partitions between two
+# reads (``prefetch=False``) would only load the broker with it.
+FETCHER_WAKES_MS = 200
+FETCHER_WAKES_WITHOUT_PREFETCH_MS = 10_000
 
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """How consumers of one subscription are made. ``ahead``: they fetch more while the last records are dealt with."""
-
-    settings: KafkaSettings
-    client_id: str
-    group_id: str | None
-    outage: Outage = field(default_factory=Outage)
-    ahead: bool = True
-
-    async def assigned(self, partitions: Iterable[TopicPartition]) -> AIOKafkaConsumer:
-        """A started consumer of these partitions, all paused at offset 0 so that it reads nothing yet."""
-        settings = self.settings
-        record_batches.install()
-        consumer = AIOKafkaConsumer(
-            **client_options(settings, self.client_id),
-            group_id=self.group_id,
-            enable_auto_commit=False,
-            auto_offset_reset="none",
-            isolation_level="read_committed",
-            fetch_max_wait_ms=settings.fetch_max_wait_ms,
-            consumer_timeout_ms=FETCHER_LOOKS_MS if self.ahead else UNHURRIED_LOOKS_MS,
-            fetch_min_bytes=settings.fetch_min_bytes,
-            fetch_max_bytes=settings.fetch_max_bytes,
-            max_partition_fetch_bytes=settings.max_partition_fetch_bytes,
-        )
-        await started(consumer, settings)
-        names = [KafkaPartition(*tp) for tp in partitions]
-        consumer.assign(names)
-        for name in names:
-            consumer.seek(name, 0)
-        consumer.pause(*names)
-        return consumer
-
-    async def offsets(self, ask: AskOffsets, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-        """The answer of ``beginning_offsets`` or ``end_offsets``, in time."""
-        with our_errors(f"reading offsets as {self.client_id}"):
-            async with asyncio.timeout(self.settings.connect_timeout_ms / 1000):
-                found = await ask([KafkaPartition(*tp) for tp in partitions])
-        return {TopicPartition(*tp): offset for tp, offset in found.items()}
-
-    async def extents(
-        self, consumer: AIOKafkaConsumer, partitions: Iterable[TopicPartition]
-    ) -> tuple[Positions, Positions]:
-        """The oldest offsets held and the ones after the last, by partition."""
-        wanted = tuple(partitions)
-        first = await self.offsets(consumer.beginning_offsets, wanted)
-        return first, await self.offsets(consumer.end_offsets, wanted)
-
-
-def starting_positions(start: Start, first: Positions, end: Positions) -> Positions:
-    """Where reading begins.
-
-    Raises:
-        DataLossRefused: named offsets are not on the broker (any more); it lists every one.
-    """
-    if start == "earliest":
-        return first
-    if start == "latest":
-        return end
-    positions = {tp: start.get(tp, oldest) for tp, oldest in first.items()}
-    refuse_holes(positions, first, end)
-    return positions
-
-
-def refuse_holes(positions: Positions, first: Positions, end: Positions) -> None:
-    """Refuse positions that the broker does not hold.
-
-    Raises:
-        DataLossRefused: it names the missing offsets: up to the oldest held; or, where the end is before the
-            position, those between, which were on another broker or in a topic that was deleted and made again.
-    """
-    holes, told = [], []
-    for tp, position in sorted(positions.items()):
-        if not first[tp] <= position <= end[tp]:
-            hole = (position, first[tp]) if position < first[tp] else (end[tp], position)
-            holes.append((*tp, *hole))
-            told.append(f"offset {position} of {tp.topic}/{tp.partition}, the broker holds {first[tp]} to {end[tp]}")
-    if holes:
-        raise DataLossRefused(
-            f"expected to go on at {'; '.join(told)}: records were deleted before they were read (retention), or the "
-            "topic was deleted and made again, or this is not the broker that they were written to",
-            holes,
-        )
-
-
-# Tells when a reader is stuck: its position stands still while the end of the log is ahead. Pure; times are the
-# caller's, in seconds. Invariants: a paused partition is never stuck; movement of a position clears that partition
-# only; time in which the broker did not say that there is more to read does not count.
-
-
-class StallWatch:
-    """``timeout_s``: how long a partition may be behind without moving. ``rebuilds``: how often to try anew."""
-
-    def __init__(self, timeout_s: float, rebuilds: int) -> None:
-        self._timeout_s = timeout_s
-        self._rebuilds = rebuilds
-        self._positions: dict[TopicPartition, int] = {}
-        self._quiet_since: dict[TopicPartition, float] = {}
-        self._told_at: float | None = None
-        self._behind_since: dict[TopicPartition, float] = {}
-        self._rebuilt: dict[TopicPartition, int] = {}
-
-    def note(self, now: float, positions: Positions, paused: Collection[TopicPartition]) -> None:
-        """After every read: where it stands."""
-        for tp, position in positions.items():
-            if position != self._positions.get(tp) or tp in paused:
-                self._positions[tp] = position
-                self._quiet_since[tp] = now
-                self._behind_since.pop(tp, None)
-                if tp not in paused:
-                    self._rebuilt.pop(tp, None)
-
-    def should_ask(self, now: float) -> bool:
-        """Whether it is time to ask the broker: something is quiet, or nothing was asked for long."""
-        if self._told_at is None:
-            self._told_at = now
-        return now - self._told_at >= self._timeout_s or any(
-            now - since >= self._timeout_s / 4 for since in self._quiet_since.values()
-        )
-
-    def told(self, now: float, ends: Positions) -> list[TopicPartition]:
-        """The broker's ends; returns the partitions that are stuck, which are then counted as rebuilt."""
-        self._told_at = now
-        for tp, position in self._positions.items():
-            self._quiet_since[tp] = now
-            if ends[tp] > position:
-                self._behind_since.setdefault(tp, now)
-            else:
-                self._behind_since.pop(tp, None)
-        return [tp for tp, since in self._behind_since.items() if now - since >= self._timeout_s]
-
-    def rebuilt(self, now: float, stuck: Collection[TopicPartition]) -> None:
-        """A new consumer reads on from the same positions."""
-        for tp in stuck:
-            self._rebuilt[tp] = self._rebuilt.get(tp, 0) + 1
-            self._behind_since[tp] = now
-
-    def hopeless(self, stuck: Collection[TopicPartition]) -> list[TopicPartition]:
-        """Those of the stuck that no new consumer got moving."""
-        return [tp for tp in stuck if self._rebuilt.get(tp, 0) >= self._rebuilds]
-
-
-# Asks the broker, now and then and beside the reading, what a reader should have seen. Reads nothing itself.
+# In a row, while the broker answers other questions. aiokafka's update of metadata can die unseen; whoever waits for it
+# then waits for ever, while records go on coming. Two, because one answer may be lost to a broker that restarts.
+MAX_UNANSWERED_QUESTIONS = 2
 
 log = structlog.get_logger()
-
-
-DEAF_AFTER = 2
-"""So many times in a row the broker answered and the consumer did not: aiokafka's update of metadata can die unseen,
-and then whoever waits for it waits for ever, while records go on coming."""
-
-
-class _Answer(NamedTuple):
-    """``ends`` None: the broker is there, but this consumer cannot ask it for offsets."""
-
-    counts: dict[str, int]
-    ends: Positions | None
-
-
-class Lookout:
-    """For one subscription. ``whole``: it means to read every partition of its topics."""
-
-    def __init__(self, reader: Reader, partitions: Iterable[TopicPartition], *, whole: bool) -> None:
-        self._reader = reader
-        self._partitions = tuple(partitions)
-        self._whole = whole
-        self._timeout_s = reader.settings.stall_timeout_ms / 1000
-        self._watch = StallWatch(self._timeout_s, reader.settings.stall_rebuilds)
-        self._missing: frozenset[str] = frozenset()
-        self._asking: asyncio.Task[_Answer | None] | None = None
-        self._deaf = 0
-        self._due_at = 0.0
-
-    def is_due(self) -> bool:
-        """Whether ``stuck`` has something to do; cheap, for every poll."""
-        return asyncio.get_running_loop().time() >= self._due_at
-
-    def stuck(
-        self, consumer: AIOKafkaConsumer, positions: Positions, paused: Collection[TopicPartition]
-    ) -> list[TopicPartition]:
-        """The partitions for which this consumer is to be replaced; never waits.
-
-        Raises:
-            BusError: no new consumer got them moving, a topic is gone, or it has partitions that nobody reads.
-        """
-        now = asyncio.get_running_loop().time()
-        self._due_at = now + self._timeout_s / 8
-        self._watch.note(now, positions, paused)
-        if self._asking is not None and self._asking.done():
-            asking, self._asking = self._asking, None
-            if (answer := asking.result()) is not None:
-                self._judge_topics(answer.counts)
-                self._deaf = self._deaf + 1 if answer.ends is None else 0
-                if answer.ends is not None:
-                    return self._judge_positions(self._watch.told(now, answer.ends), positions)
-                if self._deaf >= DEAF_AFTER:
-                    return self._judge_positions(list(self._partitions), positions)
-        if self._asking is None and self._watch.should_ask(now):
-            self._asking = asyncio.create_task(self._ask(consumer))
-        return []
-
-    def replaced(self, stuck: Collection[TopicPartition]) -> None:
-        """A new consumer took over."""
-        self._deaf = 0
-        self._watch.rebuilt(asyncio.get_running_loop().time(), stuck)
-
-    async def close(self) -> None:
-        """End what is being asked."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
-
-    async def _ask(self, consumer: AIOKafkaConsumer) -> _Answer | None:
-        try:
-            counts = await partitions_seen_by(consumer._client, self._reader.settings)  # noqa: SLF001
-        except BusError as error:
-            self._reader.outage.begin(self._reader.client_id, error)
-            return None
-        self._reader.outage.end(self._reader.client_id)
-        there = [tp for tp in self._partitions if tp.partition < counts.get(tp.topic, 0)]
-        try:
-            ends = dict.fromkeys(self._partitions, 0) | await self._reader.offsets(consumer.end_offsets, there)
-        except BusError as error:
-            log.warning("a reader gets no offsets", client_id=self._reader.client_id, error=str(error))
-            return _Answer(counts, None)
-        return _Answer(counts, ends)
-
-    def _judge_topics(self, counts: dict[str, int]) -> None:
-        known: dict[str, int] = {}
-        for tp in self._partitions:
-            known[tp.topic] = max(known.get(tp.topic, 0), tp.partition + 1)
-        missing = frozenset(topic for topic, count in known.items() if counts.get(topic, 0) < count)
-        if gone := sorted(missing & self._missing):  # seen twice: a broker that just started may not know it yet
-            raise BusError(f"expected the topics {gone} to exist, the broker says they were deleted; start anew")
-        self._missing = missing
-        for topic, count in known.items():
-            if self._whole and counts.get(topic, 0) > count:
-                raise BusError(
-                    f"expected {count} partitions of {topic}, there are {counts[topic]} now; start anew to read all"
-                )
-
-    def _judge_positions(self, stuck: list[TopicPartition], positions: Positions) -> list[TopicPartition]:
-        if hopeless := self._watch.hopeless(stuck):
-            where = ", ".join(f"{tp.topic}/{tp.partition} at offset {positions[tp]}" for tp in hopeless)
-            raise BusError(
-                f"expected a new consumer to read on, {self._reader.client_id} is still stuck in {where} after "
-                f"{self._reader.settings.stall_rebuilds} attempts; start anew, and look at the broker's log"
-            )
-        return stuck
-
-
-TURNS_TO_ASK = 6
-"""Turns of the event loop that aiokafka's fetcher needs from seeing an empty buffer to writing its next request."""
 
 
 class KafkaSubscription:
     """``bus.port.Subscription``. Opened by ``open_subscription``; ``whole``: all partitions of its topics."""
 
-    def __init__(self, reader: Reader, consumer: AIOKafkaConsumer, positions: Positions, *, whole: bool) -> None:
-        self._reader = reader
+    def __init__(
+        self, factory: "ConsumerFactory", consumer: AIOKafkaConsumer, positions: Positions, *, whole: bool
+    ) -> None:
+        self._factory = factory
         self._assigned = frozenset(positions)
         self._paused: set[TopicPartition] = set()
-        self._lookout = Lookout(reader, self._assigned, whole=whole)
+        self._watchdog = ConsumerWatchdog(factory, self._assigned, whole=whole)
         self._closed = False
         self._read_with(consumer, positions)
 
     def _read_with(self, consumer: AIOKafkaConsumer, positions: Positions) -> None:
-        self._next = dict(positions)
+        self._next = dict(positions)  # the offset of the next record to deliver, by partition
         self._seek_to_next(consumer)
         consumer.resume(*(KafkaPartition(*tp) for tp in self._assigned - self._paused))
         self._consumer = consumer
@@ -310,7 +69,7 @@ class KafkaSubscription:
 
     def _open_consumer(self) -> AIOKafkaConsumer:
         if self._closed:
-            raise BusError(f"subscription {self._reader.client_id} is closed; open a new one")
+            raise BusError(f"subscription {self._factory.client_id} is closed; open a new one")
         return self._consumer
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
@@ -321,54 +80,62 @@ class KafkaSubscription:
             BusError: the subscription is closed, the broker refuses, or this reader is stuck for good.
         """
         self._open_consumer()
-        if self._lookout.is_due():
-            await self._look_after(self._consumer)
+        if self._watchdog.is_due():
+            await self._replace_if_stuck(self._consumer)
         consumer = self._consumer
         await asyncio.sleep(0)  # a caller that asks again and again without waiting would keep the loop from reading
-        with our_errors(f"reading as {self._reader.client_id}"):
-            try:
-                fetched = await consumer.getmany(timeout_ms=int(timeout_s * 1000), max_records=max_records)
-            except CorruptRecordException as error:
-                log.warning("damaged bytes are fetched again", client_id=self._reader.client_id, error=str(error))
-                self._seek_to_next(consumer)
-                fetched = {}
-            except OffsetOutOfRangeError:
-                self._seek_to_next(consumer)
-                refuse_holes(self._next, *await self._reader.extents(consumer, self._assigned))
-                raise
-            except Exception:
-                self._seek_to_next(consumer)  # aiokafka drops what it had taken from the other partitions
-                raise
-        if fetched and self._reader.ahead:
-            await self._let_it_fetch(consumer)
+        with our_errors(f"reading as {self._factory.client_id}"):
+            fetched = await self._fetch(consumer, max_records, timeout_s)
+        if fetched and self._factory.prefetch:
+            await self._let_it_prefetch(consumer)
         records = []
         for tp, batch in fetched.items():
             records += _records(tp, batch)
             self._next[TopicPartition(*tp)] = records[-1].offset + 1
         return records
 
-    async def _let_it_fetch(self, consumer: AIOKafkaConsumer) -> None:
-        """Let aiokafka ask the broker for more before the caller decodes these; it would only ask at the next poll."""
+    async def _fetch(
+        self, consumer: AIOKafkaConsumer, max_records: int, timeout_s: float
+    ) -> dict[KafkaPartition, list[ConsumerRecord]]:
+        """What the consumer has. On an error nothing is lost: it reads on where the last delivery ended."""
         try:
-            for _ in range(TURNS_TO_ASK):
-                await asyncio.sleep(0)
+            fetched: dict[KafkaPartition, list[ConsumerRecord]] = await consumer.getmany(
+                timeout_ms=int(timeout_s * 1000), max_records=max_records
+            )
+        except CorruptRecordException as error:
+            log.warning("damaged bytes are fetched again", client_id=self._factory.client_id, error=str(error))
+            self._seek_to_next(consumer)
+            return {}
+        except OffsetOutOfRangeError:
+            self._seek_to_next(consumer)
+            refuse_holes(self._next, *await self._factory.first_and_end_offsets(consumer, self._assigned))
+            raise
+        except Exception:
+            self._seek_to_next(consumer)  # aiokafka drops what it had taken from the other partitions
+            raise
+        return fetched
+
+    async def _let_it_prefetch(self, consumer: AIOKafkaConsumer) -> None:
+        """Have more on its way before the caller decodes these records, which keeps the loop busy meanwhile."""
+        try:
+            await let_fetcher_request()
         except asyncio.CancelledError:
             self._seek_to_next(consumer)  # what was just taken is not delivered
             raise
 
-    async def _look_after(self, consumer: AIOKafkaConsumer) -> None:
+    async def _replace_if_stuck(self, consumer: AIOKafkaConsumer) -> None:
         positions = await self.positions()
-        stuck = self._lookout.stuck(consumer, positions, self._paused)
+        stuck = self._watchdog.stuck_partitions(consumer, positions, self._paused)
         if not stuck:
             return
-        log.warning("replacing a consumer that stopped reading", client_id=self._reader.client_id, stuck=stuck)
+        log.warning("replacing a consumer that stopped reading", client_id=self._factory.client_id, stuck=stuck)
         try:
-            fresh = await self._reader.assigned(self._assigned)
+            fresh = await self._factory.open_consumer(self._assigned)
         except BusUnavailable as error:
-            self._reader.outage.begin(self._reader.client_id, error)
+            self._factory.availability.report_silence(self._factory.client_id, error)
             return
         self._read_with(fresh, positions)
-        self._lookout.replaced(stuck)
+        self._watchdog.consumer_replaced(stuck)
         await discard(consumer)
 
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
@@ -398,7 +165,7 @@ class KafkaSubscription:
         Raises:
             BusUnavailable: no broker answers.
         """
-        return await self._reader.offsets(self._open_consumer().end_offsets, self._assigned)
+        return await self._factory.offsets(self._open_consumer().end_offsets, self._assigned)
 
     async def beginning_offsets(self) -> dict[TopicPartition, int]:
         """The oldest offset that the broker still holds, by partition.
@@ -406,7 +173,7 @@ class KafkaSubscription:
         Raises:
             BusUnavailable: no broker answers.
         """
-        return await self._reader.offsets(self._open_consumer().beginning_offsets, self._assigned)
+        return await self._factory.offsets(self._open_consumer().beginning_offsets, self._assigned)
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Tell the broker how far we are, for lag displays only; the checkpoint is the truth.
@@ -414,11 +181,11 @@ class KafkaSubscription:
         Raises:
             BusError: the broker refuses or does not answer.
         """
-        assert self._reader.group_id is not None, "commit needs a subscription with a group_id"
+        assert self._factory.group_id is not None, "commit needs a subscription with a group_id"
         if not offsets:
             return
-        settings = self._reader.settings
-        with our_errors(f"committing offsets of {self._reader.group_id}"):
+        settings = self._factory.settings
+        with our_errors(f"committing offsets of {self._factory.group_id}"):
             async with asyncio.timeout(settings.request_timeout_ms / 1000):
                 await self._open_consumer().commit({KafkaPartition(*tp): offset for tp, offset in offsets.items()})
 
@@ -426,7 +193,7 @@ class KafkaSubscription:
         """Release; bounded in time; idempotent."""
         if not self._closed:
             self._closed = True
-            await self._lookout.close()
+            await self._watchdog.close()
             await discard(self._consumer)
 
 
@@ -447,7 +214,7 @@ def _records(tp: KafkaPartition, batch: Iterable[ConsumerRecord]) -> list[Record
 
 
 async def open_subscription(
-    reader: Reader, assigned: Iterable[TopicPartition], start: Start, *, whole: bool
+    factory: "ConsumerFactory", assigned: Iterable[TopicPartition], start: Start, *, whole: bool
 ) -> KafkaSubscription:
     """A subscription whose positions are pinned when this returns.
 
@@ -456,10 +223,273 @@ async def open_subscription(
         DataLossRefused: named start offsets are not on the broker (any more); it lists what is missing.
     """
     partitions = tuple(assigned)
-    consumer = await reader.assigned(partitions)
+    consumer = await factory.open_consumer(partitions)
     try:
-        positions = starting_positions(start, *await reader.extents(consumer, partitions))
-        return KafkaSubscription(reader, consumer, positions, whole=whole)
+        positions = starting_positions(start, *await factory.first_and_end_offsets(consumer, partitions))
+        return KafkaSubscription(factory, consumer, positions, whole=whole)
     except BaseException:
         await discard(consumer)
         raise
+
+
+def starting_positions(start: Start, first: Positions, end: Positions) -> Positions:
+    """Where reading begins. ``first`` and ``end``: the oldest offsets held, and those after the last.
+
+    Raises:
+        DataLossRefused: named offsets are not on the broker (any more); it lists every one.
+    """
+    if start == "earliest":
+        return first
+    if start == "latest":
+        return end
+    positions = {tp: start.get(tp, oldest) for tp, oldest in first.items()}
+    refuse_holes(positions, first, end)
+    return positions
+
+
+def refuse_holes(positions: Positions, first: Positions, end: Positions) -> None:
+    """Refuse positions that the broker does not hold.
+
+    Raises:
+        DataLossRefused: it names the missing offsets: up to the oldest held; or, where the end is before the
+            position, those between, which were on another broker or in a topic that was deleted and made again.
+    """
+    holes, descriptions = [], []
+    for tp, position in sorted(positions.items()):
+        if not first[tp] <= position <= end[tp]:
+            hole = (position, first[tp]) if position < first[tp] else (end[tp], position)
+            holes.append((*tp, *hole))
+            descriptions.append(
+                f"offset {position} of {tp.topic}/{tp.partition}, the broker holds {first[tp]} to {end[tp]}"
+            )
+    if holes:
+        raise DataLossRefused(
+            f"expected to go on at {'; '.join(descriptions)}: records were deleted before they were read (retention), "
+            "or the topic was deleted and made again, or this is not the broker that they were written to",
+            holes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerFactory:
+    """Makes the consumers of one subscription, and asks the broker what it holds. Reads nothing itself.
+
+    ``prefetch``: a consumer asks for more while the last records are dealt with.
+    """
+
+    settings: KafkaSettings
+    client_id: str
+    group_id: str | None
+    availability: BrokerAvailability = field(default_factory=BrokerAvailability)
+    prefetch: bool = True
+
+    async def open_consumer(self, partitions: Iterable[TopicPartition]) -> AIOKafkaConsumer:
+        """A started consumer of these partitions, all paused at offset 0 so that it reads nothing yet."""
+        settings = self.settings
+        replace_record_reader(SafeRecords)
+        consumer = AIOKafkaConsumer(
+            **client_options(settings, self.client_id),
+            group_id=self.group_id,
+            enable_auto_commit=False,
+            auto_offset_reset="none",  # an offset that is gone is an error, never a silent jump
+            isolation_level="read_committed",
+            fetch_max_wait_ms=settings.fetch_max_wait_ms,
+            consumer_timeout_ms=FETCHER_WAKES_MS if self.prefetch else FETCHER_WAKES_WITHOUT_PREFETCH_MS,
+            fetch_min_bytes=settings.fetch_min_bytes,
+            fetch_max_bytes=settings.fetch_max_bytes,
+            max_partition_fetch_bytes=settings.max_partition_fetch_bytes,
+        )
+        await started(consumer, settings)
+        names = [KafkaPartition(*tp) for tp in partitions]
+        consumer.assign(names)
+        for name in names:
+            consumer.seek(name, 0)
+        consumer.pause(*names)
+        return consumer
+
+    async def offsets(self, ask: AskOffsets, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """The answer of a consumer's ``beginning_offsets`` or ``end_offsets``, within the connect time-out."""
+        with our_errors(f"reading offsets as {self.client_id}"):
+            async with asyncio.timeout(self.settings.connect_timeout_ms / 1000):
+                found = await ask([KafkaPartition(*tp) for tp in partitions])
+        return {TopicPartition(*tp): offset for tp, offset in found.items()}
+
+    async def first_and_end_offsets(
+        self, consumer: AIOKafkaConsumer, partitions: Iterable[TopicPartition]
+    ) -> tuple[Positions, Positions]:
+        """The oldest offsets held and the ones after the last, by partition."""
+        wanted = tuple(partitions)
+        first = await self.offsets(consumer.beginning_offsets, wanted)
+        return first, await self.offsets(consumer.end_offsets, wanted)
+
+
+class _BrokerAnswer(NamedTuple):
+    """Partitions of each topic, and the ends of those we read; ``ends`` None: this consumer alone gets no answer."""
+
+    counts: dict[str, int]
+    ends: Positions | None
+
+
+class ConsumerWatchdog:
+    """Asks the broker, now and then and beside the reading, what a consumer should have seen.
+
+    The rule: a consumer is to be replaced if one of its partitions stalls (``StallDetector``), or if it gets no answer
+    to ``MAX_UNANSWERED_QUESTIONS`` questions in a row that the broker answers to others. Reading ends if replacing did
+    not help ``max_client_restarts`` times, or if the topics are not what they were when it began. A broker that does
+    not answer at all is no reason to replace anything. ``whole``: it means to read every partition of its topics.
+    """
+
+    def __init__(self, factory: ConsumerFactory, partitions: Iterable[TopicPartition], *, whole: bool) -> None:
+        self._factory = factory
+        self._partitions = tuple(partitions)
+        self._whole = whole
+        self._timeout_s = factory.settings.stall_timeout_ms / 1000
+        self._detector = StallDetector(self._timeout_s, factory.settings.max_client_restarts)
+        self._missing_topics: frozenset[str] = frozenset()
+        self._question: asyncio.Task[_BrokerAnswer | None] | None = None
+        self._unanswered = 0
+        self._due_at = 0.0
+
+    def is_due(self) -> bool:
+        """Whether ``stuck_partitions`` has something to do; cheap, for every poll."""
+        return asyncio.get_running_loop().time() >= self._due_at
+
+    def stuck_partitions(
+        self, consumer: AIOKafkaConsumer, positions: Positions, paused: Collection[TopicPartition]
+    ) -> list[TopicPartition]:
+        """The partitions for which this consumer is to be replaced; never waits, the broker is asked in a task.
+
+        Raises:
+            BusError: no new consumer got them moving, a topic is gone, or it has partitions that nobody reads.
+        """
+        now = asyncio.get_running_loop().time()
+        # Often enough to see a movement within the quarter of the time-out after which the broker is asked.
+        self._due_at = now + self._timeout_s / 8
+        self._detector.observe_positions(now, positions, paused)
+        stuck: list[TopicPartition] = []
+        if self._question is not None and self._question.done():
+            question, self._question = self._question, None
+            if (answer := question.result()) is not None:
+                stuck = self._stuck_by(answer, now)
+                self._refuse_hopeless(stuck, positions)
+        if not stuck and self._question is None and self._detector.should_ask(now):
+            self._question = asyncio.create_task(self._ask(consumer))
+        return stuck
+
+    def _stuck_by(self, answer: _BrokerAnswer, now: float) -> list[TopicPartition]:
+        self._refuse_changed_topics(answer.counts)
+        if answer.ends is not None:
+            self._unanswered = 0
+            return self._detector.observe_ends(now, answer.ends)
+        self._unanswered += 1
+        return list(self._partitions) if self._unanswered >= MAX_UNANSWERED_QUESTIONS else []
+
+    def consumer_replaced(self, stuck: Collection[TopicPartition]) -> None:
+        """A new consumer reads on from the same positions."""
+        self._unanswered = 0
+        self._detector.consumer_replaced(asyncio.get_running_loop().time(), stuck)
+
+    async def close(self) -> None:
+        """End the question under way."""
+        if self._question is not None:
+            self._question.cancel()
+            await asyncio.gather(self._question, return_exceptions=True)
+
+    async def _ask(self, consumer: AIOKafkaConsumer) -> _BrokerAnswer | None:
+        """None: the broker itself does not answer."""
+        factory = self._factory
+        try:
+            counts = await partitions_seen_by(client_of(consumer), factory.settings)
+        except BusError as error:
+            factory.availability.report_silence(factory.client_id, error)
+            return None
+        factory.availability.report_answer(factory.client_id)
+        there = [tp for tp in self._partitions if tp.partition < counts.get(tp.topic, 0)]
+        try:
+            ends = dict.fromkeys(self._partitions, 0) | await factory.offsets(consumer.end_offsets, there)
+        except BusError as error:
+            log.warning("a reader gets no offsets", client_id=factory.client_id, error=str(error))
+            return _BrokerAnswer(counts, None)
+        return _BrokerAnswer(counts, ends)
+
+    def _refuse_changed_topics(self, counts: dict[str, int]) -> None:
+        known: dict[str, int] = {}
+        for tp in self._partitions:
+            known[tp.topic] = max(known.get(tp.topic, 0), tp.partition + 1)
+        missing = frozenset(topic for topic, count in known.items() if counts.get(topic, 0) < count)
+        # Missing in two answers in a row: a broker that just started may not know a topic yet.
+        if gone := sorted(missing & self._missing_topics):
+            raise BusError(f"expected the topics {gone} to exist, the broker says they were deleted; start anew")
+        self._missing_topics = missing
+        for topic, count in known.items():
+            if self._whole and counts.get(topic, 0) > count:
+                raise BusError(
+                    f"expected {count} partitions of {topic}, there are {counts[topic]} now; start anew to read all"
+                )
+
+    def _refuse_hopeless(self, stuck: list[TopicPartition], positions: Positions) -> None:
+        if hopeless := self._detector.beyond_help(stuck):
+            where = ", ".join(f"{tp.topic}/{tp.partition} at offset {positions[tp]}" for tp in hopeless)
+            raise BusError(
+                f"expected a new consumer to read on, {self._factory.client_id} is still stuck in {where} after "
+                f"{self._factory.settings.max_client_restarts} attempts; start anew, and look at the broker's log"
+            )
+
+
+class StallDetector:
+    """Tells which partitions of a reader stall. Pure: times are the caller's, in seconds.
+
+    With T = ``timeout_s``, a partition stalls at time t if t - behind_since >= T, where ``behind_since`` is when the
+    broker first said, after the position last moved, that the log goes on beyond it. So a position that moves clears
+    its own partition and no other; a paused partition never stalls; time before the broker said that there is more to
+    read does not count. The broker is asked when a partition was quiet for T/4, and every T in any case.
+    ``max_replacements``: how many new consumers in a row may fail to get a partition moving.
+    """
+
+    def __init__(self, timeout_s: float, max_replacements: int) -> None:
+        self._timeout_s = timeout_s
+        self._max_replacements = max_replacements
+        self._positions: dict[TopicPartition, int] = {}
+        self._quiet_since: dict[TopicPartition, float] = {}  # the last movement or answer of the broker
+        self._behind_since: dict[TopicPartition, float] = {}
+        self._replacements: dict[TopicPartition, int] = {}
+        self._answered_at: float | None = None
+
+    def observe_positions(self, now: float, positions: Positions, paused: Collection[TopicPartition]) -> None:
+        """Where the reader stands."""
+        for tp, position in positions.items():
+            if position != self._positions.get(tp) or tp in paused:
+                self._positions[tp] = position
+                self._quiet_since[tp] = now
+                self._behind_since.pop(tp, None)
+                if tp not in paused:
+                    self._replacements.pop(tp, None)
+
+    def should_ask(self, now: float) -> bool:
+        """Whether it is time to ask the broker for the ends of the logs."""
+        if self._answered_at is None:
+            self._answered_at = now
+        return now - self._answered_at >= self._timeout_s or any(
+            now - since >= self._timeout_s / 4 for since in self._quiet_since.values()
+        )
+
+    def observe_ends(self, now: float, ends: Positions) -> list[TopicPartition]:
+        """The broker's answer; returns the partitions that stall."""
+        self._answered_at = now
+        for tp, position in self._positions.items():
+            self._quiet_since[tp] = now
+            if ends[tp] > position:
+                self._behind_since.setdefault(tp, now)
+            else:
+                self._behind_since.pop(tp, None)
+        return [tp for tp, since in self._behind_since.items() if now - since >= self._timeout_s]
+
+    def consumer_replaced(self, now: float, stuck: Collection[TopicPartition]) -> None:
+        """A new consumer reads on from the same positions, and has the whole time-out to show it."""
+        for tp in stuck:
+            self._replacements[tp] = self._replacements.get(tp, 0) + 1
+            self._behind_since[tp] = now
+
+    def beyond_help(self, stuck: Collection[TopicPartition]) -> list[TopicPartition]:
+        """Those of the stuck that no new consumer got moving."""
+        return [tp for tp in stuck if self._replacements.get(tp, 0) >= self._max_replacements]

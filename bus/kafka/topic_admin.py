@@ -15,7 +15,7 @@ from aiokafka.errors import for_code
 
 from bus.kafka.connection import client_options, discard, our_errors, started
 from bus.kafka.settings import KafkaSettings
-from bus.kafka.subscription import Reader
+from bus.kafka.subscription import ConsumerFactory
 from bus.port import TopicPartition
 from schemas.errors import BrokerError
 from schemas.topics import CATALOGUE, Topic
@@ -220,7 +220,7 @@ def _refuse_error(code: int, doing: str) -> None:
 async def _wait_for_leaders(settings: KafkaSettings, wanted: Sequence[_Wanted]) -> None:
     """Ask every leader for an offset: metadata names a leader a little before that broker has the partition."""
     partitions = [TopicPartition(each.name, number) for each in wanted for number in range(each.partitions)]
-    consumer = await Reader(settings, _CLIENT_ID, None).assigned(partitions)
+    consumer = await ConsumerFactory(settings, _CLIENT_ID, None).open_consumer(partitions)
     try:
         with our_errors(f"waiting for the leaders of {len(partitions)} partitions"):
             async with asyncio.timeout(READY_TIMEOUT_S):

@@ -1,8 +1,10 @@
 """Kafka transactions, one short one a commit. Knows neither messages nor our topics.
 
-Invariants: a producer that did not end a transaction for certain is discarded, because aiokafka could end a later one
-with a late request; whether there is a newer holder is the broker's word, never guessed from a time-out; every wait
-is bounded.
+Invariants:
+- a producer that did not end a transaction for certain is discarded, because aiokafka could end a later one with a
+  late request;
+- whether there is a newer holder of the id is the broker's word, never guessed from a time-out;
+- every wait is bounded.
 """
 
 import asyncio
@@ -15,8 +17,8 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.errors import BrokerResponseError, KafkaError, ProducerFenced
 from aiokafka.producer.message_accumulator import BatchBuilder
 
+from bus.kafka.aiokafka_internals import NO_IDENTITY, ProducerIdentity, identity_of, open_with_identity
 from bus.kafka.connection import partitions_seen_by, started, stop
-from bus.kafka.protocol import NOBODY, Holder, holder_of, open_as
 from bus.kafka.publisher import append, new_builder, partition_of
 from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing, TopicPartition
@@ -34,10 +36,10 @@ class KafkaTransactionalPublisher:
         self._make = make
         self._settings = settings
         self._id = transactional_id
-        self._holder: Holder = NOBODY
+        self._identity: ProducerIdentity = NO_IDENTITY
         self._producer: AIOKafkaProducer | None = None
         self._counts: Mapping[str, int] = {}
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
         self._superseded = False
         self._closed = False
@@ -51,7 +53,7 @@ class KafkaTransactionalPublisher:
         """
         if self._producer is None:
             producer = self._make()
-            open_as(producer, self._holder)
+            open_with_identity(producer, self._identity)
             try:
                 # The first transaction of a broker's life waits until it has made the topic that it keeps them in.
                 await started(producer, self._settings, self._settings.transaction_timeout_ms / 1000)
@@ -60,7 +62,7 @@ class KafkaTransactionalPublisher:
                     self._superseded = True
                     raise self._newer_holder() from error.__cause__
                 raise
-            self._holder, self._producer = holder_of(producer), producer
+            self._identity, self._producer = identity_of(producer), producer
         return self._producer
 
     async def commit(
@@ -78,7 +80,7 @@ class KafkaTransactionalPublisher:
             BusUnavailable: no broker answered before anything was written.
             BusError: the broker refused it, or we are closed; nothing was written.
         """
-        async with self._one_at_a_time:
+        async with self._lock:
             if self._superseded:
                 raise self._newer_holder()
             if self._closed:
@@ -91,26 +93,26 @@ class KafkaTransactionalPublisher:
             except BaseException as error:
                 self._retire(producer)
                 if isinstance(error, TimeoutError | KafkaError):
-                    raise await self._told(error) from error
+                    raise await self._meaning_of(error) from error
                 raise
 
     async def _batches(
         self, producer: AIOKafkaProducer, records: Sequence[Outgoing]
     ) -> list[tuple[TopicPartition, BatchBuilder]]:
-        """The records as batches, in order per partition. Refuses unknown places before anything is begun."""
+        """The records as batches, in order per partition. Refuses unknown partitions before anything is begun."""
         if any(record.topic not in self._counts for record in records):
             self._counts = await partitions_seen_by(producer.client, self._settings)
         open_batches: dict[TopicPartition, BatchBuilder] = {}
         batches = []
         for record in records:
-            tp = _place_of(record, self._counts)
+            tp = _partition_for(record, self._counts)
             if tp not in open_batches or not append(open_batches[tp], record):
                 open_batches[tp] = new_builder(self._settings.max_batch_bytes, self._settings.compression_type)
                 append(open_batches[tp], record)
                 batches.append((tp, open_batches[tp]))
         return batches
 
-    async def _told(self, error: TimeoutError | KafkaError) -> BusError | Superseded:
+    async def _meaning_of(self, error: TimeoutError | KafkaError) -> BusError | Superseded:
         """What a failed transaction means. On a fence the broker is asked: it also fences after a time-out."""
         doing = f"committing a transaction of {self._id}"
         if _caused_by_fence(error):
@@ -139,7 +141,7 @@ class KafkaTransactionalPublisher:
     async def close(self) -> None:
         """Release; bounded in time; idempotent. A transaction under way ends first, or at its deadline."""
         self._closed = True
-        async with self._one_at_a_time:
+        async with self._lock:
             producer, self._producer = self._producer, None
             if producer is not None:
                 await stop(producer, STOP_PATIENCE_S)
@@ -161,7 +163,7 @@ async def _transact(
     await producer.commit_transaction()
 
 
-def _place_of(record: Outgoing, counts: Mapping[str, int]) -> TopicPartition:
+def _partition_for(record: Outgoing, counts: Mapping[str, int]) -> TopicPartition:
     count = counts.get(record.topic)
     if count is None:
         raise BusUnavailable(

@@ -4,118 +4,118 @@ Invariant measuring_ends_nothing: whatever fails here is logged; the role goes o
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.cluster import GroupOffsets, Offsets
+from bus.kafka.settings import KafkaSettings
 from bus.port import Subscription, TopicPartition
+from observability.background import BackgroundTask, stopped_within
 from observability.metrics.endpoint import endpoint
 from observability.metrics.families import Meters
-from observability.metrics.roles import Look, measure
+from observability.metrics.metering import Collector, MeteringObserver, collect_dispatcher, metering_of
+from observability.metrics.settings import MetricsSettings
 from schemas.errors import BusError
 from schemas.topics import TRAJECTORIES
-from settings.tree import Settings
 
-# What runs beside a role without being part of it. Nothing that happens to a companion ends the role.
+if TYPE_CHECKING:
+    from producers.dispatch.status import DispatcherStatus
 
 log = structlog.get_logger()
 
-END_S = 10.0
-Companion = Callable[[asyncio.Event], Awaitable[None]]
-"""Runs until stopped."""
-
-
-@asynccontextmanager
-async def beside(companions: Sequence[Companion]) -> AsyncIterator[None]:
-    """Run the companions while the block runs; then they have ten seconds to end."""
-    over = asyncio.Event()
-    tasks = [asyncio.create_task(_unharmed(companion, over)) for companion in companions]
-    try:
-        yield
-    finally:
-        over.set()
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=END_S)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
-
-
-async def _unharmed(companion: Companion, over: asyncio.Event) -> None:
-    try:
-        await companion(over)
-    except Exception:
-        log.exception("something beside the work of this process failed; the work goes on")
-
-
-async def stopped_within(stop: asyncio.Event, seconds: float) -> bool:
-    """Wait so long, or until stopped."""
-    try:
-        async with asyncio.timeout(seconds):
-            await stop.wait()
-    except TimeoutError:
-        return False
-    return True
-
-
-LOOK_EVERY_S = 2.0
-NOTES = ".prometheus"
+COLLECT_EVERY_S = 2.0
+"""Under Prometheus's usual 15 s between scrapes, and rare enough to cost nothing."""
+TARGETS = ".prometheus"
 """Where Prometheus finds the processes of all runs: it takes a wildcard for files only."""
 
 
+@dataclass
+class Metering:
+    """How the meters of a process get their figures: at its bus, by asking its role, and beside its work."""
+
+    meters: Meters
+    observer: MeteringObserver
+    collectors: list[Collector]
+    tasks: list[BackgroundTask] = field(default_factory=list)
+
+    def watch_dispatcher(self, status: Callable[[], "DispatcherStatus"]) -> None:
+        """Ask the dispatcher for its status every few seconds."""
+        self.collectors.append(lambda: collect_dispatcher(status(), self.meters))
+
+    def count_response(self, status: int, weight_bytes: int) -> None:
+        """The relay begins an answer.
+
+        A transfer that breaks off and goes on with a range counts twice in part.
+        """
+        self.meters.count("relay_requests", str(status))
+        if weight_bytes:
+            self.meters.count("weight_transfer_bytes", by=weight_bytes)
+
+
 @contextmanager
-def exported(role: str, process: str, loop: Any, settings: Settings) -> Iterator[tuple[Any, list[Companion]]]:
-    """The role with its meters on, and what is to run beside it. Without ``metrics.port``: the role as it is.
+def open_metering(
+    role: str, process: str, run_name: str, settings: MetricsSettings, kafka: KafkaSettings, directory: Path
+) -> Iterator[Metering | None]:
+    """While the block runs, the figures of this process are served; None without ``metrics.port``.
+
+    Args:
+        role: what this process is.
+        process: its name; workers have their ids.
+        run_name: the label of all its figures.
+        settings: where to serve.
+        kafka: whom the coordinator asks for consumer lag.
+        directory: of all runs; a file below it tells Prometheus the address.
 
     Raises:
         UserError: no port is free.
     """
-    if not settings.metrics.port:
-        yield loop, []
+    if not settings.port:
+        yield None
         return
-    meters = Meters(settings.run.name)
-    loop, looks = measure(role, loop, meters)
+    meters = Meters(run_name)
+    observer, collectors = metering_of(role, meters)
+    metering = Metering(meters, observer, collectors)
     meters.set(1, "build_info", metadata.version("streamrl"), process, role)
-    companions: list[Companion] = [Looking(meters, looks).run]
+    metering.tasks.append(Collecting(meters, collectors).run)
     if role == "coordinator":
-        companions.append(LagSampler(meters, settings).run)
-    host, port = settings.metrics.host, settings.metrics.port
-    note = settings.run.directory / NOTES / f"{settings.run.name}-{process}.json"
-    with endpoint(meters.registry, host, port, process, note):
-        yield loop, companions
+        metering.tasks.append(LagSampler(meters, kafka, settings.lag_interval_s).run)
+    target = directory / TARGETS / f"{run_name}-{process}.json"
+    with endpoint(meters.registry, settings.host, settings.port, process, target):
+        yield metering
 
 
 @dataclass
-class Looking:
-    """Looks every two seconds, and notes how late it comes to do so."""
+class Collecting:
+    """Collects every two seconds, and notes how late it comes to do so."""
 
     meters: Meters
-    looks: Sequence[Look]
+    collectors: list[Collector]
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Look until stopped.
+        """Collect until stopped.
 
         Consumes: what the role knows. Produces: gauges. Waits for: the interval.
-        On failure: logs it once for each look, and looks no more there. On stop: returns at once.
+        On failure: logs it once for each collector, and asks that one no more. On stop: returns at once.
         """
-        clock, looks = asyncio.get_running_loop().time, list(self.looks)
+        clock = asyncio.get_running_loop().time
         while True:
-            due = clock() + LOOK_EVERY_S
-            if await stopped_within(stop, LOOK_EVERY_S):
+            due = clock() + COLLECT_EVERY_S
+            if await stopped_within(stop, COLLECT_EVERY_S):
                 return
             self.meters.set(max(0.0, clock() - due), "event_loop_lag_seconds")
-            for look in tuple(looks):
+            for collect in tuple(self.collectors):
                 try:
-                    look()
+                    collect()
                 except Exception:
-                    log.exception("a part of the metrics is given up")
-                    looks.remove(look)
+                    log.exception("a collector of metrics failed and is left out")
+                    self.collectors.remove(collect)
 
 
 @dataclass
@@ -123,7 +123,8 @@ class LagSampler:
     """Consumer lag as the broker knows it, from committed offsets: also while the trainer is away."""
 
     meters: Meters
-    settings: Settings
+    kafka: KafkaSettings
+    interval_s: float
 
     async def run(self, stop: asyncio.Event) -> None:
         """Ask until stopped, over connections that are kept.
@@ -131,13 +132,13 @@ class LagSampler:
         Consumes: nothing. Produces: gauges. Waits for: the interval, the broker.
         On failure: the gauges go, and the broker is asked again. On stop: returns within one question.
         """
-        groups, subscription = GroupOffsets(self.settings.kafka, {self._topic}), None
+        groups, subscription = GroupOffsets(self.kafka, {self._topic}), None
         try:
-            while not await stopped_within(stop, self.settings.metrics.lag_interval_s):
+            while not await stopped_within(stop, self.interval_s):
                 try:
                     if subscription is None:
                         subscription = await self._subscribed()
-                    self._note(await groups.ask(), await subscription.end_offsets())
+                    self._set(await groups.ask(), await subscription.end_offsets())
                 except BusError as error:
                     log.warning("consumer lag not known", error=str(error))
                     self.meters.forget("consumer_lag_records")
@@ -148,15 +149,15 @@ class LagSampler:
 
     @property
     def _topic(self) -> str:
-        return TRAJECTORIES.full_name(self.settings.run.name)
+        return TRAJECTORIES.full_name(self.meters.run)
 
     async def _subscribed(self) -> Subscription:
-        """Of which only the ends are asked; it reads nothing."""
-        subscription = await KafkaBus(self.settings.kafka).unhurried.subscribe([self._topic], client_id="streamrl-lag")
+        """Only its ends are asked: it reads nothing, so nothing is to be fetched ahead."""
+        subscription = await KafkaBus(self.kafka, prefetch=False).subscribe([self._topic], client_id="streamrl-lag")
         subscription.pause(subscription.partitions())
         return subscription
 
-    def _note(self, committed: Mapping[str, Offsets], ends: Mapping[TopicPartition, int]) -> None:
+    def _set(self, committed: Mapping[str, Offsets], ends: Mapping[TopicPartition, int]) -> None:
         for group, offsets in committed.items():
             for tp, end in ends.items():
                 lag = max(0, end - offsets.get(tp, 0))

@@ -1,4 +1,4 @@
-"""Follows a run's topics and folds them into a live state. Reads only; joins no group and commits nothing."""
+"""Follows a run's topics and folds them into a run's state. Reads only; joins no group and commits nothing."""
 
 import asyncio
 import time
@@ -9,10 +9,10 @@ from typing import NoReturn, Protocol
 import structlog
 
 from bus.history import BusHistory, Extent
-from bus.kafka.connection import Outage
+from bus.kafka.connection import BrokerAvailability
 from bus.port import Bus, Record, Subscription, TopicPartition
 from observability.run_state.pace import OFTEN_S
-from observability.run_state.state import LiveState
+from observability.run_state.state import RunState
 from schemas.errors import BrokerError, BusError, BusUnavailable, DataLossRefused
 from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 
@@ -24,10 +24,15 @@ MORE_POLLS, GATHER_S = 3, 0.05
 RETRY_S = 2.0
 ENDS_EVERY_S = 5.0
 MAX_RECORDS = 2000
-PAST: dict[Topic, int] = {CONTROL: 1 << 40, STEPS: 4000, HEARTBEATS: 4000, SKIPS: 4000, TRAJECTORIES: 1500}
-"""Offsets of the past that are read, over all partitions of a topic; of the others only what comes. Orders are counted
-by their ends, not read: they have more partitions than all the others, and each makes every read dearer."""
-FOLLOWED = (*PAST, WORK_ORDERS, DEAD_LETTERS)
+Past = Mapping[Topic, int | None]
+"""Topics that are read, with the offsets of the past to begin with, over all partitions of a topic; None: all of it."""
+RECENT: Past = {CONTROL: 1 << 40, STEPS: 4000, HEARTBEATS: 4000, SKIPS: 4000, TRAJECTORIES: 1500, DEAD_LETTERS: 0}
+"""For displays of a run: whole but for what is long past."""
+WHOLE_RUN: Past = {STEPS: None, HEARTBEATS: None, SKIPS: None}
+"""For the summary of a run: every step and every skip, and no trajectory."""
+COUNTED = (WORK_ORDERS, TRAJECTORIES)
+"""Topics whose ends are asked for. Orders are never read: they have more partitions than all the others, and each makes
+every read dearer."""
 
 
 class Committed(Protocol):
@@ -43,30 +48,33 @@ class Committed(Protocol):
 
 
 @dataclass
-class LiveFeed:
-    """``state`` is complete up to the last poll. ``shards`` None: partitions cannot be told by bucket. ``outage``: told
-    of, and shared with what else reads from ``bus``. ``unhurried``: the same bus, which does nothing between two reads;
-    what comes is read from it, if there is one. ``pace_s``: seconds between two reads.
+class RunFeed:
+    """``state`` is complete up to the last poll. ``shards`` None: partitions cannot be told by bucket.
+
+    ``availability`` is shared with what else reads from ``bus``. ``without_prefetch``: the same bus, which does nothing
+    between two reads; what comes is read from it, if there is one. ``pace_s``: seconds between two reads. ``past``:
+    see ``Past``.
     """
 
     bus: Bus
-    state: LiveState
+    state: RunState
     shards: int | None = None
     committed: Committed | None = None
     client_id: str = "streamrl-live"
-    outage: Outage = field(default_factory=Outage)
-    unhurried: Bus | None = None
+    availability: BrokerAvailability = field(default_factory=BrokerAvailability)
+    without_prefetch: Bus | None = None
     pace_s: Callable[[], float] = lambda: OFTEN_S
+    past: Past = field(default_factory=lambda: RECENT)
     positions: dict[TopicPartition, int] = field(default_factory=dict)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the state up to date.
 
-        Consumes: all topics but tokens and commands, from the recent past on. Produces: nothing.
+        Consumes: the topics of ``past``, from there on, and the ends of others. Produces: nothing.
         Waits for: its pace, new records.
         On failure: what retention deleted is passed over, and a topic that was made anew is followed from its end on;
             while no broker answers, that is told once, and asked again.
-        On stop: returns at once.
+        On stop: returns at once; ``read_to_end`` reads what is left.
         """
         following, stopping = asyncio.create_task(self._follow_always()), asyncio.create_task(stop.wait())
         try:
@@ -89,32 +97,57 @@ class LiveFeed:
                     place = TopicPartition(topic, partition)
                     self.positions[place] = end if self.positions[place] == begin else begin
             except BusUnavailable as error:
-                self.outage.begin(self.client_id, error)
+                self.availability.report_silence(self.client_id, error)
                 await asyncio.sleep(RETRY_S)
 
+    async def read_to_end(self) -> None:
+        """Read what is on the topics now, once ``run`` has returned: for who wants nothing left out.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+        if not self.positions:
+            await self._catch_up()
+        history, records = BusHistory(self.bus, self.client_id), list[Record]()
+        for topic in self.past:
+            name = topic.full_name(self.state.run)
+            extents = await history.extents(name)
+            ranges = {tp.partition: Extent(self.positions.get(tp, 0), held.end) for tp, held in extents.items()}
+            records += [record async for record in history.records(name, ranges)]
+            self.positions |= {tp: held.end for tp, held in extents.items()}
+        held = await history.extents(TRAJECTORIES.full_name(self.state.run))
+        await self._measure_lag({tp: extent.end for tp, extent in held.items()})
+        if self.committed is not None:
+            await self.committed.close()
+        self.state.observe_records(sorted(records, key=lambda each: each.timestamp))
+
     async def _catch_up(self) -> None:
-        """Read the recent past, in the order of its times."""
-        history = BusHistory(self.bus, self.client_id)
-        past: list[Record] = []
+        """Read the recent past, in the order of its times; topics that are read whole are followed from the first."""
+        history, records = BusHistory(self.bus, self.client_id), list[Record]()
         positions: dict[TopicPartition, int] = {}
-        for topic in FOLLOWED:
-            extents = await history.extents(topic.full_name(self.state.run))
+        for topic in {**dict.fromkeys(COUNTED, 0), **self.past}:
+            name, most = topic.full_name(self.state.run), self.past.get(topic, 0)
+            extents = await history.extents(name)
+            if most is None:
+                positions |= {tp: held.first for tp, held in extents.items()}
+                continue
             positions |= {tp: held.end for tp, held in extents.items()}
-            most = PAST.get(topic, 0) // max(1, len(extents))
-            ranges = {tp.partition: Extent(max(held.first, held.end - most), held.end) for tp, held in extents.items()}
-            if most:
-                past += [record async for record in history.records(topic.full_name(self.state.run), ranges)]
-        for record in sorted(past, key=lambda each: each.timestamp):
-            self.state.take(record)
+            share = most // max(1, len(extents))
+            ranges = {tp.partition: Extent(max(held.first, held.end - share), held.end) for tp, held in extents.items()}
+            if share:
+                records += [record async for record in history.records(name, ranges)]
+        for record in sorted(records, key=lambda each: each.timestamp):
+            self.state.observe_record(record)
         self.positions = positions
 
     async def _follow(self) -> NoReturn:
         topics = sorted({tp.topic for tp in self.positions})
-        bus, start = self.unhurried or self.bus, dict(self.positions)
+        bus, start = self.without_prefetch or self.bus, dict(self.positions)
         subscription = await bus.subscribe(topics, client_id=self.client_id, start=start)
-        read = {tp for tp in start if tp.topic != WORK_ORDERS.full_name(self.state.run)}
+        names = {topic.full_name(self.state.run) for topic in self.past}
+        read = {tp for tp in start if tp.topic in names}
         subscription.pause(start)
-        self.outage.end(self.client_id)
+        self.availability.report_answer(self.client_id)
         ends = asyncio.create_task(self._watch_ends(subscription))
         try:
             while True:
@@ -123,7 +156,7 @@ class LiveFeed:
                 subscription.pause(read)
                 for record in records:
                     self.positions[TopicPartition(record.topic, record.partition)] = record.offset + 1
-                self.state.take_all(sorted(records, key=lambda each: each.timestamp))
+                self.state.observe_records(sorted(records, key=lambda each: each.timestamp))
                 if len(records) < MAX_RECORDS:
                     self.state.read_at = time.time()
                     await asyncio.sleep(self.pace_s())
@@ -137,9 +170,9 @@ class LiveFeed:
             while True:
                 try:
                     await self._ask_for_ends(subscription)
-                    self.outage.end(self.client_id)
+                    self.availability.report_answer(self.client_id)
                 except BusUnavailable as error:
-                    self.outage.begin(self.client_id, error)
+                    self.availability.report_silence(self.client_id, error)
                 except (BrokerError, BusError) as error:
                     log.warning("lag is not known now", error=str(error))
                 await asyncio.sleep(max(ENDS_EVERY_S, 2 * self.pace_s()))
@@ -150,11 +183,14 @@ class LiveFeed:
     async def _ask_for_ends(self, subscription: Subscription) -> None:
         ends = await subscription.end_offsets()
         orders = {tp: end for tp, end in ends.items() if tp.topic == WORK_ORDERS.full_name(self.state.run)}
-        self.state.ordered(sum(max(0, end - self.positions[tp]) for tp, end in orders.items()), time.time())
+        self.state.count_orders(sum(max(0, end - self.positions[tp]) for tp, end in orders.items()), time.time())
         self.positions |= orders
+        await self._measure_lag(ends)
+
+    async def _measure_lag(self, ends: Mapping[TopicPartition, int]) -> None:
         if self.committed is not None and self.shards is not None:
             topic, finished = TRAJECTORIES.full_name(self.state.run), await self.committed.ask()
-            self.state.unfinished = unfinished_by_bucket(topic, ends, finished, self.shards)
+            self.state.committed_lag = lag_of_committed(topic, ends, finished, self.shards)
 
 
 async def _gathered(subscription: Subscription) -> list[Record]:
@@ -168,10 +204,10 @@ async def _gathered(subscription: Subscription) -> list[Record]:
     return records
 
 
-def unfinished_by_bucket(
+def lag_of_committed(
     topic: str, ends: Mapping[TopicPartition, int], finished: Mapping[TopicPartition, int], shards: int
 ) -> dict[int, int]:
-    """Offsets between what the trainer finished and the end, by length bucket."""
+    """Consumer lag by length bucket: offsets between what the trainer committed as finished and the end."""
     found: dict[int, int] = {}
     for tp, end in ends.items():
         if tp.topic == topic:

@@ -3,10 +3,12 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+from structlog.testing import capture_logs
 
 from bus.kafka.bus import KafkaBus
+from bus.kafka.connection import BrokerAvailability, advised
 from bus.kafka.settings import KafkaSettings
-from schemas.errors import BrokerError, BusUnavailable, UserError
+from schemas.errors import BrokerError, BusError, BusUnavailable, StreamRLError, TopicMissing, UserError
 
 
 @pytest.fixture
@@ -66,6 +68,36 @@ async def test_unreadable_certificates_are_named() -> None:
 def test_a_password_does_not_show_in_printed_settings() -> None:
     settings = KafkaSettings.model_validate({"sasl_plain_password": "hunter2"})
     assert "hunter2" not in f"{settings!r}{settings.model_dump_json()}"
+
+
+def test_a_silent_broker_is_logged_once_and_so_is_its_return() -> None:
+    availability = BrokerAvailability("b:1", "start it again")
+    with capture_logs() as logs:
+        availability.report_answer("reader")
+        for _ in range(2):
+            for client in ("reader", "other"):
+                availability.report_silence(client, BusUnavailable("no answer"))
+            for client in ("reader", "other"):
+                availability.report_answer(client)
+    assert [each["event"] for each in logs] == [
+        "the broker at b:1 does not answer; start it again",
+        "the broker at b:1 answers again",
+    ] * 2
+    assert {each["log_level"] for each in logs} == {"warning"}
+    assert logs[0]["error"] == "no answer"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (BusUnavailable("no answer"), "no answer; start it"),
+        (TopicMissing("no topic"), "no topic"),
+        (BusError("refused"), "refused"),
+    ],
+)
+def test_only_a_silent_broker_gets_the_advice(error: StreamRLError, text: str) -> None:
+    assert advised(error, "start it") == text
+    assert advised(error, "") == str(error)
 
 
 async def _open(what: str, settings: KafkaSettings) -> None:

@@ -89,7 +89,7 @@ async def test_a_producer_that_gets_nothing_acknowledged_is_replaced(bootstrap_s
 
 
 async def test_a_publisher_that_no_new_producer_helps_refuses_with_an_error(bootstrap_servers: str, topic: str) -> None:
-    bus = KafkaBus(settings(bootstrap_servers, stall_timeout_ms=500, request_timeout_ms=1000, stall_rebuilds=2))
+    bus = KafkaBus(settings(bootstrap_servers, stall_timeout_ms=500, request_timeout_ms=1000, max_client_restarts=2))
     publisher = await bus.publisher("writer")
     usual = publisher._connect
 

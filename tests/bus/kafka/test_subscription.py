@@ -12,7 +12,7 @@ from aiokafka.structs import TopicPartition as KafkaPartition
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
-from bus.kafka.subscription import Reader
+from bus.kafka.subscription import ConsumerFactory
 from bus.port import Outgoing, Record, TopicPartition
 from schemas.errors import BusError, DataLossRefused, WireError
 from tests.contract.topics import create_topic
@@ -119,16 +119,16 @@ async def test_a_reader_that_no_new_consumer_gets_moving_ends_with_an_error(
     bootstrap_servers: str, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    usual = Reader.assigned
+    usual = ConsumerFactory.open_consumer
 
-    async def without_a_fetcher(self: Reader, partitions: Iterable[TopicPartition]) -> AIOKafkaConsumer:
+    async def without_a_fetcher(self: ConsumerFactory, partitions: Iterable[TopicPartition]) -> AIOKafkaConsumer:
         consumer = await usual(self, partitions)
         consumer._fetcher._fetch_task.cancel()
         made.append(consumer)
         return consumer
 
-    monkeypatch.setattr(Reader, "assigned", without_a_fetcher)
-    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, stall_timeout_ms=500, stall_rebuilds=2))
+    monkeypatch.setattr(ConsumerFactory, "open_consumer", without_a_fetcher)
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, stall_timeout_ms=500, max_client_restarts=2))
     subscription = await bus.subscribe([topic], client_id="reader")
     await publish(bus, topic, b"0")
     with pytest.raises(BusError, match=r"stuck in .*/0 at offset 0 after 2 attempts"):
@@ -202,10 +202,10 @@ async def test_a_reader_that_gets_no_offsets_any_more_is_replaced(bootstrap_serv
     await subscription.close()
 
 
-async def test_an_unhurried_reader_that_pauses_asks_nothing_and_then_gets_all_with_one_read(
+async def test_a_reader_without_prefetch_that_pauses_asks_nothing_and_then_gets_all_with_one_read(
     bus: KafkaBus, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subscription = await bus.unhurried.subscribe([topic], client_id="looker")
+    subscription = await bus.without_prefetch().subscribe([topic], client_id="looker")
     everything, fetches = subscription.partitions(), []
     subscription.pause(everything)
     fetch = Fetcher._proc_fetch_request

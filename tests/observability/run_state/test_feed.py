@@ -9,11 +9,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from bus.interceptors import BusInterceptor
-from bus.kafka.connection import Outage
+from bus.kafka.connection import BrokerAvailability
 from bus.memory import MemoryBus
 from bus.port import Outgoing, Subscription, TopicPartition
-from observability.run_state.feed import FOLLOWED, LiveFeed, unfinished_by_bucket
-from observability.run_state.state import LiveState
+from observability.run_state.feed import FOLLOWED, RunFeed, unfinished_by_bucket
+from observability.run_state.state import RunState
 from schemas.errors import BusUnavailable
 from schemas.identifiers import PolicyVersion
 from schemas.topics import WORK_ORDERS
@@ -62,8 +62,8 @@ def a_past(seconds: float) -> tuple[MemoryBus, MadeUpRun]:
 
 async def test_the_recent_past_is_read_in_the_order_of_its_times_and_then_what_comes() -> None:
     bus, made_up = a_past(20.0)
-    state, stop = LiveState(RUN), asyncio.Event()
-    task = asyncio.create_task(LiveFeed(bus, state).run(stop))
+    state, stop = RunState(RUN), asyncio.Event()
+    task = asyncio.create_task(RunFeed(bus, state).run(stop))
     async with asyncio.timeout(10):
         while state.step < made_up.version:
             await asyncio.sleep(0.02)
@@ -79,11 +79,11 @@ async def test_the_recent_past_is_read_in_the_order_of_its_times_and_then_what_c
     assert bus.committed == {}
 
 
-async def test_what_comes_is_read_from_the_unhurried_bus() -> None:
+async def test_what_comes_is_read_from_the_bus_without_prefetch() -> None:
     bus, made_up = a_past(5.0)
     calm = Asked(bus)
-    state, stop = LiveState(RUN), asyncio.Event()
-    task = asyncio.create_task(LiveFeed(bus, state, unhurried=calm).run(stop))
+    state, stop = RunState(RUN), asyncio.Event()
+    task = asyncio.create_task(RunFeed(bus, state, without_prefetch=calm).run(stop))
     async with asyncio.timeout(10):
         while not calm.topics or state.step < made_up.version:
             await asyncio.sleep(0.02)
@@ -95,9 +95,9 @@ async def test_what_comes_is_read_from_the_unhurried_bus() -> None:
 async def test_a_topic_that_was_made_anew_is_followed_from_where_it_is() -> None:
     bus, _ = a_past(5.0)
     control = TopicPartition(f"{RUN}.control", 0)
-    state, stop = LiveState(RUN), asyncio.Event()
+    state, stop = RunState(RUN), asyncio.Event()
     ends = {TopicPartition(topic.full_name(RUN), 0): 0 for topic in FOLLOWED}
-    feed = LiveFeed(bus, state, positions=ends | {control: 1_000_000})
+    feed = RunFeed(bus, state, positions=ends | {control: 1_000_000})
     task = asyncio.create_task(feed.run(stop))
     publisher = await bus.publisher("test")
     async with asyncio.timeout(10):
@@ -113,10 +113,10 @@ async def test_a_topic_that_was_made_anew_is_followed_from_where_it_is() -> None
 
 async def test_lag_is_what_the_trainer_has_not_finished() -> None:
     bus, _ = a_past(5.0)
-    state, stop = LiveState(RUN), asyncio.Event()
+    state, stop = RunState(RUN), asyncio.Event()
 
     committed = Committed(lambda: {TopicPartition(f"{RUN}.trajectories", 0): 2})
-    task = asyncio.create_task(LiveFeed(bus, state, SHARDS, committed).run(stop))
+    task = asyncio.create_task(RunFeed(bus, state, SHARDS, committed).run(stop))
     async with asyncio.timeout(10):
         while not state.unfinished:
             await asyncio.sleep(0.02)
@@ -131,7 +131,7 @@ async def test_lag_is_what_the_trainer_has_not_finished() -> None:
 async def test_an_outage_is_told_once_however_often_the_broker_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("observability.run_state.feed.ENDS_EVERY_S", 0.01)
     bus, _ = a_past(5.0)
-    state, stop = LiveState(RUN), asyncio.Event()
+    state, stop = RunState(RUN), asyncio.Event()
 
     def silent_at_first() -> Mapping[TopicPartition, int]:
         if committed.asked <= 5:
@@ -139,7 +139,7 @@ async def test_an_outage_is_told_once_however_often_the_broker_is_asked(monkeypa
         return {}
 
     committed = Committed(silent_at_first)
-    feed = LiveFeed(bus, state, SHARDS, committed, outage=Outage("b:1", "start it again"), pace_s=lambda: 0.01)
+    feed = RunFeed(bus, state, SHARDS, committed, availability=BrokerAvailability("b:1", "start it again"), pace_s=lambda: 0.01)
     with capture_logs() as logs:
         task = asyncio.create_task(feed.run(stop))
         async with asyncio.timeout(10):
@@ -156,8 +156,8 @@ async def test_an_outage_is_told_once_however_often_the_broker_is_asked(monkeypa
 async def test_orders_are_counted_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("observability.run_state.feed.ENDS_EVERY_S", 0.01)
     bus, made_up = a_past(5.0)
-    state, stop = LiveState(RUN), asyncio.Event()
-    feed = LiveFeed(bus, state, pace_s=lambda: 0.01)
+    state, stop = RunState(RUN), asyncio.Event()
+    feed = RunFeed(bus, state, pace_s=lambda: 0.01)
     task = asyncio.create_task(feed.run(stop))
     async with asyncio.timeout(10):
         while state.step < made_up.version:

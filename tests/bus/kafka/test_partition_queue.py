@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from bus.kafka import publisher as module
-from bus.kafka.publisher import Batch, Lane, new_builder
+from bus.kafka.publisher import Batch, PartitionQueue, new_builder
 from bus.port import Outgoing, Position, TopicPartition
 from schemas.errors import BusError, DeliveryUnknown
 
@@ -23,8 +23,8 @@ class Wire:
     most_at_once: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def lane(self) -> Lane:
-        return Lane(NAME, self.new_batch, self.send, self.dropped.append, 0.0)
+    def queue(self) -> PartitionQueue:
+        return PartitionQueue(NAME, self.new_batch, self.send, self.dropped.append, 0.0)
 
     def new_batch(self, name: TopicPartition) -> Batch:
         return Batch(new_builder(self.batch_bytes, "none"), name, self.deadline_s)
@@ -44,17 +44,17 @@ def record(size: int = 100) -> Outgoing:
     return Outgoing("t", bytes(size), "k", 3)
 
 
-async def settle(lane: Lane) -> None:
-    while waited_for := lane.unsettled():
+async def settle(queue: PartitionQueue) -> None:
+    while waited_for := queue.unsettled():
         await asyncio.wait(waited_for)
 
 
 async def test_batches_leave_one_after_the_other() -> None:
     wire = Wire()
-    lane = wire.lane()
-    futures = [lane.append(record(), 100) for _ in range(50)]
+    queue = wire.queue()
+    futures = [queue.append(record(), 100) for _ in range(50)]
     wire.gate.set()
-    await settle(lane)
+    await settle(queue)
     assert len(wire.sent) > 3
     assert wire.most_at_once == 1
     assert all(future.done() for future in futures)
@@ -62,34 +62,34 @@ async def test_batches_leave_one_after_the_other() -> None:
 
 async def test_what_comes_while_a_batch_is_on_its_way_leaves_together() -> None:
     wire = Wire(batch_bytes=1 << 20)
-    lane = wire.lane()
-    lane.append(record(), 100)
+    queue = wire.queue()
+    queue.append(record(), 100)
     await asyncio.sleep(0.01)
     for _ in range(20):
-        lane.append(record(), 100)
+        queue.append(record(), 100)
     wire.gate.set()
-    await settle(lane)
+    await settle(queue)
     assert wire.sent == [1, 20]
 
 
 async def test_a_record_larger_than_a_batch_travels_alone() -> None:
     wire = Wire(batch_bytes=1000)
-    lane = wire.lane()
+    queue = wire.queue()
     for size in (100, 5000, 100):
-        lane.append(record(size), size)
+        queue.append(record(size), size)
     wire.gate.set()
-    await settle(lane)
+    await settle(queue)
     assert wire.sent == [1, 1, 1]
 
 
 async def test_past_the_deadline_every_record_is_unknown_and_what_was_not_sent_is_dropped() -> None:
     wire = Wire(deadline_s=0.05, batch_bytes=300)
-    lane = wire.lane()
-    futures = [lane.append(record(), 100) for _ in range(6)]
+    queue = wire.queue()
+    futures = [queue.append(record(), 100) for _ in range(6)]
     results = await asyncio.wait_for(asyncio.gather(*futures, return_exceptions=True), 2)
     assert all(isinstance(result, DeliveryUnknown) for result in results)
     wire.gate.set()
-    while lane._task is not None:
+    while queue._task is not None:
         await asyncio.sleep(0)
     assert len(wire.sent) == 1
     assert wire.dropped
@@ -97,12 +97,12 @@ async def test_past_the_deadline_every_record_is_unknown_and_what_was_not_sent_i
 
 async def test_an_expired_batch_takes_no_further_records() -> None:
     wire = Wire(deadline_s=0.05, batch_bytes=1 << 20)
-    lane = wire.lane()
-    on_its_way = lane.append(record(), 100)
+    queue = wire.queue()
+    on_its_way = queue.append(record(), 100)
     await asyncio.sleep(0.01)
-    waiting = lane.append(record(), 100)
+    waiting = queue.append(record(), 100)
     await asyncio.wait([on_its_way, waiting])
-    late = lane.append(record(), 100)
+    late = queue.append(record(), 100)
     assert not late.done()
     wire.gate.set()
     await asyncio.wait_for(late, 2)
@@ -113,33 +113,33 @@ async def test_an_expired_batch_takes_no_further_records() -> None:
 async def test_a_batch_too_old_to_give_a_record_its_whole_deadline_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_AGE_S", 0.01)
     wire = Wire(batch_bytes=1 << 20)
-    lane = wire.lane()
-    lane.append(record(), 100)
+    queue = wire.queue()
+    queue.append(record(), 100)
     await asyncio.sleep(0)
-    lane.append(record(), 100)
+    queue.append(record(), 100)
     await asyncio.sleep(0.03)
-    lane.append(record(), 100)
+    queue.append(record(), 100)
     wire.gate.set()
-    await settle(lane)
+    await settle(queue)
     assert wire.sent == [2, 1]
 
 
 async def test_stopping_fails_what_is_not_settled() -> None:
     wire = Wire(batch_bytes=300)
-    lane = wire.lane()
-    futures = [lane.append(record(), 100) for _ in range(6)]
+    queue = wire.queue()
+    futures = [queue.append(record(), 100) for _ in range(6)]
     await asyncio.sleep(0.01)
-    await lane.stop(BusError("closed"))
+    await queue.stop(BusError("closed"))
     assert all(str(future.exception()) == "closed" for future in futures)
-    assert not lane.unsettled()
+    assert not queue.unsettled()
 
 
 async def test_a_cancelled_future_disturbs_nobody() -> None:
     wire = Wire(batch_bytes=1 << 20)
-    lane = wire.lane()
-    futures = [lane.append(record(), 100) for _ in range(3)]
+    queue = wire.queue()
+    futures = [queue.append(record(), 100) for _ in range(3)]
     futures[1].cancel()
     wire.gate.set()
-    await settle(lane)
+    await settle(queue)
     assert futures[0].result() == Position("t", 3, 0)
     assert futures[2].result() == Position("t", 3, 2)

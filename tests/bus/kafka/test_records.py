@@ -1,14 +1,18 @@
+import gzip
 import struct
 
+import cramjam
 import pytest
-from aiokafka.consumer import fetcher
+from aiokafka.codec import gzip_encode, lz4_encode, snappy_encode, zstd_encode
 from aiokafka.errors import CorruptRecordException
 from aiokafka.record.memory_records import MemoryRecords
+from hypothesis import given
+from hypothesis import strategies as st
 
-from bus.kafka.records import LARGEST_UNCOMPRESSED, SafeRecords, install
+from bus.kafka.records import LARGEST_UNCOMPRESSED, SafeRecords, Undecodable, decompressed
 from tests.fuzz.bombs import based_at, batch
 
-MIB = 1 << 20
+ENCODERS = {1: gzip_encode, 2: snappy_encode, 3: lz4_encode, 4: zstd_encode}
 
 
 def values(records: object) -> list[tuple[int, bytes | None]]:
@@ -67,6 +71,34 @@ def test_a_length_that_leads_nowhere_ends_the_reading(length: int) -> None:
     assert len(values(SafeRecords(data))) <= len(data)
 
 
-def test_installing_puts_it_in_the_place_of_the_clients_own() -> None:
-    install()
-    assert fetcher.MemoryRecords is SafeRecords
+@pytest.mark.parametrize("codec", ENCODERS)
+@given(data=st.binary(max_size=2000), times=st.integers(1, 200))
+def test_what_the_client_compresses_comes_back(codec: int, data: bytes, times: int) -> None:
+    whole = data * times
+    assert decompressed(codec, ENCODERS[codec](whole), max(1, len(whole))) == whole
+
+
+def test_raw_snappy_and_gzip_of_several_members_come_back() -> None:
+    assert decompressed(2, bytes(cramjam.snappy.compress_raw(b"abc" * 100)), 300) == b"abc" * 100
+    assert decompressed(1, gzip.compress(b"abc") + gzip.compress(b"def"), 6) == b"abcdef"
+
+
+@pytest.mark.parametrize("codec", ENCODERS)
+def test_one_byte_more_than_allowed_is_refused(codec: int) -> None:
+    data = ENCODERS[codec](bytes(100_000))
+    assert len(decompressed(codec, data, 100_000)) == 100_000
+    with pytest.raises(Undecodable, match="at most 99999 bytes"):
+        decompressed(codec, data, 99_999)
+
+
+@pytest.mark.parametrize("codec", ENCODERS)
+def test_data_cut_short_is_refused(codec: int) -> None:
+    data = ENCODERS[codec](bytes(range(256)) * 40)
+    with pytest.raises(Undecodable):
+        decompressed(codec, data[: len(data) // 2], 1 << 20)
+
+
+@pytest.mark.parametrize("codec", [0, 5, 6, 7])
+def test_codecs_that_do_not_exist_are_refused(codec: int) -> None:
+    with pytest.raises(Undecodable, match=f"got {codec}"):
+        decompressed(codec, b"", 1)

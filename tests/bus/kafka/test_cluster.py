@@ -11,8 +11,8 @@ from bus.kafka.cluster import (
     committed_offsets,
     offsets_since,
     open_admin,
+    release_at,
 )
-from bus.kafka.protocol import release_at
 from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing, TopicPartition
 from tests.contract.topics import create_topic

@@ -1,0 +1,236 @@
+"""What we need of aiokafka beyond its documented interface: the only file that touches its private parts.
+
+Written against aiokafka 0.14, to which ``requirements.in`` holds us (``~=0.14.0``). Each section says what it relies on
+and why the documented interface does not do. ``tests/bus/kafka/test_aiokafka_internals.py`` compares every function
+of the library that is relied on with the one that was read, so that a release that changes one fails there, not in a
+run. What else of the library is imported in this folder has a public name and is used as documented.
+"""
+
+import asyncio
+import itertools
+from io import BytesIO
+from typing import Any, NamedTuple
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.client import AIOKafkaClient
+from aiokafka.consumer import fetcher
+from aiokafka.errors import ProducerClosed, ProducerFenced
+from aiokafka.producer.message_accumulator import BatchBuilder
+from aiokafka.producer.sender import InitPIDHandler
+from aiokafka.protocol.api import Request, RequestStruct, Response, ResponseHeader_v0
+from aiokafka.protocol.types import CompactArray, CompactString, Int16, Int32, Int64, Schema, TaggedFields
+
+# --- Connections -----------------------------------------------------------------------------------------------------
+
+
+def client_of(owner: AIOKafkaConsumer | AIOKafkaAdminClient) -> AIOKafkaClient:
+    """The connections of a consumer or admin client, to ask what they have no method for.
+
+    A producer shows its own as ``client``; these two do not.
+    """
+    return owner._client  # noqa: SLF001
+
+
+# --- Reading ---------------------------------------------------------------------------------------------------------
+
+
+def replace_record_reader(reader: type) -> None:
+    """Have every consumer of this process read the bytes that it fetched with ``reader``, not ``MemoryRecords``.
+
+    There is no hook for it, and the library's own reader is not fit for what strangers wrote: decompression without a
+    bound, and an error in one record keeps the consumer at it for ever. The fetcher looks the name up in its module at
+    each fetch, so replacing it there reaches consumers that already run. May be called again.
+    """
+    fetcher.MemoryRecords = reader
+
+
+# Turns of the event loop between a poll that empties the fetcher's buffer and its next request on the wire: the fetch
+# task wakes from ``asyncio.wait`` (2), starts a task for the request (1), which finds its connection ready (1) and
+# writes (1); one more where the buffer was emptied by a waiter. Measured, and held by a test.
+_TURNS_TO_REQUEST = 6
+
+
+async def let_fetcher_request() -> None:
+    """Give the fetcher the turns it needs to ask for more; without them it asks when the caller next waits."""
+    for _ in range(_TURNS_TO_REQUEST):
+        await asyncio.sleep(0)
+
+
+def encoded(builder: BatchBuilder) -> bytes:
+    """The bytes of a batch as they would be sent. Closes the batch; only a producer's sender asks for them publicly."""
+    return bytes(builder._build())  # noqa: SLF001
+
+
+# --- Ending a producer whose broker is gone --------------------------------------------------------------------------
+
+
+async def end_sender(producer: AIOKafkaProducer) -> None:
+    """End the task that sends, and fail every batch it still had with ``ProducerClosed``.
+
+    ``AIOKafkaProducer.stop`` waits until all batches are delivered or refused, which is for ever while no broker
+    answers: an idempotent producer retries without an end.
+    """
+    await producer.client.close()
+    sender = producer._sender.sender_task  # noqa: SLF001
+    while sender is not None and not sender.done():
+        sender.cancel()  # the first time ends the sender's loop, the second the request whose end that loop awaits
+        await asyncio.wait([sender], timeout=0.2)
+    producer._message_accumulator.fail_all(ProducerClosed())  # noqa: SLF001
+
+
+def inner_futures(producer: AIOKafkaProducer) -> "set[asyncio.Future[Any]]":
+    """Futures that a producer holds and does not hand out, and in which it may leave an error.
+
+    Whoever ends it by force must look at their errors, or asyncio logs each as one that nobody saw.
+    """
+    accumulator, transactions = producer._message_accumulator, producer._txn_manager  # noqa: SLF001
+    batches = [*itertools.chain(*accumulator._batches.values()), *accumulator._pending_batches]  # noqa: SLF001
+    futures = {future for batch in batches for future in (batch.future, batch._drain_waiter)}  # noqa: SLF001
+    if transactions is not None and transactions._transaction_waiter is not None:  # noqa: SLF001
+        futures.add(transactions._transaction_waiter)  # noqa: SLF001
+    return futures
+
+
+# --- Who the holder of a transactional id is (KIP-360) ---------------------------------------------------------------
+#
+# A producer that opens a transactional id for the first time fences every other holder of it. One that opens it again
+# must say which holder it was, so that the broker refuses it where there is a newer one meanwhile. That is version 3 of
+# InitProducerId; aiokafka knows version 0 only, in which reopening would fence the newer holder.
+
+_INVALID_PRODUCER_EPOCH, _PRODUCER_FENCED = 47, 90
+
+
+class ProducerIdentity(NamedTuple):
+    """What the broker tells holders of a transactional id apart by. The epoch grows with each new holder."""
+
+    producer_id: int
+    epoch: int
+
+
+NO_IDENTITY = ProducerIdentity(-1, -1)
+"""Kafka's own value for a producer that was none before."""
+
+
+def open_with_identity(producer: AIOKafkaProducer, identity: ProducerIdentity) -> None:
+    """Have a producer that is not started yet open its transactional id as the holder that it was.
+
+    ``start`` then raises ``ProducerFenced`` if there is a newer one.
+    """
+    sender = producer._sender  # noqa: SLF001
+
+    async def init_producer_id(node_id: int) -> bool:
+        handler = _InitProducerIdHandler(sender)
+        handler.identity = identity
+        return bool(await handler.do(node_id))
+
+    sender._do_init_pid = init_producer_id  # noqa: SLF001
+
+
+def identity_of(producer: AIOKafkaProducer) -> ProducerIdentity:
+    """Which holder a started transactional producer is."""
+    manager = producer._txn_manager  # noqa: SLF001
+    return ProducerIdentity(manager.producer_id, manager.producer_epoch)
+
+
+class _InitProducerIdResponse(Response):  # type: ignore[misc]
+    API_KEY = 22
+    API_VERSION = 3
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        ("error_code", Int16),
+        ("producer_id", Int64),
+        ("producer_epoch", Int16),
+        ("tags", TaggedFields),
+    )
+
+
+class _InitProducerIdStruct(RequestStruct):  # type: ignore[misc]
+    API_KEY = 22
+    API_VERSION = 3
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _InitProducerIdResponse
+    SCHEMA = Schema(
+        ("transactional_id", CompactString("utf-8")),
+        ("transaction_timeout_ms", Int32),
+        ("producer_id", Int64),
+        ("producer_epoch", Int16),
+        ("tags", TaggedFields),
+    )
+
+
+class _InitProducerIdRequest(Request[_InitProducerIdStruct]):  # type: ignore[misc]
+    API_KEY = 22
+
+    def __init__(self, transactional_id: str, timeout_ms: int, identity: ProducerIdentity) -> None:
+        self._fields: tuple[object, ...] = (transactional_id, timeout_ms, *identity, {})
+
+    def build(self, request_struct_class: type[_InitProducerIdStruct]) -> _InitProducerIdStruct:
+        return request_struct_class(*self._fields)
+
+
+class _InitProducerIdHandler(InitPIDHandler):  # type: ignore[misc]
+    """aiokafka's own handler, retries included, with our request and the two refusals that version 0 did not have."""
+
+    identity = NO_IDENTITY
+
+    def create_request(self) -> _InitProducerIdRequest:
+        manager = self._sender._txn_manager  # noqa: SLF001
+        return _InitProducerIdRequest(manager.transactional_id, manager.transaction_timeout_ms, self.identity)
+
+    def handle_response(self, response: _InitProducerIdResponse) -> float | None:
+        if response.error_code in (_INVALID_PRODUCER_EPOCH, _PRODUCER_FENCED):
+            raise ProducerFenced
+        backoff: float | None = super().handle_response(response)
+        return backoff
+
+
+# --- Features of a broker (KIP-584) ----------------------------------------------------------------------------------
+#
+# From version 3 on, the answer to ApiVersions lists the features that a broker supports, by which its release is known.
+# aiokafka asks in version 0 only.
+
+_SUPPORTED_FEATURES = 0
+"""Tag of the list in the answer."""
+_FEATURES = CompactArray(
+    ("name", CompactString("utf-8")), ("lowest", Int16), ("highest", Int16), ("tags", TaggedFields)
+)
+
+
+class _ApiVersionsResponse(Response):  # type: ignore[misc]
+    API_KEY = 18
+    API_VERSION = 3
+    SCHEMA = Schema(
+        ("error_code", Int16),
+        ("api_versions", CompactArray(("key", Int16), ("lowest", Int16), ("highest", Int16), ("tags", TaggedFields))),
+        ("throttle_time_ms", Int32),
+        ("tags", TaggedFields),
+    )
+
+
+class _ApiVersionsStruct(RequestStruct):  # type: ignore[misc]
+    API_KEY = 18
+    API_VERSION = 3
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _ApiVersionsResponse
+    SCHEMA = Schema(("name", CompactString("utf-8")), ("version", CompactString("utf-8")), ("tags", TaggedFields))
+
+    def parse_response_header(self, read_buffer: BytesIO | bytes) -> Any:
+        """The answer to this request alone has the old header in every version, so that any client can read it."""
+        return ResponseHeader_v0.decode(read_buffer)
+
+
+class _ApiVersionsRequest(Request[_ApiVersionsStruct]):  # type: ignore[misc]
+    API_KEY = 18
+
+    def build(self, request_struct_class: type[_ApiVersionsStruct]) -> _ApiVersionsStruct:
+        return request_struct_class("streamrl", "1", {})
+
+
+async def supported_features(client: AIOKafkaClient, node_id: int) -> dict[str, int]:
+    """The highest level of each feature that a broker supports, by name; empty: it does not tell."""
+    answer = await client.send(node_id, _ApiVersionsRequest())
+    encoded_features = answer.tags.get(_SUPPORTED_FEATURES)
+    if not encoded_features:
+        return {}
+    return {name: highest for name, _, highest, _ in _FEATURES.decode(BytesIO(encoded_features))}
