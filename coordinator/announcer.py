@@ -34,11 +34,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
 @dataclass
-class Announcer:
+class ControlAnnouncer:
     """Publishes control messages; ``next_sequence`` goes on behind the largest one found on the topic.
 
     While no broker answers it tries again, the same message under the same number: a repeat changes nothing for
-    readers; ``on_tick`` is called at each attempt. Every method raises ``Superseded`` once there is a newer coordinator.
+    readers; ``on_tick`` is called at each attempt. Every method raises ``Superseded`` once a newer one is there.
     """
 
     publisher: TransactionalPublisher

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import structlog
 
 from bus.port import Bus, Record, Subscription, TransactionalPublisher
-from coordinator.announcer import Announcer
-from coordinator.membership import Membership, Standing
-from coordinator.scaling import Bounds, FleetWatch
+from coordinator.announcer import ControlAnnouncer
+from coordinator.membership import Liveness, Membership
+from coordinator.scaling import FleetBounds, FleetWatch
 from coordinator.settings import CoordinatorSettings, ScalingSettings
-from coordinator.state import Recovered, decide, message_of, recover, subscribe_members
+from coordinator.state import CoordinatorState, decide, message_of, recover, subscribe_members
 from schemas.control import OperatorCommand
 from schemas.identifiers import PolicyVersion
 from schemas.reports import Heartbeat, StepReport
@@ -30,10 +30,10 @@ REMIND_S = 2.0
 
 
 @dataclass(frozen=True)
-class Scaling:
+class FleetScaling:
     """``overlaps``: whether generation goes on while a step is trained."""
 
-    bounds: Bounds
+    bounds: FleetBounds
     settings: ScalingSettings
     overlaps: bool
 
@@ -51,7 +51,7 @@ class Coordinator:
     clock: Callable[[], float] = time.time
     client_id: str = "coordinator"
     on_tick: Callable[[str], None] = lambda name: None
-    scaling: Scaling | None = None
+    scaling: FleetScaling | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Announce weights, flow and wanted workers until stopped.
@@ -72,7 +72,7 @@ class Coordinator:
         """The topics are read after the older coordinator was fenced, so that nothing of it comes later."""
         state, steps = await recover(self.bus, self.run_name, self.client_id)
         others = await subscribe_members(self.bus, self.run_name, self.client_id, state.obeyed)
-        shift = Shift.of(self, state, publisher)
+        shift = CoordinatorSession.of(self, state, publisher)
         log.info("coordinator ready", announced=str(state.ledger.announced), mode=state.mode, finished=state.finished)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -88,14 +88,14 @@ class Coordinator:
 
 
 @dataclass
-class Shift:
+class CoordinatorSession:
     """One life of the coordinator. ``old_finish``: a last step that was reported before this life began."""
 
     settings: CoordinatorSettings
     clock: Callable[[], float]
     on_tick: Callable[[str], None]
-    state: Recovered
-    announcer: Announcer
+    state: CoordinatorState
+    announcer: ControlAnnouncer
     members: Membership
     old_finish: PolicyVersion | None
     began: float
@@ -104,7 +104,9 @@ class Shift:
     _lost: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, coordinator: Coordinator, state: Recovered, publisher: TransactionalPublisher) -> "Shift":
+    def of(
+        cls, coordinator: Coordinator, state: CoordinatorState, publisher: TransactionalPublisher
+    ) -> "CoordinatorSession":
         """Put the parts together."""
         settings, clock, latest = coordinator.settings, coordinator.clock, state.ledger.latest
 
@@ -117,7 +119,7 @@ class Shift:
             clock,
             coordinator.on_tick,
             state,
-            Announcer(publisher, coordinator.run_name, settings.relays, clock, state.next_sequence, on_tick),
+            ControlAnnouncer(publisher, coordinator.run_name, settings.relays, clock, state.next_sequence, on_tick),
             Membership(settings.heartbeat_timeout_s),
             latest.version if latest is not None and latest.finished else None,
             clock(),
@@ -224,7 +226,7 @@ class Shift:
             self.state.claims |= due
 
     def _tell_lost(self) -> None:
-        for worker in set(self.members.with_standing(Standing.LOST, self.clock())) - self._lost:
+        for worker in set(self.members.with_standing(Liveness.LOST, self.clock())) - self._lost:
             log.warning("worker lost", worker=worker, silent_for_s=self.settings.heartbeat_timeout_s)
             self._lost.add(worker)
             if self.watch is not None:
@@ -242,7 +244,7 @@ class Shift:
             state.mode = decision.mode
 
 
-def _watch(scaling: Scaling | None, wanted: int | None) -> FleetWatch | None:
+def _watch(scaling: FleetScaling | None, wanted: int | None) -> FleetWatch | None:
     if scaling is None:
         return None
     fewest = scaling.bounds.fewest

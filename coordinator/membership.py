@@ -10,7 +10,7 @@ from enum import StrEnum
 from schemas.reports import Heartbeat, WorkerState
 
 
-class Standing(StrEnum):
+class Liveness(StrEnum):
     """How the coordinator sees a worker."""
 
     ALIVE = "alive"
@@ -35,7 +35,7 @@ class Membership:
     members: dict[str, Member] = field(default_factory=dict)
     _former: set[tuple[str, str]] = field(default_factory=set)
 
-    def observe(self, heartbeat: Heartbeat, now: float) -> Standing | None:
+    def observe(self, heartbeat: Heartbeat, now: float) -> Liveness | None:
         """Note a heartbeat; the worker's new standing if it changed, else none."""
         if self.is_former(heartbeat):
             return None
@@ -61,18 +61,18 @@ class Membership:
             if member.heartbeat.state is not WorkerState.STOPPED
         }
 
-    def standing(self, worker_id: str, now: float) -> Standing | None:
+    def standing(self, worker_id: str, now: float) -> Liveness | None:
         """How a worker stands at a time, or none if it was never heard of."""
         member = self.members.get(worker_id)
         if member is None:
             return None
         if member.heartbeat.state is WorkerState.STOPPED:
-            return Standing.LEFT
+            return Liveness.LEFT
         if now - member.received_at > self.timeout_s:
-            return Standing.LOST
-        return Standing.DRAINING if member.heartbeat.state is WorkerState.DRAINING else Standing.ALIVE
+            return Liveness.LOST
+        return Liveness.DRAINING if member.heartbeat.state is WorkerState.DRAINING else Liveness.ALIVE
 
-    def with_standing(self, standing: Standing, now: float) -> list[str]:
+    def with_standing(self, standing: Liveness, now: float) -> list[str]:
         """Ids of the workers that stand so, sorted."""
         return sorted(worker for worker in self.members if self.standing(worker, now) is standing)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,10 +58,14 @@ log = structlog.get_logger()
 
 @dataclass
 class Relay:
-    """``GET /weights``, ``GET /weights/{version}/{file}`` and ``GET /health``."""
+    """``GET /weights``, ``GET /weights/{version}/{file}`` and ``GET /health``.
+
+    ``on_response`` is called when an answer begins, with its status and the bytes of weights that it is to carry.
+    """
 
     store: WeightsStore
     settings: RelaySettings
+    on_response: Callable[[int, int], None] = lambda status, weight_bytes: None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until stopped.
@@ -93,7 +98,12 @@ class Relay:
         app.router.add_get("/health", self._health)
         app.router.add_get("/weights", self._versions)
         app.router.add_get("/weights/{version}/{name}", self._file)
+        app.on_response_prepare.append(self._tell)
         return app
+
+    async def _tell(self, request: web.Request, response: web.StreamResponse) -> None:
+        is_file = isinstance(response, web.FileResponse) and request.method == "GET"
+        self.on_response(response.status, (response.content_length or 0) if is_file else 0)
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

@@ -19,7 +19,7 @@ from schemas.reports import Heartbeat, StepReport, WorkerState
 
 
 @dataclass(frozen=True, slots=True)
-class Balance:
+class StageTimes:
     """One optimizer step with so many workers, in seconds; ``gain_s``: what one more is predicted to save."""
 
     generate_s: float
@@ -39,7 +39,7 @@ class Balance:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class FleetBounds:
     """Fewest and most workers."""
 
     fewest: int
@@ -51,7 +51,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ScalingDecision:
     """So many workers are wanted from now on."""
 
     workers: int
@@ -59,14 +59,14 @@ class Decision:
 
 
 @dataclass
-class Rule:
+class ScalingRule:
     """Judges steps one after the other."""
 
-    bounds: Bounds
+    bounds: FleetBounds
     settings: ScalingSettings
     _spare_steps: int = field(default=0, init=False)
 
-    def judge(self, balance: Balance) -> Decision | None:
+    def judge(self, balance: StageTimes) -> ScalingDecision | None:
         """What follows from a step; none if nothing changes."""
         spare = balance.with_one_fewer_s <= balance.train_s * (1 - self.settings.margin)
         self._spare_steps = self._spare_steps + 1 if spare else 0
@@ -80,10 +80,10 @@ class Rule:
             )
         return None
 
-    def _decided(self, balance: Balance, change: int, why: str) -> Decision:
+    def _decided(self, balance: StageTimes, change: int, why: str) -> ScalingDecision:
         self._spare_steps = 0
         act = "one more worker" if change > 0 else "one worker fewer"
-        return Decision(balance.workers + change, f"generation takes {balance.generate_s:.1f} s; {act}: {why}")
+        return ScalingDecision(balance.workers + change, f"generation takes {balance.generate_s:.1f} s; {act}: {why}")
 
 
 NO_VERSION = PolicyVersion(0, 0)
@@ -98,11 +98,11 @@ class FleetWatch:
     A change is judged again once the wanted workers are there, and ``settle_steps`` whole steps have passed.
     """
 
-    bounds: Bounds
+    bounds: FleetBounds
     settings: ScalingSettings
     overlaps: bool
     wanted: int
-    _rule: Rule = field(init=False)
+    _rule: ScalingRule = field(init=False)
     _ready: dict[str, bool] = field(default_factory=dict)
     _occupied: list[float] = field(default_factory=list)
     _newest: PolicyVersion = NO_VERSION
@@ -110,7 +110,7 @@ class FleetWatch:
 
     def __post_init__(self) -> None:
         self.wanted = self.bounds.nearest(self.wanted)
-        self._rule = Rule(self.bounds, self.settings)
+        self._rule = ScalingRule(self.bounds, self.settings)
 
     @property
     def workers(self) -> int:
@@ -128,7 +128,7 @@ class FleetWatch:
         """A worker is silent."""
         self._ready[worker_id] = False
 
-    def stepped(self, report: StepReport) -> Decision | None:
+    def stepped(self, report: StepReport) -> ScalingDecision | None:
         """A step was taken; what is wanted now, if that changes."""
         occupied, self._occupied = self._occupied, []
         if report.version <= self._newest or not report.group_ids:
@@ -146,10 +146,10 @@ class FleetWatch:
             self.wanted, self._settled = decision.workers, 0
         return decision
 
-    def _balance(self, report: StepReport, occupied: float) -> Balance | None:
+    def _balance(self, report: StepReport, occupied: float) -> StageTimes | None:
         step_s, waited_s = report.metrics.get("time/step"), report.metrics.get("time/wait_for_batch", 0.0)
         if not step_s:
             return None
         overlapping_s = step_s if waited_s >= WAITING * step_s else step_s * occupied
         generate_s = overlapping_s if self.overlaps else waited_s
-        return Balance(generate_s, step_s - waited_s, self.workers, generate_s / (self.workers + 1))
+        return StageTimes(generate_s, step_s - waited_s, self.workers, generate_s / (self.workers + 1))

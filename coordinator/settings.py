@@ -26,7 +26,7 @@ class CoordinatorSettings(Section):
     """``[coordinator]``."""
 
     heartbeat_timeout_s: Annotated[float, Field(gt=0, description="A worker silent for this long is lost.")] = 8.0
-    finish_patience_s: Annotated[
+    finish_timeout_s: Annotated[
         float,
         Field(ge=0, description="After a restart: how long a finished run may still be continued before it is ended."),
     ] = 60.0

@@ -96,7 +96,7 @@ RECENT_HEARTBEATS = 5_000
 
 
 @dataclass
-class Recovered:
+class CoordinatorState:
     """The state behind the control topic; the subscription goes on from where the replay ended.
 
     ``obeyed``: offset of the last operator's command that a message on the topic carried out, -1 before the first.
@@ -137,13 +137,13 @@ class Recovered:
             self.finished = False
 
 
-async def recover(bus: Bus, run: str, client_id: str) -> tuple[Recovered, Subscription]:
+async def recover(bus: Bus, run: str, client_id: str) -> tuple[CoordinatorState, Subscription]:
     """Replay control, then steps; the steps subscription is returned, placed behind what was replayed.
 
     Raises:
         BusUnavailable: the broker does not answer, or the topics do not exist.
     """
-    state = Recovered(VersionLedger())
+    state = CoordinatorState(VersionLedger())
     control = await bus.subscribe([CONTROL.full_name(run)], client_id=client_id, start="earliest")
     try:
         await _replay(control, state)
@@ -172,7 +172,7 @@ async def subscribe_members(bus: Bus, run: str, client_id: str, obeyed: int) -> 
     return await bus.subscribe(topics, client_id=client_id, start=start)
 
 
-async def _replay(subscription: Subscription, state: Recovered) -> None:
+async def _replay(subscription: Subscription, state: CoordinatorState) -> None:
     """Read until every partition has reached the end it had at the start; bounded by that end."""
     ends = await subscription.end_offsets()
     while any(position < ends[tp] for tp, position in (await subscription.positions()).items()):

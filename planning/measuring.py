@@ -20,7 +20,7 @@ from coordinator.relay import Relay, WeightsStore
 from coordinator.settings import RelaySettings
 from producers.generation.engines.model_files import ModelFacts
 from producers.generation.engines.port import GenerationRequest
-from producers.generation.engines.threaded import Completion, Decoder
+from producers.generation.engines.threaded import ActiveCompletion, Decoder
 from producers.generation.weights import WeightsFetcher
 from schemas.control import WeightsReady
 from schemas.errors import ModelError, StreamRLError, WeightsError
@@ -145,23 +145,23 @@ class DecodeMeter:
         """The longest prompt after which all timed steps still fit the model."""
         return self.facts.max_length - self.steps - 8
 
-    def _fill(self, lengths: Sequence[int]) -> list[Completion]:
+    def _fill(self, lengths: Sequence[int]) -> list[ActiveCompletion]:
         running = self._add(lengths)
         self._until_all_run(running)
         return running
 
-    def _add(self, lengths: Sequence[int]) -> list[Completion]:
+    def _add(self, lengths: Sequence[int]) -> list[ActiveCompletion]:
         chance = random.Random(sum(lengths))
         running = []
         for index, length in enumerate(lengths):
             limit = self.facts.max_length - length
             prompt = [chance.randrange(self.facts.vocab_size) for _ in range(length)]
             sampling = SamplingParams(max_completion_length=limit)
-            running.append(Completion(GenerationRequest(f"profile/{index}", prompt, sampling), limit, index))
+            running.append(ActiveCompletion(GenerationRequest(f"profile/{index}", prompt, sampling), limit, index))
             self.decoder.add(running[-1])
         return running
 
-    def _until_all_run(self, running: Sequence[Completion]) -> int:
+    def _until_all_run(self, running: Sequence[ActiveCompletion]) -> int:
         for rounds in range(1, ROUNDS_TO_START):
             self.decoder.step()
             if any(completion.finish_reason for completion in running):
@@ -184,7 +184,7 @@ class DecodeMeter:
         return statistics.median(seconds)
 
 
-def _cached(running: Sequence[Completion]) -> int:
+def _cached(running: Sequence[ActiveCompletion]) -> int:
     return sum(completion.position for completion in running)
 
 

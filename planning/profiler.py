@@ -144,13 +144,13 @@ async def _train(settings: Settings, effort: Effort, scratch: Path) -> _Trained:
     """Three versions are exported, for the transfers; the policy is gone afterwards."""
     from consumers.training.checkpoints.storage import open_location
     from consumers.training.compute import ComputeThread
-    from consumers.training.policy import PolicyPlaces, TrainedPolicy
+    from consumers.training.policy import PolicyPaths, TrainedPolicy
 
     compute = ComputeThread(settings.training.threads)
-    places = PolicyPlaces(settings.model.path, open_location(scratch / "checkpoints", scratch), scratch / "weights")
+    places = PolicyPaths(settings.model.path, open_location(scratch / "checkpoints", scratch), scratch / "weights")
     limit = settings.loop.max_completion_length
     try:
-        training = settings.training.model_copy(update={"grad_norm_spike": 0.0})  # made-up samples may jump
+        training = settings.training.model_copy(update={"max_grad_norm_ratio": 0.0})  # made-up samples may jump
         policy = await compute(TrainedPolicy, places, settings.algorithm, training, limit, None, 0)
         meter = TrainMeter(policy, compute, effort.repeats)
         lengths = sequences(settings, policy.limits.positions, effort)

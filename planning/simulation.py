@@ -17,7 +17,7 @@ from producers.dispatch.scheduler import Scheduler
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
 from producers.dispatch.window import Draft, OrderForm
-from producers.generation.engines.emulated import Adopted, EmulatedSequence, Timeline
+from producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, WeightsAdopted
 from producers.lengths.predictor import LengthPredictor
 from schemas.identifiers import PolicyVersion
 from schemas.profiles import DecodeCurve, TrainingCosts
@@ -226,7 +226,7 @@ class SimulatedDispatcher:
         self._turned_at = self._now
         self._order()
         settings = self._plant.dispatch
-        idle_s = settings.poll_s if len(self._scheduler.lanes) else max(settings.poll_s, settings.adoption_patience_s)
+        idle_s = settings.poll_s if len(self._scheduler.lanes) else max(settings.poll_s, settings.weight_sync_timeout_s)
         self._turn_in(idle_s * self._plant.time_scale)
 
     def _order(self) -> None:
@@ -268,7 +268,7 @@ class SimulatedWorker:
         self.held = -1
         self.slot_seconds = self.idle_seconds = 0.0
         self._clock = clock
-        self._timeline: Timeline[int] = Timeline(plant.curve, plant.slots, 0)
+        self._timeline: EmulatedBatch[int] = EmulatedBatch(plant.curve, plant.slots, 0)
         self._works: dict[EmulatedSequence, tuple[Work, int]] = {}
         self._finished, self._adopted = finished, adopted
         self._looked_at = 0.0
@@ -299,7 +299,7 @@ class SimulatedWorker:
     def _turn(self) -> None:
         self.reckon()
         for event in self._timeline.advance(self._clock.now):
-            if isinstance(event, Adopted):
+            if isinstance(event, WeightsAdopted):
                 self.held = event.version
                 self._adopted(self.number, event.version)
             elif event.is_over:

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence as Sizes
 
-from producers.generation.engines.emulated import EmulatedSequence, Grown, Timeline
+from producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, TokensSampled
 from schemas.profiles import DecodeCurve, DecodeSettings
 
 
 def finishes(decode: DecodeSettings, slots: int, sizes: Sizes[tuple[int, int]]) -> list[float]:
     """When each request is over, in seconds after they all arrived."""
-    timeline: Timeline[int] = Timeline(DecodeCurve(decode), slots, 0)
+    timeline: EmulatedBatch[int] = EmulatedBatch(DecodeCurve(decode), slots, 0)
     sequences = [EmulatedSequence(prompt, length) for prompt, length in sizes]
     for sequence in sequences:
         timeline.arrive(sequence, 0.0)
-    over = {event.sequence: event.at for event in timeline.advance(1e9) if isinstance(event, Grown) and event.is_over}
+    over = {event.sequence: event.at for event in timeline.advance(1e9) if isinstance(event, TokensSampled) and event.is_over}
     return [over[sequence] for sequence in sequences]

@@ -16,7 +16,7 @@ from planning.measuring import DecodeMeter, DecodePoint, PrefillPoint, endless_m
 from planning.profiler import PROMPTS_AT_ONCE
 from producers.generation.engines.factory import build_decoder
 from producers.generation.engines.port import GenerationRequest
-from producers.generation.engines.threaded import Completion, Decoder
+from producers.generation.engines.threaded import ActiveCompletion, Decoder
 from producers.generation.settings import GenerationSettings
 from schemas.profiles import DecodeSettings
 from schemas.trajectories import SamplingParams
@@ -69,7 +69,7 @@ def profiled(
 def batch(decoder: Decoder[Any], vocabulary: int, trace: Trace, clock: Clock) -> list[float]:
     """When each request was over on the real engine, in seconds after all were handed to it."""
     completions = [
-        Completion(
+        ActiveCompletion(
             GenerationRequest(
                 f"profile/{number}",
                 prompt_tokens(prompt, vocabulary, number),
@@ -80,7 +80,7 @@ def batch(decoder: Decoder[Any], vocabulary: int, trace: Trace, clock: Clock) ->
         )
         for number, (prompt, length) in enumerate(trace.sizes())
     ]
-    over: dict[Completion, float] = {}
+    over: dict[ActiveCompletion, float] = {}
     began = clock()
     for completion in completions:
         decoder.add(completion)

@@ -1,33 +1,63 @@
-"""Builds each role but the trainer from the settings: the only place where ports meet adapters."""
+"""The composition root: builds each role from the settings and what its process hands it; here ports meet adapters.
 
-import socket
-import uuid
+The trainer is built in ``deploy.wiring.trainer``, apart, because its libraries take half a gigabyte that no other process
+needs; for the same reason an engine's, a reward's and the ranker's libraries are imported when they are built.
+"""
+
+import asyncio
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from bus.kafka.bus import KafkaBus
-from coordinator.coordinator import Coordinator, Scaling
+from coordinator.coordinator import Coordinator, FleetScaling
 from coordinator.relay import Relay, WeightsStore
-from coordinator.scaling import Bounds
+from coordinator.scaling import FleetBounds
+from deploy.wiring.context import ProcessContext
 from producers.dispatch.dispatcher import Dispatcher
 from producers.generation.engines.factory import build_emulated, build_engine
 from producers.generation.engines.length_trace import trace_length
 from producers.generation.engines.port import Engine, Tokenizer
-from producers.generation.worker import GenerationWorker, Rewards
-from producers.lengths.estimators import SampleLength
-from producers.lengths.predictor import build_predictor
+from producers.generation.worker import GenerationWorker, RewardService
+from producers.lengths.predictor import SampleLength
+from producers.lengths.startup import build_predictor
 from producers.prompts.sources import open_source
-from schemas.errors import SettingsError
-from schemas.identifiers import is_plain_name
+from schemas.errors import SettingsError, UserError
 from settings.tree import Settings, decode_curve
 
-if TYPE_CHECKING:
-    from producers.lengths.ranker import Ranker
 
-# Builds the coordinator and the relay.
+class Role(Protocol):
+    """What every role is, once built."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until stopped."""
+        ...
 
 
-def build_coordinator(settings: Settings, _worker_id: str) -> Coordinator:
+def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
+    """The role of that name.
+
+    Raises:
+        UserError: there is no such role, or its settings, its data or its model are not what it needs.
+    """
+    match role:
+        case "dispatcher":
+            return build_dispatcher(settings, context)
+        case "worker":
+            return build_worker(settings, context)
+        case "trainer":
+            from deploy.wiring import trainer
+
+            return trainer.build_trainer(settings, context)
+        case "coordinator":
+            return build_coordinator(settings, context)
+        case "relay":
+            return build_relay(settings, context)
+        case "ranker":
+            return build_ranker(settings, context)
+        case _:
+            raise UserError(f"expected one of worker, trainer, dispatcher, ranker, coordinator, relay, got {role!r}")
+
+
+def build_coordinator(settings: Settings, context: ProcessContext) -> Coordinator:
     """The coordinator; it announces the relays that the settings name.
 
     Raises:
@@ -41,33 +71,30 @@ def build_coordinator(settings: Settings, _worker_id: str) -> Coordinator:
             )
         relays = (f"http://{settings.relay.host}:{settings.relay.port}",)
     coordinator = settings.coordinator.model_copy(update={"relays": relays})
-    return Coordinator(KafkaBus(settings.kafka), settings.run.name, coordinator, scaling=_scaling(settings))
+    return Coordinator(context.bus, settings.run.name, coordinator, on_tick=context.on_tick, scaling=_scaling(settings))
 
 
-def _scaling(settings: Settings) -> Scaling | None:
+def _scaling(settings: Settings) -> FleetScaling | None:
     """None unless the run may have more workers than it starts with."""
     if settings.run.max_workers is None:
         return None
-    bounds = Bounds(settings.run.workers, settings.run.max_workers)
-    return Scaling(bounds, settings.scaling, overlaps=settings.loop.staleness_bound > 0)
+    bounds = FleetBounds(settings.run.workers, settings.run.max_workers)
+    return FleetScaling(bounds, settings.scaling, overlaps=settings.loop.staleness_bound > 0)
 
 
-def build_relay(settings: Settings, _worker_id: str) -> Relay:
+def build_relay(settings: Settings, context: ProcessContext) -> Relay:
     """The relay over the run's weights store."""
-    return Relay(WeightsStore(settings.run.weights_store), settings.relay)
+    return Relay(WeightsStore(settings.run.weights_store), settings.relay, context.on_response)
 
 
-# Builds the dispatcher, and the ranker that makes newer models of lengths for it.
-
-
-def build_dispatcher(settings: Settings, _worker_id: str) -> Dispatcher:
+def build_dispatcher(settings: Settings, context: ProcessContext) -> Dispatcher:
     """The dispatcher over the prompts that the settings name.
 
     Raises:
         DataError: there are no such prompts.
     """
-    return Dispatcher(
-        bus=KafkaBus(settings.kafka),
+    dispatcher = Dispatcher(
+        bus=context.bus,
         run_name=settings.run.name,
         loop=settings.loop,
         settings=settings.dispatch,
@@ -75,18 +102,22 @@ def build_dispatcher(settings: Settings, _worker_id: str) -> Dispatcher:
         predictor=build_predictor(settings.lengths, settings.loop, _trace(settings)),
         seed=_sampling_seed(settings),
         curve=decode_curve(settings),
+        on_tick=context.on_tick,
     )
+    context.watch_status(dispatcher.status)
+    return dispatcher
 
 
-def build_ranker(settings: Settings, _worker_id: str) -> "Ranker":
-    """The ranker of the run's predictor.
+def build_ranker(settings: Settings, context: ProcessContext) -> Role:
+    """The ranker, which makes newer models of lengths for the dispatcher's predictor.
 
     Raises:
         SettingsError: the predictor has no model that could be made.
     """
-    from producers.lengths.ranker import Ranker, build_student  # its language model needs torch
+    from producers.lengths.ranker import Ranker, build_model_trainer  # its language model needs torch
 
-    return Ranker(KafkaBus(settings.kafka), settings.run.name, build_student(settings.lengths, settings.loop))
+    model_trainer = build_model_trainer(settings.lengths, settings.loop)
+    return Ranker(context.bus, settings.run.name, model_trainer, on_tick=context.on_tick)
 
 
 def _trace(settings: Settings) -> SampleLength | None:
@@ -99,34 +130,28 @@ def _sampling_seed(settings: Settings) -> int | None:
     return settings.run.seed if settings.generation.engine == "transformers" else None
 
 
-# Builds a generation worker, around a model or around what stands in for one.
-
-
-def build_worker(settings: Settings, worker_id: str) -> GenerationWorker:
-    """A worker; without an id it makes one up that no other worker has.
+def build_worker(settings: Settings, context: ProcessContext) -> GenerationWorker:
+    """A worker under the name of its process, around a model or around what stands in for one.
 
     Raises:
-        SettingsError: the id is not a plain name.
         ModelError: the model's tokenizer or the engine's library cannot be loaded.
     """
-    name = worker_id or f"{socket.gethostname().lower().split('.')[0][:32]}-{uuid.uuid4().hex[:6]}"
-    if not is_plain_name(name):
-        raise SettingsError(f"expected a worker id of 1 to 64 of a-z, 0-9, '.', '_' and '-', got {name!r}")
     engine, tokenizer, rewards = (_emulated_worker if settings.generation.engine == "emulated" else _modelled)(settings)
     return GenerationWorker(
-        bus=KafkaBus(settings.kafka),
+        bus=context.bus,
         run_name=settings.run.name,
         loop=settings.loop,
         settings=settings.generation,
-        worker_id=name,
-        engine=engine,
+        worker_id=context.name,
+        engine=context.around_engine(engine),
         tokenizer=tokenizer,
         rewards=rewards,
-        weights_cache=settings.run.path / "workers" / name,
+        weights_cache=settings.run.path / "workers" / context.name,
+        on_tick=context.on_tick,
     )
 
 
-def _modelled(settings: Settings) -> tuple[Engine, Tokenizer, Rewards]:
+def _modelled(settings: Settings) -> tuple[Engine, Tokenizer, RewardService]:
     from producers.generation.tokenizer import ModelTokenizer
     from producers.rewards.runner import RewardRunner
 
@@ -134,7 +159,7 @@ def _modelled(settings: Settings) -> tuple[Engine, Tokenizer, Rewards]:
     return engine, ModelTokenizer(settings.model.path), RewardRunner(settings.rewards)
 
 
-def _emulated_worker(settings: Settings) -> tuple[Engine, Tokenizer, Rewards]:
+def _emulated_worker(settings: Settings) -> tuple[Engine, Tokenizer, RewardService]:
     """Without a library that could load a model: eight of these processes share two cores and little memory."""
     from producers.generation.engines.emulated import ConstantRewards, FillerTokenizer
 

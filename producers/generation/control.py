@@ -13,7 +13,7 @@ import structlog
 
 from bus.port import Record, Subscription, TopicPartition
 from producers.generation.outbox import Fence
-from producers.generation.weights import Adopter
+from producers.generation.weights import WeightsAdopter
 from schemas.control import DrainWorker, FlowControl, RunFinished, WeightsReady, WorkerClaimed
 from schemas.errors import BusUnavailable, WireError
 
@@ -24,7 +24,7 @@ RETRY_S = 0.5
 
 
 @dataclass
-class Control:
+class ControlFollower:
     """Follows the control topic from its beginning; what it says holds from ``caught_up`` on.
 
     An order to drain this worker that stood there before this process began was meant for an earlier one.
@@ -32,7 +32,7 @@ class Control:
 
     subscription: Subscription
     fence: Fence
-    adopter: Adopter
+    adopter: WeightsAdopter
     on_tick: Callable[[str], None] = lambda name: None
     mode: Literal["run", "pause", "drain"] = "run"
     drained: bool = False

@@ -12,7 +12,7 @@ import structlog
 
 from bus.port import Outgoing, Publisher
 from producers.generation.engines.port import Engine
-from producers.generation.rollout import Load
+from producers.generation.rollout import WorkerLoad
 from schemas.errors import BusError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import Heartbeat, WorkerState
@@ -32,7 +32,7 @@ class Heartbeats:
     topic: str
     worker_id: str
     engine: Engine
-    load: Load
+    load: WorkerLoad
     clock: Callable[[], float] = time.time
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     state: WorkerState = WorkerState.STARTING

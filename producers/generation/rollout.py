@@ -29,7 +29,7 @@ from schemas.trajectories import FinishReason, SamplingParams, TokenChunk, Traje
 
 
 @dataclass
-class Load:
+class WorkerLoad:
     """``generating`` counts completions in the engine (running or waiting there); the others count since the start."""
 
     generating: int = 0
@@ -84,7 +84,7 @@ class TokenStream:
 
 
 @dataclass(slots=True)
-class Completion:
+class SampledCompletion:
     """``extend`` it with every delta of one request."""
 
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
@@ -134,7 +134,7 @@ SHOWN_CHARACTERS = 1000
 """Of a prompt that cannot be sampled: enough to recognise it, and never too large to send."""
 
 
-class Scorer(Protocol):
+class RewardScorer(Protocol):
     """Scores completions; ``RewardRunner`` is one."""
 
     @property
@@ -153,9 +153,9 @@ class Rollout:
 
     engine: Engine
     tokenizer: Tokenizer
-    scorer: Scorer
+    scorer: RewardScorer
     worker_id: str
-    load: Load = field(default_factory=Load)
+    load: WorkerLoad = field(default_factory=WorkerLoad)
     tokens: TokenStream | None = None
     clock: Callable[[], float] = time.time
 
@@ -233,21 +233,21 @@ class Rollout:
             "created_at": order.created_at,
         }
 
-    async def _score(self, order: WorkOrder, completion: Completion, text: str) -> Scores:
+    async def _score(self, order: WorkOrder, completion: SampledCompletion, text: str) -> Scores:
         if completion.finish_reason is FinishReason.ABORT:
             names = self.scorer.names
             return Scores(dict.fromkeys(names), dict.fromkeys(names, "the engine gave up on the completion"))
         return await self.scorer.score(ScoreRequest(order.prompt, text, completion.token_ids))
 
-    async def _generate_twice(self, request: GenerationRequest) -> Completion:
+    async def _generate_twice(self, request: GenerationRequest) -> SampledCompletion:
         try:
             return await self._generate(request)
         except EngineError as error:
             log.warning("request failed, asking once more", request=request.request_id, error=str(error))
             return await self._generate(request)
 
-    async def _generate(self, request: GenerationRequest) -> Completion:
-        completion = Completion()
+    async def _generate(self, request: GenerationRequest) -> SampledCompletion:
+        completion = SampledCompletion()
         async with _closing(self.engine.generate(request)) as deltas:
             async for delta in deltas:
                 start = len(completion.token_ids)

@@ -48,7 +48,7 @@ class GenerationSettings(Section):
     ] = 32
     stream_tokens: Annotated[bool, Field(description="Publish tokens on the tokens topic as they are sampled.")] = False
     heartbeat_interval_s: Annotated[float, Field(gt=0, le=60, description="Seconds between heartbeats.")] = 1.0
-    standstill_s: Annotated[
+    fencing_timeout_s: Annotated[
         float,
         Field(gt=0, description="After standing still for so long, a worker looks first whether another replaced it."),
     ] = 5.0

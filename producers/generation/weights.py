@@ -207,7 +207,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 
 
 @dataclass
-class Adopter:
+class WeightsAdopter:
     """``offer`` it announcements; those that a newer one overtakes before their turn are never fetched.
 
     ``held`` is the version in the engine, none before the first.

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 import structlog
 
 from bus.port import Bus, Outgoing, Publisher, Record, Subscription
-from producers.generation.control import Control
+from producers.generation.control import ControlFollower
 from producers.generation.engines.port import Engine, Tokenizer
 from producers.generation.heartbeat import Heartbeats
 from producers.generation.outbox import Fence, FencedPublisher, Outbox
-from producers.generation.rollout import Rollout, Scorer, TokenStream
+from producers.generation.rollout import RewardScorer, Rollout, TokenStream
 from producers.generation.settings import GenerationSettings
-from producers.generation.weights import Adopter, WeightsFetcher
+from producers.generation.weights import WeightsAdopter, WeightsFetcher
 from schemas.errors import WireError
 from schemas.identifiers import lane_of, make_trajectory_id
 from schemas.reports import WorkerState
@@ -38,7 +38,7 @@ log = structlog.get_logger()
 
 
 @dataclass
-class Orders:
+class OrderExecutor:
     """``in_hand`` holds the tasks of unfinished samples by trajectory id."""
 
     rollout: Rollout
@@ -113,7 +113,7 @@ LAST_BEAT_S = 2.0
 ORDERS_PER_POLL = 32
 
 
-class Rewards(Scorer, Protocol):
+class RewardService(RewardScorer, Protocol):
     """A scorer with a life of its own; ``RewardRunner`` is one."""
 
     async def start(self) -> None:
@@ -139,7 +139,7 @@ class GenerationWorker:
     worker_id: str
     engine: Engine
     tokenizer: Tokenizer
-    rewards: Rewards
+    rewards: RewardService
     weights_cache: Path
     clock: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
@@ -171,7 +171,7 @@ class GenerationWorker:
             stack.push_async_callback(publisher.close)
             stack.push_async_callback(self.rewards.close)
             stack.push_async_callback(self.engine.close)
-            shift = Shift.of(self, lane, control, publisher)
+            shift = WorkerSession.of(self, lane, control, publisher)
             try:
                 await shift.work(stop)
             except BaseExceptionGroup as group:
@@ -181,18 +181,20 @@ class GenerationWorker:
 
 
 @dataclass
-class Shift:
+class WorkerSession:
     """One incarnation of a worker: its open clients, and the loops that share them."""
 
     worker: GenerationWorker
     lane: Subscription
-    control: Control
-    adopter: Adopter
+    control: ControlFollower
+    adopter: WeightsAdopter
     heartbeats: Heartbeats
-    orders: Orders
+    orders: OrderExecutor
 
     @classmethod
-    def of(cls, worker: GenerationWorker, lane: Subscription, control: Subscription, publisher: Publisher) -> "Shift":
+    def of(
+        cls, worker: GenerationWorker, lane: Subscription, control: Subscription, publisher: Publisher
+    ) -> "WorkerSession":
         """Put the parts together."""
         run, settings = worker.run_name, worker.settings
         fence = Fence(worker.worker_id, uuid.uuid4().hex[:12], settings.fencing_timeout_s, worker.monotonic)
@@ -212,10 +214,10 @@ class Shift:
             fence.incarnation,
         )
         fetcher = worker.open_fetcher(worker.weights_cache, settings.fetch_timeout_s, lane_of(worker.worker_id))
-        adopter = Adopter(worker.engine, fetcher, lambda: heartbeats.update(version=adopter.held))
+        adopter = WeightsAdopter(worker.engine, fetcher, lambda: heartbeats.update(version=adopter.held))
         outbox = Outbox(fenced, settings.max_undelivered)
-        orders = Orders(rollout, outbox, TRAJECTORIES.full_name(run), worker.loop.max_prompt_length)
-        return cls(worker, lane, Control(control, fence, adopter, worker.on_tick), adopter, heartbeats, orders)
+        orders = OrderExecutor(rollout, outbox, TRAJECTORIES.full_name(run), worker.loop.max_prompt_length)
+        return cls(worker, lane, ControlFollower(control, fence, adopter, worker.on_tick), adopter, heartbeats, orders)
 
     async def work(self, stop: asyncio.Event) -> None:
         """Start the parts, take orders, finish."""

@@ -4,10 +4,15 @@ import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
 
 # What the rewards that come along are called, and what can be set for them. Loads none of them.
 
+DATASET = "dataset"
+"""Not one of them: the scorer that a generated data set brings along."""
 BUILT_IN = ("math_verify", "exact_match", "format")
 THINK_ANSWER = r"\s*<think>(?!.*<think>).*</think>\s*<answer>(?!.*<answer>).*</answer>\s*"
 """One pair of think tags, then one pair of answer tags, and nothing around them."""

@@ -1,29 +1,71 @@
-"""The reward process: loads one function and scores tasks until its standard input ends.
+"""The reward process: loads one function, calls it as TRL would, and answers until its owner is gone.
 
-Pipes carry msgpack: in come ``[job id, packed task]``, out go one greeting and then ``[job id, reward, reason]``. A
-synchronous function takes jobs in order and answers each at once, so that its process's owner knows which job it is
-at; an async one takes all jobs concurrently. What the function prints goes to standard error.
+Started as ``python -m producers.rewards.child FUNCTION TIMEOUT_S OPTIONS`` by ``producers.rewards.runner``. Pipes carry
+msgpack: in come ``[call number, packed task]``; out go one greeting (``["ready", is async]`` or ``["failed", reason]``)
+and then ``[call number, reward, reason]``.
+
+Invariants:
+- a_call_is_answered_before_the_next_begins, of a synchronous function: so the owner knows which call it is at. An async
+  one has all its calls running at the same time.
+- user_code_cannot_reach_the_pipes: it gets an empty standard input, and standard error as its output.
+- nothing_outlives_the_worker: the process dies with it even inside C code that never gives the interpreter back.
 """
 
 import asyncio
 import ctypes
+import inspect
+import json
+import math
 import os
 import signal
 import sys
+import warnings
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from producers.rewards import loading as verdict
-from producers.rewards.loading import Scorer, load_scorer
-from schemas.errors import UserError
+from producers.rewards.builtin import BUILT_IN, DATASET, BuiltInOptions
+from schemas.errors import RewardLoadError, UserError
+from schemas.import_path import load_function
 
-Job = tuple[int, bytes]
-_PR_SET_PDEATHSIG = 1
+if TYPE_CHECKING:
+    from producers.prompts.sources import GymDataset
+
+RewardTask = dict[str, Any]
+"""One completion with its prompt: ``prompt`` (text, or chat turns as maps), ``dataset``, ``columns``, ``text`` (the
+completion) and ``ids`` (its token ids as int32 bytes, little-endian)."""
+RewardResult = tuple[float | None, str | None]
+"""A reward, or none with the reason; none without a reason: the function does not apply to this completion."""
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_RESERVED = {"prompt", "completion", "completion_ids"}  # names TRL passes itself, so no column may have them
+MAX_REASON = 300
+"""Characters of a reason: it travels with every trajectory, and an exception's text may be a whole model output."""
+
+
+def main(function: str, timeout_s: float, options: str = "{}") -> None:
+    """Load, greet, serve."""
+    pipes = Pipes.take_over()
+    _die_with_the_worker()
+    try:
+        reward = load_reward(function, options)
+    except UserError as error:
+        pipes.reply("failed", " ".join(str(error).split()))
+        return
+    pipes.reply("ready", reward.is_async)
+    if reward.is_async:
+        asyncio.run(_serve_async(reward, pipes, timeout_s))
+    else:
+        _serve(reward, pipes)
+
+
+# The protocol
 
 
 @dataclass(frozen=True)
@@ -35,7 +77,7 @@ class Pipes:
 
     @classmethod
     def take_over(cls) -> "Pipes":
-        """Move standard input and output aside; the function gets an empty input, and standard error as output."""
+        """Move standard input and output aside, and put harmless ones in their place."""
         pipes = cls(os.dup(0), os.dup(1))
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -48,84 +90,235 @@ class Pipes:
         while rest:
             rest = rest[os.write(self.replies, rest) :]
 
-    def follow(self, deliver: Callable[[Job], object]) -> None:
-        """Hand over every job; ends this process, and all it started, when its owner is gone."""
+    def read_calls(self, deliver: Callable[[int, bytes], object]) -> None:
+        """Hand over every call; ends this process, and all it started, when its owner is gone."""
         unpacker = msgpack.Unpacker(max_buffer_size=0)
         while data := os.read(self.requests, 1 << 16):
             unpacker.feed(data)
-            for job_id, task in unpacker:
-                deliver((job_id, task))
+            for number, task in unpacker:
+                deliver(number, task)
         os.killpg(0, signal.SIGKILL)
 
 
-def main(function: str, timeout_s: float, options: str = "{}") -> None:
-    """Load, greet, serve."""
-    pipes = Pipes.take_over()
-    _die_with_the_worker()
-    try:
-        scorer = load_scorer(function, options)
-    except UserError as error:
-        pipes.reply("failed", " ".join(str(error).split()))
-        return
-    pipes.reply("ready", scorer.is_async)
-    if scorer.is_async:
-        asyncio.run(_serve_async(scorer, pipes, timeout_s))
-    else:
-        _serve(scorer, pipes)
-
-
 def _die_with_the_worker() -> None:
-    """Ask Linux for SIGKILL at the worker's end: a function that never lets go of the interpreter would live on."""
+    """Ask Linux for SIGKILL at the worker's end: without it a regular expression gone wild would run on for ever."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _serve(scorer: Scorer, pipes: Pipes) -> None:
-    inbox: SimpleQueue[Job] = SimpleQueue()
-    Thread(target=pipes.follow, args=(inbox.put,), daemon=True).start()
+def _serve(reward: "LoadedReward", pipes: Pipes) -> None:
+    """Call the function in the main thread, where its alarm signals arrive; a second thread reads."""
+    calls: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+    Thread(target=pipes.read_calls, args=(lambda *call: calls.put(call),), daemon=True).start()
     while True:
-        job_id, task = inbox.get()
-        pipes.reply(job_id, *_judged(scorer, task))
+        number, task = calls.get()
+        try:
+            result = reward_in(reward.call(_unpacked(task)))
+        except BaseException as error:  # SystemExit too: only os._exit ends the process
+            result = None, reason_of(error)
+        pipes.reply(number, *result)
 
 
-def _judged(scorer: Scorer, task: bytes) -> verdict.Verdict:
-    try:
-        return verdict.of_returned(scorer.call(_unpacked(task)))
-    except BaseException as error:
-        return verdict.of_raised(error)
-
-
-def _unpacked(task: bytes) -> Any:
-    return msgpack.unpackb(task, unicode_errors="surrogatepass")
-
-
-async def _serve_async(scorer: Scorer, pipes: Pipes, timeout_s: float) -> None:
+async def _serve_async(reward: "LoadedReward", pipes: Pipes, timeout_s: float) -> None:
     loop, running = asyncio.get_running_loop(), set()
 
-    def start(job: Job) -> None:
-        task = loop.create_task(_answer(scorer, pipes, timeout_s, *job))
-        running.add(task)
-        task.add_done_callback(running.discard)
+    def start(number: int, task: bytes) -> None:
+        answering = loop.create_task(_answer(reward, pipes, timeout_s, number, task))
+        running.add(answering)  # the loop itself holds its tasks only weakly
+        answering.add_done_callback(running.discard)
 
-    Thread(target=pipes.follow, args=(lambda job: loop.call_soon_threadsafe(start, job),), daemon=True).start()
+    def deliver(number: int, task: bytes) -> None:
+        loop.call_soon_threadsafe(start, number, task)
+
+    Thread(target=pipes.read_calls, args=(deliver,), daemon=True).start()
     await loop.create_future()
 
 
-async def _answer(scorer: Scorer, pipes: Pipes, timeout_s: float, job_id: int, task: bytes) -> None:
-    call = asyncio.ensure_future(_judged_async(scorer, task))
-    done, _ = await asyncio.wait({call}, timeout=timeout_s)
+async def _answer(reward: "LoadedReward", pipes: Pipes, timeout_s: float, number: int, task: bytes) -> None:
+    """Answer in time, even for a function that swallows its cancellation: it is not waited for a second time."""
+
+    async def call() -> RewardResult:
+        try:
+            return reward_in(await reward.call(_unpacked(task)))
+        except BaseException as error:
+            return None, reason_of(error)
+
+    calling = asyncio.ensure_future(call())
+    done, _ = await asyncio.wait({calling}, timeout=timeout_s)
     if done:
-        pipes.reply(job_id, *call.result())
+        pipes.reply(number, *calling.result())
     else:
-        call.cancel()
-        pipes.reply(job_id, None, verdict.timed_out(timeout_s))
+        calling.cancel()
+        pipes.reply(number, None, timed_out(timeout_s))
 
 
-async def _judged_async(scorer: Scorer, task: bytes) -> verdict.Verdict:
+def _unpacked(task: bytes) -> RewardTask:
+    unpacked: RewardTask = msgpack.unpackb(task, unicode_errors="surrogatepass")  # a tokenizer may give half a pair
+    return unpacked
+
+
+# What a function returned or raised
+
+
+def reward_in(returned: Any) -> RewardResult:
+    """The reward in what a function returned for one completion: a list, tuple, array or tensor of one number.
+
+    Never raises.
+    """
     try:
-        return verdict.of_returned(await scorer.call(_unpacked(task)))
-    except BaseException as error:
-        return verdict.of_raised(error)
+        values = returned.tolist() if hasattr(returned, "tolist") else returned
+        if not isinstance(values, list | tuple):
+            return None, f"expected a list of 1 reward, got {type(returned).__name__}"
+        if len(values) != 1:
+            return None, f"expected a list of 1 reward, got {len(values)}"
+        return _number_in(values[0])
+    except Exception as error:  # the object is the user's: any of its methods may raise
+        return None, reason_of(error)
+
+
+def _number_in(value: Any) -> RewardResult:
+    if value is None:
+        return None, None
+    plain = value.item() if hasattr(value, "item") else value
+    if not isinstance(plain, int | float):
+        return None, f"expected a number or None, got {type(value).__name__}"
+    try:
+        number = float(plain)
+    except OverflowError:  # an int beyond 1.8e308
+        number = math.inf
+    return (number, None) if math.isfinite(number) else (None, f"expected a finite number, got {number}")
+
+
+def reason_of(error: BaseException) -> str:
+    """One line, of at most ``MAX_REASON`` characters, that names what was raised; never raises."""
+    try:
+        text = " ".join(str(error)[: 4 * MAX_REASON].split())
+    except Exception:
+        text = ""
+    name = type(error).__name__
+    return (f"{name}: {text}" if text else name)[:MAX_REASON]
+
+
+def timed_out(timeout_s: float) -> str:
+    """The reason given to a completion whose call did not return in time."""
+    return f"timed out after {timeout_s:g} s"
+
+
+# Loading
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedReward:
+    """``call`` scores one task: it returns what the function returned, or an awaitable of it if ``is_async``."""
+
+    call: Callable[[RewardTask], Any]
+    is_async: bool
+
+
+def load_reward(function: str, options: str = "{}") -> LoadedReward:
+    """The data set's own scorer for ``dataset``, a built-in reward, or the function behind the import path.
+
+    ``options``: ``BuiltInOptions`` as JSON.
+
+    Raises:
+        RewardLoadError: it cannot be imported, or cannot be called with keyword arguments.
+    """
+    if function == DATASET:
+        try:
+            _import_reasoning_gym()
+        except (ImportError, UserError) as error:
+            raise RewardLoadError(f"expected to load the data set's own scorer, got: {error}") from error
+        return LoadedReward(score_with_dataset, is_async=False)
+    if function in BUILT_IN:
+        return _load_built_in(function, BuiltInOptions(**json.loads(options)))
+    loaded = load_function(function, RewardLoadError)
+    is_async = inspect.iscoroutinefunction(loaded) or inspect.iscoroutinefunction(type(loaded).__call__)
+    return LoadedReward(bind(loaded, function), is_async)
+
+
+def _load_built_in(name: str, options: BuiltInOptions) -> LoadedReward:
+    from producers.rewards.builtin import built_in
+
+    try:
+        return LoadedReward(bind(built_in(name, options), name), is_async=False)
+    except ImportError as error:
+        raise RewardLoadError(f"expected the library of reward {name!r} to be installed, got: {error}") from error
+
+
+def bind(function: Callable[..., Any], path: str) -> Callable[[RewardTask], Any]:
+    """A caller that passes the keyword arguments the function takes: all of them if it has ``**kwargs``.
+
+    Raises:
+        RewardLoadError: an argument can only be passed by position, or the signature cannot be read.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise RewardLoadError(f"expected a Python function as reward {path}, got {function!r}") from error
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise RewardLoadError(
+                f"expected reward {path} to take keyword arguments, got {parameter.name!r} by position only"
+            )
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    wanted = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+
+    def call(task: RewardTask) -> Any:
+        offered = _arguments(task)
+        if takes_all or "completion_ids" in wanted:  # thousands of ints: made only for who asks for them
+            offered["completion_ids"] = [array("i", task["ids"]).tolist()]
+        return function(**(offered if takes_all else {name: offered[name] for name in offered.keys() & wanted}))
+
+    return call
+
+
+def _arguments(task: RewardTask) -> dict[str, Any]:
+    """What TRL's GRPOTrainer passes, for a batch of one; what a function logs is dropped, far from the trainer."""
+    is_chat = not isinstance(task["prompt"], str)
+    completion = [{"role": "assistant", "content": task["text"]}] if is_chat else task["text"]
+    return {name: [value] for name, value in task["columns"].items() if name not in _RESERVED} | {
+        "prompts": [task["prompt"]],
+        "completions": [completion],
+        "trainer_state": None,
+        "log_extra": _ignore,
+        "log_metric": _ignore,
+    }
+
+
+def _ignore(*_arguments: Any, **_named: Any) -> None:
+    """Accepts what a function wants to log."""
+
+
+# The scorer that a reasoning-gym data set brings along
+
+
+def _import_reasoning_gym() -> None:
+    """Import the library, which takes seconds, before the first completion waits for it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of its sources, at their first compilation
+        import reasoning_gym  # noqa: F401
+
+
+@cache
+def _dataset(name: str) -> "GymDataset":
+    from producers.prompts.sources import open_dataset  # heavy, and only this scorer needs it
+
+    return open_dataset(name, {}, size=1)
+
+
+def score_with_dataset(task: RewardTask) -> list[float]:
+    """The score of one completion, 0 to 1, in a list as a reward function returns it.
+
+    Raises:
+        DataError: the prompt's data set is not one of reasoning-gym's.
+        ValueError: the prompt lacks the columns that the scorer needs.
+    """
+    from producers.prompts.sources import scoring_entry
+
+    dataset, columns = _dataset(task["dataset"]), task["columns"]
+    if "answer" not in columns or "metadata" not in columns:
+        raise ValueError(f"expected columns 'answer' and 'metadata', got {sorted(columns)}")
+    return [dataset.score_answer(answer=task["text"], entry=scoring_entry(columns))]
 
 
 if __name__ == "__main__":

@@ -1,238 +1,52 @@
-"""Scores completions with every reward function of the settings, outside the event loop and with time-outs.
+"""Scores completions with every reward function of the settings: one process per function, time-outs, restarts.
 
-Invariant a_failing_reward_is_recorded_and_harms_no_other: whatever a function does, its reward becomes none with a
-one-line reason, and the other functions and completions are scored as if nothing had happened.
+``RewardRunner`` packs a completion once and asks a ``RewardQueue`` per function. The queue sends calls in batches to
+its ``RewardProcess`` (in which ``producers.rewards.child`` runs), settles them by the replies, and decides who is to
+blame when the process hangs or dies.
+
+Invariants:
+- a_failing_reward_is_recorded_and_harms_no_other: whatever a function does, its reward becomes none with a one-line
+  reason, and the other functions and completions are scored as if nothing had happened;
+- only_the_offender_pays: a call that hangs or ends the process gets the reason; every other call is made again.
 """
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
+import sys
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import msgpack
 import structlog
 
-from producers.rewards.loading import Verdict, timed_out
-from producers.rewards.process import RewardProcess
+from producers.rewards.child import RewardResult, timed_out
 from producers.rewards.settings import RewardSettings
 from schemas.errors import RewardLoadError
 from schemas.trajectories import Prompt
 
-# The queue in front of one reward function: batches, time-outs, and who is to blame when its process dies. Invariant
-# only_the_offender_pays: a call that hangs or ends the process gets the reason; every other call is made again. A
-# synchronous function answers in order, so the first unanswered job is the offender. Of an async one's many it is not
-# known which, so they are made again one at a time.
-
 log = structlog.get_logger()
 
 SYNC_WINDOW = 64
+"""Calls sent ahead to a synchronous function: enough that it never waits for us, few to repeat when it dies."""
 SECOND_LOOK_S = 0.05
 """A time-out counts only if no reply is found this much later: our own loop may have been busy, not the function."""
 ASYNC_MARGIN_S = 1.0
 """An async function's process keeps its own time-outs; it hangs as a whole if nothing comes for this much longer."""
 RESTART_PAUSE_S = 1.0
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """One call that someone waits for."""
-
-    number: int
-    task: bytes
-    verdict: "asyncio.Future[Verdict]"
-
-
-def offenders(unanswered: list[Job], *, is_async: bool) -> tuple[list[Job], list[Job]]:
-    """Who gets the blame when the process dies, and who is under suspicion: called again, one at a time."""
-    if not is_async or len(unanswered) == 1:
-        return unanswered[:1], []
-    return [], unanswered
-
-
-class FunctionLane:
-    """Calls to one function, in order of arrival."""
-
-    def __init__(
-        self,
-        function: str,
-        name: str,
-        *,
-        timeout_s: float,
-        load_timeout_s: float,
-        concurrency: int,
-        options: str = "{}",
-    ) -> None:
-        self.function = function
-        self.name = name
-        self._timeout_s = timeout_s
-        self._load_timeout_s = load_timeout_s
-        self._concurrency = concurrency
-        self._options = options
-        self._numbers = count()
-        self._waiting: deque[Job] = deque()
-        self._suspects: deque[Job] = deque()
-        self._unanswered: dict[int, Job] = {}
-        self._is_async = False
-        self._alone = False
-        self._send_due = False
-        self._hung = False
-        self._deadline = 0.0
-        self._second_look = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._process: RewardProcess | None = None
-        self._serving: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Load the function in a new process.
-
-        Raises:
-            RewardLoadError: it cannot be loaded.
-        """
-        self._process = await self._load()
-        self._serving = asyncio.create_task(self._serve())
-
-    def call(self, task: bytes) -> "asyncio.Future[Verdict]":
-        """Queue a call; calls of one tick of the loop travel together."""
-        loop = asyncio.get_running_loop()
-        job = Job(next(self._numbers), task, loop.create_future())
-        self._waiting.append(job)
-        if not self._send_due:
-            self._send_due = True
-            loop.call_soon(self._send)
-        return job.verdict
-
-    async def close(self) -> None:
-        """Kill the process; calls still waiting are cancelled. Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait({self._serving})
-        if self._process is not None:
-            self._process.kill()
-            await self._process.ended()
-            self._process = None
-        for job in self._everyone():
-            job.verdict.cancel()
-
-    async def _load(self) -> RewardProcess:
-        process = await RewardProcess.start(
-            self.function,
-            self.name,
-            timeout_s=self._timeout_s,
-            load_timeout_s=self._load_timeout_s,
-            options=self._options,
-        )
-        self._is_async = process.is_async
-        return process
-
-    async def _serve(self) -> None:
-        while True:
-            if self._process is None:
-                await self._restart()
-                continue
-            replies = await self._process.receive()
-            if replies:
-                self._settle(replies)
-            else:
-                reason = await self._process.ended()
-                self._process = None
-                self._blame(timed_out(self._timeout_s) if self._hung else reason)
-            self._send()
-
-    async def _restart(self) -> None:
-        try:
-            self._process = await self._load()
-        except RewardLoadError as error:
-            log.error("reward function does not load again", function=self.name, error=str(error))
-            self._give_up(self._everyone(), f"cannot be loaded again: {error}")
-            await asyncio.sleep(RESTART_PAUSE_S)
-        self._send()
-
-    def _send(self) -> None:
-        self._send_due = False
-        if self._process is None:
-            return
-        jobs = self._next_jobs(self._concurrency if self._is_async else SYNC_WINDOW)
-        if jobs:
-            if not self._unanswered:
-                self._progress()
-            self._unanswered.update((job.number, job) for job in jobs)
-            self._process.send(b"".join(msgpack.packb((job.number, job.task)) for job in jobs))
-
-    def _next_jobs(self, window: int) -> list[Job]:
-        if self._alone or self._suspects:
-            if self._unanswered:
-                return []
-            self._alone = bool(self._suspects)
-            if self._suspects:
-                return [self._suspects.popleft()]
-        jobs: list[Job] = []
-        while self._waiting and len(jobs) + len(self._unanswered) < window:
-            job = self._waiting.popleft()
-            if not job.verdict.done():
-                jobs.append(job)
-        return jobs
-
-    def _settle(self, replies: list[Any]) -> None:
-        for reply in replies:
-            match reply:
-                case [int(number), float() | None as reward, str() | None as reason]:
-                    job = self._unanswered.pop(number, None)
-                    if job is not None and not job.verdict.done():
-                        job.verdict.set_result((reward, reason))
-                case _:
-                    log.error("reward process wrote what is no reply", function=self.name, reply=repr(reply)[:200])
-                    if self._process is not None:
-                        self._process.kill()
-        self._progress()
-
-    def _blame(self, reason: str) -> None:
-        guilty, suspects = offenders(list(self._unanswered.values()), is_async=self._is_async)
-        innocent = [job for job in self._unanswered.values() if job not in guilty and job not in suspects]
-        self._unanswered.clear()
-        self._suspects.extend(suspects)
-        self._waiting.extendleft(reversed(innocent))
-        self._give_up(guilty, reason)
-        log.warning("reward process replaced", function=self.name, reason=reason, calls_to_repeat=len(self._waiting))
-        self._hung = False
-
-    def _give_up(self, jobs: Iterable[Job], reason: str) -> None:
-        for job in jobs:
-            if not job.verdict.done():
-                job.verdict.set_result((None, reason))
-
-    def _everyone(self) -> list[Job]:
-        jobs = [*self._unanswered.values(), *self._suspects, *self._waiting]
-        for queue in (self._unanswered, self._suspects, self._waiting):
-            queue.clear()
-        return jobs
-
-    def _progress(self) -> None:
-        """The function has shown life, or has just been given its first job: its time starts anew."""
-        loop = asyncio.get_running_loop()
-        self._second_look = False
-        self._deadline = loop.time() + self._timeout_s + (ASYNC_MARGIN_S if self._is_async else 0.0)
-        if self._timer is None:
-            self._timer = loop.call_at(self._deadline, self._look)
-
-    def _look(self) -> None:
-        self._timer = None
-        loop = asyncio.get_running_loop()
-        if not self._unanswered or self._process is None:
-            return
-        if loop.time() < self._deadline:
-            self._timer = loop.call_at(self._deadline, self._look)
-        elif not self._second_look:
-            self._second_look = True
-            self._timer = loop.call_later(SECOND_LOOK_S, self._look)
-        else:
-            self._hung = True
-            self._process.kill()
+"""Between attempts to load a function that loaded once and does not any more, such as a file that is being edited."""
+MAX_REPLY_BYTES = 1 << 20
+MAX_LOGGED_LINES = 100
+LAST_WORDS_S = 0.2
+"""How long to read what a dead process wrote last; a program that it started may hold the pipe open for ever."""
+_ROOT = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,20 +67,12 @@ class Scores:
 
 
 class RewardRunner:
-    """One process per function. ``start`` before ``score``, ``close`` at the end."""
+    """All functions of the settings. ``start`` before ``score``, ``close`` at the end."""
 
     def __init__(self, settings: RewardSettings) -> None:
         self.names = settings.names
-        options = json.dumps(asdict(settings.built_in_options))
-        self._lanes = [
-            FunctionLane(
-                function,
-                name,
-                timeout_s=settings.timeout_s,
-                load_timeout_s=settings.load_timeout_s,
-                concurrency=settings.concurrency,
-                options=options,
-            )
+        self._queues = [
+            RewardQueue(function, name, settings)
             for function, name in zip(settings.functions, settings.names, strict=True)
         ]
 
@@ -276,7 +82,7 @@ class RewardRunner:
         Raises:
             RewardLoadError: one of them cannot be loaded; none is left running.
         """
-        outcomes = await asyncio.gather(*(lane.start() for lane in self._lanes), return_exceptions=True)
+        outcomes = await asyncio.gather(*(queue.start() for queue in self._queues), return_exceptions=True)
         failed = [outcome for outcome in outcomes if outcome is not None]
         if failed:
             await self.close()
@@ -285,19 +91,20 @@ class RewardRunner:
     async def score(self, request: ScoreRequest) -> Scores:
         """Score one completion with all functions; never raises for what a function does."""
         task = _packed(request)
-        calls = [lane.call(task) for lane in self._lanes]
-        verdicts = {name: await call for name, call in zip(self.names, calls, strict=True)}
+        calls = [queue.call(task) for queue in self._queues]
+        results = {name: await call for name, call in zip(self.names, calls, strict=True)}
         return Scores(
-            {name: reward for name, (reward, _) in verdicts.items()},
-            {name: reason for name, (_, reason) in verdicts.items() if reason is not None},
+            {name: reward for name, (reward, _) in results.items()},
+            {name: reason for name, (_, reason) in results.items() if reason is not None},
         )
 
     async def close(self) -> None:
         """End every reward process; calls still waiting are cancelled. Idempotent."""
-        await asyncio.gather(*(lane.close() for lane in self._lanes))
+        await asyncio.gather(*(queue.close() for queue in self._queues))
 
 
 def _packed(request: ScoreRequest) -> bytes:
+    """A ``RewardTask`` of the reward process."""
     prompt, ids = request.prompt, request.completion_ids
     turns = () if isinstance(prompt.content, str) else prompt.content
     packed: bytes = msgpack.packb(
@@ -311,3 +118,300 @@ def _packed(request: ScoreRequest) -> bytes:
         unicode_errors="surrogatepass",
     )
     return packed
+
+
+@dataclass(eq=False, slots=True)
+class RewardCall:
+    """One call that someone waits for."""
+
+    number: int
+    task: bytes
+    result: "asyncio.Future[RewardResult]"
+
+    def settle(self, reward: float | None, reason: str | None) -> None:
+        """Answer whoever waits, if anybody still does."""
+        if not self.result.done():
+            self.result.set_result((reward, reason))
+
+
+def offenders(unanswered: list[RewardCall], *, is_async: bool) -> tuple[list[RewardCall], list[RewardCall]]:
+    """Who gets the blame when the process dies, and who is under suspicion: called again, one at a time.
+
+    A synchronous function answers in order, so the first unanswered call is the offender. Of an async one's many it is
+    not known which, unless there was only one.
+    """
+    if not is_async or len(unanswered) == 1:
+        return unanswered[:1], []
+    return [], unanswered
+
+
+class RewardQueue:
+    """Calls to one function, in order of arrival.
+
+    A call is in one of three places: ``_waiting``, ``_unanswered`` (sent to the process), or ``_suspects`` (sent to a
+    process that died; each is sent again alone, and the waiting ones after them).
+    """
+
+    def __init__(self, function: str, name: str, settings: RewardSettings) -> None:
+        self.function = function
+        self.name = name
+        self._settings = settings
+        self._numbers = count()
+        self._waiting: deque[RewardCall] = deque()
+        self._suspects: deque[RewardCall] = deque()
+        self._unanswered: dict[int, RewardCall] = {}
+        self._suspect_runs = False
+        self._send_is_due = False
+        self._has_hung = False
+        self._silence: asyncio.Timeout | None = None
+        self._process: RewardProcess | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Load the function in a new process.
+
+        Raises:
+            RewardLoadError: it cannot be loaded.
+        """
+        self._process = await RewardProcess.start(self.function, self.name, self._settings)
+        self._serving = asyncio.create_task(self._serve())
+
+    def call(self, task: bytes) -> "asyncio.Future[RewardResult]":
+        """Queue a call; calls of one tick of the loop travel together."""
+        loop = asyncio.get_running_loop()
+        call = RewardCall(next(self._numbers), task, loop.create_future())
+        self._waiting.append(call)
+        if not self._send_is_due:
+            self._send_is_due = True
+            loop.call_soon(self._send)
+        return call.result
+
+    async def close(self) -> None:
+        """Kill the process; calls still waiting are cancelled. Idempotent."""
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait({self._serving})
+        if self._process is not None:
+            self._process.kill()
+            await self._process.ended()
+            self._process = None
+        for call in self._take_all():
+            call.result.cancel()
+
+    async def _serve(self) -> None:
+        while True:
+            if self._process is None:
+                await self._restart()
+            elif replies := await self._replies(self._process):
+                self._settle(replies, self._process)
+            else:
+                process, self._process = self._process, None
+                ended = await process.ended()
+                self._blame(process, timed_out(self._settings.timeout_s) if self._has_hung else ended)
+                self._has_hung = False
+            self._send()
+
+    async def _replies(self, process: "RewardProcess") -> list[Any]:
+        """The next replies; none when the process has ended, which it is made to if it is silent for too long.
+
+        The silence is measured from the last reply, or from the first call after a rest.
+        """
+        with contextlib.suppress(TimeoutError):
+            try:
+                async with asyncio.timeout(self._patience_s(process) if self._unanswered else None) as self._silence:
+                    return await process.receive()
+            finally:
+                self._silence = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SECOND_LOOK_S):
+                return await process.receive()
+        self._has_hung = True
+        process.kill()
+        return []
+
+    def _patience_s(self, process: "RewardProcess") -> float:
+        return self._settings.timeout_s + (ASYNC_MARGIN_S if process.is_async else 0.0)
+
+    async def _restart(self) -> None:
+        try:
+            self._process = await RewardProcess.start(self.function, self.name, self._settings)
+        except RewardLoadError as error:
+            log.error("reward function does not load again", function=self.name, error=str(error))
+            for call in self._take_all():
+                call.settle(None, f"cannot be loaded again: {error}")
+            await asyncio.sleep(RESTART_PAUSE_S)
+
+    def _send(self) -> None:
+        self._send_is_due = False
+        if self._process is None:
+            return
+        calls = self._next_calls(self._settings.concurrency if self._process.is_async else SYNC_WINDOW)
+        if calls:
+            if not self._unanswered and self._silence is not None:
+                until = asyncio.get_running_loop().time() + self._patience_s(self._process)
+                self._silence.reschedule(until)
+            self._unanswered.update((call.number, call) for call in calls)
+            self._process.send(b"".join(msgpack.packb((call.number, call.task)) for call in calls))
+
+    def _next_calls(self, window: int) -> list[RewardCall]:
+        """What may be sent now: a suspect alone, else as many as fill the window of unanswered calls."""
+        if self._suspect_runs and self._unanswered:
+            return []
+        self._suspect_runs = bool(self._suspects)
+        if self._suspects:
+            return [self._suspects.popleft()]
+        calls: list[RewardCall] = []
+        while self._waiting and len(calls) + len(self._unanswered) < window:
+            call = self._waiting.popleft()
+            if not call.result.done():  # its caller was cancelled meanwhile
+                calls.append(call)
+        return calls
+
+    def _settle(self, replies: list[Any], process: "RewardProcess") -> None:
+        for reply in replies:
+            match reply:
+                case [int(number), float() | None as reward, str() | None as reason]:
+                    if (call := self._unanswered.pop(number, None)) is not None:
+                        call.settle(reward, reason)
+                case _:
+                    log.error("reward process wrote what is no reply", function=self.name, reply=repr(reply)[:200])
+                    process.kill()
+
+    def _blame(self, process: "RewardProcess", reason: str) -> None:
+        guilty, suspects = offenders(list(self._unanswered.values()), is_async=process.is_async)
+        innocent = [call for call in self._unanswered.values() if call not in guilty and call not in suspects]
+        self._unanswered.clear()
+        self._suspects.extend(suspects)
+        self._waiting.extendleft(reversed(innocent))
+        for call in guilty:
+            call.settle(None, reason)
+        log.warning("reward process replaced", function=self.name, reason=reason, calls_to_repeat=len(self._waiting))
+
+    def _take_all(self) -> list[RewardCall]:
+        calls = [*self._unanswered.values(), *self._suspects, *self._waiting]
+        for queue in (self._unanswered, self._suspects, self._waiting):
+            queue.clear()
+        return calls
+
+
+@dataclass
+class RewardProcess:
+    """A running reward process. It leads a process group, so that whatever the function starts ends with it."""
+
+    process: asyncio.subprocess.Process
+    output: asyncio.Task[None]
+    unpacker: msgpack.Unpacker
+    is_async: bool = False
+
+    @classmethod
+    async def start(cls, function: str, name: str, settings: RewardSettings) -> Self:
+        """Start the process and wait until the function is loaded.
+
+        Raises:
+            RewardLoadError: it cannot be imported, is no function, ends the process or takes too long.
+        """
+        options = json.dumps(asdict(settings.built_in_options))
+        try:
+            process = await _spawn(function, settings.timeout_s, options)
+        except OSError as error:
+            raise RewardLoadError(f"expected to start a process for reward {function}, got: {error}") from error
+        output = asyncio.create_task(_log_output(process, name))
+        started = cls(process, output, msgpack.Unpacker(max_buffer_size=MAX_REPLY_BYTES))
+        try:
+            await started._greet(function, settings.load_timeout_s)
+        except BaseException:
+            started.kill()
+            await started.ended()
+            raise
+        return started
+
+    async def _greet(self, function: str, load_timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(load_timeout_s):
+                replies = await self.receive()
+        except TimeoutError as error:
+            raise RewardLoadError(f"expected reward {function} to load within {load_timeout_s:g} s") from error
+        if not replies:
+            raise RewardLoadError(f"expected reward {function} to load, but {await self.ended()}")
+        match replies[0]:
+            case ["ready", bool(is_async)]:
+                self.is_async = is_async
+            case ["failed", str(reason)]:
+                raise RewardLoadError(reason)
+            case other:
+                raise RewardLoadError(f"expected a greeting from reward {function}, got {other!r}")
+
+    def send(self, data: bytes) -> None:
+        """Hand over bytes; nothing waits for a function that hangs, the caller bounds how much it sends.
+
+        To a process that has just ended they are lost; ``receive`` tells.
+        """
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, RuntimeError):
+            self.process.stdin.write(data)
+
+    async def receive(self) -> list[Any]:
+        """The next messages; none when the process has ended or no longer speaks msgpack. May be cancelled."""
+        assert self.process.stdout is not None
+        messages: list[Any] = []
+        while not messages and (data := await self.process.stdout.read(1 << 16)):
+            try:
+                self.unpacker.feed(data)
+                messages += self.unpacker
+            except Exception as error:
+                log.error("reward process wrote what is no reply", error=repr(error))
+                self.kill()
+                return []
+        return messages
+
+    def kill(self) -> None:
+        """End the process and everything it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def ended(self) -> str:
+        """Wait for the end and describe it."""
+        code = await self.process.wait()
+        await asyncio.wait({self.output}, timeout=LAST_WORDS_S)
+        self.output.cancel()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        if code < 0:
+            return f"its process was killed by {signal.Signals(-code).name}"
+        return f"its process ended with exit code {code}"
+
+
+async def _spawn(function: str, timeout_s: float, options: str) -> asyncio.subprocess.Process:
+    """Start the process; cancelled half-way, it still ends what it started.
+
+    A new interpreter, not a fork: the worker holds a model, threads and sockets. ``-P`` keeps the user's directory, in
+    which a json.py may lie, from the front of the path; the function is still found there.
+    """
+    python_path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
+    spawning = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "producers.rewards.child", function, str(timeout_s), options),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": python_path},
+            start_new_session=True,
+        )
+    )
+    try:
+        return await asyncio.shield(spawning)
+    except asyncio.CancelledError:
+        process = await spawning
+        process.kill()
+        await process.wait()
+        raise
+
+
+async def _log_output(process: asyncio.subprocess.Process, name: str) -> None:
+    """Log the first lines of what a function prints; read the rest, so that printing never blocks it."""
+    assert process.stderr is not None
+    logged = 0
+    while data := await process.stderr.read(1 << 14):
+        for line in data.decode(errors="replace").splitlines()[: MAX_LOGGED_LINES - logged]:
+            log.info("reward output", function=name, line=line[:500])
+            logged += 1

@@ -6,8 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from producers.rewards.builtin import BUILT_IN, THINK_ANSWER, BuiltInOptions
-from producers.rewards.loading import DATASET
+from producers.rewards.builtin import BUILT_IN, DATASET, THINK_ANSWER, BuiltInOptions
 from schemas.settings import Section
 
 _NAMES = (DATASET, *BUILT_IN)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from bus.memory import MemoryBus
 from bus.port import Outgoing
-from coordinator.coordinator import Coordinator, Scaling
+from coordinator.coordinator import Coordinator, FleetScaling
 from coordinator.settings import CoordinatorSettings
 from schemas.control import Control
 from schemas.messages import Message
@@ -34,7 +34,7 @@ def controls(bus: MemoryBus) -> list[Control]:
 
 @asynccontextmanager
 async def running(
-    bus: MemoryBus, clock: Callable[[], float] = time.time, scaling: Scaling | None = None, **settings: float
+    bus: MemoryBus, clock: Callable[[], float] = time.time, scaling: FleetScaling | None = None, **settings: float
 ) -> AsyncIterator["asyncio.Task[None]"]:
     """A coordinator that is ready; at the end it is stopped, and fails the test if it failed."""
     stop = asyncio.Event()

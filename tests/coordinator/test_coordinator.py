@@ -2,8 +2,8 @@ import asyncio
 
 from bus.memory import MemoryBus
 from bus.port import Outgoing
-from coordinator.coordinator import Scaling
-from coordinator.scaling import Bounds
+from coordinator.coordinator import FleetScaling
+from coordinator.scaling import FleetBounds
 from coordinator.settings import ScalingSettings
 from schemas.control import (
     DrainWorker,
@@ -74,7 +74,7 @@ async def test_the_end_of_the_run_is_announced_once() -> None:
     bus = new_bus()
     await publish(bus, STEPS, step_report(1, 5, finished=True))
     for _ in range(2):
-        async with running(bus, finish_patience_s=0.1):
+        async with running(bus, finish_timeout_s=0.1):
             await until(lambda: any(isinstance(m, RunFinished) for m in controls(bus)))
     assert sum(isinstance(message, RunFinished) for message in controls(bus)) == 1
 
@@ -118,7 +118,7 @@ async def test_commands_sent_while_no_coordinator_lives_are_carried_out_once_and
 
 
 async def test_a_long_wait_of_the_trainer_asks_for_one_more_worker_once() -> None:
-    bus, scaling = new_bus(), Scaling(Bounds(1, 3), ScalingSettings(settle_steps=0), overlaps=True)
+    bus, scaling = new_bus(), FleetScaling(FleetBounds(1, 3), ScalingSettings(settle_steps=0), overlaps=True)
 
     def waiting(number: int) -> StepReport:
         metrics = {"time/step": 10.0, "time/wait_for_batch": 9.0}

@@ -197,7 +197,7 @@ async def test_the_last_report_that_a_resumed_trainer_repeats_does_not_end_its_r
 async def test_an_end_that_nobody_announced_waits_for_a_continuation_after_a_restart() -> None:
     bus = new_bus()
     await publish(bus, STEPS, step_report(1, 5, finished=True))
-    async with running(bus, finish_patience_s=30.0):
+    async with running(bus, finish_timeout_s=30.0):
         await until(lambda: versions(bus))
         await asyncio.sleep(0.05)
         await publish(bus, STEPS, step_report(2, 5))

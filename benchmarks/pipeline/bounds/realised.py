@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from producers.generation.engines.emulated import EmulatedSequence as Completion
-from producers.generation.engines.emulated import Grown, Timeline
+from producers.generation.engines.emulated import EmulatedBatch, TokensSampled
 from schemas.profiles import DecodeCurve
 
 FOREVER_S = 1e9
@@ -20,11 +20,11 @@ class Queue:
 
 def finish_times(queue: Queue, curve: DecodeCurve) -> list[float]:
     """Seconds from the start to each completion's end, in the order of the queue."""
-    timeline = Timeline(curve, max(1, queue.slots), 0)
+    timeline = EmulatedBatch(curve, max(1, queue.slots), 0)
     completions = [Completion(0, length) for length in queue.lengths]
     for completion in completions:
         timeline.arrive(completion, 0.0)
-    ended = {id(one.sequence): one.at for one in timeline.advance(FOREVER_S) if isinstance(one, Grown) and one.is_over}
+    ended = {id(one.sequence): one.at for one in timeline.advance(FOREVER_S) if isinstance(one, TokensSampled) and one.is_over}
     return [ended[id(completion)] for completion in completions]
 
 

@@ -117,7 +117,7 @@ def _trainer(settings: Settings, bus: MemoryBus) -> Trainer:
         loop=settings.loop,
         algorithm=settings.algorithm,
         training=settings.training,
-        intake=settings.intake,
+        ingest=settings.ingest,
         batching=settings.batching,
         reward_weights=settings.rewards.weight_by_name,
         open_policy=lambda restored: EmulatedPolicy(emulation.training, device, weights, checkpoints, restored),

@@ -51,7 +51,7 @@ class EmulatedSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Grown(Generic[V]):
+class TokensSampled(Generic[V]):
     """Tokens to hand over, by the versions that sampled them; ``is_over``: these were the last."""
 
     sequence: EmulatedSequence
@@ -61,7 +61,7 @@ class Grown(Generic[V]):
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted(Generic[V]):
+class WeightsAdopted(Generic[V]):
     """From ``at`` on, decode steps are of this version."""
 
     version: V
@@ -69,13 +69,13 @@ class Adopted(Generic[V]):
 
 
 @dataclass(slots=True)
-class _Drop:
+class _Abort:
     at: float
     sequence: EmulatedSequence
 
 
 @dataclass
-class Timeline(Generic[V]):
+class EmulatedBatch(Generic[V]):
     """``at``: the boundary reached, in seconds; ``steps``: decode steps taken; ``context``: tokens in all caches.
 
     What is told carries its time, never earlier than that of what was told before. ``version``: of the first step.
@@ -89,8 +89,8 @@ class Timeline(Generic[V]):
     running: int = 0
     context: int = 0
     _waiting: deque[EmulatedSequence] = field(default_factory=deque)
-    _orders: "deque[_Drop | Adopted[V]]" = field(default_factory=deque)
-    _adopting: "deque[Adopted[V]]" = field(default_factory=deque)
+    _orders: "deque[_Abort | WeightsAdopted[V]]" = field(default_factory=deque)
+    _adopting: "deque[WeightsAdopted[V]]" = field(default_factory=deque)
     _due: list[tuple[int, int, EmulatedSequence]] = field(default_factory=list)
     _admitted: int = 0
 
@@ -104,15 +104,15 @@ class Timeline(Generic[V]):
 
     def drop(self, sequence: EmulatedSequence, at: float) -> None:
         """A completion is not wanted any more."""
-        self._orders.append(_Drop(at, sequence))
+        self._orders.append(_Abort(at, sequence))
 
     def adopt(self, version: V, at: float) -> None:
         """New weights are there."""
-        self._orders.append(Adopted(version, at))
+        self._orders.append(WeightsAdopted(version, at))
 
-    def advance(self, until: float) -> list[Grown[V] | Adopted[V]]:
+    def advance(self, until: float) -> list[TokensSampled[V] | WeightsAdopted[V]]:
         """Go to the last boundary not after ``until``; what happened on the way."""
-        happened: list[Grown[V] | Adopted[V]] = []
+        happened: list[TokensSampled[V] | WeightsAdopted[V]] = []
         while (news := self._next_news()) is not None or self.running:
             if not self.running and news is not None:
                 self.at = max(self.at, news)
@@ -157,13 +157,13 @@ class Timeline(Generic[V]):
         stall = 0.0
         while self._orders and self._orders[0].at <= self.at:
             order = self._orders.popleft()
-            if isinstance(order, _Drop):
+            if isinstance(order, _Abort):
                 self._release(order.sequence)
                 continue
             stall += self.curve.settings.adopt_s
             self._since.append(self.steps)
             self._versions.append(order.version)
-            self._adopting.append(Adopted(order.version, self.at + stall))
+            self._adopting.append(WeightsAdopted(order.version, self.at + stall))
         return stall
 
     def _release(self, sequence: EmulatedSequence) -> None:
@@ -206,14 +206,14 @@ class Timeline(Generic[V]):
         self.steps += steps
         self.context += self.running * steps
 
-    def _collect(self, happened: list[Grown[V] | Adopted[V]]) -> None:
+    def _collect(self, happened: list[TokensSampled[V] | WeightsAdopted[V]]) -> None:
         while self._due and self._due[0][0] <= self.steps:
             sequence = heapq.heappop(self._due)[2]
             if sequence.is_gone:
                 continue
             parts = self._parts(sequence)
             is_over = sequence.handed == sequence.length
-            happened.append(Grown(sequence, self.at, parts, is_over))
+            happened.append(TokensSampled(sequence, self.at, parts, is_over))
             if is_over:
                 self._release(sequence)
             else:
@@ -295,13 +295,13 @@ class EmulatedEngine:
         self._adopting: dict[PolicyVersion, list[asyncio.Future[None]]] = {}
         self._filler = array("i")
         self._logprobs = array("f")
-        self._running: tuple[Timeline[PolicyVersion], EmulatedClock] | None = None
+        self._running: tuple[EmulatedBatch[PolicyVersion], EmulatedClock] | None = None
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
 
     async def start(self) -> None:
         """Begin emulated time."""
         clock = EmulatedClock(self._time_scale, self._monotonic, self._monotonic())
-        self._running = Timeline(DecodeCurve(self._decode), self.max_num_seqs, _UNPUBLISHED), clock
+        self._running = EmulatedBatch(DecodeCurve(self._decode), self.max_num_seqs, _UNPUBLISHED), clock
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         """Wait as long as sampling this completion would take. Closing the iterator early frees its slot.
@@ -347,7 +347,7 @@ class EmulatedEngine:
         """Stop, and fail whatever was running; idempotent."""
         self._end("expected the emulated engine to run on, but it was closed; repeat the request elsewhere")
 
-    def _started(self) -> tuple[Timeline[PolicyVersion], EmulatedClock]:
+    def _started(self) -> tuple[EmulatedBatch[PolicyVersion], EmulatedClock]:
         if self._running is None:
             raise EngineError("expected a running emulated engine, got one that is not started or has ended")
         return self._running
@@ -383,7 +383,7 @@ class EmulatedEngine:
         timeline, clock = self._running
         try:
             for event in timeline.advance(clock.now()):
-                if isinstance(event, Adopted):
+                if isinstance(event, WeightsAdopted):
                     self._settle(event)
                 else:
                     self._hand_over(event)
@@ -394,12 +394,12 @@ class EmulatedEngine:
         if (wake := timeline.next_wake()) is not None:
             self._wake_at(wake)
 
-    def _settle(self, adopted: Adopted[PolicyVersion]) -> None:
+    def _settle(self, adopted: WeightsAdopted[PolicyVersion]) -> None:
         for waiting in self._adopting.pop(adopted.version, []):
             if not waiting.done():
                 waiting.set_result(None)
 
-    def _hand_over(self, grown: Grown[PolicyVersion]) -> None:
+    def _hand_over(self, grown: TokensSampled[PolicyVersion]) -> None:
         reply = self._replies.get(grown.sequence)
         if reply is None:
             return

@@ -1,8 +1,7 @@
-"""The transformers decoder: completions in slots, one decode step for all, refilled as they end.
+"""Key-value cache of a batch whose rows have different lengths: row r holds the tokens of one completion from 0 on.
 
-Only the prompt's prefix is prefilled; its last token goes through the first decode step, so that there is one place
-where tokens are sampled. Samples of one prompt that start together share one prefill. A prefill costs about half a
-decode step however small it is, so freed slots are refilled once they have idled for as much as that.
+Knows nothing of requests. Rows in use are always the first ones, so that attention reads nothing else; unused memory
+is zero, never uninitialised, because masked positions are still multiplied.
 """
 
 import math
@@ -16,14 +15,141 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from producers.generation.engines.model_files import ModelFacts, one_line, read_facts, read_weights
-from producers.generation.engines.slot_cache import SlotCache
-from producers.generation.engines.threaded import Completion
+from producers.generation.engines.threaded import ActiveCompletion
 from producers.generation.settings import GenerationSettings
 from schemas.errors import EngineError, ModelError
 from schemas.trajectories import FinishReason, SamplingParams
+
+_SMALLEST = 64
+
+
+class WritePositions:
+    """Where the next decode step writes, shared by all layers: position p of row r for each of n rows."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.longest = 0
+        self.room = (0, 0)
+        self._positions = torch.empty(0)
+        self._flat: dict[tuple[int, int], torch.Tensor] = {}
+
+    def set(self, positions: torch.Tensor, longest: int) -> None:
+        """The tokens of the next step stand at these positions (n); the last of them is ``longest - 1``."""
+        self._positions, self.rows, self.longest = positions, len(positions), longest
+        self._flat.clear()
+
+    def flat(self, heads: int, capacity: int) -> torch.Tensor:
+        """Indices (n × heads) of those positions in a cache flattened to (rows × heads × capacity)."""
+        key = (heads, capacity)
+        if key not in self._flat:
+            lines = torch.arange(self.rows * heads, device=self._positions.device) * capacity
+            self._flat[key] = lines + self._positions.repeat_interleave(heads)
+        return self._flat[key]
+
+
+class SlotLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer, each (rows, heads, capacity, head size)."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, place: WritePositions) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.place = place
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate for the room that was reserved, with the shapes of the model's own states."""
+        rows, capacity = self.place.room
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one token of each row; returns all rows in use, up to the longest."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._write(self.keys, key_states)
+        self._write(self.values, value_states)
+        rows, longest = self.place.rows, self.place.longest
+        return self.keys[:rows, :, :longest], self.values[:rows, :, :longest]
+
+    def resize(self, rows: int, length: int) -> None:
+        """Move to the reserved room; the first rows × length are kept."""
+        if not self.is_initialized:
+            return
+        old_keys, old_values = self.keys, self.values
+        self.lazy_initialization(old_keys, old_values)
+        self.keys[:rows, :, :length] = old_keys[:rows, :, :length]
+        self.values[:rows, :, :length] = old_values[:rows, :, :length]
+
+    def fill(self, first: int, last: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Start rows first..last-1 with the same keys and values (heads, length, head size)."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys.unsqueeze(0), values.unsqueeze(0))
+        self.keys[first:last, :, : keys.shape[1]] = keys
+        self.values[first:last, :, : values.shape[1]] = values
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy one row over another."""
+        if self.is_initialized:
+            self.keys[target, :, :length] = self.keys[source, :, :length]
+            self.values[target, :, :length] = self.values[source, :, :length]
+
+    def _write(self, cache: torch.Tensor, states: torch.Tensor) -> None:
+        _, heads, capacity, size = cache.shape
+        flat = self.place.flat(heads, capacity)
+        cache.view(-1, size).index_copy_(0, flat, states.reshape(-1, size))
+
+
+class SlotCache(Cache):
+    """The cache that is passed to the model as ``past_key_values`` at every decode step."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.place = WritePositions()
+        self._slots = [SlotLayer(self.place) for _ in range(num_layers)]
+        super().__init__(layers=list(self._slots))
+
+    def reserve(self, rows: int, length: int, used_rows: int, used_length: int) -> None:
+        """Make room for rows × length; grows by doubling, shrinks when a quarter would do."""
+        room = (_room(rows, self.place.room[0], 1), _room(length, self.place.room[1], _SMALLEST))
+        if room != self.place.room:
+            self.place.room = room
+            for layer in self._slots:
+                layer.resize(used_rows, used_length)
+
+    def fill(self, first: int, last: int, prefilled: Cache, index: int, length: int) -> None:
+        """Start rows first..last-1 from row ``index`` of a prefilled cache, of which ``length`` tokens are real."""
+        for layer, source in zip(self._slots, prefilled.layers, strict=True):
+            if not isinstance(source, DynamicLayer) or source.keys is None or source.values is None:
+                raise TypeError(f"a {type(source).__name__} cache layer")
+            layer.fill(first, last, source.keys[index, :, :length], source.values[index, :, :length])
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy one row over another in all layers."""
+        for layer in self._slots:
+            layer.move(source, target, length)
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self.place.room = (0, 0)
+        for layer in self._slots:
+            layer.keys = layer.values = torch.empty(0)
+            layer.is_initialized = False
+
+
+def _room(needed: int, current: int, smallest: int) -> int:
+    if needed > current:
+        return max(needed, 2 * current, smallest)
+    if current > max(4 * needed, smallest):
+        return max(2 * needed, smallest)
+    return current
+
 
 # Draws one token per row from logits, all rows at once; knows neither models nor requests. A row's random numbers
 # depend on its seed and on how many it has drawn, never on the other rows. Invariant:
@@ -254,8 +380,8 @@ class SlotDecoder:
     def __init__(self, model_path: str, settings: GenerationSettings) -> None:
         self._model_path = model_path
         self._settings = settings
-        self._waiting: deque[Completion] = deque()
-        self._rows: list[Completion] = []
+        self._waiting: deque[ActiveCompletion] = deque()
+        self._rows: list[ActiveCompletion] = []
         self._batch: _Batch | None = None
         self._idle_slots = 0
         self._model: SlotModel
@@ -273,12 +399,12 @@ class SlotDecoder:
         self._model = SlotModel(self._model_path, self._facts, self._settings)
         return self._facts
 
-    def add(self, completion: Completion) -> None:
+    def add(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
         self._waiting.append(completion)
 
     @torch.inference_mode()
-    def drop(self, completion: Completion) -> None:
+    def drop(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
         if completion in self._waiting:
             self._waiting.remove(completion)
@@ -305,7 +431,7 @@ class SlotDecoder:
         self.clear()
 
     @torch.inference_mode()
-    def step(self) -> Iterable[Completion]:
+    def step(self) -> Iterable[ActiveCompletion]:
         """See ``Decoder``."""
         self._admit()
         batch = self._batch or self._gather()
@@ -320,7 +446,7 @@ class SlotDecoder:
             raise EngineError("expected finite log-probabilities, got NaN or infinity; check the weights in use")
         return self._record(sampled, chosen)
 
-    def _record(self, sampled: Sequence[float], logprobs: Sequence[float]) -> Iterable[Completion]:
+    def _record(self, sampled: Sequence[float], logprobs: Sequence[float]) -> Iterable[ActiveCompletion]:
         advanced = list(self._rows)
         ended = []
         eos_token_ids = self._facts.eos_token_ids
@@ -355,7 +481,7 @@ class SlotDecoder:
             return
         self._idle_slots = 0
         room = min(free, len(self._waiting))
-        groups: dict[tuple[int, ...], list[Completion]] = {}
+        groups: dict[tuple[int, ...], list[ActiveCompletion]] = {}
         for _ in range(room):
             completion = self._waiting.popleft()
             groups.setdefault(tuple(completion.request.prompt_token_ids[:-1]), []).append(completion)

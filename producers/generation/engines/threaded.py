@@ -27,7 +27,7 @@ log = structlog.get_logger()
 WeightsT = TypeVar("WeightsT")
 
 
-class Completion:
+class ActiveCompletion:
     """A completion that grows: the request, and the tokens that were not handed over yet.
 
     ``limit`` is the most tokens it may have; ``seed`` drives its random numbers; ``mailbox`` belongs to the event loop.
@@ -94,15 +94,15 @@ class Decoder(Protocol[WeightsT]):
         """
         ...
 
-    def add(self, completion: Completion) -> None:
+    def add(self, completion: ActiveCompletion) -> None:
         """Queue a completion; it starts, in order of arrival, as soon as there is room."""
         ...
 
-    def drop(self, completion: Completion) -> None:
+    def drop(self, completion: ActiveCompletion) -> None:
         """Forget a completion, running or queued; unknown ones are ignored."""
         ...
 
-    def step(self) -> Iterable[Completion]:
+    def step(self) -> Iterable[ActiveCompletion]:
         """Sample once; returns the completions that grew or ended. Ended ones have been forgotten already.
 
         Raises:
@@ -156,8 +156,8 @@ class ThreadedEngine:
         self._version = version
         self._facts: ModelFacts | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._active: set[Completion] = set()
-        self._outbox: list[tuple[Completion, TokenDelta | EngineError]] = []
+        self._active: set[ActiveCompletion] = set()
+        self._outbox: list[tuple[ActiveCompletion, TokenDelta | EngineError]] = []
         self._stopping = False
         self._gate = threading.Lock()
         self._closed = False
@@ -183,7 +183,7 @@ class ThreadedEngine:
         Raises:
             EngineError: the engine failed or is closed, or the prompt does not fit the model.
         """
-        completion = Completion(request, self._limit(request), self._seed(request))
+        completion = ActiveCompletion(request, self._limit(request), self._seed(request))
         self._submit(partial(self._begin, completion))
         ended = False
         try:
@@ -301,7 +301,7 @@ class ThreadedEngine:
             self._decoder.clear()
             self._fail_all(f"expected a decode step, got {type(error).__name__}: {error}; the request may be repeated")
 
-    def _begin(self, completion: Completion) -> None:
+    def _begin(self, completion: ActiveCompletion) -> None:
         if self._stopping:
             self._outbox.append((completion, self._not_running()))
             return
@@ -311,7 +311,7 @@ class ThreadedEngine:
         except Exception as error:
             self._outbox.append((completion, EngineError(f"expected a request the engine can run, got: {error}")))
 
-    def _drop(self, completion: Completion) -> None:
+    def _drop(self, completion: ActiveCompletion) -> None:
         if completion in self._active:
             self._active.discard(completion)
             self._decoder.drop(completion)
@@ -346,7 +346,7 @@ class ThreadedEngine:
             self._call_loop(partial(self._deliver, batch))
 
     @staticmethod
-    def _deliver(batch: "list[tuple[Completion, TokenDelta | EngineError]]") -> None:
+    def _deliver(batch: "list[tuple[ActiveCompletion, TokenDelta | EngineError]]") -> None:
         for completion, delta in batch:
             completion.mailbox.put_nowait(delta)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from producers.generation.engines.model_files import ModelFacts, check_weights, one_line, read_facts
-from producers.generation.engines.threaded import Completion
+from producers.generation.engines.threaded import ActiveCompletion
 from producers.generation.settings import GenerationSettings
 from schemas.errors import ModelError
 from schemas.trajectories import FinishReason
@@ -49,8 +49,8 @@ class VllmDecoder:
             )
         self._model_path = model_path
         self._settings = settings
-        self._running: dict[str, Completion] = {}
-        self._ids: dict[Completion, str] = {}
+        self._running: dict[str, ActiveCompletion] = {}
+        self._ids: dict[ActiveCompletion, str] = {}
         self._count = 0
         self._facts: ModelFacts
         self._vllm: Any = None
@@ -86,7 +86,7 @@ class VllmDecoder:
             ) from error
         return self._facts
 
-    def add(self, completion: Completion) -> None:
+    def add(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
         self._count += 1
         name = str(self._count)
@@ -107,7 +107,7 @@ class VllmDecoder:
         self._running[name] = completion
         self._ids[completion] = name
 
-    def drop(self, completion: Completion) -> None:
+    def drop(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
         name = self._ids.pop(completion, None)
         if name is not None:
@@ -134,7 +134,7 @@ class VllmDecoder:
             self._engine.engine_core.shutdown()
             self._engine = None
 
-    def step(self) -> Iterable[Completion]:
+    def step(self) -> Iterable[ActiveCompletion]:
         """See ``Decoder``."""
         advanced = []
         for output in self._engine.step():

@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.scaling import Balance, Bounds, Rule
+from coordinator.scaling import FleetBounds, ScalingRule, StageTimes
 from coordinator.settings import ScalingSettings
 
 PAPER = (-0.7, 1.8, -4.3, 4.5, 3.2, 10.1, 9.4, 18.1, 21.9, 29.7, -8.2, 1.6)
@@ -12,14 +12,14 @@ PREDICTED = {4: 25.8, 5: 19.3, 6: 12.9, 7: 10.0}
 """What one more node saves, by nodes: the paper gives no figures; each lies between the deltas around its addition."""
 
 
-def rule(fewest: int = 1, most: int = 8, **settings: float) -> Rule:
-    return Rule(Bounds(fewest, most), ScalingSettings(**settings))
+def rule(fewest: int = 1, most: int = 8, **settings: float) -> ScalingRule:
+    return ScalingRule(FleetBounds(fewest, most), ScalingSettings(**settings))
 
 
 def test_nodes_are_added_after_the_same_iterations_as_in_the_paper() -> None:
     judge, nodes, added = rule(4, 16), 4, []
     for iteration, delta in enumerate(PAPER, start=1):
-        decision = judge.judge(Balance(100.0 + delta, 100.0, nodes, PREDICTED[nodes]))
+        decision = judge.judge(StageTimes(100.0 + delta, 100.0, nodes, PREDICTED[nodes]))
         if decision is not None:
             assert decision.workers == nodes + 1
             nodes, added = decision.workers, [*added, iteration]
@@ -27,21 +27,21 @@ def test_nodes_are_added_after_the_same_iterations_as_in_the_paper() -> None:
 
 
 def test_a_worker_is_added_only_when_it_saves_no_more_than_is_missing() -> None:
-    assert rule().judge(Balance(119.0, 100.0, 4, 20.0)) is None
-    decision = rule().judge(Balance(120.0, 100.0, 4, 20.0))
+    assert rule().judge(StageTimes(119.0, 100.0, 4, 20.0)) is None
+    decision = rule().judge(StageTimes(120.0, 100.0, 4, 20.0))
     assert decision is not None
     assert decision.workers == 5
 
 
 def test_the_most_workers_are_never_exceeded_and_the_fewest_stay() -> None:
-    assert rule(most=4).judge(Balance(300.0, 100.0, 4, 20.0)) is None
+    assert rule(most=4).judge(StageTimes(300.0, 100.0, 4, 20.0)) is None
     idle = rule(fewest=4, idle_steps=1)
-    assert [idle.judge(Balance(1.0, 100.0, 4, 0.2)) for _ in range(5)] == [None] * 5
+    assert [idle.judge(StageTimes(1.0, 100.0, 4, 0.2)) for _ in range(5)] == [None] * 5
 
 
 def test_a_worker_leaves_after_several_steps_in_which_it_was_not_needed() -> None:
     judge = rule(idle_steps=3, margin=0.2)
-    spare = Balance(50.0, 100.0, 3, 12.5)  # 75 s with two workers
+    spare = StageTimes(50.0, 100.0, 3, 12.5)  # 75 s with two workers
     assert judge.judge(spare) is None
     assert judge.judge(spare) is None
     decision = judge.judge(spare)
@@ -51,7 +51,7 @@ def test_a_worker_leaves_after_several_steps_in_which_it_was_not_needed() -> Non
 
 def test_one_busy_step_starts_the_count_of_idle_ones_anew() -> None:
     judge = rule(idle_steps=2)
-    spare, busy = Balance(50.0, 100.0, 3, 12.5), Balance(99.0, 100.0, 3, 24.7)
+    spare, busy = StageTimes(50.0, 100.0, 3, 12.5), StageTimes(99.0, 100.0, 3, 24.7)
     assert [judge.judge(balance) for balance in (spare, busy, spare)] == [None] * 3
     assert judge.judge(spare) is not None
 
@@ -60,11 +60,11 @@ def test_one_busy_step_starts_the_count_of_idle_ones_anew() -> None:
 def test_what_was_added_does_not_leave_at_once(workers: int) -> None:
     """Whatever the balance was that added a worker: with perfectly shared work it does not remove it again."""
     for longer in (1.0, 1.2, 1.5, 2.0, 4.0):
-        before = Balance(100.0 * longer, 100.0, workers, 100.0 * longer / (workers + 1))
+        before = StageTimes(100.0 * longer, 100.0, workers, 100.0 * longer / (workers + 1))
         if rule(most=99).judge(before) is None:
             continue
         after_s = before.generate_s * workers / (workers + 1)
-        after = Balance(after_s, 100.0, workers + 1, after_s / (workers + 2))
+        after = StageTimes(after_s, 100.0, workers + 1, after_s / (workers + 2))
         down = rule(most=workers + 1, idle_steps=1).judge(after)
         assert down is None
 
@@ -73,7 +73,7 @@ def test_growing_lengths_add_workers_one_by_one_and_never_remove_one() -> None:
     judge, workers, seen = rule(2, 8), 2, [2]
     for step in range(60):
         generate_s = (1 + step / 12) * 100.0 * 2 / workers
-        decision = judge.judge(Balance(generate_s, 120.0, workers, generate_s / (workers + 1)))
+        decision = judge.judge(StageTimes(generate_s, 120.0, workers, generate_s / (workers + 1)))
         workers = decision.workers if decision else workers
         seen.append(workers)
     assert all(0 <= after - before <= 1 for before, after in pairwise(seen))

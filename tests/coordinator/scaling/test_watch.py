@@ -1,11 +1,11 @@
-from coordinator.scaling import Bounds, FleetWatch
+from coordinator.scaling import FleetBounds, FleetWatch
 from coordinator.settings import ScalingSettings
 from schemas.reports import Heartbeat, StepReport, WorkerState
 from tests.coordinator.factories import heartbeat, step_report
 
 
 def watch(*, overlaps: bool = True, wanted: int = 2, **settings: float) -> FleetWatch:
-    made = FleetWatch(Bounds(1, 3), ScalingSettings(settle_steps=0, **settings), overlaps, wanted)
+    made = FleetWatch(FleetBounds(1, 3), ScalingSettings(settle_steps=0, **settings), overlaps, wanted)
     for worker in ("w0", "w1"):
         made.heard(beat(worker))
     made.stepped(report(1, step_s=10.0, waited_s=0.0))

@@ -6,9 +6,9 @@ import pytest
 
 from bus.memory import MemoryBus, MemorySubscription
 from bus.port import Outgoing, TopicPartition
-from producers.generation.control import Control
+from producers.generation.control import ControlFollower
 from producers.generation.outbox import Fence, FencedPublisher
-from producers.generation.weights import Adopter, WeightsFetcher
+from producers.generation.weights import WeightsAdopter, WeightsFetcher
 from schemas.control import WorkerClaimed, control_key
 from schemas.errors import BusUnavailable, Superseded
 from tests.fakes.clock import FakeClock
@@ -59,7 +59,7 @@ class Scene:
     bus: MemoryBus
     clock: FakeClock
     publisher: FencedPublisher
-    control: Control
+    control: ControlFollower
 
     @classmethod
     async def open(cls, tmp_path: object) -> "Scene":
@@ -67,10 +67,10 @@ class Scene:
         for topic in ("control", "out"):
             bus.create_topic(topic, 1)
         barrier = fence(clock)
-        adopter = Adopter(FakeEngine(), WeightsFetcher(tmp_path), lambda: None)  # type: ignore[arg-type]
+        adopter = WeightsAdopter(FakeEngine(), WeightsFetcher(tmp_path), lambda: None)  # type: ignore[arg-type]
         subscription = Sluggish(bus, {TopicPartition("control", 0): 0}, None)
         publisher = FencedPublisher(await bus.publisher("w"), barrier)
-        return cls(bus, clock, publisher, Control(subscription, barrier, adopter))
+        return cls(bus, clock, publisher, ControlFollower(subscription, barrier, adopter))
 
     async def claim(self, incarnation: str) -> None:
         claim = WorkerClaimed(sequence=0, sent_at=0.0, worker_id="w0", incarnation=incarnation)

@@ -2,7 +2,7 @@ import asyncio
 from contextlib import suppress
 
 from producers.generation.heartbeat import Heartbeats
-from producers.generation.rollout import Load
+from producers.generation.rollout import WorkerLoad
 from schemas.errors import DeliveryUnknown
 from schemas.identifiers import PolicyVersion
 from schemas.reports import Heartbeat, WorkerState
@@ -17,13 +17,13 @@ def sent(bus: FailingBus) -> list[Heartbeat]:
     return [message for message in messages if isinstance(message, Heartbeat)]
 
 
-async def beating(bus: FailingBus, load: Load, clock: FakeClock) -> Heartbeats:
+async def beating(bus: FailingBus, load: WorkerLoad, clock: FakeClock) -> Heartbeats:
     bus.create_topic("hb", 1)
     return Heartbeats(await bus.publisher("w"), "hb", "w0", FakeEngine(max_num_seqs=4), load, clock)
 
 
 async def test_a_heartbeat_says_what_the_worker_holds() -> None:
-    bus, load, clock = FailingBus(), Load(), FakeClock()
+    bus, load, clock = FailingBus(), WorkerLoad(), FakeClock()
     heartbeats = await beating(bus, load, clock)
     await heartbeats.beat()
     load.generating, load.generated_tokens, load.finished_trajectories = 6, 500, 3
@@ -38,7 +38,7 @@ async def test_a_heartbeat_says_what_the_worker_holds() -> None:
 
 
 async def test_the_rate_is_that_of_the_last_seconds_and_survives_a_clock_set_back() -> None:
-    bus, load, clock = FailingBus(), Load(), FakeClock()
+    bus, load, clock = FailingBus(), WorkerLoad(), FakeClock()
     heartbeats = await beating(bus, load, clock)
     for tokens in [0] * 20 + [100] * 20:
         clock.advance(1.0)
@@ -53,7 +53,7 @@ async def test_the_rate_is_that_of_the_last_seconds_and_survives_a_clock_set_bac
 async def test_a_change_is_told_at_once_and_failures_do_not_end_the_loop() -> None:
     failing = True
     bus = FailingBus(fail=lambda record: DeliveryUnknown("late") if failing else None)
-    heartbeats = await beating(bus, Load(), FakeClock())
+    heartbeats = await beating(bus, WorkerLoad(), FakeClock())
     loop = asyncio.create_task(heartbeats.heartbeat_loop(60.0))
     heartbeats.update(state=WorkerState.READY)
     await until(lambda: len(bus.attempts) == 1)

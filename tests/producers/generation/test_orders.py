@@ -6,7 +6,7 @@ from bus.memory import MemoryBus
 from bus.port import Outgoing
 from producers.generation.outbox import Outbox
 from producers.generation.rollout import Rollout
-from producers.generation.worker import Orders
+from producers.generation.worker import OrderExecutor
 from schemas.identifiers import PolicyVersion
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.scorer import FakeScorer
@@ -21,7 +21,7 @@ async def test_every_line_about_a_completion_names_its_trajectory() -> None:
     await publisher.publish(Outgoing.of("orders", order, key=order.group_id))
     engine = FakeEngine(version=PolicyVersion(1, 0), started=True, failures={"d/0/0/0": 1, "d/0/0/1": 1})
     rollout = Rollout(engine, FakeTokenizer(), FakeScorer(), WORKER)
-    orders = Orders(rollout, Outbox(publisher, 10), "trajectories", 1024)
+    orders = OrderExecutor(rollout, Outbox(publisher, 10), "trajectories", 1024)
     (record,) = await (await bus.subscribe(["orders"], client_id="w")).poll()
     with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logs:
         async with asyncio.TaskGroup() as tasks:

@@ -221,7 +221,7 @@ async def main():
     async with running("obedient", timeout_s=60) as runner:
         call = asyncio.create_task(runner.score(request({text!r})))
         await asyncio.sleep(0.3)
-        print(runner._lanes[0]._process.process.pid, flush=True)
+        print(runner._queues[0]._process.process.pid, flush=True)
         await asyncio.sleep(60)
 asyncio.run(main())
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from producers.generation.engines.model_files import ModelFacts
-from producers.generation.engines.threaded import Completion, ThreadedEngine
+from producers.generation.engines.threaded import ActiveCompletion, ThreadedEngine
 from schemas.errors import EngineError, ModelError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason
@@ -24,7 +24,7 @@ class CountingDecoder:
     name = "counting"
 
     def __init__(self) -> None:
-        self.running: list[Completion] = []
+        self.running: list[ActiveCompletion] = []
         self.weights = 0.0
         self.steps = 0
         self.threads: set[int] = set()
@@ -41,18 +41,18 @@ class CountingDecoder:
             raise self.unloadable
         return ModelFacts(1000, 5000, frozenset(), {}, None)
 
-    def add(self, completion: Completion) -> None:
+    def add(self, completion: ActiveCompletion) -> None:
         if completion.request.prompt_token_ids[0] == 666:
             raise ValueError("no such prompt")
         self.running.append(completion)
 
-    def drop(self, completion: Completion) -> None:
+    def drop(self, completion: ActiveCompletion) -> None:
         self.running.remove(completion)
 
     def clear(self) -> None:
         self.running.clear()
 
-    def step(self) -> Iterable[Completion]:
+    def step(self) -> Iterable[ActiveCompletion]:
         time.sleep(PAUSE_S)
         self.threads.add(threading.get_ident())
         self.steps += 1

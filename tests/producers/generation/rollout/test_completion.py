@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producers.generation.engines.port import TokenDelta
-from producers.generation.rollout import Completion
+from producers.generation.rollout import SampledCompletion
 from schemas.errors import EngineError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason
@@ -22,7 +22,7 @@ DELTAS = st.lists(
 def test_spans_tile_the_completion_and_name_the_version_of_every_token(
     deltas: list[tuple[list[tuple[int, float]], int]],
 ) -> None:
-    completion, expected = Completion(), []
+    completion, expected = SampledCompletion(), []
     for tokens, number in deltas:
         version = PolicyVersion(1, number)
         completion.extend(TokenDelta([token for token, _ in tokens], [logprob for _, logprob in tokens], version))
@@ -39,7 +39,7 @@ def test_spans_tile_the_completion_and_name_the_version_of_every_token(
 
 
 def test_the_last_delta_may_be_empty_and_ends_the_completion() -> None:
-    completion = Completion()
+    completion = SampledCompletion()
     completion.extend(TokenDelta([1], [-0.5], PolicyVersion(1, 0)))
     completion.extend(TokenDelta([], [], PolicyVersion(1, 1), FinishReason.LENGTH))
     assert completion.finish_reason is FinishReason.LENGTH
@@ -51,4 +51,4 @@ def test_the_last_delta_may_be_empty_and_ends_the_completion() -> None:
 )
 def test_what_is_no_run_of_tokens_is_an_engine_error(token_ids: list[int], logprobs: list[float]) -> None:
     with pytest.raises(EngineError):
-        Completion().extend(TokenDelta(token_ids, logprobs, PolicyVersion(1, 0)))
+        SampledCompletion().extend(TokenDelta(token_ids, logprobs, PolicyVersion(1, 0)))

@@ -9,7 +9,7 @@ import pytest
 from producers.generation.engines.emulated import EmulatedEngine
 from producers.generation.engines.length_trace import LengthTraceSettings
 from producers.generation.engines.port import GenerationRequest
-from producers.generation.rollout import Completion
+from producers.generation.rollout import SampledCompletion
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.profiles import DecodeCurve, DecodeSettings
@@ -37,8 +37,8 @@ async def running(decode: DecodeSettings, scale: float, slots: int = 8) -> Async
         await engine.close()
 
 
-async def collect(engine: EmulatedEngine, asked: GenerationRequest) -> Completion:
-    completion = Completion()
+async def collect(engine: EmulatedEngine, asked: GenerationRequest) -> SampledCompletion:
+    completion = SampledCompletion()
     async for delta in engine.generate(asked):
         completion.extend(delta)
     return completion

@@ -3,7 +3,7 @@ from itertools import groupby
 
 import pytest
 
-from producers.generation.engines.emulated import Adopted, EmulatedSequence, Grown, Timeline
+from producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, TokensSampled, WeightsAdopted
 from schemas.profiles import DecodeCurve, DecodeSettings
 from tests.producers.generation.engines.emulated.stepwise import Completion, simulate
 
@@ -27,7 +27,7 @@ def _fast(
     curve: DecodeCurve, slots: int, completions: list[Completion], adoptions: list[float], looks: list[float]
 ) -> tuple[list[Completion], dict[int, float]]:
     """The same through a timeline that is advanced to ``looks``, to what is told, and where it asks to be."""
-    timeline = Timeline(curve, slots, 0)
+    timeline = EmulatedBatch(curve, slots, 0)
     found = [Completion(one.arrival, one.prompt, one.length) for one in completions]
     sequences = [EmulatedSequence(one.prompt, one.length) for one in completions]
     told = [(one.arrival, 0, index) for index, one in enumerate(completions)]
@@ -37,7 +37,7 @@ def _fast(
 
     def hear(until: float) -> None:
         for event in timeline.advance(until):
-            if isinstance(event, Adopted):
+            if isinstance(event, WeightsAdopted):
                 adopted[event.version] = event.at
             else:
                 _note(found[sequences.index(event.sequence)], event)
@@ -59,7 +59,7 @@ def _fast(
     return found, adopted
 
 
-def _note(completion: Completion, event: Grown[int]) -> None:
+def _note(completion: Completion, event: TokensSampled[int]) -> None:
     for version, tokens in event.parts:
         completion.tokens += [version] * tokens
     if event.is_over:
@@ -82,28 +82,28 @@ def test_fast_forward_equals_step_by_step(curve: DecodeSettings, seed: int) -> N
 
 
 def test_every_token_belongs_to_the_version_of_its_step() -> None:
-    timeline = Timeline(DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1e9, adopt_s=0.5)), 4, "first")
+    timeline = EmulatedBatch(DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1e9, adopt_s=0.5)), 4, "first")
     timeline.arrive(EmulatedSequence(1, 10), 0.0)
     timeline.adopt("second", 3.5)
     timeline.adopt("third", 3.6)
     timeline.adopt("fourth", 9.0)
-    (end,) = [event for event in timeline.advance(100.0) if isinstance(event, Grown)]
+    (end,) = [event for event in timeline.advance(100.0) if isinstance(event, TokensSampled)]
     assert end.parts == (("first", 4), ("third", 4), ("fourth", 2))
     assert end.at == pytest.approx(10 + 3 * 0.5, rel=1e-6)
 
 
 def test_requests_beyond_the_slots_start_in_order_of_arrival() -> None:
-    timeline = Timeline(DecodeCurve(DecodeSettings()), 2, 0)
+    timeline = EmulatedBatch(DecodeCurve(DecodeSettings()), 2, 0)
     sequences = [EmulatedSequence(1, 5) for _ in range(5)]
     for sequence in sequences:
         timeline.arrive(sequence, 0.0)
-    ends = [event for event in timeline.advance(1.0) if isinstance(event, Grown)]
+    ends = [event for event in timeline.advance(1.0) if isinstance(event, TokensSampled)]
     assert [event.sequence for event in ends] == sequences
     assert [len(list(same)) for _, same in groupby(ends, key=lambda event: event.at)] == [2, 2, 1]
 
 
 def test_a_long_leg_is_one_event() -> None:
-    timeline = Timeline(DecodeCurve(DecodeSettings()), 64, 0)
+    timeline = EmulatedBatch(DecodeCurve(DecodeSettings()), 64, 0)
     for _ in range(64):
         timeline.arrive(EmulatedSequence(1, 1_000_000), 0.0)
     assert timeline.advance(0.0) == []
@@ -111,9 +111,9 @@ def test_a_long_leg_is_one_event() -> None:
 
 
 def test_chunks_are_handed_over_on_their_way() -> None:
-    timeline = Timeline(DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1e9, chunk_tokens=4)), 1, 0)
+    timeline = EmulatedBatch(DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1e9, chunk_tokens=4)), 1, 0)
     timeline.arrive(EmulatedSequence(1, 10), 0.0)
-    events = [event for event in timeline.advance(100.0) if isinstance(event, Grown)]
+    events = [event for event in timeline.advance(100.0) if isinstance(event, TokensSampled)]
     assert [(event.parts[0][1], round(event.at), event.is_over) for event in events] == [
         (4, 4, False),
         (4, 8, False),

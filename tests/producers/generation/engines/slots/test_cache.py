@@ -2,7 +2,7 @@
 
 import torch
 
-from producers.generation.engines.slot_cache import SlotCache
+from producers.generation.engines.slots import SlotCache
 
 
 def states(rows: int, value: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,27 @@
+import asyncio
+
+import pytest
+
+from producers.rewards.runner import RewardCall, offenders
+
+
+@pytest.fixture
+async def calls() -> list[RewardCall]:
+    loop = asyncio.get_running_loop()
+    return [RewardCall(number, b"", loop.create_future()) for number in range(3)]
+
+
+async def test_of_a_synchronous_function_the_first_unanswered_call_is_to_blame(calls: list[RewardCall]) -> None:
+    assert offenders(calls, is_async=False) == (calls[:1], [])
+
+
+async def test_of_several_async_calls_all_are_only_suspects(calls: list[RewardCall]) -> None:
+    assert offenders(calls, is_async=True) == ([], calls)
+
+
+async def test_an_async_call_alone_is_to_blame(calls: list[RewardCall]) -> None:
+    assert offenders(calls[1:2], is_async=True) == (calls[1:2], [])
+
+
+async def test_nobody_is_to_blame_when_nothing_ran() -> None:
+    assert offenders([], is_async=False) == ([], [])
