@@ -45,9 +45,9 @@ def replace_record_reader(reader: type) -> None:
     fetcher.MemoryRecords = reader
 
 
-# Turns of the event loop between a poll that empties the fetcher's buffer and its next request on the wire: the fetch
-# task wakes from ``asyncio.wait`` (2), starts a task for the request (1), which finds its connection ready (1) and
-# writes (1); one more where the buffer was emptied by a waiter. Measured, and held by a test.
+# Turns of the event loop between a poll that empties the fetcher's buffer and its next request on the wire: its task
+# wakes up, starts one for the request, and that one finds a ready connection and writes. Three were measured; a turn
+# costs microseconds and one too few a round trip to the broker, hence twice as many.
 _TURNS_TO_REQUEST = 6
 
 

@@ -1,0 +1,218 @@
+"""Fails when aiokafka changes what ``bus/kafka/aiokafka_internals.py`` relies on.
+
+What fails here: read the function in the new release, beside the section of that file; mend the section where needed;
+only then put the digest that the test prints.
+"""
+
+import asyncio
+import inspect
+import itertools
+import struct
+from collections.abc import AsyncIterator
+from hashlib import sha256
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import TopicPartition as KafkaPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.client import AIOKafkaClient
+from aiokafka.conn import AIOKafkaConnection
+from aiokafka.consumer import fetcher
+from aiokafka.errors import ProducerClosed, ProducerFenced
+from aiokafka.producer.message_accumulator import BatchBuilder, MessageAccumulator, MessageBatch
+from aiokafka.producer.sender import BaseHandler, InitPIDHandler, Sender
+from aiokafka.producer.transaction_manager import TransactionManager
+from aiokafka.protocol.api import Request, RequestStruct
+from aiokafka.protocol.fetch import FetchRequest
+
+from bus.kafka.aiokafka_internals import (
+    ProducerIdentity,
+    client_of,
+    encoded,
+    end_sender,
+    identity_of,
+    inner_futures,
+    let_fetcher_request,
+    open_with_identity,
+    replace_record_reader,
+    supported_features,
+)
+from bus.kafka.bus import KafkaBus
+from bus.kafka.publisher import append, new_builder
+from bus.kafka.records import SafeRecords
+from bus.kafka.settings import KafkaSettings
+from bus.port import Outgoing
+from tests.contract.topics import create_topic
+
+_numbers = itertools.count()
+
+READ = [
+    # What the fetcher asks of a batch and of its records, and that it looks ``MemoryRecords`` up when it fetches.
+    (fetcher.PartitionRecords._unpack_records, "b803e6d46480"),
+    (fetcher.PartitionRecords._contains_abort_marker, "17e9ad2322ef"),
+    (fetcher.PartitionRecords._consumer_record, "e668541600b0"),
+    (fetcher.Fetcher._proc_fetch_request, "59bf948fff47"),
+    # How many turns of the loop it needs until the next request.
+    (fetcher.Fetcher._fetch_requests_routine, "2a8ec5932644"),
+    (fetcher.Fetcher.fetched_records, "be4348896b9b"),
+    # What ending a sender takes, and in which futures errors are left.
+    (Sender._sender_routine, "2380dc5e333d"),
+    (Sender._fail_all, "5a67e3b6f87b"),
+    (MessageAccumulator.fail_all, "f1e12e8100bf"),
+    (MessageAccumulator._pop_batch, "41cc98a298ef"),
+    (MessageAccumulator.add_batch, "5ed1c5b1367a"),
+    (MessageBatch.failure, "719b2122c318"),
+    (AIOKafkaProducer.stop, "43ef97147111"),
+    (TransactionManager.begin_transaction, "1b02c269d88d"),
+    (TransactionManager.error_transaction, "5c72d40ab25e"),
+    (TransactionManager.fatal_error, "8e9fd08dc500"),
+    # How a producer gets its identity, and that the sender calls what was put on the instance.
+    (Sender._maybe_wait_for_pid, "577189636b56"),
+    (Sender._do_init_pid, "38139a8cce4f"),
+    (BaseHandler.do, "1106439a38fe"),
+    (InitPIDHandler, "4f466dcfc4b1"),
+    (TransactionManager.set_pid_and_epoch, "1e174622d40d"),
+    # How requests of our own are sent and their answers read.
+    (Request.prepare, "3a65d9fdefe3"),
+    (RequestStruct, "0c94b7d19018"),
+    (AIOKafkaClient.send, "246b277687d7"),
+    # How a batch becomes bytes, and what is raised when every broker was asked in vain.
+    (BatchBuilder.append, "657d76f55157"),
+    (BatchBuilder._build, "2ea37ea86320"),
+    (AIOKafkaClient.fetch_all_metadata, "8eeea5926b0d"),
+]
+
+
+@pytest.mark.parametrize(("function", "digest"), READ, ids=lambda each: getattr(each, "__qualname__", None))
+def test_the_library_is_the_one_that_was_read(function: Any, digest: str) -> None:
+    found = sha256(inspect.getsource(function).encode()).hexdigest()[:12]
+    assert found == digest, f"{function.__qualname__} of aiokafka changed: read it anew, see the top of this file"
+
+
+def test_records_are_read_by_what_was_installed() -> None:
+    replace_record_reader(SafeRecords)
+    assert fetcher.MemoryRecords is SafeRecords
+    assert "MemoryRecords" in fetcher.Fetcher._proc_fetch_request.__code__.co_names
+
+
+def test_a_batch_encodes_to_the_bytes_that_the_sender_would_send() -> None:
+    builder = new_builder(1 << 20, "none")
+    append(builder, Outgoing("t", b"value", "key"))
+    assert b"value" in encoded(builder)
+    assert builder.closed()
+
+
+async def test_consumers_and_admin_clients_show_their_connections() -> None:
+    for owner in (AIOKafkaConsumer(), AIOKafkaAdminClient()):
+        assert isinstance(client_of(owner), AIOKafkaClient)
+        owner._closed = True  # or it would complain that nobody stopped it
+
+
+@pytest.fixture
+async def producer() -> AsyncIterator[AIOKafkaProducer]:
+    """Transactional, never started: no broker is asked."""
+    made = AIOKafkaProducer(transactional_id="id")
+    yield made
+    made._closed = True  # or it would complain that nobody stopped it
+
+
+async def test_ending_a_sender_fails_what_it_had_and_no_error_stays_unseen(producer: AIOKafkaProducer) -> None:
+    manager = producer._txn_manager
+    manager.set_pid_and_epoch(1, 0)
+    manager.begin_transaction()
+    batch = producer._message_accumulator._append_batch(new_builder(1000, "none"), KafkaPartition("t", 0))
+    producer._sender._sender_task = task = asyncio.create_task(asyncio.sleep(60))
+    assert inner_futures(producer) == {batch.future, batch._drain_waiter, manager.wait_for_transaction_end()}
+    await end_sender(producer)
+    assert task.cancelled()
+    errors = [future.exception() for future in inner_futures(producer) if future.done()]
+    assert [type(error) for error in errors] == [ProducerClosed, ProducerClosed]
+    assert batch.future.done()
+
+
+class TestOpeningATransactionalId:
+    """``Sender._maybe_wait_for_pid`` is what ``start`` waits for."""
+
+    async def open(self, producer: AIOKafkaProducer, identity: ProducerIdentity, *answers: tuple[Any, ...]) -> Any:
+        """Open it at a broker that gives these answers; what the last request said."""
+        sent, coming = [], iter(answers)
+
+        async def send(_node_id: int, request: Request[Any], **_group: object) -> object:
+            struct = request.prepare({22: (0, 4)})
+            sent.append(struct)
+            throttled, code, producer_id, epoch = next(coming)
+            return struct.RESPONSE_TYPE(throttled, code, producer_id, epoch, {})
+
+        async def node(*_asked: object) -> int:
+            return 0
+
+        producer.client.send, producer.client.force_metadata_update = send, node
+        producer._sender._find_coordinator = node
+        open_with_identity(producer, identity)
+        await producer._sender._maybe_wait_for_pid()
+        return sent[-1]
+
+    async def test_the_request_says_who_we_were_and_the_answer_who_we_are(self, producer: AIOKafkaProducer) -> None:
+        request = await self.open(producer, ProducerIdentity(7, 3), (0, 0, 7, 4))
+        assert (request.API_KEY, request.API_VERSION, request.FLEXIBLE_VERSION) == (22, 3, True)
+        assert (request.transactional_id, request.producer_id, request.producer_epoch) == ("id", 7, 3)
+        assert request.encode() == b"\x03id" + struct.pack(">iqh", 60_000, 7, 3) + b"\x00"
+        assert identity_of(producer) == (7, 4)
+
+    @pytest.mark.parametrize("code", [47, 90])
+    async def test_a_newer_holder_is_told_by_the_broker(self, producer: AIOKafkaProducer, code: int) -> None:
+        with pytest.raises(ProducerFenced):
+            await self.open(producer, ProducerIdentity(7, 3), (0, code, -1, -1))
+
+    async def test_a_transaction_that_still_ends_is_waited_for(self, producer: AIOKafkaProducer) -> None:
+        concurrent_transactions = 51
+        await self.open(producer, ProducerIdentity(7, 3), (0, concurrent_transactions, -1, -1), (0, 0, 7, 4))
+        assert identity_of(producer) == (7, 4)
+
+
+async def test_features_are_read_from_the_tags_of_an_answer_with_the_old_header() -> None:
+    features = b"\x03" + b"".join(b"\x06level" + struct.pack(">hh", 1, highest) + b"\x00" for highest in (7, 9))
+    asked = []
+
+    async def send(_node_id: int, request: Request[Any]) -> object:
+        question = request.prepare({18: (0, 4)})
+        asked.append(question)
+        header = question.parse_response_header(struct.pack(">i", 5))
+        assert header.correlation_id == 5
+        body = struct.pack(">h", 0) + b"\x01" + struct.pack(">i", 0) + b"\x01\x00" + bytes([len(features)]) + features
+        return question.RESPONSE_TYPE.decode(body)
+
+    assert await supported_features(SimpleNamespace(send=send), 0) == {"level": 9}
+    assert asked[0].API_VERSION == 3
+
+
+@pytest.mark.kafka
+async def test_the_next_request_is_on_its_way_before_the_caller_decodes(
+    bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic, written = f"internals-{next(_numbers)}", []
+    await create_topic(bootstrap_servers, topic, 1)
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, fetch_max_wait_ms=500))
+    publisher = await bus.publisher("writer")
+    subscription = await bus.subscribe([topic], client_id="reader")
+    send = AIOKafkaConnection.send
+
+    def counting(connection: AIOKafkaConnection, request: Request[Any], **also: Any) -> Any:
+        if isinstance(request, FetchRequest):
+            written.append(request)
+        return send(connection, request, **also)
+
+    monkeypatch.setattr(AIOKafkaConnection, "send", counting)
+    for number in range(10):
+        await publisher.publish(Outgoing(topic, bytes([number]), None, 0))
+        await asyncio.sleep(0.05)  # until the record lies in the fetcher's buffer, which ends the request before
+        before = len(written)
+        fetched = await subscription._consumer.getmany(timeout_ms=5000)
+        assert sum(map(len, fetched.values())) == 1
+        assert len(written) == before, "the fetcher asks for more while the caller waits, not at once"
+        await let_fetcher_request()
+        assert len(written) == before + 1
+    await subscription.close()
+    await publisher.close()
