@@ -1,12 +1,13 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test check chaos soak bench bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-observation docs fmt lock clean
+.PHONY: help setup setup-vllm demo test check shape chaos soak bench bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-observation docs fmt lock clean
 SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ENGINE ?= transformers
 SEED ?= 0
 ARGS ?=
+JOBS ?= 4
 RUNS ?= 50
 SEEDS ?= 10000
 MINUTES ?= 30
@@ -28,16 +29,19 @@ setup-vllm: .venv-vllm/ready  ## install everything and vLLM's CPU build into .v
 demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--section.key value")
 	@$(VENV)/bin/streamrl demo --engine $(ENGINE) --seed $(SEED) $(ARGS)
 
-test: .venv/ready .venv-vllm/ready  ## run all tests, on a real broker of their own
-	.venv/bin/python -m pytest $(ARGS)
+test: .venv/ready .venv-vllm/ready  ## run all tests, on real brokers of their own (JOBS=4 side by side)
+	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 	.venv-vllm/bin/python -m pytest -m vllm tests/producers/generation/engines
 
-check: .venv/ready  ## lint, formatting, types, import layers, the README's tree and the manual's links
+check: .venv/ready  ## lint, formatting, types, the shape of the tree, and the manual's links
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/python -m pytest -q tests/architecture
 	.venv/bin/zensical build --strict
+
+shape: .venv/ready  ## the tree in figures: files, lines, importers, cycles, comments, a trajectory's way
+	.venv/bin/python -m tests.architecture.shape $(ARGS)
 
 chaos: .venv/ready  ## break real brokers and processes, and a simulation of the loop (RUNS=50 SEEDS=10000)
 	.venv/bin/python -m tests.chaos --runs $(RUNS) --seeds $(SEEDS) $(ARGS)

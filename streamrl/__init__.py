@@ -1,1 +1,32 @@
-"""The front door: the Python API and the `streamrl` command."""
+"""The front door: the Python API and the `streamrl` command.
+
+>>> import streamrl
+>>> run = streamrl.run("streamrl.toml", training__max_steps=200)
+>>> run.summary["reward_after"], run.audit().is_balanced
+>>> run.trajectories().to_pandas()
+
+Names are loaded when they are first used, so that the command line stays light.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamrl.api import Run, run, run_async
+    from streamrl.datasets import TrajectoryDataset
+    from streamrl.streaming import stream
+
+__all__ = ["Run", "TrajectoryDataset", "run", "run_async", "stream"]
+_HOMES = {
+    "Run": "streamrl.api",
+    "run": "streamrl.api",
+    "run_async": "streamrl.api",
+    "stream": "streamrl.streaming",
+    "TrajectoryDataset": "streamrl.datasets",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'streamrl' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""Fixtures that every test may ask for, and the one that every test has."""
+"""Fixtures that every test may ask for, the one that every test has, and the order of all tests."""
 
 from collections.abc import Iterator
 
@@ -14,3 +14,8 @@ def _logs_as_before() -> Iterator[None]:
     before = structlog.get_config()
     yield
     structlog.configure(**before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first: started last, one of them would keep a single process busy after the others are done."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

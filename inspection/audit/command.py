@@ -116,12 +116,14 @@ NOT_BALANCED = 4
 
 
 def audit_run(run: Path | None, export: Path | None, *, as_json: bool) -> int:
-    """Audit a run, or an export of one; the exit code is 0 if it balances, 4 if not.
+    """Audit a run, or an export of one, and print what was found; the exit code is 0 if it balances, 4 if not.
 
     Raises:
         UserError: there is no such run, or nothing has its topics.
     """
-    verdict = _audit_export(export) if export is not None else _audit_topics(run)
+    if run is None and export is None:
+        raise UserError("expected a run to audit, got none; name its directory, its configuration, or --export DIR")
+    verdict = audited(None if run is None else open_run(run), export)
     if as_json:
         print(json.dumps(verdict.to_json(), indent=1))
     else:
@@ -129,23 +131,24 @@ def audit_run(run: Path | None, export: Path | None, *, as_json: bool) -> int:
     return 0 if verdict.is_balanced else NOT_BALANCED
 
 
-def _audit_export(directory: Path) -> Verdict:
-    history = SegmentHistory(directory)
-    with _progress() as progress:
-        return uvloop.run(audit(history, history.manifest.run, lambda: history.manifest.checkpoints, progress))
+def audited(run: PastRun | None, export: Path | None) -> Verdict:
+    """The audit of a run, or of an export if one is named.
 
-
-def _audit_topics(run: Path | None) -> Verdict:
-    if run is None:
-        raise UserError("expected a run to audit, got none; name its directory, its configuration, or --export DIR")
-    past = open_run(run)
+    Raises:
+        UserError: nothing has the run's topics.
+    """
+    if export is not None:
+        exported = SegmentHistory(export)
+        with _progress() as progress:
+            return uvloop.run(audit(exported, exported.manifest.run, lambda: exported.manifest.checkpoints, progress))
+    assert run is not None, "a run or an export is named"
     settle_collector()
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-audit-") as scratch,
-        history_of(past, None, Path(scratch), _tell) as history,
+        history_of(run, None, Path(scratch), _tell) as history,
         _progress() as progress,
     ):
-        return uvloop.run(audit(history, past.name, lambda: checkpoints_of(past), progress))
+        return uvloop.run(audit(history, run.name, lambda: checkpoints_of(run), progress))
 
 
 def checkpoints_of(run: PastRun) -> list[CheckpointManifest]:

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +13,11 @@ import structlog
 from bus.history import History
 from consumers.training.checkpoints.storage import open_location
 from consumers.training.checkpoints.store import CheckpointStore
-from consumers.training.compute import ComputeThread
+from consumers.training.policy import ComputeThread
 from inspection.replay.attribution import bisect
 from inspection.replay.dead_letters import judged_letters
 from inspection.replay.replayer import Replayer, Wanted
+from inspection.replay.results import StepReplay
 from inspection.replay.scratch_policy import Recipe, StoredStarts, Variation, ids_among
 from inspection.replay.steps import Step, StepLog, refs_of, refused_step, steps_between
 from inspection.replay.view import as_json, bisected_lines, letter_lines, overview, replay_lines, step_line
@@ -166,6 +167,29 @@ def replay(request: Request) -> int:
         return asyncio.run(replay_with(request, run, history, Path(scratch)))
 
 
+def replayed(request: Request) -> list[StepReplay]:
+    """The steps that a request names, taken again; nothing is printed but progress, to standard error.
+
+    Raises:
+        UserError: what is asked for is not there.
+    """
+    run = open_run(request.run)
+    assert request.first is not None, "steps are named"
+    assert request.last is not None, "steps are named"
+    first, last = request.first, request.last
+
+    async def collected(history: History, scratch: Path) -> list[StepReplay]:
+        async with _session(request, run, history, scratch) as session:
+            log = await session.replayer.log()
+            return [found async for found in _replays(session, log, _steps(request, log, first, last))]
+
+    with (
+        tempfile.TemporaryDirectory(prefix="streamrl-replay-") as scratch,
+        history_of(run, request.export, Path(scratch), tell) as history,
+    ):
+        return asyncio.run(collected(history, Path(scratch)))
+
+
 def tell(line: str) -> None:
     """Progress."""
     print(line, file=sys.stderr, flush=True)
@@ -247,7 +271,7 @@ def _refuse_unknown(request: Request, steps: list[Step]) -> None:
         ids_among(refs_of(step), (*request.only, *request.without), run=str(request.run), step=step.step)
 
 
-async def _compare(session: Session, log: StepLog, steps: list[Step]) -> int:
+async def _replays(session: Session, log: StepLog, steps: list[Step]) -> AsyncGenerator[StepReplay, None]:
     request, replayer = session.request, session.replayer
     wanted = Wanted(
         variation=variation_of(request, session.run.settings, replayer.recipe),
@@ -256,9 +280,15 @@ async def _compare(session: Session, log: StepLog, steps: list[Step]) -> int:
         keep=request.keep,
     )
     _refuse_unknown(request, steps)
-    differing = 0
     async for found in replayer.replay(log, steps, request.lineage, wanted):
+        yield found
+
+
+async def _compare(session: Session, log: StepLog, steps: list[Step]) -> int:
+    request = session.request
+    differing, plain = 0, True
+    async for found in _replays(session, log, steps):
         session.show(found, replay_lines(found, session.named) if request.single else [step_line(found)])
         differing += found.rebuilt.verdict == "differs"
-    plain = wanted.variation is None
-    return 1 if differing and plain and not replayer.on_accelerator else 0
+        plain = plain and found.what_if is None
+    return 1 if differing and plain and not session.replayer.on_accelerator else 0

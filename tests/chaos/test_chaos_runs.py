@@ -1,4 +1,4 @@
-"""A few whole runs on real brokers, each with one kind of fault; `make chaos` does many more."""
+"""Whole runs on real brokers: one loses every process and its broker, one has a zombie trainer; `make chaos`: more."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("fault", "seed"),
-    [("all-kill", 3), ("broker-kill", 5), ("network-one-way", 2), ("checkpoint-bit-flipped", 1), ("trainer-zombie", 0)],
+    [("all-kill", 3), ("trainer-zombie", 0)],
 )
 async def test_a_run_survives_its_faults_and_every_record_has_one_fate(
     tmp_path: Path, model: Path, fault: str, seed: int

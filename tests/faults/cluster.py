@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from bus.embedded.cluster import Cluster, start_cluster
 from bus.embedded.node import free_ports, is_free
@@ -32,6 +33,32 @@ class FaultyCluster:
     def direct(self) -> str:
         """The first node's own address. It answers metadata with the proxies' ports, so this is no way round them."""
         return self.cluster.specs[0].address
+
+
+@dataclass(frozen=True)
+class ProxiedNode:
+    """One node whose clients must come through ``proxy_port``, where nothing listens until ``proxied`` is entered."""
+
+    cluster: Cluster
+    proxy_port: int
+
+    @classmethod
+    def start(cls, folder: Path, *, heap_mb: int = 256) -> Self:
+        node_port, proxy_port = free_ports(2)
+        cluster = start_cluster(folder, port=node_port, heap_mb=heap_mb, advertised_ports=[proxy_port])
+        return cls(cluster, proxy_port)
+
+    def revive(self) -> None:
+        """Start the node again if a test left it dead."""
+        (process,) = self.cluster.processes
+        if not process.alive():
+            self.cluster.restart_node(0)
+
+    @asynccontextmanager
+    async def proxied(self) -> AsyncIterator[FaultyCluster]:
+        """A fresh proxy before the node; it ends with the context, the node does not."""
+        async with FaultProxy(HOST, self.cluster.specs[0].port, port=self.proxy_port) as proxy:
+            yield FaultyCluster(self.cluster, (proxy,))
 
 
 @asynccontextmanager

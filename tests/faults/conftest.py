@@ -1,22 +1,30 @@
-"""A broker behind a fault proxy for a whole file, and what its tests share."""
+"""A broker behind a fault proxy: the broker serves many tests, the proxy and the topic are each test's own."""
 
 import itertools
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from tests.contract.topics import create_topic
-from tests.faults.cluster import FaultyCluster, faulty_cluster
+from tests.faults.cluster import FaultyCluster, ProxiedNode
 
 _numbers = itertools.count()
 
 
+@pytest.fixture(scope="session")
+def proxied_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedNode]:
+    """One node that tells clients to come through a port at which each test opens its proxy."""
+    node = ProxiedNode.start(tmp_path_factory.mktemp("faulty"))
+    yield node
+    node.cluster.stop()
+
+
 @pytest.fixture
-async def faulty(tmp_path: Path) -> AsyncIterator[FaultyCluster]:
-    """One node, started for the test."""
-    async with faulty_cluster(tmp_path) as started:
-        yield started
+async def faulty(proxied_node: ProxiedNode) -> AsyncIterator[FaultyCluster]:
+    """The node behind a proxy that has no fault yet. Whatever the test did to the node, the next one finds it up."""
+    proxied_node.revive()
+    async with proxied_node.proxied() as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -3,13 +3,14 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from schemas.errors import BusUnavailable, UserError
-from tests.faults.cluster import FaultyCluster
+from tests.faults.cluster import FaultyCluster, faulty_cluster
 from tests.faults.traffic import Traffic, check
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
@@ -64,7 +65,12 @@ async def test_a_broker_that_hangs_loses_nothing_and_confirms_nothing_falsely(
     )
 
 
-async def test_a_broker_that_was_there_and_is_gone_is_not_the_users_mistake(faulty: FaultyCluster, topic: str) -> None:
+async def test_a_broker_that_was_there_and_is_gone_is_not_the_users_mistake(tmp_path: Path) -> None:
+    async with faulty_cluster(tmp_path) as faulty:  # at an address that never answered this process
+        await _mistaken_at_first_and_not_later(faulty)
+
+
+async def _mistaken_at_first_and_not_later(faulty: FaultyCluster) -> None:
     bus = KafkaBus(KafkaSettings(bootstrap_servers=faulty.bootstrap_servers, connect_timeout_ms=2_000))
     faulty.proxy.refuse()
     with pytest.raises(UserError, match="streamrl kafka up"):

@@ -54,7 +54,7 @@ async def test_a_commit_through_a_bad_network_is_unknown_in_time_and_repeating_i
     faulty: FaultyCluster, topic: str, fault: str
 ) -> None:
     bus, loop = bus_of(faulty), asyncio.get_running_loop()
-    holder = await bus.transactional("trainer")
+    holder = await bus.transactional(topic)
     await holder.commit(pair(topic, b"before"))
     if fault == "reset":
         faulty.proxy.refuse()
@@ -79,7 +79,7 @@ async def test_a_broker_killed_in_the_middle_of_transactions_leaves_each_whole(
     faulty: FaultyCluster, topic: str
 ) -> None:
     bus, count = bus_of(faulty), 1_000
-    holder = await bus.transactional("trainer")
+    holder = await bus.transactional(topic)
     again: set[bytes] = set()
 
     async def commit_all() -> None:
@@ -117,7 +117,7 @@ async def test_an_open_transaction_is_never_read_and_holds_readers_up_until_the_
     await publisher.publish(Outgoing(topic, b"later", None, 0))
     assert await reader.poll(timeout_s=1.0) == []
     assert await reader.end_offsets() == {TopicPartition(topic, 0): 0, TopicPartition(topic, 1): 0}
-    holder = await bus.transactional("trainer")
+    holder = await bus.transactional(topic)
     async with asyncio.timeout(5):
         while not (records := await reader.poll(timeout_s=0.2)):
             pass
@@ -146,9 +146,9 @@ async def test_a_dead_holders_transaction_holds_readers_up_no_longer_than_its_ti
 
 
 async def test_a_time_out_at_the_broker_is_no_fence_and_a_newer_holder_is(faulty: FaultyCluster, topic: str) -> None:
-    await (await bus_of(faulty).transactional("trainer")).close()
+    await (await bus_of(faulty).transactional(topic)).close()
     bus = bus_of(faulty, transaction_timeout_ms=1_000)
-    holder = await bus.transactional("trainer")
+    holder = await bus.transactional(topic)
     reader = await bus.subscribe([topic], client_id="reader", partitions=[0])
     producer = holder._producer
     assert producer is not None
@@ -161,7 +161,7 @@ async def test_a_time_out_at_the_broker_is_no_fence_and_a_newer_holder_is(faulty
     with pytest.raises(DeliveryUnknown, match="timed out at the broker"):
         await holder.commit(pair(topic, b"first try"))
     await holder.commit(pair(topic, b"second try"))
-    newer = await bus.transactional("trainer")
+    newer = await bus.transactional(topic)
     with pytest.raises(Superseded):
         await holder.commit(pair(topic, b"zombie"))
     await newer.commit(pair(topic, b"end"))
@@ -174,12 +174,12 @@ async def test_a_zombie_whose_producer_was_discarded_does_not_fence_its_successo
     faulty: FaultyCluster, topic: str
 ) -> None:
     bus = bus_of(faulty)
-    zombie = await bus.transactional("trainer")
+    zombie = await bus.transactional(topic)
     faulty.proxy.half_open()
     with pytest.raises((DeliveryUnknown, BusUnavailable)):
         await zombie.commit(pair(topic, b"zombie"))
     faulty.proxy.heal()
-    successor = await bus.transactional("trainer")
+    successor = await bus.transactional(topic)
     for _ in range(2):
         with pytest.raises(Superseded):
             await zombie.commit(pair(topic, b"zombie"))
@@ -192,7 +192,7 @@ async def test_a_zombie_whose_producer_was_discarded_does_not_fence_its_successo
 async def open_transaction(faulty: FaultyCluster, topic: str, timeout_ms: int) -> AIOKafkaProducer:
     """As a trainer leaves it that dies between its records and its commit."""
     producer = AIOKafkaProducer(
-        bootstrap_servers=faulty.bootstrap_servers, transactional_id="trainer", transaction_timeout_ms=timeout_ms
+        bootstrap_servers=faulty.bootstrap_servers, transactional_id=topic, transaction_timeout_ms=timeout_ms
     )
     await producer.start()
     await producer.begin_transaction()

@@ -10,7 +10,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris is not installed"),
 ]
-SECONDS = 5
+SECONDS = 2
 MOST_GROWTH_KIB = 64 << 10
 """The fuzzer's own corpus and coverage counted."""
 

@@ -18,6 +18,7 @@ class Accounts:
     produced: dict[tuple[int, int], str | None] = field(default_factory=dict)
     trained: Counter[tuple[int, int]] = field(default_factory=Counter)
     skipped: dict[tuple[int, int], str] = field(default_factory=dict)
+    skip_details: list[str] = field(default_factory=list)
     dead_letters: list[Record] = field(default_factory=list)
     workers: Counter[str] = field(default_factory=Counter)
     steps: list[StepReport] = field(default_factory=list)
@@ -56,6 +57,7 @@ async def read_accounts(servers: str, run: str) -> Accounts:
         skip = record.message()
         assert isinstance(skip, SkipRecord)
         accounts.skipped[skip.partition, skip.offset] = skip.reason.value
+        accounts.skip_details.append(skip.detail)
     accounts.dead_letters = await read_all(bus, run, DEAD_LETTERS)
     return accounts
 

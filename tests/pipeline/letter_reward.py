@@ -10,14 +10,11 @@ def share_of_a(completions: Sequence[str], **_columns: object) -> list[float]:
     return [text.count("a") / max(1, len(text)) for text in completions]
 
 
-def raises(completions: Sequence[str], **_columns: object) -> list[float]:
-    raise ValueError(f"cannot judge {len(completions)}")
-
-
-def hangs(completions: Sequence[str], **_columns: object) -> list[float]:
-    time.sleep(3600)
-    return [0.0] * len(completions)
-
-
-def returns_nan(completions: Sequence[str], **_columns: object) -> list[float]:
+def fails_in_turn(completions: Sequence[str], prompts: Sequence[str], **_columns: object) -> list[float]:
+    """Raises for a third of the prompts, hangs for another, and returns what is no reward for the rest."""
+    match int(prompts[0].rpartition(" ")[2]) % 3:
+        case 0:
+            raise ValueError(f"cannot judge {len(completions)}")
+        case 1:
+            time.sleep(3600)
     return [math.nan] * len(completions)

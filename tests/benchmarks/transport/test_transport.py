@@ -16,13 +16,13 @@ KEYS = {"path", "tokens", "trajectories_per_s", "p50_ms", "p99_ms"}
 def run(folder: Path, paths: list[PathName]) -> tuple[list[dict[str, float]], str]:
     readme = folder / "README.md"
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    options = ["--count", "50", "--paced-count", "50", "--tokens", "200", "16000", "--repetitions", "1"]
+    options = ["--count", "20", "--paced-count", "20", "--tokens", "200", "16000", "--repetitions", "1"]
     main([*options, "--paths", *paths, "--results", str(folder / "transport.json"), "--readme", str(readme)])
     return json.loads((folder / "transport.json").read_text()), readme.read_text()
 
 
 @pytest.mark.kafka
-def test_fifty_trajectories_go_through_kafka_and_files(tmp_path: Path) -> None:
+def test_trajectories_go_through_kafka_and_files(tmp_path: Path) -> None:
     rows, readme = run(tmp_path, ["kafka", "files"])
     assert [(row["path"], row["tokens"]) for row in rows] == [
         (path, tokens) for tokens in (200, 16000) for path in ("kafka", "files")
@@ -37,7 +37,7 @@ def test_fifty_trajectories_go_through_kafka_and_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(redis_server() is None, reason="redis-server is not installed")
-def test_fifty_trajectories_go_through_redis(tmp_path: Path) -> None:
+def test_trajectories_go_through_redis(tmp_path: Path) -> None:
     rows, _ = run(tmp_path, ["redis"])
     assert [row["path"] for row in rows] == ["redis", "redis"]
 

@@ -16,7 +16,7 @@ from tests.chaos.crashing.points import CrashPoint, arm
 
 
 def serve() -> None:
-    import deploy.wiring.build  # noqa: F401
+    import deploy.wiring.trainer  # noqa: F401
 
     for line in sys.stdin:
         job = json.loads(line)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-BUILD_TRAINER = "deploy.wiring.build:build_trainer"
+BUILD_TRAINER = "deploy.wiring.trainer:build_trainer"
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ def arm(point: CrashPoint) -> None:
     if ":" in point.target:
         _replace(point.target, lambda function: _deadly(function, die))
     else:
-        from consumers.training.resume import Point
+        from consumers.training.failpoints import Failpoint
 
-        wanted = Point(point.target)
+        wanted = Failpoint(point.target)
 
-        def reached(passed: Point) -> None:
+        def failpoint(passed: Failpoint) -> None:
             if passed is wanted:
                 die.after(die.is_due(()))
 
-        _replace(BUILD_TRAINER, lambda build: _watching(build, reached))
+        _replace(BUILD_TRAINER, lambda build: _watching(build, failpoint))
 
 
 def _replace(target: str, change: Callable[[Any], Any]) -> None:
@@ -63,10 +63,10 @@ def _replace(target: str, change: Callable[[Any], Any]) -> None:
     setattr(holder, name, change(getattr(holder, name)))
 
 
-def _watching(build: Callable[..., Any], reached: Callable[[Any], None]) -> Callable[..., Any]:
+def _watching(build: Callable[..., Any], failpoint: Callable[[Any], None]) -> Callable[..., Any]:
     def building(*args: Any) -> Any:
         trainer = build(*args)
-        trainer.reached = reached
+        trainer.failpoint = failpoint
         return trainer
 
     return building

@@ -119,7 +119,7 @@ async def expire_retention(run: ChaosRun, _event: Event) -> float:
         await admin.close()
     await _expect_refusal(run)
     accepted = time.time()
-    run.fleet.start_trainer("--intake.accept_loss=true")
+    run.fleet.start_trainer("--ingest.accept_loss=true")
     return accepted
 
 
@@ -154,7 +154,7 @@ def _garbage(run: ChaosRun, generator: random.Random) -> Outgoing:
 FAULTS = (
     Fault("duplicates", repeat_recent, ("B2",)),
     Fault("late-sends", repeat_old, ("B2",)),
-    Fault("poison", poison, ("F1",), settings={"intake": {"max_undecodable_share": 0.2}}),
+    Fault("poison", poison, ("F1",), settings={"ingest": {"max_undecodable_share": 0.2}}),
     Fault("poison-flood", poison_flood, ("F3",), mixes=False),
     Fault("partition-added", add_partition, ("A11",), mixes=False),
     Fault("topic-recreated", recreate_topic, ("A10",), mixes=False),

@@ -1,0 +1,275 @@
+"""Runs from Python: start one, and look at one that is over or under way."""
+
+import asyncio
+import json
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from bus.history import History
+from inspection.source import PastRun, history_of, open_run
+from schemas.errors import UserError
+from schemas.settings import UNSET
+from settings.layers import Tree, merged
+from settings.loading import load_settings, validated
+from settings.tree import Settings
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from inspection.audit.verdict import Verdict
+    from inspection.replay.results import StepReplay
+
+Source = Settings | Mapping[str, Any] | str | Path | None
+T = TypeVar("T")
+
+
+def run(source: Source = None, /, *, top: bool = False, **overrides: Any) -> "Run":
+    """Train on this machine, as `streamrl run` does, and return when the run is over.
+
+    In a notebook, where an event loop runs already, it blocks its cell; Ctrl-C (or "interrupt") ends the run in an
+    orderly way, and the same call goes on from its last checkpoint.
+
+    Args:
+        source: a TOML file, a nested mapping of settings, or settings; None: what environment variables say.
+        top: show the live view, on a terminal.
+        overrides: settings as ``section__key=value``, or a whole section as ``section={"key": value}``.
+
+    Raises:
+        SettingsError: the settings are wrong; the text names the key.
+        UserError: something else that the user can mend, before or during the run.
+        StreamRLError: a process could not be kept alive.
+    """
+    from deploy.local.run import run_locally
+
+    settings = settings_of(source, overrides)
+    if threading.current_thread() is threading.main_thread() and not _loop_runs():
+        return Run(settings.run.path, finished=run_locally(settings, top=top) == 0)
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run_locally, settings, top=top, stop=stop)
+        try:
+            code = running.result()
+        except KeyboardInterrupt:
+            stop.set()
+            code = running.result()
+    return Run(settings.run.path, finished=code == 0)
+
+
+async def run_async(source: Source = None, /, **overrides: Any) -> "Run":
+    """``run`` beside other work of an event loop; cancelling the task ends the run in an orderly way.
+
+    Raises:
+        StreamRLError: see ``run``.
+    """
+    from deploy.local.run import run_locally
+
+    settings, stop = settings_of(source, overrides), threading.Event()
+    running = asyncio.ensure_future(asyncio.to_thread(run_locally, settings, stop=stop))
+    try:
+        code = await asyncio.shield(running)
+    except asyncio.CancelledError:
+        stop.set()
+        await asyncio.wait({running})
+        raise
+    return Run(settings.run.path, finished=code == 0)
+
+
+def settings_of(source: Source, overrides: Mapping[str, Any]) -> Settings:
+    """Settings from a file, a mapping or settings, with ``section__key`` overrides on top.
+
+    Raises:
+        SettingsError: an unknown key, a wrong value, or sections that contradict each other.
+    """
+    changes = _tree_of(overrides)
+    if isinstance(source, Settings):
+        return validated(merged(source.model_dump(), changes))
+    arguments = [f"--{change}" for change in _as_arguments(changes)]
+    if isinstance(source, Mapping):
+        return load_settings(None, arguments, dict(source))
+    return load_settings(None if source is None else Path(source), arguments)
+
+
+class Run:
+    """A run, by its directory, its name under ``runs/``, or its configuration file: what it left, or leaves so far.
+
+    Tables and audits read the run's topics: from its broker while that runs, else from a broker that is started on a
+    copy of its data, which takes seconds. Nothing is ever written. ``export``: read `streamrl export`'s files instead.
+
+    Raises:
+        UserError: there is no such run.
+    """
+
+    def __init__(self, path: str | Path, *, export: str | Path | None = None, finished: bool | None = None) -> None:
+        self._past: PastRun = open_run(Path(path))
+        self._export = None if export is None else Path(export)
+        self._finished = finished
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r})"
+
+    @property
+    def name(self) -> str:
+        """Prefix of the run's topics."""
+        return self._past.name
+
+    @property
+    def directory(self) -> Path:
+        """What the run leaves is in here."""
+        return self._past.directory.path
+
+    @property
+    def settings(self) -> Settings:
+        """As the run was last started."""
+        return self._past.settings
+
+    @property
+    def finished(self) -> bool:
+        """Whether it took its last step."""
+        if self._finished is None:
+            steps = self.summary.get("steps", 0) if self._past.directory.summary.exists() else 0
+            return bool(steps >= self.settings.training.max_steps)
+        return self._finished
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """``summary.json``: the run in a few figures.
+
+        Raises:
+            UserError: it has none, because it was never ended in an orderly way.
+        """
+        try:
+            found: dict[str, Any] = json.loads(self._past.directory.summary.read_text())
+        except FileNotFoundError as error:
+            raise UserError(
+                f"expected a summary in {self.directory}, got none: the run was not ended, or not in an orderly way"
+            ) from error
+        return found
+
+    @property
+    def metrics(self) -> "pa.Table":
+        """``metrics.jsonl``: one row an optimizer step, one column a metric.
+
+        After a crash steps appear more than once, as they were taken; ``steps()`` has only those that count.
+        """
+        from inspection.tables import table_of
+
+        path = self._past.directory.metrics
+        lines = path.read_text().splitlines() if path.exists() else []
+        return table_of([json.loads(line) for line in lines if line.endswith("}")])
+
+    @property
+    def model(self) -> Path | None:
+        """The newest checkpoint, for ``from_pretrained``; None before the first."""
+        return self._past.directory.newest_checkpoint()
+
+    def trajectories(self, *, tokens: bool = False) -> "pa.Table":
+        """One row a trajectory of the topic, with the step that trained it or the reason why none did.
+
+        Columns are those of ``inspection.tables.FACTS``; ``tokens`` adds token ids, log-probs and loss mask as lists.
+
+        Raises:
+            UserError: nothing has the run's topics.
+        """
+        from inspection.tables import trajectory_table
+
+        return self._read(lambda history: trajectory_table(history, self.name, self._algorithm, tokens=tokens))
+
+    def steps(self) -> "pa.Table":
+        """One row an optimizer step of the surviving lineage, with its metrics.
+
+        Raises:
+            UserError: nothing has the run's topics.
+        """
+        from inspection.tables import step_table
+
+        return self._read(lambda history: step_table(history, self.name, self._algorithm))
+
+    def audit(self) -> "Verdict":
+        """Prove from topics and checkpoints that ``produced = trained + skipped(reason) + pending``.
+
+        Raises:
+            UserError: nothing has the run's topics.
+        """
+        from inspection.audit.command import audited
+
+        return _apart(partial(audited, self._past, self._export))
+
+    def replay(self, first: int, last: int | None = None, **changes: Any) -> "list[StepReplay]":
+        """Take steps ``first`` to ``last`` (both inclusive) again, from what topics and checkpoints hold, in memory.
+
+        ``changes`` ask what would have been: settings of algorithm, training or batching, as
+        ``algorithm__epsilon_high=0.3``.
+
+        Raises:
+            UserError: a step, a record or a checkpoint is not there.
+        """
+        from inspection.replay.command import Request, replayed
+
+        named = tuple(_as_arguments(_tree_of(changes)))
+        request = Request(self.directory, first, first if last is None else last, changes=named, export=self._export)
+        return _apart(partial(replayed, request))
+
+    @cached_property
+    def _algorithm(self) -> str:
+        return self.settings.algorithm.name
+
+    def _read(self, reading: Callable[[History], Awaitable[T]]) -> T:
+        async def read(history: History) -> T:
+            try:
+                return await reading(history)
+            finally:
+                await history.close()
+
+        with self._history() as history:
+            return _apart(lambda: asyncio.run(read(history)))
+
+    @contextmanager
+    def _history(self) -> Iterator[History]:
+        with (
+            tempfile.TemporaryDirectory(prefix="streamrl-read-") as scratch,
+            history_of(self._past, self._export, Path(scratch), lambda _line: None) as history,
+        ):
+            yield history
+
+
+def _tree_of(overrides: Mapping[str, Any]) -> Tree:
+    tree: Tree = {}
+    for name, value in overrides.items():
+        section, _, key = name.partition("__")
+        if not key and not isinstance(value, Mapping):
+            raise UserError(f"expected section__key=value or section={{...}}, got {name}={value!r}")
+        tree = merged(tree, {section: {key: value} if key else dict(value)})
+    return tree
+
+
+def _as_arguments(tree: Tree) -> Iterator[str]:
+    """``section.key=value`` as a command line has it."""
+    import tomli_w
+
+    for section, part in tree.items():
+        for key, value in part.items():
+            plain = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+            text = UNSET if value is None else tomli_w.dumps({"value": plain}).partition("=")[2].strip()
+            yield f"{section}.{key}={text}"
+
+
+def _loop_runs() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _apart(call: Callable[[], T]) -> T:
+    """Call what starts an event loop of its own: where one runs already, as in a notebook, in another thread."""
+    if not _loop_runs():
+        return call()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()

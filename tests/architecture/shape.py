@@ -1,0 +1,238 @@
+"""The shape of the tree in figures: ``python -m tests.architecture.shape [ROOT]``, or ``make shape``.
+
+Prints a table and, for this tree, writes ``benchmarks/results/shape.json``. What is counted:
+
+* files, lines: Python modules of the product, ``__init__`` included in ``files``;
+* one importer: modules (no ``__init__``) that exactly one other module of the product imports, deferred imports too;
+* cycles: sets of rooms that import each other, deferred imports counted; a room is a folder of a package;
+* comments: comment tokens a hundred lines, without those that only speak to a tool;
+* a trajectory's way: the files that ``docs/code-map.md`` lists, and the layers of ours that it crosses to be published.
+"""
+
+import ast
+import io
+import json
+import re
+import statistics
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.architecture.sources import PACKAGES, ROOT
+
+RESULT = ROOT / "benchmarks" / "results" / "shape.json"
+FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pragma|ruff:|mypy:)")
+ON_THE_WAY = re.compile(r"^\d+\. `([\w/]+\.py)`", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file; ``name``: dotted, a package by its own name."""
+
+    path: Path
+    name: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.name == "__init__.py"
+
+    @property
+    def room(self) -> str:
+        return ".".join(self.name.split(".")[:2])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Figures of one tree; shares are 0 to 1."""
+
+    files: int
+    modules: int
+    lines: int
+    lines_a_file: tuple[float, float, int]
+    under_60_lines: float
+    folders: int
+    functions: tuple[float, float, int]
+    protocols: int
+    one_importer_share: float
+    cycles: int
+    rooms_in_cycles: int
+    comments_per_100: float
+    path_files: int
+    path_layers: int
+    readme_bytes: int
+    deploy_lines: int
+    largest_room_share: float
+
+
+def modules_of(root: Path) -> list[Module]:
+    """Every module of the packages that the tree has."""
+    found = []
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            text = path.read_text()
+            found.append(Module(path.relative_to(root), name, text, ast.parse(text)))
+    return found
+
+
+def shape_of(root: Path) -> Shape:
+    """Measure a tree."""
+    everything = modules_of(root)
+    modules = [module for module in everything if not module.is_package]
+    lengths = [module.text.count("\n") for module in modules]
+    total = sum(module.text.count("\n") for module in everything)
+    functions = sorted(_function_lengths(everything))
+    rooms_in_cycles = [rooms for rooms in _cycles(_room_graph(everything)) if len(rooms) > 1]
+    by_package = Counter[str]()
+    for module in everything:
+        by_package[module.name.split(".")[0]] += module.text.count("\n")
+    way, layers = code_map(root)
+    return Shape(
+        files=len(everything),
+        modules=len(modules),
+        lines=total,
+        lines_a_file=(statistics.median(lengths), statistics.mean(lengths), max(lengths)),
+        under_60_lines=sum(length < 60 for length in lengths) / len(lengths),
+        folders=len({module.path.parent for module in everything}),
+        functions=(statistics.median(functions), functions[len(functions) * 9 // 10], functions[-1]),
+        protocols=sum(_is_abstract(node) for module in everything for node in ast.walk(module.tree)),
+        one_importer_share=_one_importer(modules),
+        cycles=len(rooms_in_cycles),
+        rooms_in_cycles=sum(map(len, rooms_in_cycles)),
+        comments_per_100=100 * sum(_comments(module.text) for module in everything) / total,
+        path_files=len(way),
+        path_layers=len(layers),
+        readme_bytes=len((root / "README.md").read_bytes()),
+        deploy_lines=by_package["deploy"],
+        largest_room_share=max(by_package.values()) / total,
+    )
+
+
+def code_map(root: Path) -> tuple[list[str], list[str]]:
+    """The files on a trajectory's way, in order, and the classes it crosses to be published; none without a map."""
+    page = root / "docs" / "code-map.md"
+    if not page.exists():
+        return [], []
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL))
+    way = ON_THE_WAY.findall(sections.get("The way of one trajectory", ""))
+    layers = re.findall(r"^\d+\. `(\w+)`", sections.get("Publishing one trajectory", ""), re.MULTILINE)
+    return way, layers
+
+
+def _function_lengths(modules: list[Module]) -> Iterator[int]:
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                yield node.end_lineno - node.lineno + 1
+
+
+def _is_abstract(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and any(
+        re.match(r"(Protocol|ABC)\b", ast.unparse(base)) is not None for base in node.bases
+    )
+
+
+def _comments(text: str) -> int:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(token.type == tokenize.COMMENT and not FOR_TOOLS.match(token.string) for token in tokens)
+
+
+def _imported(module: Module, known: set[str]) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return (names & known) - {module.name}
+
+
+def _one_importer(modules: list[Module]) -> float:
+    known = {module.name for module in modules}
+    importers = Counter(name for module in modules for name in _imported(module, known))
+    return sum(importers[name] == 1 for name in known) / len(known)
+
+
+def _room_graph(modules: list[Module]) -> dict[str, set[str]]:
+    room_of = {module.name: module.room for module in modules}
+    graph: dict[str, set[str]] = {room: set() for room in room_of.values()}
+    for module in modules:
+        graph[module.room] |= {room_of[name] for name in _imported(module, set(room_of))} - {module.room}
+    return graph
+
+
+def _cycles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Strongly connected rooms: each reaches the other."""
+    reach = {room: _reached(graph, room) for room in graph}
+    found: list[set[str]] = []
+    for room in graph:
+        together = {other for other in reach[room] if room in reach[other]} | {room}
+        if together not in found:
+            found.append(together)
+    return found
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = list(graph[start])
+    while waiting:
+        room = waiting.pop()
+        if room not in seen:
+            seen.add(room)
+            waiting += graph[room]
+    return seen
+
+
+def table(shape: Shape) -> str:
+    """The figures, one a line."""
+    median, mean, longest = shape.lines_a_file
+    rows = (
+        ("files (modules) / lines", f"{shape.files} ({shape.modules}) / {shape.lines / 1000:.1f}k"),
+        ("lines a file: median, mean, max", f"{median:.0f}, {mean:.0f}, {longest}"),
+        ("files under 60 lines", f"{shape.under_60_lines:.0%}"),
+        ("folders", f"{shape.folders}"),
+        ("functions: median, p90, max lines", "{:.0f}, {:.0f}, {}".format(*shape.functions)),
+        ("protocols and abstract classes", f"{shape.protocols}"),
+        ("modules with one importer", f"{shape.one_importer_share:.0%}"),
+        ("cycles of rooms (rooms in them)", f"{shape.cycles} ({shape.rooms_in_cycles})"),
+        ("comments a hundred lines", f"{shape.comments_per_100:.2f}"),
+        ("one trajectory's way: files", f"{shape.path_files or '?'}"),
+        ("one trajectory published: layers", f"{shape.path_layers or '?'}"),
+        ("README, bytes", f"{shape.readme_bytes}"),
+        ("deploy/, lines", f"{shape.deploy_lines}"),
+        ("largest package's share", f"{shape.largest_room_share:.0%}"),
+    )
+    return "\n".join(f"{name:<36}{figure}" for name, figure in rows)
+
+
+WRITTEN = (
+    "files",
+    "path_files",
+    "path_layers",
+    "one_importer_share",
+    "cycles",
+    "comments_per_100",
+    "readme_bytes",
+    "deploy_lines",
+)
+
+
+def main() -> None:
+    """Print the table; write the figures of this tree."""
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
+    shape = shape_of(root)
+    print(table(shape))
+    if root == ROOT:
+        figures = {name: getattr(shape, name) for name in WRITTEN}
+        rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}
+        RESULT.write_text(json.dumps(rounded, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
