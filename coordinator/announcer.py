@@ -7,10 +7,10 @@ older ones. So a coordinator that stood still while another took over cannot put
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, TypeVar
 
 import structlog
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
 from bus.port import Outgoing, TransactionalPublisher
 from schemas.control import (
@@ -31,6 +31,7 @@ log = structlog.get_logger()
 
 Kind = TypeVar("Kind", bound=Control)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+"""Doubled from the first to the longest; short, since every worker waits for weights meanwhile."""
 
 
 @dataclass
@@ -93,13 +94,17 @@ class ControlAnnouncer:
     async def _commit(self, *messages: Control) -> None:
         topic = CONTROL.full_name(self.run)
         records = [Outgoing.of(topic, message, key=control_key(message)) for message in messages]
+        persistently = AsyncRetrying(
+            sleep=asyncio.sleep,
+            retry=retry_if_exception_type((DeliveryUnknown, BusUnavailable)),
+            wait=wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
+            before=lambda attempt: self.on_tick(),
+            before_sleep=_log_unconfirmed,
+        )
         async with self._one_at_a_time:
-            for attempt in count():
-                self.on_tick()
-                try:
-                    await self.publisher.commit(records)
-                except (DeliveryUnknown, BusUnavailable) as error:
-                    log.warning("announcement not confirmed, sending it again", error=str(error))
-                    await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** min(attempt, 10), LONGEST_PAUSE_S))
-                else:
-                    return
+            await persistently(self.publisher.commit, records)
+
+
+def _log_unconfirmed(attempt: RetryCallState) -> None:
+    error = attempt.outcome.exception() if attempt.outcome else None
+    log.warning("announcement not confirmed, sending it again", attempt=attempt.attempt_number, error=str(error))

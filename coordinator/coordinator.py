@@ -25,8 +25,10 @@ log = structlog.get_logger()
 
 POLL_S = 0.5
 STOP_S = 3.0
+"""For an announcement that is under way; a broker that is away would hold it for longer."""
 LOOPS = ("steps", "members")
-REMIND_S = 2.0
+CLAIM_AGAIN_S = 2.0
+"""Two heartbeats: a superseded worker that read its successor's claim has left by then."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,13 @@ class Coordinator:
     async def _serve(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
         """The topics are read after the older coordinator was fenced, so that nothing of it comes later."""
         state, steps = await recover(self.bus, self.run_name, self.client_id)
-        others = await subscribe_members(self.bus, self.run_name, self.client_id, state.obeyed)
-        shift = CoordinatorSession.of(self, state, publisher)
+        others = await subscribe_members(self.bus, self.run_name, self.client_id, state.last_command)
+        session = CoordinatorSession.open(self, state, publisher)
         log.info("coordinator ready", announced=str(state.ledger.announced), mode=state.mode, finished=state.finished)
         try:
             async with asyncio.TaskGroup() as tasks:
-                loops = [tasks.create_task(shift.steps_loop(steps, stop))]
-                loops.append(tasks.create_task(shift.members_loop(others, stop)))
+                loops = [tasks.create_task(session.steps_loop(steps, stop))]
+                loops.append(tasks.create_task(session.members_loop(others, stop)))
                 await stop.wait()
                 _, late = await asyncio.wait(loops, timeout=STOP_S)
                 for task in late:
@@ -86,44 +88,52 @@ class Coordinator:
             for client in (steps, others):
                 await client.close()
 
+    def tick_all(self) -> None:
+        """Both loops wait for a broker's answer: either may hold the announcer."""
+        for name in LOOPS:
+            self.on_tick(name)
+
 
 @dataclass
 class CoordinatorSession:
-    """One life of the coordinator. ``old_finish``: a last step that was reported before this life began."""
+    """What one process of the coordinator holds, from the moment it has read its topics.
 
-    settings: CoordinatorSettings
-    clock: Callable[[], float]
-    on_tick: Callable[[str], None]
+    ``old_finish``: the version of a last step that was reported before this session began. ``claimed_again``: when each
+    superseded worker that is still there was last told so, in seconds of the coordinator's clock.
+    """
+
+    coordinator: Coordinator
     state: CoordinatorState
     announcer: ControlAnnouncer
     members: Membership
+    watch: FleetWatch | None
     old_finish: PolicyVersion | None
     began: float
-    watch: FleetWatch | None
-    _reminded: dict[str, float] = field(default_factory=dict)
-    _lost: set[str] = field(default_factory=set)
+    claimed_again: dict[str, float] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(
+    def open(
         cls, coordinator: Coordinator, state: CoordinatorState, publisher: TransactionalPublisher
     ) -> "CoordinatorSession":
         """Put the parts together."""
-        settings, clock, latest = coordinator.settings, coordinator.clock, state.ledger.latest
-
-        def on_tick() -> None:
-            for name in LOOPS:
-                coordinator.on_tick(name)
-
+        settings, latest = coordinator.settings, state.ledger.latest
+        announcer = ControlAnnouncer(
+            publisher=publisher,
+            run=coordinator.run_name,
+            relays=settings.relays,
+            clock=coordinator.clock,
+            next_sequence=state.next_sequence,
+            on_tick=coordinator.tick_all,
+        )
         return cls(
-            settings,
-            clock,
-            coordinator.on_tick,
-            state,
-            ControlAnnouncer(publisher, coordinator.run_name, settings.relays, clock, state.next_sequence, on_tick),
-            Membership(settings.heartbeat_timeout_s),
-            latest.version if latest is not None and latest.finished else None,
-            clock(),
-            _watch(coordinator.scaling, state.wanted_workers),
+            coordinator=coordinator,
+            state=state,
+            announcer=announcer,
+            members=Membership(settings.heartbeat_timeout_s),
+            watch=_watch(coordinator.scaling, state.wanted_workers),
+            old_finish=latest.version if latest is not None and latest.finished else None,
+            began=coordinator.clock(),
         )
 
     async def steps_loop(self, steps: Subscription, stop: asyncio.Event) -> None:
@@ -134,7 +144,7 @@ class CoordinatorSession:
         """
         await self._announce_weights()
         while not stop.is_set():
-            self.on_tick(LOOPS[0])
+            self.coordinator.on_tick(LOOPS[0])
             records = await steps.poll(timeout_s=POLL_S)
             messages = [message for record in records if (message := message_of(record)) is not None]
             for message in messages:
@@ -169,8 +179,9 @@ class CoordinatorSession:
         log.info("run finished", step=latest.step)
 
     def _may_go_on(self, last: PolicyVersion) -> bool:
-        """Whether this is the end of an earlier life, and the trainer of a continued run may still be starting."""
-        return last == self.old_finish and self.clock() - self.began < self.settings.finish_timeout_s
+        """Whether the end was there before this session, and the trainer of a continued run may still be starting."""
+        open_for_s = self.coordinator.clock() - self.began
+        return last == self.old_finish and open_for_s < self.coordinator.settings.finish_timeout_s
 
     async def members_loop(self, others: Subscription, stop: asyncio.Event) -> None:
         """Follow who is there, and carry out what operators ask for.
@@ -179,39 +190,40 @@ class CoordinatorSession:
         Waits for: either.
         On failure: raises to ``run``. On stop: returns within one poll.
         """
-        ends, caught_up = await others.end_offsets(), False
+        ends, caught_up = await others.end_offsets(), False  # a claim is judged by all heartbeats that were there
         while not stop.is_set():
-            self.on_tick(LOOPS[1])
+            self.coordinator.on_tick(LOOPS[1])
             for record in await others.poll(timeout_s=POLL_S):
-                await self._take(record, self.clock() if caught_up else min(record.timestamp, self.clock()))
+                now = self.coordinator.clock()
+                await self._handle(record, now if caught_up else min(record.timestamp, now))
             caught_up = caught_up or all(at >= ends[tp] for tp, at in (await others.positions()).items())
             if caught_up:
                 await self._claim_due()
-                self._tell_lost()
+                self._note_lost()
 
-    async def _take(self, record: Record, at: float) -> None:
+    async def _handle(self, record: Record, at: float) -> None:
         match message_of(record):
             case Heartbeat() as heartbeat:
                 self._observe(heartbeat, at)
             case OperatorCommand() as command:
-                await self._obey(command, record.offset)
+                await self._carry_out(command, record.offset)
 
     def _observe(self, heartbeat: Heartbeat, at: float) -> None:
         worker = heartbeat.worker_id
         if self.members.is_former(heartbeat):
-            self._remind(heartbeat, at)
+            self._claim_again(heartbeat, at)
         elif self.watch is not None:
             self.watch.heard(heartbeat)
-        if (standing := self.members.observe(heartbeat, at)) is not None:
-            log.info("worker changed", worker=worker, standing=standing.value)
-            self._lost.discard(worker)
+        if (liveness := self.members.observe(heartbeat, at)) is not None:
+            log.info("worker changed", worker=worker, liveness=liveness.value)
+            self.lost.discard(worker)
 
-    def _remind(self, heartbeat: Heartbeat, at: float) -> None:
-        """A superseded incarnation that has not left after a while is told again: it may never have heard."""
+    def _claim_again(self, heartbeat: Heartbeat, at: float) -> None:
+        """A superseded incarnation that has not left after a while is told again: it may never have read it."""
         worker = heartbeat.worker_id
-        if at - self._reminded.setdefault(worker, at) > REMIND_S:
+        if at - self.claimed_again.setdefault(worker, at) > CLAIM_AGAIN_S:
             log.warning("superseded worker still there", worker=worker, incarnation=heartbeat.incarnation)
-            self._reminded[worker] = at
+            self.claimed_again[worker] = at
             self.state.claims.pop(worker, None)
 
     async def _claim_due(self) -> None:
@@ -225,14 +237,14 @@ class CoordinatorSession:
             await self.announcer.workers_claimed(due)
             self.state.claims |= due
 
-    def _tell_lost(self) -> None:
-        for worker in set(self.members.with_standing(Liveness.LOST, self.clock())) - self._lost:
-            log.warning("worker lost", worker=worker, silent_for_s=self.settings.heartbeat_timeout_s)
-            self._lost.add(worker)
+    def _note_lost(self) -> None:
+        for worker in set(self.members.with_liveness(Liveness.LOST, self.coordinator.clock())) - self.lost:
+            log.warning("worker lost", worker=worker, silent_for_s=self.coordinator.settings.heartbeat_timeout_s)
+            self.lost.add(worker)
             if self.watch is not None:
                 self.watch.lost(worker)
 
-    async def _obey(self, command: OperatorCommand, offset: int) -> None:
+    async def _carry_out(self, command: OperatorCommand, offset: int) -> None:
         state = self.state
         decision = decide(command, state.mode, state.finished)
         if decision is None:

@@ -36,17 +36,17 @@ class Membership:
     _former: set[tuple[str, str]] = field(default_factory=set)
 
     def observe(self, heartbeat: Heartbeat, now: float) -> Liveness | None:
-        """Note a heartbeat; the worker's new standing if it changed, else none."""
+        """Note a heartbeat; the worker's new liveness if it changed, else none."""
         if self.is_former(heartbeat):
             return None
         worker = heartbeat.worker_id
-        before, known = self.standing(worker, now), self.members.get(worker)
+        before, known = self.liveness(worker, now), self.members.get(worker)
         if known is not None and known.heartbeat.incarnation != heartbeat.incarnation:
             self._former.add((worker, known.heartbeat.incarnation))
         elif known is not None and heartbeat.sequence <= known.heartbeat.sequence:
             return None
         self.members[worker] = Member(heartbeat, now)
-        after = self.standing(worker, now)
+        after = self.liveness(worker, now)
         return after if after != before else None
 
     def is_former(self, heartbeat: Heartbeat) -> bool:
@@ -61,8 +61,8 @@ class Membership:
             if member.heartbeat.state is not WorkerState.STOPPED
         }
 
-    def standing(self, worker_id: str, now: float) -> Liveness | None:
-        """How a worker stands at a time, or none if it was never heard of."""
+    def liveness(self, worker_id: str, now: float) -> Liveness | None:
+        """The liveness of a worker at a time, or none if it was never heard of."""
         member = self.members.get(worker_id)
         if member is None:
             return None
@@ -72,10 +72,6 @@ class Membership:
             return Liveness.LOST
         return Liveness.DRAINING if member.heartbeat.state is WorkerState.DRAINING else Liveness.ALIVE
 
-    def with_standing(self, standing: Liveness, now: float) -> list[str]:
-        """Ids of the workers that stand so, sorted."""
-        return sorted(worker for worker in self.members if self.standing(worker, now) is standing)
-
-    def forget(self, worker_id: str) -> None:
-        """Drop a worker that left or was lost."""
-        self.members.pop(worker_id, None)
+    def with_liveness(self, liveness: Liveness, now: float) -> list[str]:
+        """Ids of the workers of that liveness, sorted."""
+        return sorted(worker for worker in self.members if self.liveness(worker, now) is liveness)

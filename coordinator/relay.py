@@ -1,4 +1,7 @@
-"""The relay: weight versions over HTTP with Range, from a store directory. It only reads; no trainer waits for it."""
+"""The relay: weight versions over HTTP with Range, from a store directory. It only reads; no trainer waits for it.
+
+Invariant only_complete_versions_are_served: a version's files are visible once its manifest is, which is written last.
+"""
 
 import asyncio
 import re
@@ -14,10 +17,9 @@ from schemas.errors import UserError
 from schemas.identifiers import PolicyVersion
 from schemas.weights import MANIFEST, complete_versions
 
-# Finds files of the weights store by version and plain name; everything outside the store does not exist for it.
-# Invariant only_complete_versions_are_served: a version's files are visible once its manifest is, and it is written
-# last.
+log = structlog.get_logger()
 
+# A plain name of a kind that a model directory has: no path, no hidden file.
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\.(safetensors|json|jinja|txt|model)")
 
 
@@ -51,9 +53,6 @@ class WeightsStore:
     def versions(self) -> list[PolicyVersion]:
         """Complete versions, oldest first."""
         return complete_versions(self.root)
-
-
-log = structlog.get_logger()
 
 
 @dataclass

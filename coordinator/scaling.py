@@ -1,8 +1,15 @@
-"""Turns step reports and heartbeats into balances, and balances into a wanted number of workers. Pure; knows no topics.
+"""How many workers are wanted: more while generation is the longer stage, fewer while it has time to spare.
 
-A step's time is the trainer's own: what it did not wait is training. Where generation and training overlap, generation
-is the longer stage while the trainer waits, and then it takes the whole step; otherwise it takes the share of the step
-in which the workers' slots were busy. Where they do not overlap, generation is what the trainer waits for.
+The rule is StreamRL's dynamic adjustment (arXiv:2504.15930, section 4.2). With generate_s and train_s, the seconds that
+the two stages of one step take:
+
+    delta_s = generate_s - train_s         what is missing
+    gain_s  = generate_s / (workers + 1)   what one more worker is predicted to save, if work is shared evenly
+
+One more worker is wanted once delta_s >= gain_s. The paper only adds; here one leaves when generation would still be
+the shorter stage without it, by a margin and for several steps in a row. Pure: time comes in the reports.
+
+Invariants: a_worker_is_added_only_when_it_saves_no_more_than_is_missing; what_was_added_does_not_leave_at_once.
 """
 
 from dataclasses import dataclass, field
@@ -11,11 +18,9 @@ from coordinator.settings import ScalingSettings
 from schemas.identifiers import PolicyVersion
 from schemas.reports import Heartbeat, StepReport, WorkerState
 
-# When a worker is added and when one leaves (StreamRL, 2025, section 4.2, dynamic adjustment). Pure. delta = seconds
-# that generation of a step takes longer than its training. One more worker is wanted once delta is at least what it
-# is predicted to save; the paper only adds. One leaves when generation would still be the shorter stage without it,
-# by a margin and for several steps in a row. Invariants:
-# a_worker_is_added_only_when_it_saves_no_more_than_is_missing; what_was_added_does_not_leave_at_once.
+NO_VERSION = PolicyVersion(0, 0)
+WAITING = 0.05
+"""Share of a step that the trainer must wait for generation to be the longer stage; less is its own overhead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,42 +65,35 @@ class ScalingDecision:
 
 @dataclass
 class ScalingRule:
-    """Judges steps one after the other."""
+    """Decides by one step after the other."""
 
     bounds: FleetBounds
     settings: ScalingSettings
     _spare_steps: int = field(default=0, init=False)
 
-    def judge(self, balance: StageTimes) -> ScalingDecision | None:
+    def decide(self, times: StageTimes) -> ScalingDecision | None:
         """What follows from a step; none if nothing changes."""
-        spare = balance.with_one_fewer_s <= balance.train_s * (1 - self.settings.margin)
+        spare = times.with_one_fewer_s <= times.train_s * (1 - self.settings.margin)
         self._spare_steps = self._spare_steps + 1 if spare else 0
-        if balance.workers < self.bounds.most and balance.delta_s >= balance.gain_s > 0:
+        if times.workers < self.bounds.most and times.delta_s >= times.gain_s > 0:
+            return self._decided(times, 1, f"saves {times.gain_s:.1f} s of the {times.delta_s:.1f} s that are missing")
+        if times.workers > self.bounds.fewest and self._spare_steps >= self.settings.idle_steps:
             return self._decided(
-                balance, 1, f"saves {balance.gain_s:.1f} s of the {balance.delta_s:.1f} s that are missing"
-            )
-        if balance.workers > self.bounds.fewest and self._spare_steps >= self.settings.idle_steps:
-            return self._decided(
-                balance, -1, f"without it {balance.with_one_fewer_s:.1f} s, training takes {balance.train_s:.1f} s"
+                times, -1, f"without it {times.with_one_fewer_s:.1f} s, training takes {times.train_s:.1f} s"
             )
         return None
 
-    def _decided(self, balance: StageTimes, change: int, why: str) -> ScalingDecision:
+    def _decided(self, times: StageTimes, change: int, why: str) -> ScalingDecision:
         self._spare_steps = 0
         act = "one more worker" if change > 0 else "one worker fewer"
-        return ScalingDecision(balance.workers + change, f"generation takes {balance.generate_s:.1f} s; {act}: {why}")
-
-
-NO_VERSION = PolicyVersion(0, 0)
-WAITING = 0.05
-"""Share of a step that the trainer must wait for generation to be the longer stage."""
+        return ScalingDecision(times.workers + change, f"generation takes {times.generate_s:.1f} s; {act}: {why}")
 
 
 @dataclass
 class FleetWatch:
     """``wanted``: workers asked for last. ``overlaps``: whether generation goes on while a step is trained.
 
-    A change is judged again once the wanted workers are there, and ``settle_steps`` whole steps have passed.
+    A change is followed by no other before the wanted workers are there and ``settle_steps`` whole steps have passed.
     """
 
     bounds: FleetBounds
@@ -118,18 +116,18 @@ class FleetWatch:
         return sum(self._ready.values())
 
     def heard(self, heartbeat: Heartbeat) -> None:
-        """A worker said how it is."""
+        """Note a worker's heartbeat."""
         ready = heartbeat.state is WorkerState.READY
         self._ready[heartbeat.worker_id] = ready
         if ready and heartbeat.capacity:
             self._occupied.append(heartbeat.running / heartbeat.capacity)
 
     def lost(self, worker_id: str) -> None:
-        """A worker is silent."""
+        """Note that a worker is silent."""
         self._ready[worker_id] = False
 
     def stepped(self, report: StepReport) -> ScalingDecision | None:
-        """A step was taken; what is wanted now, if that changes."""
+        """Note a step; the number of workers that is wanted now, if it changes."""
         occupied, self._occupied = self._occupied, []
         if report.version <= self._newest or not report.group_ids:
             return None
@@ -138,18 +136,22 @@ class FleetWatch:
             self._settled = 0
             return None
         self._settled += 1
-        balance = self._balance(report, sum(occupied) / len(occupied) if occupied else 1.0)
-        if self._settled <= self.settings.settle_steps or balance is None:
+        times = self._stage_times(report, sum(occupied) / len(occupied) if occupied else 1.0)
+        if self._settled <= self.settings.settle_steps or times is None:
             return None
-        decision = self._rule.judge(balance)
+        decision = self._rule.decide(times)
         if decision is not None:
             self.wanted, self._settled = decision.workers, 0
         return decision
 
-    def _balance(self, report: StepReport, occupied: float) -> StageTimes | None:
+    def _stage_times(self, report: StepReport, occupied: float) -> StageTimes | None:
         step_s, waited_s = report.metrics.get("time/step"), report.metrics.get("time/wait_for_batch", 0.0)
         if not step_s:
             return None
+        # What the trainer did not wait is training. Where the stages overlap, generation takes the whole step while the
+        # trainer waits for it; otherwise the share of the step in which the workers' slots were busy. Where they do not
+        # overlap, generation is what the trainer waits for.
         overlapping_s = step_s if waited_s >= WAITING * step_s else step_s * occupied
         generate_s = overlapping_s if self.overlaps else waited_s
-        return StageTimes(generate_s, step_s - waited_s, self.workers, generate_s / (self.workers + 1))
+        gain_s = generate_s / (self.workers + 1)
+        return StageTimes(generate_s, train_s=step_s - waited_s, workers=self.workers, gain_s=gain_s)

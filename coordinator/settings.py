@@ -1,12 +1,10 @@
-"""The coordinator's and the relay's settings."""
+"""``[coordinator]``, ``[scaling]`` and ``[relay]``: the coordinator's and the relay's settings."""
 
 from typing import Annotated
 
 from pydantic import Field
 
 from schemas.settings import Section
-
-# ``[scaling]``: how soon the number of workers follows the balance of generation and training.
 
 
 class ScalingSettings(Section):

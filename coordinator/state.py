@@ -1,7 +1,11 @@
-"""Rebuilds what the coordinator knew by replaying its topics from the beginning to their present end.
+"""What the coordinator knows, and how it is rebuilt by replaying its topics from their beginning to their present end.
 
 The end of a run holds until newer weights are announced behind it: then the run was continued. Both messages survive
 compaction, and their order on the topic is the order of the announcements.
+
+Invariants of the version ledger:
+- announced_versions_only_grow: an announcement is newer, by (lineage, number), than every earlier one;
+- orphans_never_win: weights of an older lineage are never announced after a newer lineage's.
 """
 
 from dataclasses import dataclass, field
@@ -26,89 +30,29 @@ from schemas.messages import Message
 from schemas.reports import StepReport
 from schemas.topics import COMMANDS, CONTROL, HEARTBEATS, STEPS
 
-# What an operator's command, the run's end or a worker's leaving means for the control topic. Pure.
+log = structlog.get_logger()
 
 FlowMode = Literal["run", "pause", "drain"]
 
-_MODE_OF: dict[str, FlowMode] = {"pause": "pause", "resume": "run", "drain": "drain"}
-
-
-@dataclass(frozen=True)
-class FlowDecision:
-    """Set the flow of everyone (``mode``), or let one worker leave (``drain_worker``)."""
-
-    mode: FlowMode | None = None
-    drain_worker: str | None = None
-    reason: str = ""
-
-
-def decide(command: OperatorCommand, current: FlowMode, finished: bool) -> FlowDecision | None:
-    """The decision that a command leads to, or none: a finished or draining run cannot be paused or resumed."""
-    if command.action == "drain_worker":
-        return FlowDecision(drain_worker=command.worker_id, reason=command.reason) if command.worker_id else None
-    mode = _MODE_OF[command.action]
-    if finished or current == "drain" or mode == current:
-        return None
-    return FlowDecision(mode=mode, reason=command.reason)
-
-
-# The version ledger: which weights were reported, which were announced. Pure; knows no topics. Invariants, each
-# guaranteed here: - announced_versions_only_grow: an announcement is newer, by (lineage, number), than every earlier
-# one; - orphans_never_win: weights of an older lineage are never announced after a newer lineage's.
-
-
-@dataclass
-class VersionLedger:
-    """Reported and announced versions of one policy."""
-
-    announced: PolicyVersion | None = None
-    latest: StepReport | None = None
-
-    def observe_report(self, report: StepReport) -> bool:
-        """Note a step; true if it exported weights that are newer than every other's."""
-        if report.manifest_sha256 is None or not (self.latest is None or report.version > self.latest.version):
-            return False
-        self.latest = report
-        return True
-
-    def is_newest(self, report: StepReport) -> bool:
-        """Whether no newer weights than this report's are known."""
-        return self.latest is None or report.version >= self.latest.version
-
-    def observe_announcement(self, message: WeightsReady) -> bool:
-        """Note an announcement, our own or one found on the control topic; true if it is newer than all others."""
-        if self.announced is not None and message.version <= self.announced:
-            return False
-        self.announced = message.version
-        return True
-
-    def to_announce(self) -> StepReport | None:
-        """The report whose weights should be announced now, or none."""
-        if self.latest is None or (self.announced is not None and self.latest.version <= self.announced):
-            return None
-        return self.latest
-
-
-log = structlog.get_logger()
-
+_MODE_AFTER: dict[str, FlowMode] = {"pause": "pause", "resume": "run", "drain": "drain"}
 RECENT_HEARTBEATS = 5_000
-"""Read again after a restart, to know which incarnation of a worker came first."""
+"""Read again after a restart, to know which incarnation of a worker came first: ten minutes of eight workers."""
 
 
 @dataclass
 class CoordinatorState:
     """The state behind the control topic; the subscription goes on from where the replay ended.
 
-    ``obeyed``: offset of the last operator's command that a message on the topic carried out, -1 before the first.
+    ``last_command``: offset of the last operator command that a message on the topic carried out, -1 before the first.
     """
 
-    ledger: VersionLedger
-    mode: Literal["run", "pause", "drain"] = "run"
+    ledger: "VersionLedger"
+    mode: FlowMode = "run"
     finished: bool = False
     next_sequence: int = 0
     wanted_workers: int | None = None
     claims: dict[str, str] = field(default_factory=dict)
-    obeyed: int = -1
+    last_command: int = -1
 
     def apply(self, message: Message) -> None:
         """Take one message of the control or steps topic into account."""
@@ -117,9 +61,9 @@ class CoordinatorState:
                 self.announced(message)
             case FlowControl():
                 self.mode = message.mode
-                self.obeyed = max(self.obeyed, message.command_offset)
+                self.last_command = max(self.last_command, message.command_offset)
             case DrainWorker():
-                self.obeyed = max(self.obeyed, message.command_offset)
+                self.last_command = max(self.last_command, message.command_offset)
             case FleetTarget():
                 self.wanted_workers = message.workers
             case RunFinished():
@@ -154,8 +98,8 @@ async def recover(bus: Bus, run: str, client_id: str) -> tuple[CoordinatorState,
     return state, steps
 
 
-async def subscribe_members(bus: Bus, run: str, client_id: str, obeyed: int) -> Subscription:
-    """Recent heartbeats, the operators' commands behind the last obeyed one, and all that follows.
+async def subscribe_members(bus: Bus, run: str, client_id: str, last_command: int) -> Subscription:
+    """Recent heartbeats, the operators' commands behind the last one carried out, and all that follows.
 
     Commands that changed nothing are judged again, in the same order, and change nothing again.
     """
@@ -166,7 +110,7 @@ async def subscribe_members(bus: Bus, run: str, client_id: str, obeyed: int) -> 
     finally:
         await now.close()
     start = {
-        tp: max(first[tp], ends[tp] - RECENT_HEARTBEATS if tp.topic == topics[0] else min(obeyed + 1, ends[tp]))
+        tp: max(first[tp], ends[tp] - RECENT_HEARTBEATS if tp.topic == topics[0] else min(last_command + 1, ends[tp]))
         for tp in ends
     }
     return await bus.subscribe(topics, client_id=client_id, start=start)
@@ -190,3 +134,54 @@ def message_of(record: Record) -> Message | None:
     except WireError as error:
         log.warning("unreadable record ignored", topic=record.topic, offset=record.offset, error=str(error))
         return None
+
+
+@dataclass
+class VersionLedger:
+    """Reported and announced versions of one policy."""
+
+    announced: PolicyVersion | None = None
+    latest: StepReport | None = None
+
+    def observe_report(self, report: StepReport) -> bool:
+        """Note a step; true if it exported weights that are newer than every other's."""
+        if report.manifest_sha256 is None or not (self.latest is None or report.version > self.latest.version):
+            return False
+        self.latest = report
+        return True
+
+    def is_newest(self, report: StepReport) -> bool:
+        """Whether no newer weights than this report's are known."""
+        return self.latest is None or report.version >= self.latest.version
+
+    def observe_announcement(self, message: WeightsReady) -> bool:
+        """Note an announcement, our own or one found on the control topic; true if it is newer than all others."""
+        if self.announced is not None and message.version <= self.announced:
+            return False
+        self.announced = message.version
+        return True
+
+    def to_announce(self) -> StepReport | None:
+        """The report whose weights should be announced now, or none."""
+        if self.latest is None or (self.announced is not None and self.latest.version <= self.announced):
+            return None
+        return self.latest
+
+
+@dataclass(frozen=True)
+class FlowDecision:
+    """Set the flow of everyone (``mode``), or let one worker leave (``drain_worker``)."""
+
+    mode: FlowMode | None = None
+    drain_worker: str | None = None
+    reason: str = ""
+
+
+def decide(command: OperatorCommand, current: FlowMode, finished: bool) -> FlowDecision | None:
+    """The decision that a command leads to, or none: a finished or draining run cannot be paused or resumed."""
+    if command.action == "drain_worker":
+        return FlowDecision(drain_worker=command.worker_id, reason=command.reason) if command.worker_id else None
+    mode = _MODE_AFTER[command.action]
+    if finished or current == "drain" or mode == current:
+        return None
+    return FlowDecision(mode=mode, reason=command.reason)

@@ -5,16 +5,16 @@ from tests.coordinator.factories import heartbeat
 def test_a_silent_worker_is_lost_and_comes_back_with_its_next_heartbeat() -> None:
     members = Membership(timeout_s=10)
     assert members.observe(heartbeat(sequence=1), 0.0) is Liveness.ALIVE
-    assert members.standing("w0", 10.0) is Liveness.ALIVE
-    assert members.standing("w0", 10.1) is Liveness.LOST
+    assert members.liveness("w0", 10.0) is Liveness.ALIVE
+    assert members.liveness("w0", 10.1) is Liveness.LOST
     assert members.observe(heartbeat(sequence=2), 11.0) is Liveness.ALIVE
 
 
 def test_a_stopped_worker_has_left_even_when_silent() -> None:
     members = Membership(timeout_s=10)
     members.observe(heartbeat(state="stopped"), 0.0)
-    assert members.standing("w0", 100.0) is Liveness.LEFT
-    assert members.with_standing(Liveness.LOST, 100.0) == []
+    assert members.liveness("w0", 100.0) is Liveness.LEFT
+    assert members.with_liveness(Liveness.LOST, 100.0) == []
 
 
 def test_the_newest_incarnation_holds_the_id() -> None:
@@ -45,4 +45,4 @@ def test_a_worker_that_left_holds_no_id() -> None:
 def test_a_draining_worker_is_neither_alive_nor_lost() -> None:
     members = Membership(timeout_s=10)
     members.observe(heartbeat(state="draining"), 0.0)
-    assert members.with_standing(Liveness.DRAINING, 1.0) == ["w0"]
+    assert members.with_liveness(Liveness.DRAINING, 1.0) == ["w0"]

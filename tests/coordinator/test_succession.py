@@ -7,7 +7,7 @@ import pytest
 
 from bus.memory import MemoryBus, MemoryTransactionalPublisher
 from bus.port import Outgoing
-from coordinator.coordinator import REMIND_S, Coordinator
+from coordinator.coordinator import CLAIM_AGAIN_S, Coordinator
 from coordinator.settings import CoordinatorSettings
 from schemas.control import RunFinished, WeightsReady, WorkerClaimed, control_key
 from schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
@@ -163,7 +163,7 @@ async def test_a_superseded_worker_that_stays_is_told_again() -> None:
         for sequence in range(1, 4):
             await publish(bus, HEARTBEATS, heartbeat(incarnation="a", sequence=sequence))
             await asyncio.sleep(0.02)
-            clock.advance(REMIND_S)
+            clock.advance(CLAIM_AGAIN_S)
         await until(lambda: claims(bus).count(("w0", "b")) >= 2)
     assert ("w0", "a") not in claims(bus)[1:]
 

@@ -17,9 +17,9 @@ def rule(fewest: int = 1, most: int = 8, **settings: float) -> ScalingRule:
 
 
 def test_nodes_are_added_after_the_same_iterations_as_in_the_paper() -> None:
-    judge, nodes, added = rule(4, 16), 4, []
+    scaling, nodes, added = rule(4, 16), 4, []
     for iteration, delta in enumerate(PAPER, start=1):
-        decision = judge.judge(StageTimes(100.0 + delta, 100.0, nodes, PREDICTED[nodes]))
+        decision = scaling.decide(StageTimes(100.0 + delta, 100.0, nodes, PREDICTED[nodes]))
         if decision is not None:
             assert decision.workers == nodes + 1
             nodes, added = decision.workers, [*added, iteration]
@@ -27,53 +27,53 @@ def test_nodes_are_added_after_the_same_iterations_as_in_the_paper() -> None:
 
 
 def test_a_worker_is_added_only_when_it_saves_no_more_than_is_missing() -> None:
-    assert rule().judge(StageTimes(119.0, 100.0, 4, 20.0)) is None
-    decision = rule().judge(StageTimes(120.0, 100.0, 4, 20.0))
+    assert rule().decide(StageTimes(119.0, 100.0, 4, 20.0)) is None
+    decision = rule().decide(StageTimes(120.0, 100.0, 4, 20.0))
     assert decision is not None
     assert decision.workers == 5
 
 
 def test_the_most_workers_are_never_exceeded_and_the_fewest_stay() -> None:
-    assert rule(most=4).judge(StageTimes(300.0, 100.0, 4, 20.0)) is None
+    assert rule(most=4).decide(StageTimes(300.0, 100.0, 4, 20.0)) is None
     idle = rule(fewest=4, idle_steps=1)
-    assert [idle.judge(StageTimes(1.0, 100.0, 4, 0.2)) for _ in range(5)] == [None] * 5
+    assert [idle.decide(StageTimes(1.0, 100.0, 4, 0.2)) for _ in range(5)] == [None] * 5
 
 
 def test_a_worker_leaves_after_several_steps_in_which_it_was_not_needed() -> None:
-    judge = rule(idle_steps=3, margin=0.2)
+    scaling = rule(idle_steps=3, margin=0.2)
     spare = StageTimes(50.0, 100.0, 3, 12.5)  # 75 s with two workers
-    assert judge.judge(spare) is None
-    assert judge.judge(spare) is None
-    decision = judge.judge(spare)
+    assert scaling.decide(spare) is None
+    assert scaling.decide(spare) is None
+    decision = scaling.decide(spare)
     assert decision is not None
     assert decision.workers == 2
 
 
 def test_one_busy_step_starts_the_count_of_idle_ones_anew() -> None:
-    judge = rule(idle_steps=2)
+    scaling = rule(idle_steps=2)
     spare, busy = StageTimes(50.0, 100.0, 3, 12.5), StageTimes(99.0, 100.0, 3, 24.7)
-    assert [judge.judge(balance) for balance in (spare, busy, spare)] == [None] * 3
-    assert judge.judge(spare) is not None
+    assert [scaling.decide(times) for times in (spare, busy, spare)] == [None] * 3
+    assert scaling.decide(spare) is not None
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
 def test_what_was_added_does_not_leave_at_once(workers: int) -> None:
-    """Whatever the balance was that added a worker: with perfectly shared work it does not remove it again."""
+    """Whatever the times were that added a worker: with perfectly shared work it does not remove it again."""
     for longer in (1.0, 1.2, 1.5, 2.0, 4.0):
         before = StageTimes(100.0 * longer, 100.0, workers, 100.0 * longer / (workers + 1))
-        if rule(most=99).judge(before) is None:
+        if rule(most=99).decide(before) is None:
             continue
         after_s = before.generate_s * workers / (workers + 1)
         after = StageTimes(after_s, 100.0, workers + 1, after_s / (workers + 2))
-        down = rule(most=workers + 1, idle_steps=1).judge(after)
+        down = rule(most=workers + 1, idle_steps=1).decide(after)
         assert down is None
 
 
 def test_growing_lengths_add_workers_one_by_one_and_never_remove_one() -> None:
-    judge, workers, seen = rule(2, 8), 2, [2]
+    scaling, workers, seen = rule(2, 8), 2, [2]
     for step in range(60):
         generate_s = (1 + step / 12) * 100.0 * 2 / workers
-        decision = judge.judge(StageTimes(generate_s, 120.0, workers, generate_s / (workers + 1)))
+        decision = scaling.decide(StageTimes(generate_s, 120.0, workers, generate_s / (workers + 1)))
         workers = decision.workers if decision else workers
         seen.append(workers)
     assert all(0 <= after - before <= 1 for before, after in pairwise(seen))
