@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-pytest_plugins = ["tests.broker_fixture"]
+pytest_plugins = ["tests.broker_fixture", "tests.inspection.living_run"]
 
 
 @pytest.fixture(autouse=True)
