@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from schemas.errors import SettingsError
 from settings.layers import ENV_PREFIX, Key
+from settings.renamed import RENAMED
 from settings.tree import Settings
 from settings.wording import names_in, nearest
 
@@ -37,7 +38,8 @@ def explain(key: str, settings: Settings | None = None) -> list[str]:
     path = tuple(key.split("."))
     *sections, name = path
     if name not in names_in(tuple(sections)):
-        raise SettingsError(f"unknown setting {key}{nearest(path)}")
+        now = RENAMED.get(key)
+        raise SettingsError(f"setting {key} is now {now}" if now else f"unknown setting {key}{nearest(path)}")
     if inner := names_in(path):
         return [f"[{key}]", *(f"  {one:<24} {described((*path, one))}" for one in inner)]
     lines = [key, f"  {described(path)}", f"  {_shape(path)}"]

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from bus.kafka.settings import KafkaSettings
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
-from consumers.ingest.settings import IntakeSettings
+from consumers.ingest.settings import IngestSettings
 from consumers.training.settings import TrainingSettings
 from coordinator.settings import CoordinatorSettings, RelaySettings, ScalingSettings
 from observability.metrics.settings import MetricsSettings, TrackingSettings
@@ -126,7 +126,7 @@ class Settings(Section):
     lengths: LengthSettings = LengthSettings()
     dispatch: DispatchSettings = DispatchSettings()
     generation: GenerationSettings = GenerationSettings()
-    intake: IntakeSettings = IntakeSettings()
+    ingest: IngestSettings = IngestSettings()
     batching: BatchingSettings = BatchingSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     training: TrainingSettings = TrainingSettings()

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from settings.layers import Given, Key
+from settings.renamed import RENAMED
 from settings.tree import Settings
 
 _ELSEWHERE = {
@@ -42,6 +43,8 @@ def line_about(error: ValidationError, given: Given | None) -> str:
     message = first["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     match first["type"]:
+        case "extra_forbidden" if key in RENAMED:
+            return f"setting {key}{origin} is now {RENAMED[key]}{more}"
         case "extra_forbidden":
             return f"unknown setting {key}{origin}{nearest(location)}{more}; `streamrl config show` lists all"
         case "missing" if len(location) == 1:

@@ -7,7 +7,7 @@ from settings.contradictions import RULES
 from settings.loading import as_toml, load_settings
 from settings.wording import known_keys
 
-EXAMPLE = Path(__file__).parents[3] / "benchmarks" / "pipeline" / "example.toml"
+EXAMPLE = Path(__file__).parents[2] / "benchmarks" / "pipeline" / "example.toml"
 BASE = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n'
 
 

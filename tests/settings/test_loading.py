@@ -1,13 +1,17 @@
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from schemas.errors import SettingsError
+from settings.explaining import explain
 from settings.loading import as_toml, load_settings, validated
+from settings.renamed import RENAMED
 from settings.tree import Settings
+from settings.wording import known_keys
 
-EXAMPLE = Path(__file__).parents[3] / "benchmarks" / "pipeline" / "example.toml"
+EXAMPLE = Path(__file__).parents[2] / "benchmarks" / "pipeline" / "example.toml"
 DATA = {"data": {"dataset": "chain_sum"}}
 EMULATED = DATA | {"generation": {"engine": "emulated"}, "training": {"backend": "emulated"}}
 
@@ -44,3 +48,14 @@ def test_resolved_settings_read_back_equal(tmp_path: Path) -> None:
     path.write_text(as_toml(settings))
     assert isinstance(settings, Settings)
     assert load_settings(path, []) == settings
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_renamed_key_is_refused_with_its_new_name(old: str, new: str) -> None:
+    section, _, key = old.partition(".")
+    given = f"--{section}.{key or 'max_group_wait_s'}=1"
+    with pytest.raises(SettingsError, match=rf"^setting {re.escape(old)} .*is now {re.escape(new)}$"):
+        load_settings(EXAMPLE, [given])
+    with pytest.raises(SettingsError, match=rf"is now {re.escape(new)}$"):
+        explain(old)
+    assert new in {*known_keys(), *Settings.model_fields}

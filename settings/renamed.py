@@ -1,0 +1,11 @@
+"""Keys and sections that were renamed, by dotted name: loading refuses the old ones and says the new ones."""
+
+RENAMED = {
+    "intake": "ingest",
+    "coordinator.finish_patience_s": "coordinator.finish_timeout_s",
+    "dispatch.adoption_patience_s": "dispatch.weight_sync_timeout_s",
+    "generation.standstill_s": "generation.fencing_timeout_s",
+    "kafka.stall_rebuilds": "kafka.max_client_restarts",
+    "training.grad_norm_spike": "training.max_grad_norm_ratio",
+    "training.max_refused_steps": "training.max_skipped_steps",
+}
