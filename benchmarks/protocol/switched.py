@@ -5,20 +5,19 @@ a checkpoint is what other trainers write: model and optimizer, neither verified
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bus.interceptors import BusInterceptor, TransactionalInterceptor
-from bus.port import Outgoing, Publisher, TopicPartition, TransactionalPublisher
+from bus.port import Bus, Outgoing, Publisher, Subscription, TopicPartition, TransactionalPublisher
 from consumers.algorithms.advantages import ModelLimits
 from consumers.batching.micro_batches import MicroBatch
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from consumers.training.policy import TrainedPolicy
-from consumers.training.ports import Lineage, OpenPolicy, Policy, Restored, StepOutcome
+from consumers.training.ports import LineageClaim, OpenPolicy, Policy, RestoredCheckpoint, StepOutcome
 from consumers.training.trainer import Trainer
 from schemas.identifiers import PolicyVersion
 
@@ -43,7 +42,7 @@ def switched(trainer: Trainer, phase: int, folder: Path) -> Trainer:
     switch = Switch(phase)
     open_policy: OpenPolicy = trainer.open_policy
 
-    def open_switched(restored: Restored | None) -> Policy:
+    def open_switched(restored: RestoredCheckpoint | None) -> Policy:
         policy = open_policy(restored)
         assert isinstance(policy, TrainedPolicy), "there are weights to keep"
         return SwitchedPolicy(policy, switch, folder)
@@ -92,11 +91,11 @@ class SwitchedPolicy:
         return self.policy.export(version, now)
 
     def checkpoint(
-        self, manifest: CheckpointManifest, intake: Mapping[str, Any], report: bytes, lineage: Lineage
+        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
     ) -> str:
         """See the port."""
         if self.switch.is_on(self.step):
-            return self.policy.checkpoint(manifest, intake, report, lineage)
+            return self.policy.checkpoint(manifest, reader, report, lineage)
         return self._plain_checkpoint()
 
     def _plain_checkpoint(self) -> str:
@@ -110,10 +109,19 @@ class SwitchedPolicy:
 
 
 @dataclass
-class SwitchedBus(BusInterceptor):
-    """Its transactions are plain records while the switch is off."""
+class SwitchedBus:
+    """``bus.port.Bus`` whose transactions are plain records while the switch is off."""
 
+    bus: Bus
     switch: Switch
+
+    async def publisher(self, client_id: str) -> Publisher:
+        """See the port."""
+        return await self.bus.publisher(client_id)
+
+    async def subscribe(self, topics: Iterable[str], **how: Any) -> Subscription:
+        """See the port."""
+        return await self.bus.subscribe(topics, **how)
 
     async def transactional(self, transactional_id: str) -> TransactionalPublisher:
         """See the port."""
@@ -122,9 +130,10 @@ class SwitchedBus(BusInterceptor):
 
 
 @dataclass
-class SwitchedPublisher(TransactionalInterceptor):
-    """``outside``: where records go without a transaction."""
+class SwitchedPublisher:
+    """``bus.port.TransactionalPublisher``. ``outside``: where records go without a transaction."""
 
+    inside: TransactionalPublisher
     outside: Publisher
     switch: Switch
 
@@ -137,7 +146,7 @@ class SwitchedPublisher(TransactionalInterceptor):
     ) -> None:
         """See the port. A step is announced in the time of the next one."""
         if self.switch.is_on(self.switch.step + 1):
-            await super().commit(records, offsets=offsets, group_id=group_id)
+            await self.inside.commit(records, offsets=offsets, group_id=group_id)
             return
         for record in records:
             await self.outside.publish(record)
@@ -145,4 +154,4 @@ class SwitchedPublisher(TransactionalInterceptor):
     async def close(self) -> None:
         """See the port."""
         await self.outside.close()
-        await super().close()
+        await self.inside.close()

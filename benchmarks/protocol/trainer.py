@@ -10,7 +10,9 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.protocol.switched import Switch, switched
-from consumers.training.resume import Point
+from bus.kafka.bus import KafkaBus
+from consumers.training.failpoints import Failpoint
+from deploy.wiring.context import ProcessContext
 from deploy.wiring.trainer import build_trainer
 from inspection.host import settle_collector
 from settings.loading import load_settings
@@ -28,16 +30,16 @@ class Stopwatch:
     _before: tuple[float, float] = (0.0, 0.0)
     _checkpoint: tuple[float, float] = (0.0, 0.0)
 
-    def reached(self, point: Point) -> None:
+    def failpoint(self, point: Failpoint) -> None:
         """What the trainer calls at its points."""
         now = time.perf_counter(), time.process_time()
-        if point is Point.REPORT_MADE:
+        if point is Failpoint.REPORT_MADE:
             self._before = now
-        elif point is Point.ROWS_SETTLED and not self.switch.is_on(len(self.steps) + 1):
+        elif point is Failpoint.ROWS_SETTLED and not self.switch.is_on(len(self.steps) + 1):
             self._before = now  # a plain checkpoint waits for nothing
-        elif point is Point.ANNOUNCING:
+        elif point is Failpoint.ANNOUNCING:
             self._checkpoint = now[0] - self._before[0], now[1] - self._before[1]
-        elif point is Point.METRICS_WRITTEN:
+        elif point is Failpoint.METRICS_WRITTEN:
             self.steps.append((*now, *self._checkpoint))
 
 
@@ -45,9 +47,13 @@ def main(config: str, phase: str, marks: str, *overrides: str) -> None:
     """Train, then write what was spent."""
     settings = load_settings(Path(config), list(overrides))
     stopwatch = Stopwatch(Switch(int(phase)))
-    trainer = switched(build_trainer(settings, ""), int(phase), settings.run.path / "plain")
+    trainer = switched(
+        build_trainer(settings, ProcessContext("trainer", KafkaBus(settings.kafka))),
+        int(phase),
+        settings.run.path / "plain",
+    )
     settle_collector()
-    uvloop.run(replace(trainer, reached=stopwatch.reached).run(asyncio.Event()))
+    uvloop.run(replace(trainer, failpoint=stopwatch.failpoint).run(asyncio.Event()))
     Path(marks).write_text(json.dumps(stopwatch.steps))
 
 

@@ -1,7 +1,7 @@
 """The composition root: builds each role from the settings and what its process hands it; here ports meet adapters.
 
-The trainer is built in ``deploy.wiring.trainer``, apart, because its libraries take half a gigabyte that no other process
-needs; for the same reason an engine's, a reward's and the ranker's libraries are imported when they are built.
+The trainer is built in ``deploy.wiring.trainer``, apart, because its libraries take half a gigabyte, which no other
+process needs. For the same reason those of an engine, of rewards and of the ranker are imported when they are built.
 """
 
 import asyncio
@@ -16,7 +16,8 @@ from producers.dispatch.dispatcher import Dispatcher
 from producers.generation.engines.factory import build_emulated, build_engine
 from producers.generation.engines.length_trace import trace_length
 from producers.generation.engines.port import Engine, Tokenizer
-from producers.generation.worker import GenerationWorker, RewardService
+from producers.generation.rollout import RewardScorer
+from producers.generation.worker import GenerationWorker
 from producers.lengths.predictor import SampleLength
 from producers.lengths.startup import build_predictor
 from producers.prompts.sources import open_source
@@ -151,7 +152,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> GenerationWorke
     )
 
 
-def _modelled(settings: Settings) -> tuple[Engine, Tokenizer, RewardService]:
+def _modelled(settings: Settings) -> tuple[Engine, Tokenizer, RewardScorer]:
     from producers.generation.tokenizer import ModelTokenizer
     from producers.rewards.runner import RewardRunner
 
@@ -159,7 +160,7 @@ def _modelled(settings: Settings) -> tuple[Engine, Tokenizer, RewardService]:
     return engine, ModelTokenizer(settings.model.path), RewardRunner(settings.rewards)
 
 
-def _emulated_worker(settings: Settings) -> tuple[Engine, Tokenizer, RewardService]:
+def _emulated_worker(settings: Settings) -> tuple[Engine, Tokenizer, RewardScorer]:
     """Without a library that could load a model: eight of these processes share two cores and little memory."""
     from producers.generation.engines.emulated import ConstantRewards, FillerTokenizer
 

@@ -1,4 +1,8 @@
-"""Runs one role as a process: logging, signals, and the loop that the role's build function returns."""
+"""Runs one role as a process: logging, signals, what observes the role, and the watchdog over its loops.
+
+Invariant a_stuck_process_ends: when the event loop does not turn, or a loop that ticked does not tick any more, for
+longer than the limit, all stacks go to standard error and the process exits, so that its supervisor starts it anew.
+"""
 
 import asyncio
 import contextlib
@@ -6,31 +10,123 @@ import faulthandler
 import logging
 import os
 import signal
+import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 import uvloop
 
+from bus.kafka.bus import KafkaBus
 from deploy.wiring.broker import broker_of_others
+from deploy.wiring.context import ProcessContext
 from inspection.host import settle_collector
-from observability.metrics.exporting import Companion, beside, exported
-from observability.metrics.tracking import tracking_of
+from observability.background import BackgroundTask, background
+from observability.interceptor import BusObserver, observed
+from observability.metrics.exporting import Metering, open_metering
+from observability.metrics.tracking import Tracker
 from observability.tracing.context import LoggedTraces
-from observability.tracing.roles import traced
-from schemas.errors import UserError
+from observability.tracing.role_tracers import Tracing, open_tracing
+from schemas.errors import SettingsError
+from schemas.identifiers import is_plain_name
 from settings.tree import Settings
 
-# Ends a process that makes no progress, so that its supervisor starts it anew. Knows nothing of what it does.
-# Invariant a_stuck_process_ends: when the event loop does not turn, or a loop that told of itself does not turn any
-# more, for longer than the limit, all stacks go to standard error and the process exits.
+if TYPE_CHECKING:
+    from deploy.wiring.build import Role
 
 log = structlog.get_logger()
 
 EXIT_CODE = 70
+"""Of a process that its watchdog ended: EX_SOFTWARE of sysexits.h."""
+
+
+def run_role(role: str, settings: Settings, worker_id: str) -> None:
+    """Run a role until it ends, SIGTERM or Ctrl-C, on a broker that is there.
+
+    Raises:
+        UserError: something the user can mend.
+    """
+    name = process_name(role, worker_id)
+    logged = LoggedTraces()
+    configure_logging(
+        {"run": settings.run.name, "process": name} | ({"worker": name} if role == "worker" else {}), logged
+    )
+    address = broker_of_others(settings.kafka.bootstrap_servers, print)
+    settings = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
+    from deploy.wiring.build import build_role  # what roles need takes long to import; `--help` and logging do not
+
+    watchdog = Watchdog(settings.run.watchdog_s)
+    with ExitStack() as stack:
+        run = settings.run
+        tracing = stack.enter_context(open_tracing(role, name, run.name, settings.telemetry, run.path, logged))
+        metering = stack.enter_context(
+            open_metering(role, name, run.name, settings.metrics, settings.kafka, run.directory)
+        )
+        built = build_role(role, settings, process_context(name, settings, watchdog, tracing, metering))
+        settle_collector()
+        tasks = [*(metering.tasks if metering is not None else ()), *_tracking(role, settings)]
+        uvloop.run(_until_stopped(built, watchdog, tasks))
+
+
+def process_name(role: str, worker_id: str) -> str:
+    """The role, or of a worker its id; without one it makes one up that no other worker has.
+
+    Raises:
+        SettingsError: the id is not a plain name.
+    """
+    if role != "worker":
+        return role
+    name = worker_id or f"{socket.gethostname().lower().split('.')[0][:32]}-{uuid.uuid4().hex[:6]}"
+    if not is_plain_name(name):
+        raise SettingsError(f"expected a worker id of 1 to 64 of a-z, 0-9, '.', '_' and '-', got {name!r}")
+    return name
+
+
+def process_context(
+    name: str, settings: Settings, watchdog: "Watchdog", tracing: Tracing | None, metering: Metering | None
+) -> ProcessContext:
+    """What the process hands to its role: nothing is wrapped that nobody observes."""
+    observers: list[BusObserver] = [part.observer for part in (tracing, metering) if part is not None]
+    context = ProcessContext(name, observed(KafkaBus(settings.kafka), *observers), watchdog.tick)
+    if tracing is not None:
+        context = replace(context, around_engine=tracing.around)
+    if metering is not None:
+        context = replace(context, watch_status=metering.watch_dispatcher, on_response=metering.count_response)
+    return context
+
+
+def _tracking(role: str, settings: Settings) -> list[BackgroundTask]:
+    """What tracks the run beside the coordinator, of which there is one; nothing beside other roles."""
+    if role != "coordinator" or not settings.tracking.to:
+        return []
+    config = settings.model_dump(mode="json", exclude={"kafka"})  # which may hold a password
+    folder = settings.run.path / "tracking"
+    return [Tracker(KafkaBus(settings.kafka), settings.run.name, settings.tracking, folder, config).run]
+
+
+async def _until_stopped(role: "Role", watchdog: "Watchdog", tasks: Sequence[BackgroundTask]) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, stop)
+    watching = asyncio.create_task(watchdog.watch())
+    try:
+        async with background(tasks):
+            await role.run(stop)
+    finally:
+        watching.cancel()
+        await asyncio.wait({watching})
+
+
+def _ask_to_stop(stop: asyncio.Event) -> None:
+    """The first signal asks; a second one ends the process at once."""
+    if stop.is_set():
+        os._exit(130)
+    stop.set()
 
 
 def _exit() -> NoReturn:
@@ -59,118 +155,29 @@ class Watchdog:
 
     async def watch(self) -> None:
         """Watch until cancelled."""
-        interval, looked_at = self.limit_s / 8, self.clock()
+        # an eighth: a stuck loop is found at most that much later than the limit says
+        interval, checked_at = self.limit_s / 8, self.clock()
         try:
             while True:
                 faulthandler.dump_traceback_later(self.limit_s, exit=True)
                 await asyncio.sleep(interval)
-                self.look(self.clock() - looked_at - interval)
-                looked_at = self.clock()
+                self.check(self.clock() - checked_at - interval)
+                checked_at = self.clock()
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def look(self, late_s: float) -> None:
-        """Whoever is late only because the whole process stood still is forgiven."""
+    def check(self, late_s: float) -> None:
+        """End the process if a loop was silent for longer than the limit.
+
+        ``late_s``: how late this check comes. So long the whole process stood still (it was stopped, or the machine was
+        busy), which is no fault of any loop and does not count as its silence.
+        """
         for name, turned_at in self._turned_at.items():
             silent_s = self.clock() - turned_at
             self._turned_at[name] += max(0.0, late_s)
             if silent_s - max(0.0, late_s) > self.limit_s:
                 log.critical("no progress, ending this process", loop=name, silent_for_s=round(silent_s, 1))
                 self.end()
-
-
-class Loop(Protocol):
-    """What every role is, once built."""
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """Work until stopped."""
-        ...
-
-
-@runtime_checkable
-class Watched(Protocol):
-    """A role that tells, by name, of every turn of its loops."""
-
-    on_tick: Callable[[str], None]
-
-
-@runtime_checkable
-class Worker(Protocol):
-    """A role of which there are several."""
-
-    worker_id: str
-
-
-Build = Callable[[Settings, str], Loop]
-
-
-def run_role(role: str, settings: Settings, worker_id: str) -> None:
-    """Run a role until it ends, SIGTERM or Ctrl-C, on a broker that is there.
-
-    Raises:
-        UserError: something the user can mend.
-    """
-    names = {"run": settings.run.name, "process": worker_id or role}
-    logged = LoggedTraces()
-    configure_logging(names, logged)
-    address = broker_of_others(settings.kafka.bootstrap_servers, print)
-    named = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
-    built = _builder(role)(named, worker_id)
-    if isinstance(built, Worker):
-        names["process"] = names["worker"] = built.worker_id
-    watchdog = Watchdog(settings.run.watchdog_s)
-    process = names["process"]
-    with traced(role, process, built, named, logged), exported(role, process, built, named) as (loop, companions):
-        if isinstance(loop, Watched):
-            loop.on_tick = watchdog.tick
-        settle_collector()
-        uvloop.run(_until_stopped(loop, watchdog, [*companions, *tracking_of(role, named)]))
-
-
-async def _until_stopped(loop: Loop, watchdog: Watchdog, companions: Sequence[Companion]) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, stop)
-    watching = asyncio.create_task(watchdog.watch())
-    try:
-        async with beside(companions):
-            await loop.run(stop)
-    finally:
-        watching.cancel()
-        await asyncio.wait({watching})
-
-
-def _ask_to_stop(stop: asyncio.Event) -> None:
-    """The first signal asks; a second one ends the process at once."""
-    if stop.is_set():
-        os._exit(130)
-    stop.set()
-
-
-def _builder(role: str) -> Build:
-    match role:
-        case "worker":
-            from deploy.wiring.build import build_worker
-
-            return build_worker
-        case "trainer":
-            from deploy.wiring.trainer import build_trainer
-
-            return build_trainer
-        case "dispatcher":
-            from deploy.wiring.build import build_dispatcher
-
-            return build_dispatcher
-        case "ranker":
-            from deploy.wiring.build import build_ranker
-
-            return build_ranker
-        case "coordinator" | "relay":
-            from deploy.wiring.build import build_coordinator, build_relay
-
-            return build_coordinator if role == "coordinator" else build_relay
-        case _:
-            raise UserError(f"expected one of worker, trainer, dispatcher, ranker, coordinator, relay, got {role!r}")
 
 
 def configure_logging(names: Mapping[str, str] | None = None, traces: structlog.typing.Processor | None = None) -> None:

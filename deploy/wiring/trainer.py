@@ -1,15 +1,15 @@
-"""Builds the trainer: its bus, its policy (in torch, or emulated), where it computes, and where checkpoints go."""
+"""Builds the trainer: its policy (in torch, or emulated), where it computes, and where its checkpoints go."""
 
-from bus.kafka.bus import KafkaBus
 from consumers.training.checkpoints.storage import CheckpointLocation, open_location
 from consumers.training.checkpoints.store import CheckpointStore
-from consumers.training.checkpoints.store import Restored as RestoredTensors
-from consumers.training.ports import OpenCompute, OpenPolicy, Policy, Restored
+from consumers.training.checkpoints.store import VerifiedCheckpoint as RestoredTensors
+from consumers.training.ports import OpenCompute, OpenPolicy, Policy, RestoredCheckpoint
 from consumers.training.trainer import Trainer
+from deploy.wiring.context import ProcessContext
 from settings.tree import Settings
 
 
-def build_trainer(settings: Settings, _worker_id: str) -> Trainer:
+def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
     """The trainer of the run's directory; it goes on from the newest checkpoint there."""
     location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
     place = open_location(location, settings.run.path / "cache")
@@ -19,12 +19,12 @@ def build_trainer(settings: Settings, _worker_id: str) -> Trainer:
     else:
         open_policy, open_compute = _in_torch(settings, place)
     return Trainer(
-        bus=KafkaBus(settings.kafka),
+        bus=context.bus,
         run_name=settings.run.name,
         loop=settings.loop,
         algorithm=settings.algorithm,
         training=settings.training,
-        intake=settings.intake,
+        ingest=settings.ingest,
         batching=settings.batching,
         reward_weights=settings.rewards.weight_by_name,
         open_policy=open_policy,
@@ -35,13 +35,12 @@ def build_trainer(settings: Settings, _worker_id: str) -> Trainer:
 
 
 def _in_torch(settings: Settings, place: CheckpointLocation) -> tuple[OpenPolicy, OpenCompute]:
-    from consumers.training.compute import ComputeThread
-    from consumers.training.policy import PolicyPlaces, TrainedPolicy
+    from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
 
-    def open_policy(restored: Restored | None) -> Policy:
+    def open_policy(restored: RestoredCheckpoint | None) -> Policy:
         assert restored is None or isinstance(restored, RestoredTensors), "restored from the same place"
         return TrainedPolicy(
-            PolicyPlaces(settings.model.path, place, settings.run.weights_store),
+            PolicyPaths(settings.model.path, place, settings.run.weights_store),
             settings.algorithm,
             settings.training,
             settings.loop.max_completion_length,
@@ -53,14 +52,13 @@ def _in_torch(settings: Settings, place: CheckpointLocation) -> tuple[OpenPolicy
 
 
 def _emulated_trainer(settings: Settings, checkpoints: CheckpointStore) -> tuple[OpenPolicy, OpenCompute]:
-    from consumers.training.compute import EmulatedCompute, EmulatedDevice
-    from consumers.training.emulated_policy import EmulatedPolicy
+    from consumers.training.emulation import EmulatedCompute, EmulatedDevice, EmulatedPolicy
     from consumers.training.weight_export import WeightStore
 
     device = EmulatedDevice(settings.emulation.time_scale)
     weights = WeightStore(settings.run.weights_store, settings.training.keep_weight_versions)
 
-    def open_policy(restored: Restored | None) -> Policy:
+    def open_policy(restored: RestoredCheckpoint | None) -> Policy:
         return EmulatedPolicy(settings.emulation.training, device, weights, checkpoints, restored)
 
     return open_policy, lambda: EmulatedCompute(device)

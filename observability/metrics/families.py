@@ -1,17 +1,19 @@
-"""The meters of one process: families made on first use, with the run's name in each. Knows not what is measured."""
+"""Every metric that processes export, as data, and the meters of one process: families made on first use.
+
+Names are Prometheus's: a prefix, base units, ``_total`` for counters. All have the label ``run`` besides their own; no
+label ever holds a prompt, a group or a trajectory, of which there is no end.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-# Every metric that processes export, as data: its name, kind, labels and what it says. Knows no library. Names are
-# Prometheus's: a prefix, base units, ``_total`` for counters. All have the label ``run`` besides their own; no label
-# ever holds a prompt, a group or a trajectory.
-
 Kind = Literal["counter", "gauge", "histogram"]
 PREFIX = "streamrl_"
 RUN = "run"
+# Buckets in seconds: steps last from a tenth of a second (emulated) to half an hour; a broker answers within
+# milliseconds, or not before the delivery deadline.
 STEP_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 SEND_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -55,7 +57,7 @@ _TRAINER = (
     Family("trainer_step_duration_seconds", "histogram", "Of whole steps.", ("algorithm",), STEP_SECONDS),
     Family("trainer_phase_seconds", "counter", "Time of steps by what it went to.", ("algorithm", "phase")),
     Family("trainer_policy_version", "gauge", "Optimizer steps in the weights.", ("algorithm",)),
-    Family("trainer_policy_lineage", "gauge", "Lives of the trainer so far.", ("algorithm",)),
+    Family("trainer_policy_lineage", "gauge", "How often the trainer began or resumed.", ("algorithm",)),
     Family("trained_trajectories", "counter", "Trajectories that entered a gradient.", ("algorithm",)),
     Family("trained_groups", "counter", "Groups that were trained.", ("algorithm",)),
     Family("trained_tokens", "counter", "Completion tokens of trained groups.", ("algorithm",)),

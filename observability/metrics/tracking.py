@@ -1,9 +1,11 @@
-"""Brings step reports to the trackers, in order and each step once, also over restarts. Knows no tracker's library.
+"""Brings step reports to experiment trackers, in order and each step once, also over restarts.
+
+A tracker's library is imported when its writer is opened; all of them write files only.
 
 Invariants:
 - a_step_is_written_once: the last step written stands in a file; what is at or below it is not written again, so that
   after a crash of the trainer the steps that it takes again keep their first values in the trackers;
-- tracking_ends_nothing: a writer that fails is given up and told of; the run goes on.
+- tracking_ends_nothing: a writer that fails is logged and left out; the run goes on.
 """
 
 import asyncio
@@ -16,22 +18,24 @@ from typing import Any, Protocol
 
 import structlog
 
-from bus.kafka.bus import KafkaBus
 from bus.port import Bus, Record
-from observability.metrics.exporting import Companion
 from observability.metrics.settings import TrackingSettings
 from schemas.errors import BusError, SettingsError, WireError
 from schemas.reports import StepReport
 from schemas.topics import STEPS
-from settings.tree import Settings
 
-# One writer for each tracker, with its library imported when it is made. Writes files only; reads no topic.
+log = structlog.get_logger()
 
+POLL_S = 0.5
+"""How late a stop may be noticed while no step comes."""
+RETRY_S = 5.0
+"""Between two attempts at a broker that is away; whoever tracks is in no hurry."""
 STEP = "progress/step"
+"""wandb's own counter counts calls; this metric is the step's number, over restarts as well."""
 
 
-class Writer(Protocol):
-    """Takes the metrics of one step after another; steps ascend, also over restarts."""
+class TrackerWriter(Protocol):
+    """One tracker's files: takes the metrics of one step after another; steps ascend, also over restarts."""
 
     def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
         """The metrics of a step that was reported at a time (seconds since the epoch)."""
@@ -40,96 +44,6 @@ class Writer(Protocol):
     def close(self) -> None:
         """Bring everything onto the disk."""
         ...
-
-
-def open_writer(name: str, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> Writer:
-    """A writer into the folder; ``config``: the run's settings, for trackers that show them.
-
-    Raises:
-        SettingsError: there is no such writer, or its package is not installed.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    match name:
-        case "tensorboard":
-            return TensorBoardWriter(folder)
-        case "wandb":
-            return WandbWriter(project, run, folder, config)
-        case "trackio":
-            return TrackioWriter(project, run, folder, config)
-        case _:
-            raise SettingsError(f"expected tensorboard, wandb or trackio in tracking.to, got {name!r}")
-
-
-def _library(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise SettingsError(
-            f'expected the package {package} for tracking.to = ["{package}"], got {error}; '
-            f"install it with `pip install {package}`, or leave it out"
-        ) from error
-
-
-class TensorBoardWriter:
-    """Scalars in an event file; ``tensorboard --logdir`` the folder."""
-
-    def __init__(self, folder: Path) -> None:
-        summary = _library("tensorboard.summary", "tensorboard")
-        self._writer = summary.Writer(str(folder))
-
-    def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
-        """See ``Writer``."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step, wall_time=at)
-
-    def close(self) -> None:
-        """See ``Writer``."""
-        self._writer.close()
-
-
-class WandbWriter:
-    """An offline run; ``wandb sync`` sends it later."""
-
-    def __init__(self, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> None:
-        self._library = wandb = _library("wandb", "wandb")
-        mode = os.environ.get("WANDB_MODE", "offline")
-        settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True)
-        self._run = wandb.init(
-            project=project, name=run, id=run, dir=str(folder), config=dict(config), mode=mode, settings=settings
-        )
-        self._run.define_metric("*", step_metric=STEP)
-
-    def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
-        """See ``Writer``."""
-        self._run.log({**metrics, STEP: step, "_timestamp": at})
-
-    def close(self) -> None:
-        """See ``Writer``."""
-        self._run.finish()
-        self._library.teardown()  # its service writes what is left and ends, instead of staying as long as we do
-
-
-class TrackioWriter:
-    """A local trackio project; ``trackio show`` with ``TRACKIO_DIR`` set to the folder."""
-
-    def __init__(self, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(folder))
-        self._trackio = _library("trackio", "trackio")
-        self._trackio.init(project=project, name=run, config=dict(config), resume="allow", embed=False)
-
-    def write(self, step: int, _at: float, metrics: Mapping[str, float]) -> None:
-        """See ``Writer``."""
-        self._trackio.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """See ``Writer``."""
-        self._trackio.finish()
-
-
-log = structlog.get_logger()
-
-POLL_S = 0.5
-RETRY_S = 5.0
 
 
 @dataclass
@@ -141,7 +55,7 @@ class Tracker:
     settings: TrackingSettings
     folder: Path
     config: Mapping[str, Any]
-    _writers: dict[str, Writer] = field(default_factory=dict)
+    _writers: dict[str, TrackerWriter] = field(default_factory=dict)
     _last: dict[str, int] = field(default_factory=dict)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -183,9 +97,9 @@ class Tracker:
                     name, self.settings.project, self.run_name, self.folder / name, self.config
                 )
             except Exception as error:
-                log.error("a tracker is left out", tracker=name, error=str(error))
+                log.error("a tracker cannot be opened and is left out", tracker=name, error=str(error))
             else:
-                self._last[name] = _read(self._note(name))
+                self._last[name] = _read_last_step(self._last_step_file(name))
 
     def write(self, records: Sequence[Record]) -> None:
         """Write the steps among the records that were not written before."""
@@ -203,9 +117,9 @@ class Tracker:
             return
         try:
             self._writers[name].write(report.step, report.sent_at, report.metrics)
-            self._note(name).write_text(f"{report.step}\n")
+            self._last_step_file(name).write_text(f"{report.step}\n")
         except Exception as error:
-            log.error("a tracker is given up", tracker=name, error=str(error))
+            log.error("a tracker failed and is left out", tracker=name, error=str(error))
             del self._writers[name]
         else:
             self._last[name] = report.step
@@ -218,20 +132,96 @@ class Tracker:
             except Exception as error:
                 log.error("a tracker was not closed", tracker=name, error=str(error))
 
-    def _note(self, name: str) -> Path:
+    def _last_step_file(self, name: str) -> Path:
         return self.folder / name / "last_step"
 
 
-def tracking_of(role: str, settings: Settings) -> list[Companion]:
-    """What tracks the run beside the coordinator, of which there is one; nothing beside other roles."""
-    if role != "coordinator" or not settings.tracking.to:
-        return []
-    folder, config = settings.run.path / "tracking", settings.model_dump(mode="json", exclude={"kafka"})
-    return [Tracker(KafkaBus(settings.kafka), settings.run.name, settings.tracking, folder, config).run]
-
-
-def _read(note: Path) -> int:
+def _read_last_step(path: Path) -> int:
     try:
-        return int(note.read_text())
+        return int(path.read_text())
     except (OSError, ValueError):
         return -1
+
+
+def open_writer(name: str, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> TrackerWriter:
+    """A writer into the folder; ``config``: the run's settings, for trackers that show them.
+
+    Raises:
+        SettingsError: there is no such writer, or its package is not installed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    match name:
+        case "tensorboard":
+            return TensorBoardWriter(folder)
+        case "wandb":
+            return WandbWriter(project, run, folder, config)
+        case "trackio":
+            return TrackioWriter(project, run, folder, config)
+        case _:
+            raise SettingsError(f"expected tensorboard, wandb or trackio in tracking.to, got {name!r}")
+
+
+def _library(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SettingsError(
+            f'expected the package {package} for tracking.to = ["{package}"], got {error}; '
+            f"install it with `pip install {package}`, or leave it out"
+        ) from error
+
+
+class TensorBoardWriter:
+    """Scalars in an event file; ``tensorboard --logdir`` the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        summary = _library("tensorboard.summary", "tensorboard")
+        self._writer = summary.Writer(str(folder))
+
+    def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
+        """See ``TrackerWriter``."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step, wall_time=at)
+
+    def close(self) -> None:
+        """See ``TrackerWriter``."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """An offline run; ``wandb sync`` sends it later."""
+
+    def __init__(self, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> None:
+        self._library = wandb = _library("wandb", "wandb")
+        mode = os.environ.get("WANDB_MODE", "offline")
+        settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True)
+        self._run = wandb.init(
+            project=project, name=run, id=run, dir=str(folder), config=dict(config), mode=mode, settings=settings
+        )
+        self._run.define_metric("*", step_metric=STEP)
+
+    def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
+        """See ``TrackerWriter``."""
+        self._run.log({**metrics, STEP: step, "_timestamp": at})
+
+    def close(self) -> None:
+        """See ``TrackerWriter``."""
+        self._run.finish()
+        self._library.teardown()  # its service writes what is left and ends, instead of staying as long as we do
+
+
+class TrackioWriter:
+    """A local trackio project; ``trackio show`` with ``TRACKIO_DIR`` set to the folder."""
+
+    def __init__(self, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(folder))
+        self._trackio = _library("trackio", "trackio")
+        self._trackio.init(project=project, name=run, config=dict(config), resume="allow", embed=False)
+
+    def write(self, step: int, _at: float, metrics: Mapping[str, float]) -> None:
+        """See ``TrackerWriter``."""
+        self._trackio.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """See ``TrackerWriter``."""
+        self._trackio.finish()

@@ -20,18 +20,122 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace import Link, SpanKind, TraceFlags
+from opentelemetry.trace import SpanContext as SdkSpanContext
 from opentelemetry.trace.status import Status, StatusCode
 
-from observability.tracing.context import Context
+from observability.tracing.context import SpanContext, TraceSpan
 from observability.tracing.settings import TelemetrySettings
-from observability.tracing.spans import Span
 
-# Spans as OTLP-JSON, one batch a line, as OpenTelemetry's file exporters write them and its collector reads them.
+log = structlog.get_logger()
+
+QUEUE, BATCH, EVERY_MS = 16_384, 512, 1000
+"""Spans that may wait, spans of one request, and milliseconds between requests. The queue is eight times the SDK's
+default, because a step ends the spans of thousands of trajectories at once."""
+TIMEOUT_S, END_S = 5.0, 5.0
+"""Of one request, and of what ending may wait for altogether: a supervisor kills a process after 20 s."""
+KINDS = {"internal": SpanKind.INTERNAL, "producer": SpanKind.PRODUCER, "consumer": SpanKind.CONSUMER}
+_SAMPLED, _UNSET = TraceFlags(TraceFlags.SAMPLED), Status(StatusCode.UNSET)
+
+
+def open_exporting(settings: TelemetrySettings, run_path: Path, role: str, process: str) -> "Exporting":
+    """Exporting as the settings say: to ``<run>/traces/<process>.jsonl``, or to a collector."""
+    if settings.traces == "file":
+        path = run_path / "traces" / f"{process}.jsonl"
+        return Exporting(FileExporter(path), str(path), run_path.name, role, process)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    base = settings.endpoint
+    url = None if base is None else base if base.endswith("/v1/traces") else f"{base.rstrip('/')}/v1/traces"
+    return Exporting(OTLPSpanExporter(endpoint=url, timeout=TIMEOUT_S), url or "OTLP", run_path.name, role, process)
+
+
+class Exporting:
+    """Takes spans on the event loop's thread only. ``target``: for messages."""
+
+    def __init__(self, exporter: SpanExporter, target: str, run: str, role: str, process: str) -> None:
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # the one warning is ours
+        self._counted = _Counted(exporter, target)
+        self._processor = BatchSpanProcessor(self._counted, QUEUE, EVERY_MS, BATCH)
+        self._scope = InstrumentationScope("streamrl")
+        self._resource = Resource.create(
+            {
+                "service.name": f"streamrl-{role}",
+                "service.instance.id": process,
+                "service.version": metadata.version("streamrl"),
+                "streamrl.run": run,
+            }
+        )
+        self._taken = 0
+
+    @property
+    def lost(self) -> int:
+        """Spans taken that were not delivered; some may still be under way until it is closed."""
+        return self._taken - self._counted.delivered
+
+    def record(self, span: TraceSpan) -> None:
+        """Take a span; never waits."""
+        self._taken += 1
+        self._processor.on_end(
+            ReadableSpan(
+                span.name,
+                context=_sdk(span.context),
+                parent=None if span.parent is None else _sdk(span.parent),
+                resource=self._resource,
+                attributes=dict(span.attributes),
+                links=[Link(_sdk(link)) for link in span.links],
+                kind=KINDS[span.kind],
+                instrumentation_scope=self._scope,
+                status=Status(StatusCode.ERROR, span.problem) if span.problem else _UNSET,
+                start_time=_nanoseconds(span.start_s),
+                end_time=_nanoseconds(max(span.start_s, span.end_s)),
+            )
+        )
+
+    def close(self) -> None:
+        """Export what is left; bounded in time, whatever the collector does."""
+        ending = Thread(target=self._processor.shutdown, name="traces-ending", daemon=True)
+        ending.start()
+        ending.join(END_S)
+        log.info("traces ended", spans=self._taken, lost=self.lost, to=self._counted.target)
+
+
+class _Counted(SpanExporter):
+    """Counts what is delivered, and warns once of what is not."""
+
+    def __init__(self, inner: SpanExporter, target: str) -> None:
+        self.inner, self.target, self.delivered = inner, target, 0
+        self._warned = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        try:
+            result, why = self.inner.export(spans), "no answer, or a refusal"
+        except Exception as error:
+            result, why = SpanExportResult.FAILURE, str(error)
+        if result is SpanExportResult.SUCCESS:
+            self.delivered += len(spans)
+        elif not self._warned:
+            self._warned = True
+            log.warning("traces are not delivered; the work goes on without them", to=self.target, error=why)
+        return result
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
+
+
+def _sdk(context: SpanContext) -> SdkSpanContext:
+    return SdkSpanContext(context.trace_id, context.span_id, is_remote=True, trace_flags=_SAMPLED)
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e6) * 1000
 
 
 class FileExporter(SpanExporter):
-    """Appends to a file that it makes; a process that was killed leaves at most half a line."""
+    """Spans as OTLP-JSON, one batch a line, as OpenTelemetry's file exporters write them and its collector reads them.
+
+    A process that was killed leaves at most half a line.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,104 +200,3 @@ def _value(value: Any) -> dict[str, Any]:
             return {"stringValue": value}
         case _:
             return {"arrayValue": {"values": [_value(one) for one in value]}}
-
-
-log = structlog.get_logger()
-
-QUEUE, BATCH, EVERY_MS = 16_384, 512, 1000
-TIMEOUT_S, END_S = 5.0, 5.0
-KINDS = {"internal": SpanKind.INTERNAL, "producer": SpanKind.PRODUCER, "consumer": SpanKind.CONSUMER}
-_SAMPLED, _UNSET = TraceFlags(TraceFlags.SAMPLED), Status(StatusCode.UNSET)
-
-
-def open_exporting(settings: TelemetrySettings, run_path: Path, role: str, process: str) -> "Exporting":
-    """Exporting as the settings say: to ``<run>/traces/<process>.jsonl``, or to a collector."""
-    if settings.traces == "file":
-        path = run_path / "traces" / f"{process}.jsonl"
-        return Exporting(FileExporter(path), str(path), run_path.name, role, process)
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-    base = settings.endpoint
-    url = None if base is None else base if base.endswith("/v1/traces") else f"{base.rstrip('/')}/v1/traces"
-    return Exporting(OTLPSpanExporter(endpoint=url, timeout=TIMEOUT_S), url or "OTLP", run_path.name, role, process)
-
-
-class Exporting:
-    """Takes spans on the event loop's thread only. ``target``: for messages."""
-
-    def __init__(self, exporter: SpanExporter, target: str, run: str, role: str, process: str) -> None:
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # the one warning is ours
-        self._counted = _Counted(exporter, target)
-        self._processor = BatchSpanProcessor(self._counted, QUEUE, EVERY_MS, BATCH)
-        self._scope = InstrumentationScope("streamrl")
-        self._resource = Resource.create(
-            {
-                "service.name": f"streamrl-{role}",
-                "service.instance.id": process,
-                "service.version": metadata.version("streamrl"),
-                "streamrl.run": run,
-            }
-        )
-        self._taken = 0
-
-    @property
-    def lost(self) -> int:
-        """Spans taken that were not delivered; some may still be under way until it is closed."""
-        return self._taken - self._counted.delivered
-
-    def record(self, span: Span) -> None:
-        """Take a span; never waits."""
-        self._taken += 1
-        self._processor.on_end(
-            ReadableSpan(
-                span.name,
-                context=_sdk(span.context),
-                parent=None if span.parent is None else _sdk(span.parent),
-                resource=self._resource,
-                attributes=dict(span.attributes),
-                links=[Link(_sdk(link)) for link in span.links],
-                kind=KINDS[span.kind],
-                instrumentation_scope=self._scope,
-                status=Status(StatusCode.ERROR, span.problem) if span.problem else _UNSET,
-                start_time=_nanoseconds(span.start_s),
-                end_time=_nanoseconds(max(span.start_s, span.end_s)),
-            )
-        )
-
-    def close(self) -> None:
-        """Export what is left; bounded in time, whatever the collector does."""
-        ending = Thread(target=self._processor.shutdown, name="traces-ending", daemon=True)
-        ending.start()
-        ending.join(END_S)
-        log.info("traces ended", spans=self._taken, lost=self.lost, to=self._counted.target)
-
-
-class _Counted(SpanExporter):
-    """Counts what is delivered, and warns once of what is not."""
-
-    def __init__(self, inner: SpanExporter, target: str) -> None:
-        self.inner, self.target, self.delivered = inner, target, 0
-        self._warned = False
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        try:
-            result, why = self.inner.export(spans), "no answer, or a refusal"
-        except Exception as error:
-            result, why = SpanExportResult.FAILURE, str(error)
-        if result is SpanExportResult.SUCCESS:
-            self.delivered += len(spans)
-        elif not self._warned:
-            self._warned = True
-            log.warning("traces are not delivered; the work goes on without them", to=self.target, error=why)
-        return result
-
-    def shutdown(self) -> None:
-        self.inner.shutdown()
-
-
-def _sdk(context: Context) -> SpanContext:
-    return SpanContext(context.trace_id, context.span_id, is_remote=True, trace_flags=_SAMPLED)
-
-
-def _nanoseconds(seconds: float) -> int:
-    return int(seconds * 1e6) * 1000

@@ -1,33 +1,112 @@
-"""A worker's story: how each sample was generated, scored and sent, and when the weights of a step were taken up."""
+"""What each role does, in spans: the trace of a group goes from its order to what became of every sample.
+
+An order begins the trace of its group (dispatcher); each sample is generated, scored and sent in it (worker), and
+trained or skipped (trainer). A step has a trace of its own, linked with those of its groups, as it comes of many; the
+weights of a step are announced (coordinator) and taken up (workers) in the step's trace.
+"""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
-from bus import port
-from observability.tracing.context import Context, LoggedTraces, Memory, context_of, is_sampled, span_id_of, trace_id_of
-from observability.tracing.interceptor import Passage, Stored
-from observability.tracing.spans import Record, Span, Value, messaging
+from cachetools import FIFOCache
+
+from bus.port import Outgoing, Record
+from observability.tracing.context import (
+    REMEMBERED,
+    AttributeValue,
+    ExportSpan,
+    LoggedTraces,
+    SpanContext,
+    TraceSpan,
+    context_of,
+    is_sampled,
+    messaging_attributes,
+    span_id_of,
+    trace_id_of,
+)
+from observability.tracing.observer import OutgoingTrace, RoleTracer, StoredRecord, TracingObserver
+from observability.tracing.settings import TelemetrySettings
+from producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
 from schemas.codec import Headers, decode
 from schemas.control import WeightsReady
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import PolicyVersion, group_id_of
 from schemas.reports import RecordRef, SkipRecord, StepReport
 from schemas.topics import CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import Trajectory, WorkOrder
 
-# The dispatcher's story: an order begins the trace of its group; one that is sent again goes on with it.
+PENDING = 200_000
+"""Trajectories that the trainer remembers until it knows what became of them: more than intake ever holds."""
+STEP_METRICS = ("reward", "loss", "grad_norm", "off_policy/mean", "completions/mean_length")
+"""Metrics of a step that stand in its span; the phases do as well."""
+PHASES, WHOLE_STEP = "time/", "time/step"
 
 
-class DispatcherStory:
+@dataclass(frozen=True)
+class Tracing:
+    """What puts tracing on a role: an observer at its bus, and for a worker an engine around its own."""
+
+    observer: TracingObserver
+    worker: "WorkerTracer | None" = None
+
+    def around(self, engine: Engine) -> Engine:
+        """The engine as a traced worker uses it."""
+        return engine if self.worker is None else TracedEngine(engine, self.worker)
+
+
+@contextmanager
+def open_tracing(
+    role: str, process: str, run_name: str, settings: TelemetrySettings, run_path: Path, logged: LoggedTraces
+) -> Iterator[Tracing | None]:
+    """While the block runs, the role's spans are exported; at its end, in bounded time, the last of them.
+
+    None without ``telemetry.traces``, and for roles that handle no group and no step.
+    """
+    if settings.traces == "off":
+        yield None
+        return
+    from observability.tracing.exporting import open_exporting
+
+    exporting = open_exporting(settings, run_path, role, process)
+    try:
+        yield tracing_of(role, process, run_name, settings.sample_ratio, exporting.record, logged)
+    finally:
+        exporting.close()
+
+
+def tracing_of(
+    role: str, process: str, run_name: str, sample_ratio: float, export: ExportSpan, logged: LoggedTraces
+) -> Tracing | None:
+    """What traces a role; None for one that handles no group and no step."""
+    tracer: RoleTracer
+    match role:
+        case "dispatcher":
+            tracer = DispatcherTracer(run_name, sample_ratio, export, logged)
+        case "trainer":
+            tracer = TrainerTracer(run_name, export, logged)
+        case "coordinator":
+            tracer = CoordinatorTracer(run_name, export)
+        case "worker":
+            worker = WorkerTracer(run_name, process, export, logged)
+            return Tracing(TracingObserver(worker), worker)
+        case _:
+            return None
+    return Tracing(TracingObserver(tracer))
+
+
+class DispatcherTracer:
     """Decides which groups are traced: the trace id follows from the run, the group and when it was created."""
 
-    def __init__(self, run: str, ratio: float, record: Record, logged: LoggedTraces) -> None:
+    def __init__(self, run: str, ratio: float, export: ExportSpan, logged: LoggedTraces) -> None:
         self.writes = frozenset({WORK_ORDERS.full_name(run)})
         self.reads: frozenset[str] = frozenset()
-        self._run, self._ratio, self._record, self._logged = run, ratio, record, logged
+        self._run, self._ratio, self._export, self._logged = run, ratio, export, logged
 
-    def sending(self, record: port.Outgoing) -> Passage | None:
+    def sending(self, record: Outgoing) -> OutgoingTrace | None:
         """A work order."""
         order = decode(record.value, record.headers)
         if not isinstance(order, WorkOrder):
@@ -35,17 +114,17 @@ class DispatcherStory:
         trace_id = trace_id_of(self._run, order.group_id, order.created_at)
         if not is_sampled(trace_id, self._ratio):
             return None
-        root = Context(trace_id, span_id_of(trace_id, "dispatch"))
-        self._logged.note(order.group_id, root)
-        again = Context(trace_id, span_id_of(trace_id, "dispatch", order.attempt))
+        root = SpanContext(trace_id, span_id_of(trace_id, "dispatch"))
+        self._logged.add(order.group_id, root)
+        again = SpanContext(trace_id, span_id_of(trace_id, "dispatch", order.attempt))
         context = again if order.attempt else root
-        return Passage(context, partial(self._sent, order, context, root if order.attempt else None))
+        return OutgoingTrace(context, partial(self._sent, order, context, root if order.attempt else None))
 
-    def read(self, record: port.Record, context: Context) -> None:
+    def received(self, record: Record, context: SpanContext) -> None:
         """It reads nothing that belongs to a trace."""
 
-    def _sent(self, order: WorkOrder, context: Context, parent: Context | None, stored: Stored) -> None:
-        attributes = messaging("send", stored.topic, stored.partition, stored.offset, order.group_id) | {
+    def _sent(self, order: WorkOrder, context: SpanContext, parent: SpanContext | None, stored: StoredRecord) -> None:
+        attributes = messaging_attributes("send", stored.topic, stored.partition, stored.offset, order.group_id) | {
             "streamrl.group_id": order.group_id,
             "streamrl.prompt_id": order.prompt.prompt_id,
             "streamrl.prompt_position": order.position,
@@ -57,106 +136,223 @@ class DispatcherStory:
             "streamrl.policy.admitted_version": str(order.admitted_version),
         }
         start_s = stored.began_s if order.attempt else min(order.created_at, stored.began_s)
-        self._record(Span("dispatch", context, parent, start_s, stored.ended_s, "producer", attributes))
+        self._export(TraceSpan("dispatch", context, parent, start_s, stored.ended_s, "producer", attributes))
 
 
-# The coordinator's story: the weights of a step are announced, in the step's trace.
-
-
-class _HeardStep(NamedTuple):
-    context: Context
+class _Heard(NamedTuple):
+    context: SpanContext
     at_s: float
 
 
-class CoordinatorStory:
-    """Remembers the steps reported; each version is announced at most once."""
+class _Generated(NamedTuple):
+    first_s: float
+    ended_s: float
 
-    def __init__(self, run: str, record: Record, clock: Callable[[], float] = time.time) -> None:
-        self.writes = frozenset({CONTROL.full_name(run)})
-        self.reads = frozenset({STEPS.full_name(run)})
-        self._record, self._clock = record, clock
-        self._reports: Memory[PolicyVersion, _HeardStep] = Memory(1024)
 
-    def read(self, record: port.Record, context: Context) -> None:
-        """A step report."""
-        if isinstance(report := record.message(), StepReport):
-            self._reports.put(report.version, _HeardStep(context, self._clock()))
+class WorkerTracer:
+    """Of one worker; its engine tells it what no message says."""
 
-    def sending(self, record: port.Outgoing) -> Passage | None:
-        """A control message."""
-        message = decode(record.value, record.headers)
-        if not isinstance(message, WeightsReady) or (heard := self._reports.get(message.version)) is None:
-            return None
-        context = Context(heard.context.trace_id, span_id_of(heard.context.trace_id, "announce", message.sequence))
-        return Passage(context, partial(self._announced, message, heard, context))
+    def __init__(
+        self, run: str, worker_id: str, export: ExportSpan, logged: LoggedTraces, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.writes = frozenset({TRAJECTORIES.full_name(run)})
+        self.reads = frozenset({WORK_ORDERS.full_name(run), CONTROL.full_name(run)})
+        self.clock = clock
+        self._worker_id, self._export, self._logged = worker_id, export, logged
+        self._orders: FIFOCache[str, _Heard] = FIFOCache(REMEMBERED)
+        self._weights: FIFOCache[PolicyVersion, _Heard] = FIFOCache(64)
+        self._generated: FIFOCache[str, _Generated] = FIFOCache(REMEMBERED)
 
-    def _announced(self, message: WeightsReady, heard: _HeardStep, context: Context, stored: Stored) -> None:
-        attributes = messaging("send", stored.topic, stored.partition, stored.offset, None) | {
-            "streamrl.step": message.step,
-            "streamrl.policy.version": str(message.version),
+    def received(self, record: Record, context: SpanContext) -> None:
+        """An order, or weights that were announced."""
+        if record.key is None:
+            return
+        if record.topic.endswith(WORK_ORDERS.name):
+            self._orders[record.key] = _Heard(context, self.clock())
+            self._logged.add(record.key, context)
+        elif isinstance(message := record.message(), WeightsReady):
+            self._weights[message.version] = _Heard(context, self.clock())
+
+    def follows(self, trajectory_id: str) -> bool:
+        """Whether this sample belongs to a trace."""
+        return self._orders.get(group_id_of(trajectory_id)) is not None
+
+    def generated(self, trajectory_id: str, first_s: float) -> None:
+        """The engine gave the last token now, and the first one then."""
+        self._generated[trajectory_id] = _Generated(first_s, self.clock())
+
+    def adopted(self, version: PolicyVersion, began_s: float) -> None:
+        """The engine took up these weights from then to now."""
+        if (heard := self._weights.pop(version, None)) is None:
+            return
+        attributes: dict[str, AttributeValue] = {
+            "streamrl.worker_id": self._worker_id,
+            "streamrl.policy.version": str(version),
         }
-        self._record(
-            Span("announce weights", context, heard.context, heard.at_s, stored.ended_s, "producer", attributes)
+        for name, start_s, end_s in (("fetch weights", heard.at_s, began_s), ("adopt weights", began_s, self.clock())):
+            context = SpanContext(heard.context.trace_id, span_id_of(self._worker_id, version, name, start_s))
+            self._export(TraceSpan(name, context, heard.context, start_s, end_s, "consumer", attributes))
+
+    def sending(self, record: Outgoing) -> OutgoingTrace | None:
+        """A trajectory."""
+        heard = self._orders.get(record.key) if record.key is not None else None
+        if heard is None or not isinstance(one := decode(record.value, record.headers), Trajectory):
+            return None
+        sample = self._part(heard.context, one, "sample")
+        context = self._part(sample, one, "send trajectories")
+        return OutgoingTrace(context, partial(self._sent, one, heard, sample, context))
+
+    def _part(self, within: SpanContext, one: Trajectory, name: str) -> SpanContext:
+        return SpanContext(within.trace_id, span_id_of(one.trajectory_id, one.attempt, self._worker_id, name))
+
+    def _sent(
+        self, one: Trajectory, heard: _Heard, sample: SpanContext, context: SpanContext, stored: StoredRecord
+    ) -> None:
+        begun_s = min(heard.at_s, one.started_at)
+        names = {**_names(one), "streamrl.worker_id": self._worker_id}
+        self._export(TraceSpan("sample", sample, heard.context, begun_s, stored.ended_s, "consumer", names))
+        if (generated := self._generated.pop(one.trajectory_id, None)) is not None:
+            spent: dict[str, AttributeValue] = {
+                "streamrl.time_to_first_token_s": max(0.0, generated.first_s - one.started_at)
+            }
+            self._child("generate", sample, one, one.started_at, generated.ended_s, _generation(one) | spent)
+            self._child("reward", sample, one, generated.ended_s, one.finished_at, _rewards(one))
+        sent = messaging_attributes("send", stored.topic, stored.partition, stored.offset, one.group_id)
+        span = TraceSpan(
+            "send trajectories", context, sample, stored.began_s, stored.ended_s, "producer", _names(one) | sent
+        )
+        self._export(span)
+
+    def _child(
+        self,
+        name: str,
+        parent: SpanContext,
+        one: Trajectory,
+        start_s: float,
+        end_s: float,
+        found: dict[str, AttributeValue],
+    ) -> None:
+        problem = "; ".join(one.reward_errors.values())[:300] if name == "reward" else ""
+        context = self._part(parent, one, name)
+        self._export(
+            TraceSpan(
+                name, context, parent, start_s, max(start_s, end_s), attributes=_names(one) | found, problem=problem
+            )
         )
 
 
-# The trainer's story: what became of each trajectory, and the optimizer step that links all of them.
+def _names(one: Trajectory) -> dict[str, AttributeValue]:
+    return {
+        "streamrl.trajectory_id": one.trajectory_id,
+        "streamrl.group_id": one.group_id,
+        "streamrl.attempt": one.attempt,
+    }
 
-PENDING = 200_000
-TOLD = ("reward", "loss", "grad_norm", "off_policy/mean", "completions/mean_length")
-"""Metrics of a step that stand in its span; the phases do as well."""
-PHASES, WHOLE_STEP = "time/", "time/step"
+
+def _generation(one: Trajectory) -> dict[str, AttributeValue]:
+    return {
+        "gen_ai.usage.input_tokens": len(one.prompt_token_ids),
+        "gen_ai.usage.output_tokens": len(one.token_ids),
+        "streamrl.predicted_length": one.predicted_length,
+        "streamrl.finish_reason": one.finish_reason.value,
+        "streamrl.policy.versions": [str(span.version) for span in one.version_spans],
+    }
+
+
+def _rewards(one: Trajectory) -> dict[str, AttributeValue]:
+    return {f"streamrl.reward.{name}": value for name, value in one.rewards.items() if value is not None}
+
+
+class TracedEngine:
+    """``producers.generation.engines.port.Engine`` around another one."""
+
+    def __init__(self, inner: Engine, tracer: WorkerTracer) -> None:
+        self.name, self.max_num_seqs = inner.name, inner.max_num_seqs
+        self._inner, self._tracer = inner, tracer
+
+    async def start(self) -> None:
+        """See the port."""
+        await self._inner.start()
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """See the port."""
+        deltas = self._inner.generate(request)
+        return self._followed(request.request_id, deltas) if self._tracer.follows(request.request_id) else deltas
+
+    async def _followed(self, request_id: str, deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[TokenDelta]:
+        first_s: float | None = None
+        try:
+            async for delta in deltas:
+                first_s = self._tracer.clock() if first_s is None else first_s
+                if delta.finish_reason is not None:
+                    self._tracer.generated(request_id, first_s)
+                yield delta
+        finally:
+            if (close := getattr(deltas, "aclose", None)) is not None:
+                await close()
+
+    async def adopt(self, directory: Path, version: PolicyVersion) -> None:
+        """See the port."""
+        began_s = self._tracer.clock()
+        await self._inner.adopt(directory, version)
+        self._tracer.adopted(version, began_s)
+
+    async def close(self) -> None:
+        """See the port."""
+        await self._inner.close()
 
 
 class _Held(NamedTuple):
     """A trajectory that was read and whose fate is not known yet."""
 
-    context: Context
+    context: SpanContext
     read_s: float
     key: str | None
 
 
-class TrainerStory:
+class TrainerTracer:
     """A step belongs to a trace of its own, as it comes of many; it is traced if any of its trajectories is."""
 
-    def __init__(self, run: str, record: Record, logged: LoggedTraces, clock: Callable[[], float] = time.time) -> None:
-        self._steps, self._skips, self._letters = (topic.full_name(run) for topic in (STEPS, SKIPS, DEAD_LETTERS))
+    def __init__(
+        self, run: str, export: ExportSpan, logged: LoggedTraces, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._steps, self._skips, self._dead_letters = (topic.full_name(run) for topic in (STEPS, SKIPS, DEAD_LETTERS))
         self._topic = TRAJECTORIES.full_name(run)
-        self.writes = frozenset({self._steps, self._skips, self._letters})
+        self.writes = frozenset({self._steps, self._skips, self._dead_letters})
         self.reads = frozenset({self._topic})
-        self._run, self._record, self._logged, self._clock = run, record, logged, clock
-        self._held: Memory[tuple[int, int], _Held] = Memory(PENDING)
+        self._run, self._export, self._logged, self._clock = run, export, logged, clock
+        self._held: FIFOCache[tuple[int, int], _Held] = FIFOCache(PENDING)
 
-    def read(self, record: port.Record, context: Context) -> None:
+    def received(self, record: Record, context: SpanContext) -> None:
         """A trajectory."""
-        self._held.put((record.partition, record.offset), _Held(context, self._clock(), record.key))
+        self._held[(record.partition, record.offset)] = _Held(context, self._clock(), record.key)
         if record.key is not None:
-            self._logged.note(record.key, context)
+            self._logged.add(record.key, context)
 
-    def sending(self, record: port.Outgoing) -> Passage | None:
+    def sending(self, record: Outgoing) -> OutgoingTrace | None:
         """A step report, a skip row, or a dead letter."""
-        if record.topic == self._letters:
+        if record.topic == self._dead_letters:
             context = context_of(record.headers)  # a dead letter keeps the headers of the record
-            return None if context is None else Passage(None, partial(self._dead, context, record.headers))
+            return None if context is None else OutgoingTrace(None, partial(self._dead, context, record.headers))
         match decode(record.value, record.headers):
             case StepReport() as report:
                 return self._reporting(report)
             case SkipRecord() as row if (held := self._held.get((row.partition, row.offset))) is not None:
-                return Passage(None, partial(self._skipped, row, held))
+                return OutgoingTrace(None, partial(self._skipped, row, held))
         return None
 
-    def _reporting(self, report: StepReport) -> Passage | None:
+    def _reporting(self, report: StepReport) -> OutgoingTrace | None:
         if not any(self._held.get((ref.partition, ref.offset)) for batch in report.micro_batches for ref in batch):
             return None
         trace_id = trace_id_of(self._run, "step", report.version, report.sent_at)
-        context = Context(trace_id, span_id_of(trace_id, "step"))
-        return Passage(context, partial(self._stepped, report, context))
+        context = SpanContext(trace_id, span_id_of(trace_id, "step"))
+        return OutgoingTrace(context, partial(self._stepped, report, context))
 
-    def _stepped(self, report: StepReport, step: Context, stored: Stored) -> None:
+    def _stepped(self, report: StepReport, step: SpanContext, stored: StoredRecord) -> None:
         first: dict[str, _Held] = {}
         for index, batch in enumerate(report.micro_batches):
             for ref, held in self._known(batch):
-                first.setdefault(ref.trajectory_id.rpartition("/")[0], held)
+                first.setdefault(group_id_of(ref.trajectory_id), held)
                 attributes = _trainer_span(report) | {
                     "streamrl.micro_batch": index,
                     "streamrl.trajectory_id": ref.trajectory_id,
@@ -164,21 +360,23 @@ class TrainerStory:
                 self._ended("train", held, ref, stored.ended_s, attributes, links=[step])
         links = [held.context for held in first.values()]
         start_s = report.sent_at - report.metrics.get(WHOLE_STEP, 0.0)
-        attributes = _trainer_span(report) | _told(report)
-        self._record(
-            Span("optimizer step", step, None, start_s, max(start_s, stored.ended_s), "consumer", attributes, links)
+        attributes = _trainer_span(report) | _step_attributes(report)
+        self._export(
+            TraceSpan(
+                "optimizer step", step, None, start_s, max(start_s, stored.ended_s), "consumer", attributes, links
+            )
         )
 
     def _known(self, refs: Iterable[RecordRef]) -> Iterable[tuple[RecordRef, _Held]]:
         for ref in refs:
-            if (held := self._held.pop((ref.partition, ref.offset))) is not None:
+            if (held := self._held.pop((ref.partition, ref.offset), None)) is not None:
                 yield ref, held
 
-    def _skipped(self, row: SkipRecord, held: _Held, stored: Stored) -> None:
-        if self._held.pop((row.partition, row.offset)) is None:
+    def _skipped(self, row: SkipRecord, held: _Held, stored: StoredRecord) -> None:
+        if self._held.pop((row.partition, row.offset), None) is None:
             return
         ref = RecordRef(row.trajectory_id or "", row.partition, row.offset)
-        attributes: dict[str, Value] = {
+        attributes: dict[str, AttributeValue] = {
             "streamrl.algorithm": row.algorithm,
             "streamrl.step": row.step,
             "streamrl.skip.reason": row.reason.value,
@@ -193,27 +391,29 @@ class TrainerStory:
         held: _Held,
         ref: RecordRef,
         end_s: float,
-        attributes: dict[str, Value],
-        links: tuple[Context, ...] | list[Context] = (),
+        attributes: dict[str, AttributeValue],
+        links: tuple[SpanContext, ...] | list[SpanContext] = (),
     ) -> None:
         """What a consumer did with one record: from when it was read."""
-        context = Context(held.context.trace_id, span_id_of(name, *ref, held.read_s))
-        told = messaging("process", self._topic, ref.partition, ref.offset, held.key) | attributes
-        self._record(Span(name, context, held.context, held.read_s, end_s, "consumer", told, links))
+        context = SpanContext(held.context.trace_id, span_id_of(name, *ref, held.read_s))
+        found = messaging_attributes("process", self._topic, ref.partition, ref.offset, held.key) | attributes
+        self._export(TraceSpan(name, context, held.context, held.read_s, end_s, "consumer", found, links))
 
-    def _dead(self, parent: Context, headers: Headers, stored: Stored) -> None:
+    def _dead(self, parent: SpanContext, headers: Headers, stored: StoredRecord) -> None:
         named = {
             name: (content or b"").decode(errors="replace") for name, content in headers if name.startswith("dlq-")
         }
-        context = Context(parent.trace_id, span_id_of(stored.topic, stored.partition, stored.offset))
-        attributes = messaging("send", stored.topic, stored.partition, stored.offset, None)
+        context = SpanContext(parent.trace_id, span_id_of(stored.topic, stored.partition, stored.offset))
+        attributes = messaging_attributes("send", stored.topic, stored.partition, stored.offset, None)
         problem = f"{named.get('dlq-error-class', 'unknown')}: {named.get('dlq-error', '')}"
-        self._record(
-            Span("dead letter", context, parent, stored.began_s, stored.ended_s, "producer", attributes, (), problem)
+        self._export(
+            TraceSpan(
+                "dead letter", context, parent, stored.began_s, stored.ended_s, "producer", attributes, (), problem
+            )
         )
 
 
-def _trainer_span(report: StepReport) -> dict[str, Value]:
+def _trainer_span(report: StepReport) -> dict[str, AttributeValue]:
     return {
         "streamrl.algorithm": report.algorithm,
         "streamrl.step": report.step,
@@ -221,124 +421,46 @@ def _trainer_span(report: StepReport) -> dict[str, Value]:
     }
 
 
-def _told(report: StepReport) -> dict[str, Value]:
-    told: dict[str, Value] = {
+def _step_attributes(report: StepReport) -> dict[str, AttributeValue]:
+    metrics: dict[str, AttributeValue] = {
         f"streamrl.metric.{name}": value
         for name, value in report.metrics.items()
-        if name in TOLD or name.startswith(PHASES)
+        if name in STEP_METRICS or name.startswith(PHASES)
     }
-    return told | {
+    return metrics | {
         "messaging.batch.message_count": sum(len(batch) for batch in report.micro_batches),
         "streamrl.groups": len(report.group_ids),
         "streamrl.micro_batches": len(report.micro_batches),
     }
 
 
-class _Heard(NamedTuple):
-    context: Context
-    at_s: float
+class CoordinatorTracer:
+    """Remembers the steps reported; each version is announced at most once."""
 
+    def __init__(self, run: str, export: ExportSpan, clock: Callable[[], float] = time.time) -> None:
+        self.writes = frozenset({CONTROL.full_name(run)})
+        self.reads = frozenset({STEPS.full_name(run)})
+        self._export, self._clock = export, clock
+        self._reports: FIFOCache[PolicyVersion, _Heard] = FIFOCache(1024)
 
-class _Generated(NamedTuple):
-    first_s: float
-    ended_s: float
+    def received(self, record: Record, context: SpanContext) -> None:
+        """A step report."""
+        if isinstance(report := record.message(), StepReport):
+            self._reports[report.version] = _Heard(context, self._clock())
 
-
-class WorkerStory:
-    """Of one worker; its engine tells it what no message says."""
-
-    def __init__(
-        self, run: str, worker_id: str, record: Record, logged: LoggedTraces, clock: Callable[[], float] = time.time
-    ) -> None:
-        self.writes = frozenset({TRAJECTORIES.full_name(run)})
-        self.reads = frozenset({WORK_ORDERS.full_name(run), CONTROL.full_name(run)})
-        self.clock = clock
-        self._worker_id, self._record, self._logged = worker_id, record, logged
-        self._orders: Memory[str, _Heard] = Memory()
-        self._weights: Memory[PolicyVersion, _Heard] = Memory(64)
-        self._generated: Memory[str, _Generated] = Memory()
-
-    def read(self, record: port.Record, context: Context) -> None:
-        """An order, or weights that were announced."""
-        if record.key is None:
-            return
-        if record.topic.endswith(WORK_ORDERS.name):
-            self._orders.put(record.key, _Heard(context, self.clock()))
-            self._logged.note(record.key, context)
-        elif isinstance(message := record.message(), WeightsReady):
-            self._weights.put(message.version, _Heard(context, self.clock()))
-
-    def follows(self, trajectory_id: str) -> bool:
-        """Whether this sample belongs to a trace."""
-        return self._orders.get(trajectory_id.rpartition("/")[0]) is not None
-
-    def generated(self, trajectory_id: str, first_s: float) -> None:
-        """The engine gave the last token now, and the first one then."""
-        self._generated.put(trajectory_id, _Generated(first_s, self.clock()))
-
-    def adopted(self, version: PolicyVersion, began_s: float) -> None:
-        """The engine took up these weights from then to now."""
-        if (heard := self._weights.pop(version)) is None:
-            return
-        attributes: dict[str, Value] = {
-            "streamrl.worker_id": self._worker_id,
-            "streamrl.policy.version": str(version),
-        }
-        for name, start_s, end_s in (("fetch weights", heard.at_s, began_s), ("adopt weights", began_s, self.clock())):
-            context = Context(heard.context.trace_id, span_id_of(self._worker_id, version, name, start_s))
-            self._record(Span(name, context, heard.context, start_s, end_s, "consumer", attributes))
-
-    def sending(self, record: port.Outgoing) -> Passage | None:
-        """A trajectory."""
-        heard = self._orders.get(record.key) if record.key is not None else None
-        if heard is None or not isinstance(one := decode(record.value, record.headers), Trajectory):
+    def sending(self, record: Outgoing) -> OutgoingTrace | None:
+        """A control message."""
+        message = decode(record.value, record.headers)
+        if not isinstance(message, WeightsReady) or (heard := self._reports.get(message.version)) is None:
             return None
-        sample = self._part(heard.context, one, "sample")
-        context = self._part(sample, one, "send trajectories")
-        return Passage(context, partial(self._sent, one, heard, sample, context))
+        context = SpanContext(heard.context.trace_id, span_id_of(heard.context.trace_id, "announce", message.sequence))
+        return OutgoingTrace(context, partial(self._announced, message, heard, context))
 
-    def _part(self, within: Context, one: Trajectory, name: str) -> Context:
-        return Context(within.trace_id, span_id_of(one.trajectory_id, one.attempt, self._worker_id, name))
-
-    def _sent(self, one: Trajectory, heard: _Heard, sample: Context, context: Context, stored: Stored) -> None:
-        begun_s = min(heard.at_s, one.started_at)
-        names = {**_of(one), "streamrl.worker_id": self._worker_id}
-        self._record(Span("sample", sample, heard.context, begun_s, stored.ended_s, "consumer", names))
-        if (generated := self._generated.pop(one.trajectory_id)) is not None:
-            spent: dict[str, Value] = {"streamrl.time_to_first_token_s": max(0.0, generated.first_s - one.started_at)}
-            self._tell("generate", sample, one, one.started_at, generated.ended_s, _generation(one) | spent)
-            self._tell("reward", sample, one, generated.ended_s, one.finished_at, _rewards(one))
-        sent = messaging("send", stored.topic, stored.partition, stored.offset, one.group_id)
-        span = Span("send trajectories", context, sample, stored.began_s, stored.ended_s, "producer", _of(one) | sent)
-        self._record(span)
-
-    def _tell(
-        self, name: str, parent: Context, one: Trajectory, start_s: float, end_s: float, found: dict[str, Value]
-    ) -> None:
-        problem = "; ".join(one.reward_errors.values())[:300] if name == "reward" else ""
-        context = self._part(parent, one, name)
-        self._record(
-            Span(name, context, parent, start_s, max(start_s, end_s), attributes=_of(one) | found, problem=problem)
+    def _announced(self, message: WeightsReady, heard: _Heard, context: SpanContext, stored: StoredRecord) -> None:
+        attributes = messaging_attributes("send", stored.topic, stored.partition, stored.offset, None) | {
+            "streamrl.step": message.step,
+            "streamrl.policy.version": str(message.version),
+        }
+        self._export(
+            TraceSpan("announce weights", context, heard.context, heard.at_s, stored.ended_s, "producer", attributes)
         )
-
-
-def _of(one: Trajectory) -> dict[str, Value]:
-    return {
-        "streamrl.trajectory_id": one.trajectory_id,
-        "streamrl.group_id": one.group_id,
-        "streamrl.attempt": one.attempt,
-    }
-
-
-def _generation(one: Trajectory) -> dict[str, Value]:
-    return {
-        "gen_ai.usage.input_tokens": len(one.prompt_token_ids),
-        "gen_ai.usage.output_tokens": len(one.token_ids),
-        "streamrl.predicted_length": one.predicted_length,
-        "streamrl.finish_reason": one.finish_reason.value,
-        "streamrl.policy.versions": [str(span.version) for span in one.version_spans],
-    }
-
-
-def _rewards(one: Trajectory) -> dict[str, Value]:
-    return {f"streamrl.reward.{name}": value for name, value in one.rewards.items() if value is not None}

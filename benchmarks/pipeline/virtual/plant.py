@@ -22,12 +22,12 @@ from bus.history import BusHistory
 from bus.memory import MemoryBus
 from consumers.training.checkpoints.storage import open_location
 from consumers.training.checkpoints.store import CheckpointStore
-from consumers.training.compute import EmulatedCompute, EmulatedDevice
-from consumers.training.emulated_policy import EmulatedPolicy
+from consumers.training.emulation import EmulatedCompute, EmulatedDevice, EmulatedPolicy
 from consumers.training.trainer import Trainer
 from consumers.training.weight_export import WeightStore
 from coordinator.coordinator import Coordinator
 from deploy.wiring.build import build_dispatcher
+from deploy.wiring.context import ProcessContext
 from producers.generation.engines.emulated import ConstantRewards, EmulatedEngine, FillerTokenizer
 from producers.generation.worker import GenerationWorker
 from schemas.control import WeightsReady
@@ -84,8 +84,8 @@ async def _run(settings: Settings) -> Recording:
     bus, clock, name = MemoryBus(), asyncio.get_running_loop().time, settings.run.name
     for topic in CATALOGUE:
         bus.create_topic(topic.full_name(name), topic.partition_count(settings.loop.trajectory_partitions))
-    dispatcher = build_dispatcher(settings, "")
-    dispatcher.bus, dispatcher.clock = bus, clock
+    dispatcher = build_dispatcher(settings, ProcessContext("dispatcher", bus))
+    dispatcher.clock = clock
     coordination = settings.coordinator.model_copy(update={"relays": ("http://store",)})
     trainer = _trainer(settings, bus)
     workers = [_worker(settings, bus, f"worker-{number}") for number in range(settings.run.workers)]

@@ -61,10 +61,10 @@ def test_only_those_are_late_who_are_late_themselves() -> None:
     watchdog = Watchdog(8.0, end=lambda: ended.append(clock.now), clock=clock)
     watchdog.tick("orders")
     clock.advance(100.0)
-    watchdog.look(late_s=99.0)
+    watchdog.check(late_s=99.0)
     clock.advance(6.0)
-    watchdog.look(late_s=0.0)
+    watchdog.check(late_s=0.0)
     assert not ended
     clock.advance(2.0)
-    watchdog.look(late_s=0.0)
+    watchdog.check(late_s=0.0)
     assert ended

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from bus.interceptors import BusInterceptor
 from bus.kafka.connection import BrokerAvailability
 from bus.memory import MemoryBus
-from bus.port import Outgoing, Subscription, TopicPartition
-from observability.run_state.feed import FOLLOWED, RunFeed, unfinished_by_bucket
+from bus.port import Bus, Outgoing, Publisher, Subscription, TopicPartition, TransactionalPublisher
+from observability.run_state.feed import COUNTED, RECENT, WHOLE_RUN, RunFeed, lag_of_committed
 from observability.run_state.state import RunState
 from schemas.errors import BusUnavailable
 from schemas.identifiers import PolicyVersion
@@ -25,14 +24,21 @@ RUN = "made-up"
 
 
 @dataclass
-class Asked(BusInterceptor):
+class Asked:
     """A bus that remembers which topics were subscribed to."""
 
+    bus: Bus
     topics: list[str] = field(default_factory=list)
+
+    async def publisher(self, client_id: str) -> Publisher:
+        return await self.bus.publisher(client_id)
+
+    async def transactional(self, transactional_id: str) -> TransactionalPublisher:
+        return await self.bus.transactional(transactional_id)
 
     async def subscribe(self, topics: Iterable[str], **how: Any) -> Subscription:
         self.topics += topics
-        return await super().subscribe(topics, **how)
+        return await self.bus.subscribe(topics, **how)
 
 
 @dataclass
@@ -89,14 +95,14 @@ async def test_what_comes_is_read_from_the_bus_without_prefetch() -> None:
             await asyncio.sleep(0.02)
     stop.set()
     await asyncio.wait_for(task, 5)
-    assert calm.topics == sorted(topic.full_name(RUN) for topic in FOLLOWED)
+    assert calm.topics == sorted(topic.full_name(RUN) for topic in {*RECENT, *COUNTED})
 
 
 async def test_a_topic_that_was_made_anew_is_followed_from_where_it_is() -> None:
     bus, _ = a_past(5.0)
     control = TopicPartition(f"{RUN}.control", 0)
     state, stop = RunState(RUN), asyncio.Event()
-    ends = {TopicPartition(topic.full_name(RUN), 0): 0 for topic in FOLLOWED}
+    ends = {TopicPartition(topic.full_name(RUN), 0): 0 for topic in {*RECENT, *COUNTED}}
     feed = RunFeed(bus, state, positions=ends | {control: 1_000_000})
     task = asyncio.create_task(feed.run(stop))
     publisher = await bus.publisher("test")
@@ -118,13 +124,13 @@ async def test_lag_is_what_the_trainer_has_not_finished() -> None:
     committed = Committed(lambda: {TopicPartition(f"{RUN}.trajectories", 0): 2})
     task = asyncio.create_task(RunFeed(bus, state, SHARDS, committed).run(stop))
     async with asyncio.timeout(10):
-        while not state.unfinished:
+        while not state.committed_lag:
             await asyncio.sleep(0.02)
     stop.set()
     await asyncio.wait_for(task, 5)
     logs = bus.log(f"{RUN}.trajectories").partitions
-    assert state.unfinished[0] == len(logs[0]) + len(logs[1]) - 2
-    assert sum(state.unfinished.values()) == sum(map(len, logs)) - 2
+    assert state.committed_lag[0] == len(logs[0]) + len(logs[1]) - 2
+    assert sum(state.committed_lag.values()) == sum(map(len, logs)) - 2
     assert committed.closed
 
 
@@ -139,7 +145,9 @@ async def test_an_outage_is_told_once_however_often_the_broker_is_asked(monkeypa
         return {}
 
     committed = Committed(silent_at_first)
-    feed = RunFeed(bus, state, SHARDS, committed, availability=BrokerAvailability("b:1", "start it again"), pace_s=lambda: 0.01)
+    feed = RunFeed(
+        bus, state, SHARDS, committed, availability=BrokerAvailability("b:1", "start it again"), pace_s=lambda: 0.01
+    )
     with capture_logs() as logs:
         task = asyncio.create_task(feed.run(stop))
         async with asyncio.timeout(10):
@@ -174,7 +182,35 @@ async def test_orders_are_counted_without_being_read(monkeypatch: pytest.MonkeyP
     assert state.rates["orders"].total == 7
 
 
+async def test_a_whole_run_is_read_to_its_end_without_its_trajectories() -> None:
+    bus, made_up = a_past(20.0)
+    state, stop = RunState(RUN), asyncio.Event()
+    committed = Committed(lambda: {TopicPartition(f"{RUN}.trajectories", 0): 2})
+    feed = RunFeed(bus, state, SHARDS, committed, pace_s=lambda: 0.01, past=WHOLE_RUN)
+    task = asyncio.create_task(feed.run(stop))
+    async with asyncio.timeout(10):
+        while state.step < made_up.version:
+            await asyncio.sleep(0.02)
+    stop.set()
+    await asyncio.wait_for(task, 5)
+    late = examples()["step-report"].replace(step=999, version=PolicyVersion(1, 999), finished=True)
+    await (await bus.publisher("test")).publish(Outgoing.of(f"{RUN}.steps", late, key="grpo"))
+    await feed.read_to_end()
+    assert state.finished
+    assert [entry.step for entry in state.steps.entries] == [*range(1, made_up.version + 1), 999]
+    assert not state.last, "trajectories are counted by their ends"
+    assert sum(state.lag.values()) == sum(map(len, bus.log(f"{RUN}.trajectories").partitions)) - 2
+    assert committed.closed
+
+
+async def test_a_run_that_ended_at_once_is_read_whole() -> None:
+    bus, made_up = a_past(20.0)
+    state = RunState(RUN)
+    await RunFeed(bus, state, past=WHOLE_RUN).read_to_end()
+    assert len(state.steps.entries) == made_up.version
+
+
 def test_lag_counts_this_topic_only() -> None:
     ends = {TopicPartition("a.trajectories", 0): 5, TopicPartition("a.trajectories", 3): 7, TopicPartition("a.x", 0): 9}
     finished = {TopicPartition("a.trajectories", 3): 8}
-    assert unfinished_by_bucket("a.trajectories", ends, finished, 2) == {0: 5, 1: 0}
+    assert lag_of_committed("a.trajectories", ends, finished, 2) == {0: 5, 1: 0}

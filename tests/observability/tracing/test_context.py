@@ -1,13 +1,17 @@
+import io
 import itertools
+from contextlib import redirect_stdout
 
 import pytest
+import structlog
 from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 from opentelemetry.trace import get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from observability.tracing.context import Context, context_of, is_sampled, span_id_of, trace_id_of
+from deploy.wiring.process import configure_logging
+from observability.tracing.context import LoggedTraces, SpanContext, context_of, is_sampled, span_id_of, trace_id_of
 
-CONTEXT = Context(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7)
+CONTEXT = SpanContext(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7)
 
 
 def test_a_header_is_readable_text_that_opentelemetry_understands() -> None:
@@ -53,3 +57,24 @@ def test_everyone_agrees_on_what_is_sampled(ratio: float) -> None:
     ours = [is_sampled(each, ratio) for each in ids]
     assert ours == [theirs.should_sample(None, each, "dispatch").decision is Decision.RECORD_AND_SAMPLE for each in ids]
     assert sum(ours) / len(ids) == pytest.approx(ratio, abs=0.03)
+
+
+def test_lines_on_a_traced_group_or_trajectory_name_the_trace() -> None:
+    logged, output = LoggedTraces(), io.StringIO()
+    with redirect_stdout(output):
+        configure_logging({"run": "demo", "process": "worker-1", "worker": "worker-1"}, logged)
+        log = structlog.get_logger()
+        log.info("before", group="a/0/0")
+        logged.add("a/0/0", SpanContext(0xABC, 1))
+        log.info("of group", group="a/0/0")
+        with structlog.contextvars.bound_contextvars(trajectory="a/0/0/3"):
+            log.info("of trajectory")
+        log.info("of another", trajectory="a/1/0/3")
+    structlog.reset_defaults()
+    before, of_group, of_trajectory, of_another = output.getvalue().splitlines()
+    assert "trace_id" not in before
+    assert "trace_id" not in of_another
+    for line in (of_group, of_trajectory):
+        assert f"trace_id={0xABC:032x}" in line
+    for part in ("run=demo", "worker=worker-1", "trajectory=a/0/0/3"):
+        assert part in of_trajectory

@@ -3,50 +3,51 @@ from dataclasses import dataclass, field
 import pytest
 
 from bus.memory import MemoryBus
-from bus.port import Outgoing, Record
-from observability.tracing.context import Context, context_of
-from observability.tracing.interceptor import Passage, Stored, Teller, TracedBus
+from bus.port import Bus, Outgoing, Record
+from observability.interceptor import observed
+from observability.tracing.context import SpanContext, context_of
+from observability.tracing.observer import OutgoingTrace, StoredRecord, TracingObserver
 from schemas.errors import Superseded
 
-CONTEXT = Context(7, 9)
+CONTEXT = SpanContext(7, 9)
 
 
 @dataclass
-class Notebook:
-    """A story that writes down what it is shown, and fails where a test says so."""
+class FakeTracer:
+    """Writes down what it is shown, and fails where a test says so."""
 
     fails: str = ""
-    stored: list[Stored] = field(default_factory=list)
-    seen: list[tuple[Record, Context]] = field(default_factory=list)
+    stored: list[StoredRecord] = field(default_factory=list)
+    seen: list[tuple[Record, SpanContext]] = field(default_factory=list)
     writes: frozenset[str] = frozenset({"t"})
     reads: frozenset[str] = frozenset({"t"})
 
-    def sending(self, record: Outgoing) -> Passage | None:
+    def sending(self, record: Outgoing) -> OutgoingTrace | None:
         if self.fails == "sending":
             raise ZeroDivisionError
-        return Passage(CONTEXT, self._store) if record.key == "traced" else None
+        return OutgoingTrace(CONTEXT, self._store) if record.key == "traced" else None
 
-    def _store(self, what: Stored) -> None:
+    def _store(self, what: StoredRecord) -> None:
         if self.fails == "stored":
             raise ZeroDivisionError
         self.stored.append(what)
 
-    def read(self, record: Record, context: Context) -> None:
-        if self.fails == "read":
+    def received(self, record: Record, context: SpanContext) -> None:
+        if self.fails == "received":
             raise ZeroDivisionError
         self.seen.append((record, context))
 
 
-def traced(story: Notebook) -> tuple[TracedBus, MemoryBus]:
+def traced(tracer: FakeTracer) -> tuple[Bus, MemoryBus]:
     bus = MemoryBus()
     for topic in ("t", "other"):
         bus.create_topic(topic, 1)
-    return TracedBus(bus, Teller(story)), bus
+    return observed(bus, TracingObserver(tracer)), bus
 
 
 async def test_only_what_belongs_to_a_trace_carries_a_header() -> None:
-    story = Notebook()
-    bus, inner = traced(story)
+    tracer = FakeTracer()
+    bus, inner = traced(tracer)
     publisher = await bus.publisher("p")
     for topic, key in (("t", "traced"), ("t", "plain"), ("other", "traced")):
         await publisher.publish(Outgoing(topic, b"v", key, headers=(("schema", b"x"),)))
@@ -55,29 +56,29 @@ async def test_only_what_belongs_to_a_trace_carries_a_header() -> None:
     assert second.headers == inner.log("other").partitions[0][0].headers == (("schema", b"x"),)
     subscription = await bus.subscribe(["t"], client_id="c")
     assert await subscription.poll() == [first, second]
-    assert story.seen == [(first, CONTEXT)]
-    assert [(stored.partition, stored.offset) for stored in story.stored] == [(0, 0)]
+    assert tracer.seen == [(first, CONTEXT)]
+    assert [(stored.partition, stored.offset) for stored in tracer.stored] == [(0, 0)]
 
 
-async def test_a_transaction_is_told_when_it_is_committed_and_not_when_it_is_not() -> None:
-    story = Notebook()
-    bus, _ = traced(story)
+async def test_the_records_of_a_transaction_have_spans_once_it_is_committed_and_none_if_it_is_not() -> None:
+    tracer = FakeTracer()
+    bus, _ = traced(tracer)
     old = await bus.transactional("id")
-    await old.commit([Outgoing("t", b"v", "traced", 0)])
-    assert [(stored.partition, stored.offset) for stored in story.stored] == [(0, None)]
+    await old.commit([Outgoing("t", b"v", "traced", 0), Outgoing("t", b"v", "plain", 0)])
+    assert [(stored.partition, stored.offset) for stored in tracer.stored] == [(0, None)]
     await bus.transactional("id")
     with pytest.raises(Superseded):
         await old.commit([Outgoing("t", b"v", "traced", 0)])
-    assert len(story.stored) == 1
+    assert len(tracer.stored) == 1
 
 
-@pytest.mark.parametrize("fails", ["sending", "stored", "read"])
+@pytest.mark.parametrize("fails", ["sending", "stored", "received"])
 async def test_tracing_never_fails(fails: str) -> None:
-    story = Notebook(fails)
-    bus, inner = traced(story)
+    tracer = FakeTracer(fails)
+    bus, inner = traced(tracer)
     publisher, subscription = await bus.publisher("p"), await bus.subscribe(["t"], client_id="c")
     for _ in range(2):
         await publisher.publish(Outgoing("t", b"v", "traced"))
         assert [record.value for record in await subscription.poll()] == [b"v"]
     last = inner.log("t").partitions[0][1]
-    assert context_of(last.headers) is None, "a story that failed is asked no more"
+    assert context_of(last.headers) is None, "a tracer that failed is asked no more"

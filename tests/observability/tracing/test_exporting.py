@@ -13,15 +13,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from bus.embedded.node import free_ports
 from observability.tracing import exporting as room
-from observability.tracing.context import Context
+from observability.tracing.context import SpanContext, TraceSpan
 from observability.tracing.exporting import Exporting, open_exporting
 from observability.tracing.settings import TelemetrySettings
-from observability.tracing.spans import Span
 
-ROOT, CHILD, OTHER = Context(0xA, 0xB), Context(0xA, 0xC), Context(0xD, 0xE)
+ROOT, CHILD, OTHER = SpanContext(0xA, 0xB), SpanContext(0xA, 0xC), SpanContext(0xD, 0xE)
 SPANS = [
-    Span("dispatch", ROOT, None, 100.0, 100.5, "producer", {"text": "x", "count": 3, "share": 0.5, "is_it": True}),
-    Span("train", CHILD, ROOT, 101.0, 102.25, "consumer", {"versions": ["1-1", "1-2"]}, [OTHER], "it failed"),
+    TraceSpan("dispatch", ROOT, None, 100.0, 100.5, "producer", {"text": "x", "count": 3, "share": 0.5, "is_it": True}),
+    TraceSpan("train", CHILD, ROOT, 101.0, 102.25, "consumer", {"versions": ["1-1", "1-2"]}, [OTHER], "it failed"),
 ]
 
 

@@ -5,24 +5,23 @@ import pytest
 from typer.testing import CliRunner
 
 from inspection.diagnostics.trace import find
-from observability.tracing.context import Context
+from observability.tracing.context import SpanContext, TraceSpan
 from observability.tracing.exporting import open_exporting
 from observability.tracing.settings import TelemetrySettings
-from observability.tracing.spans import Span
 from schemas.errors import UserError
 from streamrl.cli.app import app
 
 GROUP = {"streamrl.group_id": "a/0/0"}
-STEP = Context(0xE, 1)
+STEP = SpanContext(0xE, 1)
 
 
-def sample(index: int, start_s: float) -> list[Span]:
+def sample(index: int, start_s: float) -> list[TraceSpan]:
     name = {"streamrl.trajectory_id": f"a/0/0/{index}"}
-    within, sent = Context(0xA, 10 + index), Context(0xA, 20 + index)
+    within, sent = SpanContext(0xA, 10 + index), SpanContext(0xA, 20 + index)
     return [
-        Span("sample", within, Context(0xA, 1), start_s, start_s + 1, attributes=GROUP | name),
-        Span("send trajectories", sent, within, start_s + 0.9, start_s + 1, attributes=GROUP | name),
-        Span("train", Context(0xA, 30 + index), sent, start_s + 1, start_s + 2, attributes=name, links=[STEP]),
+        TraceSpan("sample", within, SpanContext(0xA, 1), start_s, start_s + 1, attributes=GROUP | name),
+        TraceSpan("send trajectories", sent, within, start_s + 0.9, start_s + 1, attributes=GROUP | name),
+        TraceSpan("train", SpanContext(0xA, 30 + index), sent, start_s + 1, start_s + 2, attributes=name, links=[STEP]),
     ]
 
 
@@ -30,13 +29,15 @@ def sample(index: int, start_s: float) -> list[Span]:
 def traces(tmp_path: Path) -> Path:
     """Of two processes, one of which was killed while it wrote."""
     exporting = open_exporting(TelemetrySettings(traces="file"), tmp_path / "r", "dispatcher", "dispatcher")
-    exporting.record(Span("dispatch", Context(0xA, 1), None, 100.0, 100.5, attributes=GROUP))
-    exporting.record(Span("dispatch", Context(0xB, 1), None, 101.0, 101.5, attributes={"streamrl.group_id": "a/1/0"}))
+    exporting.record(TraceSpan("dispatch", SpanContext(0xA, 1), None, 100.0, 100.5, attributes=GROUP))
+    exporting.record(
+        TraceSpan("dispatch", SpanContext(0xB, 1), None, 101.0, 101.5, attributes={"streamrl.group_id": "a/1/0"})
+    )
     exporting.close()
     exporting = open_exporting(TelemetrySettings(traces="file"), tmp_path / "r", "worker", "worker-1")
-    for span in (*sample(1, 100.6), *sample(0, 100.5), Span("optimizer step", STEP, None, 100.0, 103.0)):
+    for span in (*sample(1, 100.6), *sample(0, 100.5), TraceSpan("optimizer step", STEP, None, 100.0, 103.0)):
         exporting.record(span)
-    exporting.record(Span("announce weights", Context(0xE, 2), STEP, 103.0, 103.1))
+    exporting.record(TraceSpan("announce weights", SpanContext(0xE, 2), STEP, 103.0, 103.1))
     exporting.close()
     folder = tmp_path / "r" / "traces"
     with (folder / "worker-1.jsonl").open("a") as file:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from bus.port import Bus, Outgoing, Record
-from observability.tracing.context import LoggedTraces
-from observability.tracing.roles import trace
-from observability.tracing.spans import Span
+from observability.interceptor import observed
+from observability.tracing.context import LoggedTraces, TraceSpan
+from observability.tracing.role_tracers import tracing_of
 from producers.generation.engines.port import Engine, GenerationRequest
 from schemas.control import WeightsReady
 from schemas.identifiers import PolicyVersion
@@ -37,28 +37,31 @@ def settings(run: str, **telemetry: object) -> Settings:
 
 @dataclass
 class Role:
-    """What tracing sees of a role."""
+    """What a traced role is built with."""
 
     bus: Bus
-    engine: Engine = field(default_factory=lambda: FakeEngine(version=VERSION, started=True))
+    engine: Engine
 
 
 @dataclass
-class Scene:
-    """``spans``: what all roles told. ``others``: settings of all but the dispatcher, if they have their own."""
+class TracedLoop:
+    """``spans``: of all roles. ``others``: settings of all but the dispatcher, if they have their own."""
 
     bus: Bus
     settings: Settings
     others: Settings | None = None
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
     logged: LoggedTraces = field(default_factory=LoggedTraces)
 
     def role(self, name: str) -> Role:
         """A traced role."""
-        role = Role(self.bus)
         chosen = self.settings if name == "dispatcher" or self.others is None else self.others
-        trace(name, "worker-1" if name == "worker" else name, role, chosen, self.spans.append, self.logged)
-        return role
+        process = "worker-1" if name == "worker" else name
+        ratio = chosen.telemetry.sample_ratio
+        tracing = tracing_of(name, process, chosen.run.name, ratio, self.spans.append, self.logged)
+        assert tracing is not None
+        engine = tracing.around(FakeEngine(version=VERSION, started=True))
+        return Role(observed(self.bus, tracing.observer), engine)
 
     def full(self, topic: Topic) -> str:
         return topic.full_name(self.settings.run.name)

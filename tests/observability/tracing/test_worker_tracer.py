@@ -4,11 +4,9 @@ from pathlib import Path
 import pytest
 
 from bus.port import Outgoing, Record
-from observability.tracing.context import Context, LoggedTraces
-from observability.tracing.engine import TracedEngine
-from observability.tracing.interceptor import Stored
-from observability.tracing.role_tracers import WorkerStory
-from observability.tracing.spans import Span
+from observability.tracing.context import LoggedTraces, SpanContext, TraceSpan
+from observability.tracing.observer import StoredRecord
+from observability.tracing.role_tracers import TracedEngine, WorkerTracer
 from producers.generation.engines.port import GenerationRequest
 from schemas.errors import WeightsError
 from schemas.identifiers import PolicyVersion
@@ -21,7 +19,7 @@ GROUP, NAME, VERSION = "gsm8k/7/0", "gsm8k/7/0/3", PolicyVersion(2, 4)
 
 
 @pytest.fixture
-def spans() -> list[Span]:
+def spans() -> list[TraceSpan]:
     return []
 
 
@@ -31,67 +29,67 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def story(spans: list[Span], clock: FakeClock) -> WorkerStory:
-    story = WorkerStory("r", "worker-1", spans.append, LoggedTraces(), clock)
-    story.read(Record("r.work-orders", 3, 0, GROUP, b"", (), 0.0), Context(7, 9))
-    return story
+def tracer(spans: list[TraceSpan], clock: FakeClock) -> WorkerTracer:
+    tracer = WorkerTracer("r", "worker-1", spans.append, LoggedTraces(), clock)
+    tracer.received(Record("r.work-orders", 3, 0, GROUP, b"", (), 0.0), SpanContext(7, 9))
+    return tracer
 
 
 def request(name: str) -> GenerationRequest:
     return GenerationRequest(name, [1], SamplingParams(max_completion_length=8))
 
 
-async def test_an_engine_that_is_left_early_frees_its_slot(story: WorkerStory) -> None:
+async def test_an_engine_that_is_left_early_frees_its_slot(tracer: WorkerTracer) -> None:
     fake = FakeEngine(version=VERSION, started=True)
-    async with aclosing(TracedEngine(fake, story).generate(request(NAME))) as deltas:  # type: ignore[type-var]
+    async with aclosing(TracedEngine(fake, tracer).generate(request(NAME))) as deltas:  # type: ignore[type-var]
         async for _ in deltas:
             break
     assert (fake.running, fake.left_early) == (0, 1)
 
 
-async def test_a_request_outside_of_all_traces_goes_to_the_engine_itself(story: WorkerStory) -> None:
+async def test_a_request_outside_of_all_traces_goes_to_the_engine_itself(tracer: WorkerTracer) -> None:
     fake = FakeEngine(version=VERSION, started=True)
-    deltas = TracedEngine(fake, story).generate(request("other/0/0/0"))
+    deltas = TracedEngine(fake, tracer).generate(request("other/0/0/0"))
     assert type(deltas) is type(fake.generate(request("other/0/0/0")))
     assert getattr(deltas, "__qualname__", "") == "FakeEngine.generate"
 
 
 def test_a_trajectory_that_was_never_generated_is_told_without_a_generation(
-    story: WorkerStory, spans: list[Span]
+    tracer: WorkerTracer, spans: list[TraceSpan]
 ) -> None:
-    passage = story.sending(Outgoing.of("r.trajectories", trajectory(0), key=GROUP, partition=0))
-    assert passage is not None
-    passage.stored(Stored("r.trajectories", 0, 1, 1.0, 2.0))
+    trace = tracer.sending(Outgoing.of("r.trajectories", trajectory(0), key=GROUP, partition=0))
+    assert trace is not None
+    trace.on_stored(StoredRecord("r.trajectories", 0, 1, 1.0, 2.0))
     assert [span.name for span in spans] == ["sample", "send trajectories"]
-    assert passage.context == spans[1].context
+    assert trace.context == spans[1].context
 
 
 async def test_weights_that_the_engine_refuses_are_not_told_as_taken_up(
-    story: WorkerStory, spans: list[Span], tmp_path: Path
+    tracer: WorkerTracer, spans: list[TraceSpan], tmp_path: Path
 ) -> None:
     announced = Outgoing.of("r.control", examples()["control-weights-ready"], key="weights/policy")
     record = Record("r.control", 0, 0, announced.key, announced.value, announced.headers, 0.0)
-    story.read(record, Context(5, 6))
+    tracer.received(record, SpanContext(5, 6))
     fake = FakeEngine(refuse={VERSION})
-    engine = TracedEngine(fake, story)
+    engine = TracedEngine(fake, tracer)
     with pytest.raises(WeightsError):
         await engine.adopt(tmp_path, VERSION)
     assert spans == []
     fake.refuse.clear()
     await engine.adopt(tmp_path, VERSION)
     assert [(span.name, span.parent) for span in spans] == [
-        ("fetch weights", Context(5, 6)),
-        ("adopt weights", Context(5, 6)),
+        ("fetch weights", SpanContext(5, 6)),
+        ("adopt weights", SpanContext(5, 6)),
     ]
 
 
 def test_a_trajectory_that_is_sent_again_carries_the_same_context_and_is_told_once(
-    story: WorkerStory, spans: list[Span]
+    tracer: WorkerTracer, spans: list[TraceSpan]
 ) -> None:
     record = Outgoing.of("r.trajectories", trajectory(), key=GROUP, partition=0)
-    first, second = story.sending(record), story.sending(record)
+    first, second = tracer.sending(record), tracer.sending(record)
     assert first is not None
     assert second is not None
     assert first.context == second.context
-    second.stored(Stored("r.trajectories", 0, 1, 1.0, 2.0))
+    second.on_stored(StoredRecord("r.trajectories", 0, 1, 1.0, 2.0))
     assert [span.name for span in spans] == ["sample", "send trajectories"]

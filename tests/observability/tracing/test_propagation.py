@@ -7,12 +7,11 @@ from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.memory import MemoryBus
 from bus.port import Bus, Record
-from observability.tracing.context import Context, context_of
-from observability.tracing.spans import Span
+from observability.tracing.context import SpanContext, TraceSpan, context_of
 from schemas.codec import headers_of
 from schemas.topics import CONTROL, STEPS, TRAJECTORIES, WORK_ORDERS
 from tests.contract.topics import create_topic
-from tests.observability.tracing.tracing.scene import Scene, settings
+from tests.observability.tracing.traced_loop import TracedLoop, settings
 from tests.schemas.examples import work_order
 
 TOPICS = (WORK_ORDERS, TRAJECTORIES, STEPS, CONTROL)
@@ -32,19 +31,19 @@ def memory_bus(run: str) -> MemoryBus:
     return bus
 
 
-def by_name(spans: list[Span]) -> dict[str, Span]:
+def by_name(spans: list[TraceSpan]) -> dict[str, TraceSpan]:
     found = {span.name: span for span in spans}
-    assert len(found) == len(spans), "every span of the scene is told once"
+    assert len(found) == len(spans), "every span of the loop is told once"
     return found
 
 
-def parents(spans: dict[str, Span]) -> dict[str, str]:
+def parents(spans: dict[str, TraceSpan]) -> dict[str, str]:
     names = {span.context: name for name, span in spans.items()}
     return {name: names[span.parent] for name, span in spans.items() if span.parent is not None}
 
 
-def assert_one_trace(scene: Scene, records: dict[str, Record]) -> None:
-    spans = by_name(scene.spans)
+def assert_one_trace(loop: TracedLoop, records: dict[str, Record]) -> None:
+    spans = by_name(loop.spans)
     assert parents(spans) == {
         "sample": "dispatch",
         "generate": "sample",
@@ -65,7 +64,7 @@ def assert_one_trace(scene: Scene, records: dict[str, Record]) -> None:
     for name in ("train", "optimizer step", "announce weights", "adopt weights"):
         assert spans[name].attributes["streamrl.policy.version"] == "2-4"
     sent = spans["send trajectories"].attributes
-    assert (sent["messaging.system"], sent["messaging.destination.name"]) == ("kafka", scene.full(TRAJECTORIES))
+    assert (sent["messaging.system"], sent["messaging.destination.name"]) == ("kafka", loop.full(TRAJECTORIES))
     assert (sent["messaging.destination.partition.id"], sent["messaging.kafka.offset"]) == ("0", 0)
     generated = spans["generate"].attributes
     assert (generated["gen_ai.usage.output_tokens"], generated["streamrl.predicted_length"]) == (5, 128)
@@ -83,8 +82,8 @@ def assert_one_trace(scene: Scene, records: dict[str, Record]) -> None:
 
 
 async def test_one_trace_goes_around_the_loop_in_memory(run: str, memory_bus: MemoryBus, tmp_path: Path) -> None:
-    scene = Scene(memory_bus, settings(run))
-    assert_one_trace(scene, await scene.play(tmp_path))
+    loop = TracedLoop(memory_bus, settings(run))
+    assert_one_trace(loop, await loop.play(tmp_path))
 
 
 @pytest.mark.kafka
@@ -92,43 +91,43 @@ async def test_one_trace_goes_around_the_loop_on_kafka(run: str, bootstrap_serve
     for topic in TOPICS:
         await create_topic(bootstrap_servers, topic.full_name(run), 1)
     bus: Bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
-    scene = Scene(bus, settings(run))
-    assert_one_trace(scene, await scene.play(tmp_path))
+    loop = TracedLoop(bus, settings(run))
+    assert_one_trace(loop, await loop.play(tmp_path))
 
 
 async def test_what_is_not_sampled_carries_no_header_and_is_not_told(
     run: str, memory_bus: MemoryBus, tmp_path: Path
 ) -> None:
-    scene = Scene(memory_bus, settings(run, sample_ratio=0.0))
-    records = await scene.play(tmp_path)
-    assert scene.spans == []
+    loop = TracedLoop(memory_bus, settings(run, sample_ratio=0.0))
+    records = await loop.play(tmp_path)
+    assert loop.spans == []
     for record in records.values():
         assert record.headers == headers_of(record.message())
 
 
 async def test_the_dispatcher_alone_decides_what_is_sampled(run: str, memory_bus: MemoryBus, tmp_path: Path) -> None:
     """Others follow the header, whatever ratio they were started with."""
-    scene = Scene(memory_bus, settings(run), others=settings(run, sample_ratio=0.0))
-    assert_one_trace(scene, await scene.play(tmp_path))
+    loop = TracedLoop(memory_bus, settings(run), others=settings(run, sample_ratio=0.0))
+    assert_one_trace(loop, await loop.play(tmp_path))
 
 
 async def test_a_group_that_is_ordered_again_stays_in_its_trace(run: str, memory_bus: MemoryBus) -> None:
-    scene = Scene(memory_bus, settings(run))
+    loop = TracedLoop(memory_bus, settings(run))
     order = work_order("2 + 2")
     for attempt in (0, 1):
-        await scene.commit(scene.role("dispatcher"), WORK_ORDERS, order.replace(attempt=attempt), order.group_id)
-    first, second = scene.spans
+        await loop.commit(loop.role("dispatcher"), WORK_ORDERS, order.replace(attempt=attempt), order.group_id)
+    first, second = loop.spans
     assert first.parent is None
     assert second.parent == first.context
     assert second.context != first.context
 
 
 async def test_a_record_that_is_sent_again_carries_the_same_header(run: str, memory_bus: MemoryBus) -> None:
-    scene, order = Scene(memory_bus, settings(run)), work_order("2 + 2")
-    contexts: set[Context | None] = set()
+    loop, order = TracedLoop(memory_bus, settings(run)), work_order("2 + 2")
+    contexts: set[SpanContext | None] = set()
     for _ in range(2):
-        await scene.commit(scene.role("dispatcher"), WORK_ORDERS, order, order.group_id)
-    for record in memory_bus.log(scene.full(WORK_ORDERS)).partitions[0]:
+        await loop.commit(loop.role("dispatcher"), WORK_ORDERS, order, order.group_id)
+    for record in memory_bus.log(loop.full(WORK_ORDERS)).partitions[0]:
         contexts.add(context_of(record.headers))
     assert len(contexts) == 1
     assert contexts != {None}

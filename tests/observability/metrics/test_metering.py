@@ -2,10 +2,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bus.memory import MemoryBus
-from bus.port import Outgoing
+from bus.port import Bus, Outgoing
+from observability.interceptor import observed
 from observability.metrics.families import Meters
-from observability.metrics.interceptor import MeasuredBus, Sight, of_message
-from observability.metrics.messages import CoordinatorMessages, TrainerMessages, WorkerMessages
+from observability.metrics.metering import (
+    CoordinatorMeter,
+    MeteringObserver,
+    TrainerMeter,
+    WorkerMeter,
+    of_message,
+)
 from schemas.errors import Superseded
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
@@ -22,15 +28,15 @@ def value(registry: CollectorRegistry, name: str, /, **labels: str) -> float | N
     return registry.get_sample_value(f"streamrl_{name}", {"run": "r", **labels})
 
 
-def measured(meters: Meters) -> tuple[MeasuredBus, Sight]:
+def metered(meters: Meters) -> tuple[Bus, MeteringObserver]:
     bus = MemoryBus()
     bus.create_topic("r.steps", 1)
-    sight = Sight(meters)
-    return MeasuredBus(bus, sight), sight
+    observer = MeteringObserver(meters)
+    return observed(bus, observer), observer
 
 
 async def test_what_is_written_and_read_is_counted_and_unchanged(meters: Meters) -> None:
-    bus, _ = measured(meters)
+    bus, _ = metered(meters)
     subscription = await bus.subscribe(["r.steps"], client_id="c")
     publisher = await bus.publisher("p")
     await publisher.publish(Outgoing("r.steps", b"abc", "k"))
@@ -44,7 +50,7 @@ async def test_what_is_written_and_read_is_counted_and_unchanged(meters: Meters)
 
 
 async def test_a_transaction_that_fails_is_not_counted_as_written(meters: Meters) -> None:
-    bus, _ = measured(meters)
+    bus, _ = metered(meters)
     old = await bus.transactional("t")
     await bus.transactional("t")
     with pytest.raises(Superseded):
@@ -53,14 +59,14 @@ async def test_a_transaction_that_fails_is_not_counted_as_written(meters: Meters
 
 
 async def test_measuring_never_fails(meters: Meters) -> None:
-    bus, sight = measured(meters)
+    bus, observer = metered(meters)
     seen = []
 
-    def take(message: Message) -> None:
+    def failing(message: Message) -> None:
         seen.append(message)
         raise ZeroDivisionError
 
-    sight.published["r.steps"] = of_message(take)
+    observer.sent["r.steps"] = of_message(failing)
     publisher = await bus.publisher("p")
     for _ in range(2):
         await publisher.publish(Outgoing("r.steps", b"rubbish", None))
@@ -70,7 +76,7 @@ async def test_measuring_never_fails(meters: Meters) -> None:
 
 
 def test_a_trainer_s_reports_become_figures_and_count_once(meters: Meters) -> None:
-    trainer, report = TrainerMessages(meters), examples()["step-report"]
+    trainer, report = TrainerMeter(meters), examples()["step-report"]
     metrics = {
         "reward": 0.5,
         "time/step": 2.0,
@@ -80,7 +86,7 @@ def test_a_trainer_s_reports_become_figures_and_count_once(meters: Meters) -> No
         "completions/num_tokens": 100.0,
     }
     for _ in range(2):  # announced again after a restart of the broker
-        trainer.take(report.replace(metrics=metrics))
+        trainer.reported(report.replace(metrics=metrics))
     labels = {"algorithm": "grpo"}
     assert value(meters.registry, "trainer_steps_total", **labels) == 1
     assert value(meters.registry, "trained_trajectories_total", **labels) == 2
@@ -93,11 +99,11 @@ def test_a_trainer_s_reports_become_figures_and_count_once(meters: Meters) -> No
 
 
 def test_skips_and_dead_letters_count_by_reason(meters: Meters) -> None:
-    trainer, skip = TrainerMessages(meters), examples()["skip"]
-    trainer.take(skip)
-    trainer.take(skip.replace(reason=SkipReason.RETENTION_EXPIRED, offset=10, end_offset=15))
-    trainer.take(examples()["refused-step"])
-    trainer.take_dead_letter(None, (("dlq-error-class", b"MalformedFrame"),))
+    trainer, skip = TrainerMeter(meters), examples()["skip"]
+    trainer.reported(skip)
+    trainer.reported(skip.replace(reason=SkipReason.RETENTION_EXPIRED, offset=10, end_offset=15))
+    trainer.reported(examples()["refused-step"])
+    trainer.dead_letter(None, (("dlq-error-class", b"MalformedFrame"),))
     assert value(meters.registry, "skipped_trajectories_total", algorithm="grpo", reason="stale") == 1
     assert value(meters.registry, "skipped_trajectories_total", algorithm="grpo", reason="retention_expired") == 5
     assert value(meters.registry, "trainer_refused_steps_total", algorithm="grpo") == 1
@@ -105,24 +111,24 @@ def test_skips_and_dead_letters_count_by_reason(meters: Meters) -> None:
 
 
 def test_a_worker_s_heartbeats_become_figures(meters: Meters) -> None:
-    worker, beat = WorkerMessages(meters), examples()["heartbeat"]
-    worker.take(beat.replace(generated_tokens=10))
-    worker.take(beat.replace(generated_tokens=25, version=PolicyVersion(2, 9)))
+    worker, beat = WorkerMeter(meters), examples()["heartbeat"]
+    worker.heartbeat(beat.replace(generated_tokens=10))
+    worker.heartbeat(beat.replace(generated_tokens=25, version=PolicyVersion(2, 9)))
     assert value(meters.registry, "worker_generated_tokens_total", worker="worker-1") == 25
     assert value(meters.registry, "worker_policy_version", worker="worker-1") == 9
     assert value(meters.registry, "worker_state", worker="worker-1", state="draining") == 1
 
 
-def test_the_coordinator_counts_workers_by_standing(meters: Meters) -> None:
-    coordinator, beat = CoordinatorMessages(meters), examples()["heartbeat"]
+def test_the_coordinator_counts_workers_by_state(meters: Meters) -> None:
+    coordinator, beat = CoordinatorMeter(meters), examples()["heartbeat"]
     for number, sent_at in enumerate((100.0, 100.0, 50.0)):
-        coordinator.hear(beat.replace(worker_id=f"w{number}", sent_at=sent_at))
-    coordinator.look(105.0, 10.0)
+        coordinator.heartbeat(beat.replace(worker_id=f"w{number}", sent_at=sent_at))
+    coordinator.collect(105.0, 10.0)
     assert value(meters.registry, "workers", standing="draining") == 2
     assert value(meters.registry, "workers", standing="lost") == 1
     ready, finished = examples()["control-weights-ready"], examples()["control-run-finished"]
-    coordinator.recall(ready)
-    coordinator.take(ready)
-    coordinator.take(finished)
+    coordinator.recovered(ready)
+    coordinator.announced(ready)
+    coordinator.announced(finished)
     assert value(meters.registry, "weights_announced_total") == 1
     assert value(meters.registry, "run_finished") == 1

@@ -5,10 +5,11 @@ import aiohttp
 import pytest
 
 from bus.embedded.node import free_ports
-from coordinator.relay import WeightsStore
+from coordinator.relay import Relay, WeightsStore
 from coordinator.settings import RelaySettings
+from observability.metrics.exporting import Metering
 from observability.metrics.families import Meters
-from observability.metrics.roles import MeasuredRelay
+from observability.metrics.metering import MeteringObserver
 
 
 @pytest.fixture
@@ -23,7 +24,8 @@ def store(tmp_path: Path) -> WeightsStore:
 async def test_a_relay_counts_requests_and_the_bytes_of_weights(store: WeightsStore) -> None:
     (port,) = free_ports(1)
     meters, stop = Meters("r"), asyncio.Event()
-    serving = asyncio.create_task(MeasuredRelay(store, RelaySettings(port=port), meters).run(stop))
+    metering = Metering(meters, MeteringObserver(meters), [])
+    serving = asyncio.create_task(Relay(store, RelaySettings(port=port), metering.count_response).run(stop))
     address = f"http://127.0.0.1:{port}"
     async with aiohttp.ClientSession() as session:
         while True:

@@ -1,0 +1,257 @@
+"""The one interceptor between a role and its bus: observers are shown every record that the role sends and reads.
+
+Metrics and tracing are two such observers. A record crosses one wrapper, however many of them look on; without any,
+the role gets the bus itself. An observer may add headers to what is sent, and nothing else.
+
+Invariant observing_never_fails: an observer that raises is logged once and asked no more; the record goes its way.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
+
+import structlog
+
+from bus.port import (
+    Bus,
+    Outgoing,
+    Position,
+    Publisher,
+    Record,
+    Start,
+    Subscription,
+    TopicPartition,
+    TransactionalPublisher,
+)
+from schemas.errors import BusError
+
+log = structlog.get_logger()
+Result = TypeVar("Result")
+
+
+class DeliveryReport(NamedTuple):
+    """How the sending of a record, or of a transaction, ended.
+
+    ``position``: of a single record that the broker has; a transaction does not learn its offsets. ``began_s`` is in
+    seconds since the epoch, ``duration_s`` by a clock that is never set. ``error``: None if the broker has it all.
+    """
+
+    position: Position | None
+    began_s: float
+    duration_s: float
+    error: BaseException | None
+
+    @property
+    def ended_s(self) -> float:
+        """Seconds since the epoch."""
+        return self.began_s + self.duration_s
+
+
+class DeliveryObserver(Protocol):
+    """Follows one record, or the records of one transaction, to the broker."""
+
+    def accepted(self) -> None:
+        """The publisher took the record and will go on by itself; the transaction was committed."""
+        ...
+
+    def settled(self, report: DeliveryReport) -> None:
+        """The broker answered, or will not. A record that was cancelled is not settled."""
+        ...
+
+
+class BusObserver(Protocol):
+    """What is shown all that passes between a role and its bus; called on the event loop, so it must not wait."""
+
+    def sending(self, records: list[Outgoing]) -> DeliveryObserver | None:
+        """One record, or a transaction, is about to be sent, perhaps not for the first time.
+
+        May put others with more headers into their places in the list. None: the rest is of no interest.
+        """
+        ...
+
+    def received(self, records: Sequence[Record]) -> None:
+        """Records were read; never empty."""
+        ...
+
+
+def observed(bus: Bus, *observers: BusObserver) -> Bus:
+    """The bus with these observers looking on; the bus itself if there are none."""
+    return ObservedBus(bus, Observers(observers)) if observers else bus
+
+
+class Observers:
+    """Those that still look on: whoever raises is dropped."""
+
+    def __init__(self, observers: Iterable[BusObserver]) -> None:
+        self._observers = list(observers)
+
+    def sending(self, records: list[Outgoing]) -> "_Delivery":
+        """Show what is about to be sent; observers may change the list."""
+        following: list[tuple[BusObserver, DeliveryObserver]] = []
+        for observer in tuple(self._observers):
+            if (delivery := self._guarded(observer, partial(observer.sending, records))) is not None:
+                following.append((observer, delivery))
+        return _Delivery(self, following)
+
+    def received(self, records: Sequence[Record]) -> None:
+        """Show what was read."""
+        if records:
+            for observer in tuple(self._observers):
+                self._guarded(observer, partial(observer.received, records))
+
+    def tell(self, observer: BusObserver, call: Callable[[], None]) -> None:
+        """Tell one of them how a delivery goes on, unless it was dropped meanwhile."""
+        if any(one is observer for one in self._observers):
+            self._guarded(observer, call)
+
+    def _guarded(self, observer: BusObserver, call: Callable[[], Result]) -> Result | None:
+        try:
+            return call()
+        except Exception:
+            log.exception("an observer of the bus failed and is dropped", observer=type(observer).__name__)
+            self._observers = [one for one in self._observers if one is not observer]
+            return None
+
+
+class _Delivery:
+    """What one call sends, with those who follow it."""
+
+    def __init__(self, observers: Observers, following: list[tuple[BusObserver, DeliveryObserver]]) -> None:
+        self._observers, self._following = observers, following
+        self._began_s, self._began = time.time(), time.perf_counter()
+
+    def accepted(self) -> None:
+        for observer, delivery in self._following:
+            self._observers.tell(observer, delivery.accepted)
+
+    def settled(self, position: Position | None, error: BaseException | None) -> None:
+        report = DeliveryReport(position, self._began_s, time.perf_counter() - self._began, error)
+        for observer, delivery in self._following:
+            self._observers.tell(observer, partial(delivery.settled, report))
+
+    def settle_with(self, future: "asyncio.Future[Position]") -> None:
+        if self._following:
+            future.add_done_callback(self._done)
+
+    def _done(self, future: "asyncio.Future[Position]") -> None:
+        if not future.cancelled():
+            error = future.exception()
+            self.settled(future.result() if error is None else None, error)
+
+
+@dataclass(frozen=True)
+class ObservedBus:
+    """``bus.port.Bus`` that puts the interceptor around each client of the inner bus."""
+
+    inner: Bus
+    observers: Observers
+
+    async def publisher(self, client_id: str) -> Publisher:
+        """See the port."""
+        return _ObservedPublisher(await self.inner.publisher(client_id), self.observers)
+
+    async def transactional(self, transactional_id: str) -> TransactionalPublisher:
+        """See the port."""
+        return _ObservedTransactions(await self.inner.transactional(transactional_id), self.observers)
+
+    async def subscribe(
+        self,
+        topics: Iterable[str],
+        *,
+        client_id: str,
+        start: Start = "earliest",
+        partitions: Iterable[int] | None = None,
+        group_id: str | None = None,
+    ) -> Subscription:
+        """See the port."""
+        inner = await self.inner.subscribe(
+            topics, client_id=client_id, start=start, partitions=partitions, group_id=group_id
+        )
+        return _ObservedSubscription(inner, self.observers)
+
+
+@dataclass(frozen=True)
+class _ObservedPublisher:
+    inner: Publisher
+    observers: Observers
+
+    async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
+        records = [record]
+        delivery = self.observers.sending(records)
+        future = await self.inner.submit(records[0])
+        delivery.accepted()
+        delivery.settle_with(future)
+        return future
+
+    async def publish(self, record: Outgoing) -> Position:
+        return await (await self.submit(record))
+
+    async def flush(self) -> None:
+        await self.inner.flush()
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+@dataclass(frozen=True)
+class _ObservedTransactions:
+    inner: TransactionalPublisher
+    observers: Observers
+
+    async def commit(
+        self,
+        records: Sequence[Outgoing],
+        *,
+        offsets: Mapping[TopicPartition, int] | None = None,
+        group_id: str | None = None,
+    ) -> None:
+        changed = list(records)
+        delivery = self.observers.sending(changed)
+        try:
+            await self.inner.commit(changed, offsets=offsets, group_id=group_id)
+        except BusError as error:
+            delivery.settled(None, error)
+            raise
+        delivery.accepted()
+        delivery.settled(None, None)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+@dataclass(frozen=True)
+class _ObservedSubscription:
+    inner: Subscription
+    observers: Observers
+
+    async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
+        records = await self.inner.poll(max_records=max_records, timeout_s=timeout_s)
+        self.observers.received(records)
+        return records
+
+    def pause(self, partitions: Iterable[TopicPartition]) -> None:
+        self.inner.pause(partitions)
+
+    def resume(self, partitions: Iterable[TopicPartition]) -> None:
+        self.inner.resume(partitions)
+
+    def partitions(self) -> frozenset[TopicPartition]:
+        return self.inner.partitions()
+
+    async def positions(self) -> dict[TopicPartition, int]:
+        return await self.inner.positions()
+
+    async def end_offsets(self) -> dict[TopicPartition, int]:
+        return await self.inner.end_offsets()
+
+    async def beginning_offsets(self) -> dict[TopicPartition, int]:
+        return await self.inner.beginning_offsets()
+
+    async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
+        await self.inner.commit(offsets)
+
+    async def close(self) -> None:
+        await self.inner.close()
