@@ -4,8 +4,13 @@ from asyncio import Future
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, Self
 
+import structlog
+
 from schemas.codec import Headers, decode, encode, headers_of
+from schemas.errors import WireError
 from schemas.messages import Message
+
+log = structlog.get_logger()
 
 
 class TopicPartition(NamedTuple):
@@ -41,6 +46,21 @@ class Record(NamedTuple):
             WireError: the bytes are not one of our messages.
         """
         return decode(self.value, self.headers)
+
+
+def message_of(record: Record, *, warn: bool = False) -> Message | None:
+    """The record's message, or None for a tombstone and for bytes that are none of our messages.
+
+    ``warn``: log such bytes, on topics with one writer; on the others the trainer dead-letters them.
+    """
+    if record.value is None:
+        return None
+    try:
+        return record.message()
+    except WireError as error:
+        if warn:
+            log.warning("unreadable record ignored", topic=record.topic, offset=record.offset, error=str(error))
+        return None
 
 
 class Outgoing(NamedTuple):

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from bus.port import Bus, Record, Subscription, TransactionalPublisher
+from bus.port import Bus, Record, Subscription, TransactionalPublisher, message_of
 from coordinator.announcer import ControlAnnouncer
 from coordinator.membership import Liveness, Membership
 from coordinator.scaling import FleetBounds, FleetWatch
 from coordinator.settings import CoordinatorSettings, ScalingSettings
-from coordinator.state import CoordinatorState, decide, message_of, recover, subscribe_members
+from coordinator.state import CoordinatorState, decide, recover, subscribe_members
 from schemas.control import OperatorCommand
 from schemas.identifiers import PolicyVersion
 from schemas.reports import Heartbeat, StepReport
@@ -146,7 +146,7 @@ class CoordinatorSession:
         while not stop.is_set():
             self.coordinator.on_tick(LOOPS[0])
             records = await steps.poll(timeout_s=POLL_S)
-            messages = [message for record in records if (message := message_of(record)) is not None]
+            messages = [message for record in records if (message := message_of(record, warn=True)) is not None]
             for message in messages:
                 self.state.apply(message)
                 if isinstance(message, StepReport) and not self.state.ledger.is_newest(message):
@@ -202,7 +202,7 @@ class CoordinatorSession:
                 self._note_lost()
 
     async def _handle(self, record: Record, at: float) -> None:
-        match message_of(record):
+        match message_of(record, warn=True):
             case Heartbeat() as heartbeat:
                 self._observe(heartbeat, at)
             case OperatorCommand() as command:

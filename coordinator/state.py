@@ -13,7 +13,7 @@ from typing import Literal
 
 import structlog
 
-from bus.port import Bus, Record, Subscription
+from bus.port import Bus, Subscription, message_of
 from schemas.control import (
     Control,
     DrainWorker,
@@ -24,7 +24,6 @@ from schemas.control import (
     WeightsReady,
     WorkerClaimed,
 )
-from schemas.errors import WireError
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
 from schemas.reports import StepReport
@@ -121,19 +120,8 @@ async def _replay(subscription: Subscription, state: CoordinatorState) -> None:
     ends = await subscription.end_offsets()
     while any(position < ends[tp] for tp, position in (await subscription.positions()).items()):
         for record in await subscription.poll(timeout_s=1.0):
-            if (message := message_of(record)) is not None:
+            if (message := message_of(record, warn=True)) is not None:
                 state.apply(message)
-
-
-def message_of(record: Record) -> Message | None:
-    """The record's message, or none for a tombstone or foreign bytes (logged: these topics have one writer)."""
-    if record.value is None:
-        return None
-    try:
-        return record.message()
-    except WireError as error:
-        log.warning("unreadable record ignored", topic=record.topic, offset=record.offset, error=str(error))
-        return None
 
 
 @dataclass

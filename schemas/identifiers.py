@@ -3,10 +3,12 @@
 import re
 from typing import NamedTuple
 
+import xxhash
+
 _PLAIN_NAME = re.compile(r"[a-z0-9._-]{1,64}")
 
-WORKER_LANES = 64
-"""Partitions of the work-orders topic; each worker reads the one its id hashes to."""
+WORK_ORDER_PARTITIONS = 64
+"""Partitions of the work-orders topic. Each worker reads one; with 64, few of a usual fleet share theirs."""
 
 
 class PolicyVersion(NamedTuple):
@@ -54,9 +56,15 @@ def make_trajectory_id(group_id: str, sample_index: int) -> str:
     return f"{group_id}/{sample_index}"
 
 
-def lane_of(worker_id: str) -> int:
-    """Partition of the work-orders topic that a worker reads (stable across processes and runs)."""
-    value = 2166136261
-    for byte in worker_id.encode():
-        value = ((value ^ byte) * 16777619) & 0xFFFFFFFF
-    return value % WORKER_LANES
+def group_id_of(trajectory_id: str) -> str:
+    """Name of the group that a trajectory belongs to; empty where the text is no trajectory id."""
+    return trajectory_id.rpartition("/")[0]
+
+
+def partition_of_worker(worker_id: str) -> int:
+    """Partition of the work-orders topic that a worker reads.
+
+    Dispatcher and workers must agree on it. Both are always of one version of this project in a run, so the hash may
+    change between versions, though never within a run.
+    """
+    return xxhash.xxh32_intdigest(worker_id.encode()) % WORK_ORDER_PARTITIONS

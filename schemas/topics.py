@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from schemas.control import OperatorCommand, WeightsReady
-from schemas.identifiers import WORKER_LANES
+from schemas.identifiers import WORK_ORDER_PARTITIONS
 from schemas.messages import Message
 from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
 from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
@@ -67,7 +67,7 @@ WORK_ORDERS = Topic(
     name="work-orders",
     message=WorkOrder,
     key="group id",
-    partitions=WORKER_LANES,
+    partitions=WORK_ORDER_PARTITIONS,
     cleanup_policy="delete",
     retention_ms=DAY_MS,
     max_message_bytes=_room_for(WorkOrder),

@@ -12,7 +12,7 @@ import numpy as np
 from bus.port import Bus, Outgoing, Publisher
 from consumers.ingest.rejections import SkipTally
 from consumers.training.checkpoints import manifest as stored
-from schemas.identifiers import PolicyVersion, make_group_id, make_trajectory_id
+from schemas.identifiers import PolicyVersion, group_id_of, make_group_id, make_trajectory_id
 from schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
 from schemas.topics import SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import (
@@ -106,7 +106,7 @@ class MadeUpRun:
             algorithm=ALGORITHM,
             reason=self.random.choice([SkipReason.STALE, SkipReason.ZERO_ADVANTAGE, SkipReason.FILTERED]),
             trajectory_id=ref.trajectory_id,
-            group_id=ref.trajectory_id.rpartition("/")[0],
+            group_id=group_id_of(ref.trajectory_id),
             partition=ref.partition,
             offset=ref.offset,
             step=0,
@@ -132,7 +132,7 @@ class MadeUpRun:
             step=version.number,
             version=version,
             manifest_sha256=None,
-            group_ids=tuple(dict.fromkeys(ref.trajectory_id.rpartition("/")[0] for ref in refs)),
+            group_ids=tuple(dict.fromkeys(group_id_of(ref.trajectory_id) for ref in refs)),
             micro_batches=tuple(tuple(refs[at : at + 32]) for at in range(0, len(refs), 32)),
             metrics={f"metric/{number}": float(number) for number in range(60)},
             digests={f"model.layers.{number}.weight": f"{number:032x}" for number in range(100)} if refs else {},
@@ -150,7 +150,7 @@ class MadeUpRun:
             step=version.number,
             policy_version=version,
             frontier={str(partition): {"low": low, "done": []} for partition, low in done.items()},
-            skips=stored.SkipTally(count=tally.count, hash=tally.hash, by_reason=dict(tally.reasons)),
+            skips=stored.SkipSummary(count=tally.count, hash=tally.hash, by_reason=dict(tally.reasons)),
             config_hash="",
             created_at=0.0,
         )

@@ -14,9 +14,9 @@ from pathlib import Path
 import structlog
 
 from bus.embedded.process import die_with_parent
-from bus.port import Bus, Outgoing, Publisher, Subscription
+from bus.port import Bus, Outgoing, Publisher, Subscription, message_of
 from schemas.control import FleetTarget, OperatorCommand
-from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError, WireError
+from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
 from schemas.topics import COMMANDS, CONTROL
 
 # When a dead process is started again, and when the run gives up. Pure; time and chance are passed in.
@@ -340,12 +340,7 @@ class Fleet:
 
     async def _listen(self, subscription: Subscription, timeout_s: float) -> None:
         for record in await subscription.poll(timeout_s=timeout_s):
-            try:
-                message = record.message()
-            except WireError as error:
-                log.warning("unreadable record ignored", topic=record.topic, offset=record.offset, error=str(error))
-                continue
-            if isinstance(message, FleetTarget):
+            if isinstance(message := message_of(record, warn=True), FleetTarget):
                 self._wanted = max(self.initial, min(self.most, message.workers))
 
     async def _obey(self, publisher: Publisher) -> None:

@@ -17,17 +17,17 @@ from functools import partial
 
 import structlog
 
-from bus.port import Bus, Outgoing, Subscription, TransactionalPublisher
-from producers.dispatch.recovery import CLIENT_ID, message_of, rebuild
+from bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
+from producers.dispatch.recovery import CLIENT_ID, rebuild
 from producers.dispatch.scheduler import Scheduler
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
 from producers.dispatch.status import DispatcherStatus, status_of
 from producers.dispatch.window import Drafts, OrderForm
 from producers.lengths.predictor import LengthPredictor
-from producers.prompts.entries import PromptSource
+from producers.prompts.sources import PromptSource
 from schemas.errors import BusUnavailable, DeliveryUnknown
-from schemas.identifiers import lane_of
+from schemas.identifiers import partition_of_worker
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from schemas.settings import LoopSettings
 from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
@@ -217,7 +217,8 @@ class Dispatcher:
         """Send until the broker has them; a repeat under the same ids is dropped by whoever reads it twice."""
         topic = WORK_ORDERS.full_name(self.run_name)
         records = [
-            Outgoing.of(topic, order, key=order.group_id, partition=lane_of(order.worker_id)) for order in orders
+            Outgoing.of(topic, order, key=order.group_id, partition=partition_of_worker(order.worker_id))
+            for order in orders
         ]
         while records and not stop.is_set():
             self.on_tick("dispatch")

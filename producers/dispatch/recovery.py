@@ -8,18 +8,16 @@ trajectories do, so the prompt cursor is the largest of what all three say. Posi
 names were drawn and never ordered, by a dispatcher that ended in the middle of a window; they come first again.
 """
 
-import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 import structlog
 
-from bus.port import Bus, Record, Start, TopicPartition
+from bus.port import Bus, Record, Start, TopicPartition, message_of
 from producers.dispatch.admission import HISTORY_STEPS
 from producers.dispatch.state import DispatchState
-from producers.lengths.predictor import replay
+from producers.lengths.startup import replay
 from schemas.control import RunFinished
-from schemas.errors import WireError
 from schemas.messages import Message
 from schemas.reports import SkipRecord, StepReport
 from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
@@ -167,10 +165,3 @@ async def _history(
         positions |= await subscription.positions()
     finally:
         await subscription.close()
-
-
-def message_of(record: Record) -> Message | None:
-    """The record's message; none for tombstones and bytes that do not decode, which the trainer dead-letters."""
-    with contextlib.suppress(WireError):
-        return None if record.value is None else record.message()
-    return None

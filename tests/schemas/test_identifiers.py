@@ -3,13 +3,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.identifiers import (
-    WORKER_LANES,
+    WORK_ORDER_PARTITIONS,
     PolicyVersion,
+    group_id_of,
     is_plain_name,
-    lane_of,
     make_group_id,
     make_prompt_id,
     make_trajectory_id,
+    partition_of_worker,
 )
 
 
@@ -52,14 +53,24 @@ def test_a_retry_of_the_same_work_gets_the_same_name() -> None:
     assert len(names) == 27
 
 
-def test_lanes_never_move_because_topics_outlive_processes() -> None:
-    assert {name: lane_of(name) for name in ("worker-0", "worker-1", "w")} == {"worker-0": 26, "worker-1": 45, "w": 54}
+def test_dispatcher_and_workers_agree_on_a_partition_in_every_process() -> None:
+    assert {name: partition_of_worker(name) for name in ("worker-0", "worker-1", "w")} == {
+        "worker-0": 51,
+        "worker-1": 50,
+        "w": 17,
+    }
+
+
+def test_a_trajectory_names_its_group() -> None:
+    group = make_group_id(make_prompt_id("gsm8k", 7), 2)
+    assert group_id_of(make_trajectory_id(group, 5)) == group
+    assert group_id_of("none of ours") == ""
 
 
 @given(st.text(max_size=64))
-def test_a_lane_is_a_partition_of_the_work_orders(worker_id: str) -> None:
-    assert 0 <= lane_of(worker_id) < WORKER_LANES
+def test_a_worker_reads_a_partition_of_the_work_orders(worker_id: str) -> None:
+    assert 0 <= partition_of_worker(worker_id) < WORK_ORDER_PARTITIONS
 
 
-def test_lanes_of_many_workers_spread() -> None:
-    assert len({lane_of(f"worker-{n}") for n in range(64)}) > 32
+def test_many_workers_spread_over_the_partitions() -> None:
+    assert len({partition_of_worker(f"worker-{n}") for n in range(64)}) > 32

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import PolicyVersion, group_id_of
 from schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
 from schemas.trajectories import Trajectory, VersionSpan
 from tests.schemas.examples import examples
@@ -42,7 +42,7 @@ def first(lineage: int, step: int = 0, parent: PolicyVersion | None = None, pare
 
 
 def step(lineage: int, number: int, *refs: RecordRef) -> StepReport:
-    groups = tuple(reference.trajectory_id.rpartition("/")[0] for reference in refs)
+    groups = tuple(group_id_of(reference.trajectory_id) for reference in refs)
     return first(lineage, number).replace(group_ids=groups, micro_batches=(refs,), parent=None)
 
 

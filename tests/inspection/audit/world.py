@@ -18,7 +18,7 @@ from inspection.audit.checks import balance
 from inspection.audit.index import Books
 from inspection.audit.verdict import Verdict
 from schemas.codec import encode, headers_of
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import PolicyVersion, group_id_of
 from schemas.messages import Message
 from schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
 from schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
@@ -31,7 +31,7 @@ Place = tuple[int, int]
 
 def frame(name: str) -> bytes:
     """As much of a trajectory as an audit looks at."""
-    header: bytes = msgpack.packb({"trajectory_id": name, "group_id": name.rpartition("/")[0]})
+    header: bytes = msgpack.packb({"trajectory_id": name, "group_id": group_id_of(name)})
     return len(header).to_bytes(4, "little") + header
 
 
@@ -148,7 +148,7 @@ class World:
         for partition, done in life.done.items():
             low = next(offset for offset in range(len(self.log[partition]) + 1) if offset not in done)
             frontier[str(partition)] = {"low": low, "done": sorted(o for o in done if o > low)}
-        tally = stored.SkipTally(count=life.tally.count, hash=life.tally.hash, by_reason=dict(life.tally.reasons))
+        tally = stored.SkipSummary(count=life.tally.count, hash=life.tally.hash, by_reason=dict(life.tally.reasons))
         manifest = CheckpointManifest(
             run=RUN,
             algorithm=ALGORITHM,
@@ -164,13 +164,13 @@ class World:
         )
         self.saved.append(Saved(manifest, self._copy(life), self.last_report))
 
-    def _anchors(self) -> dict[str, stored.Anchor]:
+    def _anchors(self) -> dict[str, stored.KnownRecord]:
         found = {}
         for partition, done in self.life.done.items():
             named = [offset for offset in sorted(done) if self.log[partition][offset] is not None]
             if named:
                 name = self.log[partition][named[0]] or ""
-                found[str(partition)] = stored.Anchor(offset=named[0], trajectory_id=name)
+                found[str(partition)] = stored.KnownRecord(offset=named[0], trajectory_id=name)
         return found
 
     def restart(self, saved: Saved | None) -> None:

@@ -7,12 +7,11 @@ from bus.memory import MemoryBus, MemoryTransactionalPublisher
 from bus.port import Outgoing
 from producers.dispatch.settings import DispatchSettings
 from producers.lengths.buckets import Buckets
-from producers.lengths.estimators import Completion, ConstantLength, ObservedQuantiles
 from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.predictor import LengthPredictor
+from producers.lengths.predictor import ConstantLength, LengthPredictor, ObservedCompletion, ObservedQuantiles
 from producers.lengths.settings import LengthSettings
 from schemas.errors import BusUnavailable, DataError, DeliveryUnknown, Superseded
-from schemas.identifiers import lane_of
+from schemas.identifiers import partition_of_worker
 from schemas.reports import SkipReason, WorkerState
 from schemas.topics import HEARTBEATS, WORK_ORDERS
 from schemas.trajectories import LengthEstimate, Prompt
@@ -49,7 +48,7 @@ async def test_prompts_go_out_in_order_until_the_bound_is_reached(scene: Scene) 
 
 async def test_an_order_lies_in_its_workers_lane_under_its_group(scene: Scene) -> None:
     await _started(scene)
-    records = scene.bus.log(WORK_ORDERS.full_name("r")).partitions[lane_of("w0")]
+    records = scene.bus.log(WORK_ORDERS.full_name("r")).partitions[partition_of_worker("w0")]
     assert [record.key for record in records] == [f"toy/{n}/0" for n in range(BOUND)]
 
 
@@ -312,7 +311,7 @@ async def test_orders_of_unknown_fate_are_sent_again_before_the_next() -> None:
     await scene.step(0)
     await scene.beat()
     await scene.until(lambda: len(scene.orders()) == 2 * BOUND)
-    records = scene.bus.log(WORK_ORDERS.full_name("r")).partitions[lane_of("w0")]
+    records = scene.bus.log(WORK_ORDERS.full_name("r")).partitions[partition_of_worker("w0")]
     assert [record.key for record in records] == [f"toy/{n}/0" for n in (0, 1, 0, 1, 2, 3, 2, 3)]
     await scene.end()
 
@@ -456,7 +455,7 @@ class _Wild:
         length = 1 if self.calls % 2 else 10**9
         return LengthEstimate(median=length, upper=length, bucket=self.calls % 4, predictor="wild")
 
-    def observe(self, completion: Completion) -> None:
+    def observe(self, completion: ObservedCompletion) -> None:
         """Nothing to learn."""
 
 
@@ -525,7 +524,7 @@ class _ByPosition:
         length = 10 + int(prompt.prompt_id.rpartition("/")[2])
         return LengthEstimate(median=length, upper=length, bucket=0, predictor="test")
 
-    def observe(self, completion: Completion) -> None:
+    def observe(self, completion: ObservedCompletion) -> None:
         """Nothing to learn."""
 
 
@@ -540,7 +539,7 @@ async def test_no_prompt_is_left_out() -> None:
     await scene.start()
     await scene.beat(capacity=100)
     await scene.until(lambda: len(scene.orders()) == BOUND)
-    records = scene.bus.log(WORK_ORDERS.full_name("r")).partitions[lane_of("w0")]
+    records = scene.bus.log(WORK_ORDERS.full_name("r")).partitions[partition_of_worker("w0")]
     assert [record.key for record in records] == [f"toy/{n}/0" for n in (1, 0, 3, 2)]
     await scene.end()
 

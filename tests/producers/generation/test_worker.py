@@ -14,7 +14,7 @@ from producers.rewards.runner import RewardRunner
 from producers.rewards.settings import RewardSettings
 from schemas.control import Control, DrainWorker, FlowControl, RunFinished, control_key
 from schemas.errors import BusUnavailable, DeliveryUnknown, EngineError, ModelError, RewardLoadError
-from schemas.identifiers import PolicyVersion, lane_of
+from schemas.identifiers import PolicyVersion, partition_of_worker
 from schemas.messages import Message
 from schemas.reports import Heartbeat, WorkerState
 from schemas.settings import LoopSettings
@@ -64,7 +64,7 @@ class Stage:
         await publisher.publish(Outgoing.of(topic.full_name(RUN), message, key=key, partition=partition))
 
     async def order(self, order: WorkOrder) -> None:
-        await self.send(WORK_ORDERS, order, order.group_id, lane_of(WORKER))
+        await self.send(WORK_ORDERS, order, order.group_id, partition_of_worker(WORKER))
 
     async def control(self, message: Control) -> None:
         await self.send(CONTROL, message, control_key(message))
@@ -166,13 +166,13 @@ async def test_orders_for_others_and_records_that_are_no_orders_are_passed_over(
     publisher = await it.bus.publisher("test")
     lane = WORK_ORDERS.full_name(RUN)
     for value in (b"garbage", None):
-        await publisher.publish(Outgoing(lane, value, "k", lane_of(WORKER), (("schema", b"work-order"),)))
+        await publisher.publish(Outgoing(lane, value, "k", partition_of_worker(WORKER), (("schema", b"work-order"),)))
     await it.order(work_order(1, samples=1))
     await until(lambda: it.trajectories)
     assert [trajectory.group_id for trajectory in it.trajectories] == ["d/1/0"]
 
 
-async def test_a_sample_in_hand_is_not_started_twice(stage: MakeStage) -> None:
+async def test_a_sample_running_is_not_started_twice(stage: MakeStage) -> None:
     it = stage(engine=FakeEngine(hold_at=0))
     await it.ready()
     await it.order(work_order(0, samples=2))

@@ -6,6 +6,7 @@ from bus.history import BusHistory
 from bus.memory import MemoryBus
 from inspection.report import gathering as topics
 from inspection.report.gathering import SAMPLES, gather_topics
+from schemas.identifiers import group_id_of
 from schemas.topics import TRAJECTORIES
 from tests.inspection.report.recorded import BEGIN, Recorded, record_run
 
@@ -39,7 +40,7 @@ async def test_samples_are_of_different_groups_oldest_first(recorded: Recorded) 
     found = await gather_topics(recorded.history, recorded.name, recorded.directory.logs)
     assert found is not None
     for samples in (found.first, found.last):
-        assert len({sample.trajectory_id.rpartition("/")[0] for sample in samples}) == len(samples) == SAMPLES
+        assert len({group_id_of(sample.trajectory_id) for sample in samples}) == len(samples) == SAMPLES
     numbers = [[int(sample.trajectory_id.split("/")[1]) for sample in samples] for samples in (found.first, found.last)]
     assert max(numbers[0]) < min(numbers[1])
 
