@@ -14,8 +14,8 @@ from rich.table import Table
 from bus.history import History
 from inspection.export import MANIFEST, SegmentHistory
 from inspection.source import history_of, open_run
-from producers.lengths.estimators import Completion
-from producers.lengths.offline import TAILS, Fitted, fit_language_model, fit_trees
+from producers.lengths.offline import TAILS, FitReport, fit_language_model, fit_trees
+from producers.lengths.predictor import ObservedCompletion
 from schemas.errors import UserError, WireError
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import FinishReason, Trajectory
@@ -23,13 +23,13 @@ from schemas.trajectories import FinishReason, Trajectory
 # The finished completions of a past run or of an export, as a ranker learns them. Writes nothing.
 
 
-def recorded_completions(places: Sequence[Path], tell: Callable[[str], None]) -> list[Completion]:
+def recorded_completions(places: Sequence[Path], tell: Callable[[str], None]) -> list[ObservedCompletion]:
     """Of all places, in the order in which they were finished; repeats count once.
 
     Raises:
         UserError: a place is neither a run nor an export, or nothing has the run's topics.
     """
-    found: dict[str, tuple[float, Completion]] = {}
+    found: dict[str, tuple[float, ObservedCompletion]] = {}
     for place in places:
         with _opened(place, tell) as (history, run):
             uvloop.run(_read(history, run, found))
@@ -50,14 +50,14 @@ def _opened(place: Path, tell: Callable[[str], None]) -> Iterator[tuple[History,
         yield history, run.name
 
 
-async def _read(history: History, run: str, found: dict[str, tuple[float, Completion]]) -> None:
+async def _read(history: History, run: str, found: dict[str, tuple[float, ObservedCompletion]]) -> None:
     async for record in history.records(TRAJECTORIES.full_name(run)):
         try:
             message = None if record.value is None else record.message()
         except WireError:
             continue
         if isinstance(message, Trajectory) and message.finish_reason is not FinishReason.ABORT:
-            found.setdefault(f"{run}/{message.trajectory_id}", (message.finished_at, Completion.of(message)))
+            found.setdefault(f"{run}/{message.trajectory_id}", (message.finished_at, ObservedCompletion.of(message)))
 
 
 REPORT = "report.json"
@@ -78,37 +78,36 @@ def fit_lengths(
         if model is None:
             fitted = fit_trees(completions, out, quantile, test_share)
         else:
-            from producers.lengths.language_model import Effort
+            from producers.lengths.language_model import FineTuning
 
-            fitted = fit_language_model(completions, model, out, quantile, test_share, Effort(epochs=epochs))
+            fitted = fit_language_model(completions, model, out, quantile, test_share, FineTuning(epochs=epochs))
         (out / REPORT).write_text(json.dumps(_as_json(fitted), indent=1) + "\n")
     except OSError as error:
         raise UserError(f"expected a writable directory for the model, got {out}: {error}") from error
     _show(fitted, Console(width=None if sys.stdout.isatty() else WIDTH))
-    print(f"version {fitted.version} in {out}: fitted to {fitted.taught:,} completions, judged on {fitted.asked:,}")
+    print(f"version {fitted.version} in {out}: fitted to {fitted.train:,} completions, judged on {fitted.test:,}")
     return 0
 
 
-def _as_json(fitted: Fitted) -> dict[str, object]:
+def _as_json(fitted: FitReport) -> dict[str, object]:
     judged = {
-        who: {dataset: judgement.fields() for dataset, judgement in said.items()}
-        for who, said in fitted.judgements.items()
+        who: {dataset: judgement.fields() for dataset, judgement in said.items()} for who, said in fitted.scores.items()
     }
-    return {"version": fitted.version, "taught": fitted.taught, "asked": fitted.asked, "held_out": judged}
+    return {"version": fitted.version, "taught": fitted.train, "asked": fitted.test, "held_out": judged}
 
 
-def _show(fitted: Fitted, console: Console) -> None:
+def _show(fitted: FitReport, console: Console) -> None:
     """Over all data sets for everyone, then by data set for the ranker, the last one."""
     table = Table(title="held-out prompts: recall of the longest, order, share below the upper estimate")
     for name in ("data set", "predictor"):
         table.add_column(name)
     for name in ("completions", *(f"recall @{share:.0%}" for share in TAILS), "Kendall tau", "coverage"):
         table.add_column(name, justify="right")
-    everyone = list(fitted.judgements)
+    everyone = list(fitted.scores)
     rows = [("all", who) for who in everyone]
-    rows += [(dataset, everyone[-1]) for dataset in fitted.judgements[everyone[-1]] if dataset != "all"]
+    rows += [(dataset, everyone[-1]) for dataset in fitted.scores[everyone[-1]] if dataset != "all"]
     for dataset, who in rows:
-        judgement = fitted.judgements[who].get(dataset)
+        judgement = fitted.scores[who].get(dataset)
         if judgement is not None:
             scores = (*judgement.recall, judgement.tau, judgement.coverage)
             table.add_row(dataset, who, f"{judgement.completions:,}", *map(_number, scores))

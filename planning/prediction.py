@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from planning.simulation import Latencies, Pipeline, Plant, Trace, Work
 from producers.dispatch.window import Draft
 from producers.generation.engines.length_trace import trace_length
-from producers.lengths.predictor import LengthPredictor, build_predictor
+from producers.lengths.predictor import LengthPredictor
+from producers.lengths.startup import build_predictor
 from producers.prompts.sources import PromptSource, open_source
 from schemas.identifiers import make_group_id
 from schemas.profiles import DecodeCurve

@@ -6,6 +6,8 @@ RENAMED = {
     "dispatch.adoption_patience_s": "dispatch.weight_sync_timeout_s",
     "generation.standstill_s": "generation.fencing_timeout_s",
     "kafka.stall_rebuilds": "kafka.max_client_restarts",
+    "lengths.learn_after": "lengths.min_samples",
+    "lengths.memory": "lengths.reservoir_size",
     "training.grad_norm_spike": "training.max_grad_norm_ratio",
     "training.max_refused_steps": "training.max_skipped_steps",
 }

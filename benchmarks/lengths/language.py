@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.lengths.trial import loop_of
 from benchmarks.lengths.workload import Policy, Task
-from producers.lengths.estimators import Completion
 from producers.lengths.learned.predictor import LearnedLengths
+from producers.lengths.predictor import ObservedCompletion
 from producers.lengths.settings import LengthSettings
 
 
@@ -42,16 +42,18 @@ def fine_tuned(policy: Policy, tasks: Sequence[Task], seed: int, epochs: float, 
     """A predictor over the model, fine-tuned to the completions that ``trial.teach`` teaches."""
     import torch
 
-    from producers.lengths.language_model import Effort
+    from producers.lengths.language_model import FineTuning
     from producers.lengths.offline import fit_language_model
 
     torch.set_num_threads(1)
     rng = random.Random(f"teach/{seed}/0")
     completions = [
-        Completion(task.prompt, f"{task.prompt.prompt_id}/0", policy.sample(task, rng))
+        ObservedCompletion(task.prompt, f"{task.prompt.prompt_id}/0", policy.sample(task, rng))
         for task in tasks
         for _ in range(policy.samples)
     ]
-    fit_language_model(completions, save_small(scratch / "base"), scratch / "models", 0.9, 0.0, Effort(epochs=epochs))
+    fit_language_model(
+        completions, save_small(scratch / "base"), scratch / "models", 0.9, 0.0, FineTuning(epochs=epochs)
+    )
     settings = LengthSettings(predictor="language_model", model_dir=scratch / "models", refit="off")
     return LearnedLengths(settings, loop_of(policy))

@@ -58,13 +58,13 @@ def fit_ahead(
 
     A run of them needs ``lengths.model_dir``, and its prompts of a data set of that name: in ``synthetic.jsonl``.
     """
-    from producers.lengths.estimators import Completion
     from producers.lengths.offline import fit_trees
+    from producers.lengths.predictor import ObservedCompletion
     from schemas.trajectories import Prompt
 
     earlier = []
     for number, row in enumerate(prompts(n, seed, noise)):
         prompt = Prompt(prompt_id=f"earlier/{seed}/{number}", dataset=dataset, content=row["prompt"])
         length = min(limit, row["length"])
-        earlier.append(Completion(prompt, f"{prompt.prompt_id}/0", length, censored=length == limit))
-    return fit_trees(earlier, model_dir, quantile=0.9, test_share=0.2).judgements["learned"]["all"].recall[0] or 0.0
+        earlier.append(ObservedCompletion(prompt, f"{prompt.prompt_id}/0", length, censored=length == limit))
+    return fit_trees(earlier, model_dir, quantile=0.9, test_share=0.2).scores["learned"]["all"].recall[0] or 0.0

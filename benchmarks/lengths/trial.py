@@ -11,10 +11,10 @@ import numpy as np
 from benchmarks.lengths.workload import Policy, Task
 from producers.lengths.buckets import Buckets, RecentLengths
 from producers.lengths.calibration import kendall_tau, recall_of_longest
-from producers.lengths.estimators import Completion
 from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.predictor import LengthPredictor, build_predictor
+from producers.lengths.predictor import LengthPredictor, ObservedCompletion
 from producers.lengths.settings import LengthSettings
+from producers.lengths.startup import build_predictor
 from schemas.settings import LoopSettings
 from schemas.trajectories import LengthEstimate, Prompt
 
@@ -39,7 +39,7 @@ class PerDataset:
         )
         return LengthEstimate(median=median, upper=upper, bucket=0, predictor="per_dataset")
 
-    def observe(self, completion: Completion) -> None:
+    def observe(self, completion: ObservedCompletion) -> None:
         """Note the length."""
         self._seen.setdefault(completion.prompt.dataset, RecentLengths(512)).add(completion.length)
 
@@ -57,7 +57,7 @@ class Perfect:
         length = max(1, min(self._limit, round(self._typical.get(prompt.prompt_id, 1))))
         return LengthEstimate(median=length, upper=length, bucket=0, predictor="perfect")
 
-    def observe(self, completion: Completion) -> None:
+    def observe(self, completion: ObservedCompletion) -> None:
         """Knows already."""
 
 
@@ -102,7 +102,7 @@ def teach(predictor: LengthPredictor, policy: Policy, tasks: Sequence[Task], see
         for _ in range(policy.samples):
             length = policy.sample(task, rng)
             group = f"{task.prompt.prompt_id}/{version}/{number}"
-            predictor.observe(Completion(task.prompt, group, length, version, censored=length == policy.limit))
+            predictor.observe(ObservedCompletion(task.prompt, group, length, version, censored=length == policy.limit))
             if isinstance(predictor, LearnedLengths):
                 predictor.wait()
 

@@ -1,78 +1,51 @@
-"""A fine-tuned language model as a predictor asks it: by prompt, one at a time, each text once.
+"""A language model that says from a prompt's text how long its completions are: fine-tuned, asked and kept.
+
+Any Hugging Face model, encoder or causal, with a head over its pooled last hidden state. The head gives two numbers, a
+median m and, through softplus, a distance above it, so that the two quantiles never cross. They are standardised: with
+the level of the prompt's data set and a scale that belong to the model,
+
+    log(length) = level + scale x prediction
 
 A forward pass costs milliseconds or more, and a prompt is asked about when it is sent and when it comes back; so what
-was said of a text is kept. Knows no library.
+was said of a text is kept.
 """
 
 import math
 import statistics
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import xxhash
+from cachetools import FIFOCache
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as library_logging
 
-from schemas.errors import ModelError
+from producers.lengths.model_store import Manifest, ModelStore
+from producers.lengths.predictor import ObservedCompletion
+from schemas.errors import MalformedFrame, ModelError
 from schemas.trajectories import Prompt
 
-# What the language model learns from: a prompt's text and a length that came of it. Knows no library.
+library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
-Levels = Mapping[str, tuple[float, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """``length`` in tokens of one completion of a prompt."""
-
-    text: str
-    dataset: str
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """``targets``: by text, logarithms of length over the data set's level, divided by ``scale``.
-
-    ``levels``: by data set, the median logarithm and how many completions that rests on.
-    """
-
-    texts: tuple[str, ...]
-    targets: tuple[tuple[float, ...], ...]
-    levels: Levels
-    scale: float
-
-
-def lesson_of(examples: Sequence[Example], levels: Levels | None = None, scale: float | None = None) -> Lesson:
-    """Completions of one text together; levels and scale are measured unless those of an earlier lesson are given."""
-    by_dataset: dict[str, list[float]] = {}
-    by_text: dict[tuple[str, str], list[float]] = {}
-    for example in examples:
-        logarithm = math.log(max(1, example.length))
-        by_dataset.setdefault(example.dataset, []).append(logarithm)
-        by_text.setdefault((example.dataset, example.text), []).append(logarithm)
-    measured = {dataset: (statistics.median(values), len(values)) for dataset, values in by_dataset.items()}
-    levels = {**measured, **(levels or {})}
-    over = {key: [value - levels[key[0]][0] for value in values] for key, values in by_text.items()}
-    if scale is None:
-        scale = max(0.05, statistics.pstdev([value for values in over.values() for value in values] or [1.0]))
-    return Lesson(
-        texts=tuple(text for _, text in over),
-        targets=tuple(tuple(value / scale for value in values) for values in over.values()),
-        levels=levels,
-        scale=scale,
-    )
-
-
+KIND: Literal["language"] = "language"
+HEAD = "head.safetensors"
+MAX_TOKENS = 1024
+"""Of a longer prompt the beginning and the end are read."""
+POOL = 16
+"""Batches that are sorted by length together, so that little is padded."""
+WARM_UP = 0.05
+"""Share of the fine-tuning over which the learning rate rises to its peak."""
 MAX_KEPT = 65_536
+"""Prompts whose scores are kept, some 10 MB: more than are under way at any time."""
+Levels = Mapping[str, tuple[float, int]]
+Scored = tuple[float, float]
 
 
 class Regressor(Protocol):
@@ -92,7 +65,7 @@ class LanguageModel:
     version: int
     policy_version: int
     observations: int
-    _said: OrderedDict[int, tuple[float, float]] = field(default_factory=OrderedDict)
+    _scores: FIFOCache[int, Scored] = field(default_factory=lambda: FIFOCache(MAX_KEPT))
 
     @property
     def name(self) -> str:
@@ -102,32 +75,54 @@ class LanguageModel:
     def quantiles(self, prompt: Prompt) -> tuple[float, float]:
         """Median and upper of the logarithm of length over its data set's level, by the prompt's text."""
         key = xxhash.xxh3_64_intdigest(prompt.text.encode("utf-8", "replace"))
-        said = self._said.get(key)
-        if said is None:
+        scores = self._scores.get(key)
+        if scores is None:
             ((median, upper),) = self.regressor.score([prompt.text])
-            said = self._said[key] = (median * self.scale, upper * self.scale)
-            if len(self._said) > MAX_KEPT:
-                self._said.popitem(last=False)
-        return said
-
-
-# Any Hugging Face model, encoder or causal, with a head over its pooled last hidden state. Imports torch. The head
-# gives two numbers, a median and a distance above it, so that quantiles never cross. They are fitted by the pinball
-# loss (Koenker and Bassett 1978).
-
-library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-HEAD = "head.safetensors"
-MAX_TOKENS = 1024
-"""Of a longer prompt the beginning and the end are read."""
-POOL = 16
-"""Batches that are sorted by length together, so that little is padded."""
-WARM_UP = 0.05
-Scored = tuple[float, float]
+            scores = self._scores[key] = (median * self.scale, upper * self.scale)
+        return scores
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class TrainingSet:
+    """What the model learns: texts, and the lengths that came of each, standardised.
+
+    ``targets``: by text, logarithms of length over the data set's level, divided by ``scale``.
+
+    ``levels``: by data set, the median logarithm and how many completions that rests on.
+    """
+
+    texts: tuple[str, ...]
+    targets: tuple[tuple[float, ...], ...]
+    levels: Levels
+    scale: float
+
+
+def make_training_set(
+    completions: Sequence[ObservedCompletion], levels: Levels | None = None, scale: float | None = None
+) -> TrainingSet:
+    """Completions of one text together; levels and scale are measured unless those of an earlier model are given."""
+    by_dataset: dict[str, list[float]] = {}
+    by_text: dict[tuple[str, str], list[float]] = {}
+    for completion in completions:
+        dataset, logarithm = completion.prompt.dataset, math.log(max(1, completion.length))
+        by_dataset.setdefault(dataset, []).append(logarithm)
+        by_text.setdefault((dataset, completion.prompt.text), []).append(logarithm)
+    measured = {dataset: (statistics.median(values), len(values)) for dataset, values in by_dataset.items()}
+    levels = {**measured, **(levels or {})}
+    # over: log(length) - level; divided by its standard deviation it is what the head learns.
+    over = {key: [value - levels[key[0]][0] for value in values] for key, values in by_text.items()}
+    if scale is None:
+        scale = max(0.05, statistics.pstdev([value for values in over.values() for value in values] or [1.0]))
+    return TrainingSet(
+        texts=tuple(text for _, text in over),
+        targets=tuple(tuple(value / scale for value in values) for values in over.values()),
+        levels=levels,
+        scale=scale,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FineTuning:
     """So many passes, or so many seconds if those are over first. ``learning_rate`` none: by size."""
 
     epochs: float = 4.0
@@ -147,8 +142,8 @@ class LengthRegressor(torch.nn.Module):
         self.head = torch.nn.Linear(3 * backbone.config.hidden_size, 2)
         torch.nn.init.normal_(self.head.weight, std=0.02)
         torch.nn.init.zeros_(self.head.bias)
-        places = getattr(backbone.config, "max_position_embeddings", None) or MAX_TOKENS
-        self._longest = min(MAX_TOKENS, int(places) - 2)
+        positions = getattr(backbone.config, "max_position_embeddings", None) or MAX_TOKENS
+        self._longest = min(MAX_TOKENS, int(positions) - 2)  # two less: encoders add a token at either end
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Token ids and mask int64 [B, T] to median and upper float32 [B, 2].
@@ -156,12 +151,12 @@ class LengthRegressor(torch.nn.Module):
         Mean, maximum and last of the states are read: a causal model gathers in the last one, an encoder anywhere, and
         what a few tokens say is lost in the mean of a long prompt.
         """
-        states = self.backbone(input_ids=tokens, attention_mask=mask).last_hidden_state.float()
-        weights = mask.unsqueeze(-1)
-        mean = (states * weights).sum(1) / weights.sum(1)
-        largest = states.masked_fill(weights == 0, -torch.inf).amax(1)
-        last = states[torch.arange(len(states)), mask.sum(1) - 1]
-        pooled = torch.cat([mean, largest, last], -1)
+        states = self.backbone(input_ids=tokens, attention_mask=mask).last_hidden_state.float()  # [B, T, H]
+        weights = mask.unsqueeze(-1)  # [B, T, 1]
+        mean = (states * weights).sum(1) / weights.sum(1)  # [B, H]
+        largest = states.masked_fill(weights == 0, -torch.inf).amax(1)  # [B, H]
+        last = states[torch.arange(len(states)), mask.sum(1) - 1]  # [B, H], of the last token that is no padding
+        pooled = torch.cat([mean, largest, last], -1)  # [B, 3 H]
         median, above = self.head(pooled).unbind(-1)
         return torch.stack([median, median + functional.softplus(above)], -1)
 
@@ -200,7 +195,7 @@ def open_regressor(folder: Path, seed: int = 0) -> LengthRegressor:
         ModelError: there is no such model.
     """
     try:
-        with _drawn(seed):
+        with _seeded(seed):
             backbone = AutoModel.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
             )
@@ -214,32 +209,34 @@ def open_regressor(folder: Path, seed: int = 0) -> LengthRegressor:
 
 def train(
     regressor: LengthRegressor,
-    lesson: Lesson,
+    examples: TrainingSet,
     upper: float,
-    effort: Effort,
+    tuning: FineTuning,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> float:
     """Fine-tune in place to the median and the ``upper`` quantile; returns the mean loss of the last tenth of steps."""
-    ids, generator = regressor.encoded(lesson.texts), torch.Generator().manual_seed(effort.seed)
-    total = max(1, math.ceil(effort.epochs * len(ids) / effort.batch_size))
+    ids, generator = regressor.encoded(examples.texts), torch.Generator().manual_seed(tuning.seed)
+    total = max(1, math.ceil(tuning.epochs * len(ids) / tuning.batch_size))
     size = sum(parameter.numel() for parameter in regressor.parameters())
-    peak = effort.learning_rate or min(1e-3, 1e-3 * (1.5e5 / size) ** 0.5)
+    # Larger models need smaller steps: 1e-3 up to 150 thousand parameters, then with the inverse square root of size.
+    peak = tuning.learning_rate or min(1e-3, 1e-3 * (1.5e5 / size) ** 0.5)
     optimizer = torch.optim.AdamW(regressor.parameters(), lr=peak, weight_decay=0.01)
     losses: list[float] = []
     began = time.monotonic()
     regressor.train()
-    with _drawn(effort.seed):
+    with _seeded(tuning.seed):
         progress = 0.0
         while ids and progress < 1 and not is_stopped():
-            for batch in _batches(ids, effort.batch_size, generator):
-                progress = max(len(losses) / total, (time.monotonic() - began) / effort.seconds)
+            for batch in _batches(ids, tuning.batch_size, generator):
+                progress = max(len(losses) / total, (time.monotonic() - began) / tuning.seconds)
                 if progress >= 1 or is_stopped():
                     break
+                # Linear warm-up, then half a cosine down to 0 at the end of the passes or of the seconds.
                 for group in optimizer.param_groups:
                     group["lr"] = (
                         peak * min(1.0, progress / WARM_UP + 0.01) * (0.5 + 0.5 * math.cos(math.pi * progress))
                     )
-                loss = _loss(regressor(*_padded([ids[i] for i in batch])), [lesson.targets[i] for i in batch], upper)
+                loss = _loss(regressor(*_padded([ids[i] for i in batch])), [examples.targets[i] for i in batch], upper)
                 optimizer.zero_grad(set_to_none=True)
                 torch.autograd.backward(loss)
                 torch.nn.utils.clip_grad_norm_(regressor.parameters(), 1.0)
@@ -250,8 +247,13 @@ def train(
 
 
 def _loss(predicted: torch.Tensor, targets: Sequence[Sequence[float]], upper: float) -> torch.Tensor:
-    """Pinball loss of both quantiles, every completion of a text counted alike."""
-    rows = torch.tensor([row for row, values in enumerate(targets) for _ in values])
+    """Pinball loss of both quantiles (Koenker and Bassett 1978), every completion of a text counted alike.
+
+    With u = target - prediction, for quantile q: max(q × u, (q - 1) × u). ``predicted`` float32 [B, 2]; ``targets``
+    has the completions of each of the B texts, N in all.
+    """
+    rows = torch.tensor([row for row, values in enumerate(targets) for _ in values])  # [N], each target's text
+    # [N, 1] - [N, 2]: both quantiles are held against each length.
     error = torch.tensor([value for values in targets for value in values]).unsqueeze(-1) - predicted[rows]
     share = torch.tensor([0.5, upper])
     return torch.maximum(share * error, (share - 1) * error).sum(-1).mean()
@@ -268,6 +270,7 @@ def _batches(ids: Sequence[Sequence[int]], size: int, generator: torch.Generator
 
 
 def _padded(ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask, int64 [B, T], padded on the right with token 0."""
     width = max(map(len, ids))
     tokens = torch.tensor([[*row, *([0] * (width - len(row)))] for row in ids])
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
@@ -275,8 +278,37 @@ def _padded(ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @contextmanager
-def _drawn(seed: int) -> Any:
+def _seeded(seed: int) -> Any:
     """Random numbers of a seed inside, those of before afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+def save(regressor: LengthRegressor, manifest: Manifest, folder: Path) -> Path:
+    """Keep a model as the manifest's version of the folder's.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    return ModelStore(folder, KIND).save(manifest, regressor.save)
+
+
+def load_newest(folder: Path, newer_than: int = 0) -> tuple[LanguageModel, Levels] | None:
+    """The newest model of the folder that can be used, and the levels it was fitted over; none if there is none."""
+    return ModelStore(folder, KIND).load_newest(load, newer_than)
+
+
+def load(path: Path, manifest: Manifest) -> tuple[LanguageModel, Levels]:
+    """Read one version.
+
+    Raises:
+        MalformedFrame: its manifest lacks the scale.
+        ModelError: the library cannot load it.
+    """
+    if "scale" not in manifest.details:
+        raise MalformedFrame(f"expected a language model of lengths in {path}, got {manifest.details}; delete it")
+    scale = manifest.details["scale"]
+    return LanguageModel(
+        open_regressor(path), scale, manifest.version, manifest.policy_version, manifest.observations
+    ), manifest.levels

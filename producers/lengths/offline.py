@@ -1,6 +1,6 @@
-"""Fits a ranker to recorded completions, and judges it on prompts that were held out. Knows no files but the model's.
+"""Fits a ranker to recorded completions, and scores it on prompts that were held out. Knows no files but the model's.
 
-Invariant a_prompt_is_taught_or_asked: all completions of a prompt are on one side, chosen by a hash of its id.
+Invariant a_prompt_is_fitted_or_held_out: all completions of a prompt are on one side, chosen by a hash of its id.
 """
 
 import math
@@ -14,19 +14,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from producers.lengths.calibration import kendall_tau, recall_of_longest
-from producers.lengths.estimators import Completion
-from producers.lengths.language_model import Example, lesson_of
 from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.model_store import Manifest, next_version, save
+from producers.lengths.model_store import Manifest, ModelStore
+from producers.lengths.predictor import ObservedCompletion
 from producers.lengths.settings import LengthSettings
 from schemas.errors import DataError
 from schemas.settings import LoopSettings
 
 if TYPE_CHECKING:
-    from producers.lengths.language_model import Effort
+    from producers.lengths.language_model import FineTuning
 
-
-# How good estimates are on prompts that nothing was fitted to, by data set and over all. Pure.
 
 TAILS = (0.2, 0.1, 0.05)
 """Shares of the longest whose recall the paper gives (StreamRL, table 4)."""
@@ -35,7 +32,7 @@ MAX_PAIRS = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class PredictedLength:
     """A median, an upper estimate and the length that came of it, in tokens."""
 
     dataset: str
@@ -45,7 +42,7 @@ class Guess:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class RankingScores:
     """``recall``: of the longest 20, 10 and 5 %; ``coverage``: share of lengths at or below the upper estimate."""
 
     completions: int
@@ -63,19 +60,19 @@ class Judgement:
         }
 
 
-def judge(guesses: Sequence[Guess]) -> dict[str, Judgement]:
+def score(predictions: Sequence[PredictedLength]) -> dict[str, RankingScores]:
     """By data set, and over ``all``."""
-    medians = np.array([guess.median for guess in guesses], np.float64)
-    uppers = np.array([guess.upper for guess in guesses], np.float64)
-    lengths = np.array([guess.length for guess in guesses], np.float64)
-    names = np.array([guess.dataset for guess in guesses])
-    chosen = {"all": np.ones(len(guesses), bool), **{str(name): names == name for name in np.unique(names)}}
-    return {name: _judged(medians[rows], uppers[rows], lengths[rows]) for name, rows in chosen.items() if rows.any()}
+    medians = np.array([prediction.median for prediction in predictions], np.float64)
+    uppers = np.array([prediction.upper for prediction in predictions], np.float64)
+    lengths = np.array([prediction.length for prediction in predictions], np.float64)
+    names = np.array([prediction.dataset for prediction in predictions])
+    chosen = {"all": np.ones(len(predictions), bool), **{str(name): names == name for name in np.unique(names)}}
+    return {name: _scores(medians[rows], uppers[rows], lengths[rows]) for name, rows in chosen.items() if rows.any()}
 
 
-def _judged(medians: NDArray[np.float64], uppers: NDArray[np.float64], lengths: NDArray[np.float64]) -> Judgement:
+def _scores(medians: NDArray[np.float64], uppers: NDArray[np.float64], lengths: NDArray[np.float64]) -> RankingScores:
     step = math.ceil(len(lengths) / MAX_PAIRS)
-    return Judgement(
+    return RankingScores(
         completions=len(lengths),
         recall=tuple(recall_of_longest(medians, lengths, share) for share in TAILS),
         tau=kendall_tau(medians[::step], lengths[::step]),
@@ -84,15 +81,15 @@ def _judged(medians: NDArray[np.float64], uppers: NDArray[np.float64], lengths: 
 
 
 def baselines(
-    taught: Mapping[str, Sequence[int]], asked: Sequence[tuple[str, int]], upper: float
-) -> dict[str, list[Guess]]:
-    """Of what was taught, lengths by data set: the same quantiles for all, and those of the data set."""
-    every = [length for lengths in taught.values() for length in lengths]
+    train: Mapping[str, Sequence[int]], test: Sequence[tuple[str, int]], upper: float
+) -> dict[str, list[PredictedLength]]:
+    """Of what was fitted to, lengths by data set: the same quantiles for all, and those of the data set."""
+    every = [length for lengths in train.values() for length in lengths]
     constant = _quantiles(every, upper)
-    own = {dataset: _quantiles(lengths, upper) for dataset, lengths in taught.items()}
+    own = {dataset: _quantiles(lengths, upper) for dataset, lengths in train.items()}
     return {
-        "constant": [Guess(dataset, *constant, length) for dataset, length in asked],
-        "per_dataset": [Guess(dataset, *own.get(dataset, constant), length) for dataset, length in asked],
+        "constant": [PredictedLength(dataset, *constant, length) for dataset, length in test],
+        "per_dataset": [PredictedLength(dataset, *own.get(dataset, constant), length) for dataset, length in test],
     }
 
 
@@ -101,101 +98,119 @@ def _quantiles(lengths: Sequence[int], upper: float) -> tuple[float, float]:
     return float(median), float(high)
 
 
-FEWEST = 64
+MIN_TRAIN = 64
+"""Completions that a fit needs at the least: with fewer the trees have not even a leaf each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """``judgements``: by predictor, then by data set and ``all``; over the completions that were held out."""
+class FitReport:
+    """``scores``: by predictor, then by data set and ``all``; over the completions that were held out."""
 
     version: int
-    taught: int
-    asked: int
-    judgements: dict[str, dict[str, Judgement]]
+    train: int
+    test: int
+    scores: dict[str, dict[str, RankingScores]]
 
 
-def split(completions: Sequence[Completion], test_share: float) -> tuple[list[Completion], list[Completion]]:
-    """To teach, and to ask about.
+def split(
+    completions: Sequence[ObservedCompletion], test_share: float
+) -> tuple[list[ObservedCompletion], list[ObservedCompletion]]:
+    """Those to fit to, and those held out.
 
     Raises:
-        DataError: too few are left to teach.
+        DataError: too few are left to fit to.
     """
-    taught = [completion for completion in completions if _place(completion) >= test_share]
-    if len(taught) < FEWEST:
-        raise DataError(f"expected {FEWEST} completions or more to fit to, got {len(taught)} of {len(completions)}")
-    return taught, [completion for completion in completions if _place(completion) < test_share]
+    train = [completion for completion in completions if _place(completion) >= test_share]
+    if len(train) < MIN_TRAIN:
+        raise DataError(f"expected {MIN_TRAIN} completions or more to fit to, got {len(train)} of {len(completions)}")
+    return train, [completion for completion in completions if _place(completion) < test_share]
 
 
-def fit_trees(completions: Sequence[Completion], out: Path, quantile: float, test_share: float) -> Fitted:
+def fit_trees(completions: Sequence[ObservedCompletion], out: Path, quantile: float, test_share: float) -> FitReport:
     """Fit the light ranker, in the order given; its next version goes to ``out``.
 
     Raises:
         DataError: there are too few completions.
     """
-    taught, asked = split(completions, test_share)
-    memory = min(262_144, max(64, len(taught)))
+    fitted_to, held_out = split(completions, test_share)
+    reservoir_size = min(262_144, max(64, len(fitted_to)))  # all of them, as far as the setting allows
     settings = LengthSettings(
-        predictor="learned", quantile=quantile, memory=memory, learn_after=64, min_observations=1, model_dir=out
+        predictor="learned",
+        quantile=quantile,
+        reservoir_size=reservoir_size,
+        min_samples=64,
+        min_observations=1,
+        model_dir=out,
     )
     predictor = LearnedLengths(settings, _loop(completions))
     predictor.hold_fits(True)
-    for completion in taught:
+    for completion in fitted_to:
         predictor.observe(completion)
     predictor.fit_now()
     model = predictor.model
     assert model is not None, "just fitted"
-    return _fitted("learned", model.version, taught, _asked(predictor, asked), quantile)
+    return _fitted("learned", model.version, fitted_to, _predict(predictor, held_out), quantile)
 
 
 def fit_language_model(
-    completions: Sequence[Completion], base: Path, out: Path, quantile: float, test_share: float, effort: "Effort"
-) -> Fitted:
+    completions: Sequence[ObservedCompletion],
+    base: Path,
+    out: Path,
+    quantile: float,
+    test_share: float,
+    tuning: "FineTuning",
+) -> FitReport:
     """Fine-tune a Hugging Face model; its next version goes to ``out``.
 
     Raises:
         DataError: there are too few completions.
         ModelError: there is no such model.
     """
-    from producers.lengths.language_model import open_regressor, train
+    from producers.lengths.language_model import make_training_set, open_regressor, save, train
 
-    taught, asked = split(completions, test_share)
-    lesson = lesson_of([Example(one.prompt.text, one.prompt.dataset, one.length) for one in taught])
-    regressor = open_regressor(base, effort.seed)
-    train(regressor, lesson, quantile, effort)
-    about = Manifest(
-        version=next_version(out),
-        policy_version=max(one.version for one in taught),
-        observations=len(taught),
-        scale=lesson.scale,
-        levels=dict(lesson.levels),
+    fitted_to, held_out = split(completions, test_share)
+    examples = make_training_set(fitted_to)
+    regressor = open_regressor(base, tuning.seed)
+    train(regressor, examples, quantile, tuning)
+    manifest = Manifest(
+        version=ModelStore(out, "language").next_version(),
+        policy_version=max(one.version for one in fitted_to),
+        observations=len(fitted_to),
+        levels=dict(examples.levels),
+        details={"scale": examples.scale},
     )
-    out.mkdir(parents=True, exist_ok=True)
-    save(regressor, about, out)
+    save(regressor, manifest, out)
     settings = LengthSettings(predictor="language_model", quantile=quantile, min_observations=1, model_dir=out)
     predictor = LearnedLengths(settings, _loop(completions))
-    return _fitted("language_model", about.version, taught, _asked(predictor, asked), quantile)
+    return _fitted("language_model", manifest.version, fitted_to, _predict(predictor, held_out), quantile)
 
 
-def _loop(completions: Sequence[Completion]) -> LoopSettings:
+def _loop(completions: Sequence[ObservedCompletion]) -> LoopSettings:
     return LoopSettings(max_completion_length=max(1, *(completion.length for completion in completions)))
 
 
-def _asked(predictor: LearnedLengths, completions: Sequence[Completion]) -> list[Guess]:
-    guesses = []
+def _predict(predictor: LearnedLengths, completions: Sequence[ObservedCompletion]) -> list[PredictedLength]:
+    predictions = []
     for one in completions:
         estimate = predictor.predict(one.prompt)
-        guesses.append(Guess(one.prompt.dataset, estimate.median, estimate.upper, one.length))
-    return guesses
+        predictions.append(PredictedLength(one.prompt.dataset, estimate.median, estimate.upper, one.length))
+    return predictions
 
 
-def _fitted(name: str, version: int, taught: Sequence[Completion], guesses: Sequence[Guess], quantile: float) -> Fitted:
+def _fitted(
+    name: str,
+    version: int,
+    fitted_to: Sequence[ObservedCompletion],
+    predictions: Sequence[PredictedLength],
+    quantile: float,
+) -> FitReport:
     lengths: dict[str, list[int]] = {}
-    for one in taught:
+    for one in fitted_to:
         lengths.setdefault(one.prompt.dataset, []).append(one.length)
-    asked = [(guess.dataset, guess.length) for guess in guesses]
-    everyone = {**baselines(lengths, asked, quantile), name: list(guesses)}
-    return Fitted(version, len(taught), len(guesses), {who: judge(said) for who, said in everyone.items()})
+    test = [(prediction.dataset, prediction.length) for prediction in predictions]
+    everyone = {**baselines(lengths, test, quantile), name: list(predictions)}
+    return FitReport(version, len(fitted_to), len(predictions), {who: score(those) for who, those in everyone.items()})
 
 
-def _place(completion: Completion) -> float:
+def _place(completion: ObservedCompletion) -> float:
     return xxhash.xxh3_64_intdigest(completion.prompt.prompt_id.encode()) / 2**64

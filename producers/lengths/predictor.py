@@ -1,20 +1,68 @@
-"""What the dispatcher asks for a length, and which predictor the settings mean."""
+"""Estimates of a prompt's output length: what the dispatcher asks, and the predictors that need no fitting.
 
+An estimate has a median, by which prompts are ordered, and an upper quantile, by which the bucket is chosen: a group is
+complete only when its longest sample is.
+
+Invariant advice_only: a predictor never raises, and nothing that it says is needed for correctness.
+"""
+
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from statistics import NormalDist, median_low
 from typing import Protocol
 
 import structlog
+import xxhash
 
-from bus.port import Bus, Record
-from producers.lengths.buckets import Buckets
-from producers.lengths.estimators import Completion, ConstantLength, ObservedQuantiles, SampleLength, TraceLengths
-from producers.lengths.learned.predictor import LearnedLengths
+from producers.lengths.buckets import Buckets, RecentLengths
 from producers.lengths.settings import LengthSettings
-from schemas.errors import SettingsError, StreamRLError, WireError
+from schemas.errors import DataError
+from schemas.identifiers import make_group_id
 from schemas.settings import LoopSettings
-from schemas.topics import TRAJECTORIES
 from schemas.trajectories import FinishReason, LengthEstimate, Prompt, Trajectory
+
+log = structlog.get_logger()
+FINEST_LENGTH = 48
+"""Up to this many characters every prompt length is a class of its own."""
+CLASSES_PER_DOUBLING = 48
+"""Beyond it, classes are 2^(1/48) - 1 = 1.5 % wide."""
+_Class = tuple[str | None, int | None]
+SampleLength = Callable[[str, int, Prompt], int]
+"""Tokens of a sample's completion by group id, sample index and prompt; raises ``DataError`` if there is none."""
+_BITS = 52
+"""Of a hash, as many as a float64 between 0 and 1 tells apart."""
+_P90 = NormalDist().inv_cdf(0.9)
+"""Standard deviations from the median to the upper estimate, which 90 % of completions end below."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedCompletion:
+    """What a predictor learns from: a finished completion, with the prompt that led to it.
+
+    ``length`` in tokens; ``version``: number of the newest weights that sampled it.
+
+    ``censored``: the limit cut it off, so that its own length would have been this or more.
+    """
+
+    prompt: Prompt
+    group_id: str
+    length: int
+    version: int = 0
+    censored: bool = False
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, prompt: Prompt | None = None) -> "ObservedCompletion":
+        """From the topic's record; without the prompt that was ordered, from the record's text of it."""
+        if prompt is None:
+            prompt = Prompt(prompt_id=trajectory.prompt_id, dataset=trajectory.dataset, content=trajectory.prompt_text)
+        return cls(
+            prompt=prompt,
+            group_id=trajectory.group_id,
+            length=len(trajectory.token_ids),
+            version=trajectory.newest_version.number,
+            censored=trajectory.finish_reason is FinishReason.LENGTH,
+        )
 
 
 class LengthPredictor(Protocol):
@@ -29,117 +77,152 @@ class LengthPredictor(Protocol):
         """Estimate of the output length of one completion, in tokens. Only a trace asks which group it is for."""
         ...
 
-    def observe(self, completion: Completion) -> None:
+    def observe(self, completion: ObservedCompletion) -> None:
         """Learn the output length (tokens) that a prompt led to."""
         ...
 
 
-def build_predictor(
-    settings: LengthSettings, loop: LoopSettings, length_of: SampleLength | None = None
-) -> LengthPredictor:
-    """The predictor that the settings name. ``length_of``: the lengths of an emulated run, known in advance.
+class ObservedQuantiles:
+    """Quantiles of recent completions of similar prompts: needs no training, and follows the policy as it changes.
 
-    Raises:
-        SettingsError: lengths of a run are asked for that is not emulated.
+    Similar: the same data set and a prompt length (characters) within about 1.5 %; while fewer than
+    ``min_observations`` of those are known, the same data set; then all prompts; then the prior. Short completions end
+    first, so the very first quantiles are too low.
     """
-    buckets = build_buckets(settings, loop)
-    match settings.predictor:
-        case "constant":
-            return ConstantLength(settings, loop, buckets)
-        case "learned" | "language_model":
-            return LearnedLengths(settings, loop, buckets)
-        case "observed_quantiles":
-            return ObservedQuantiles(settings, loop, buckets)
-        case "trace":
-            if length_of is None:
-                raise SettingsError(
-                    "expected generation.engine = 'emulated' with lengths.predictor = 'trace', got another"
-                )
-            return TraceLengths(loop, buckets, length_of, settings.trace_noise)
+
+    def __init__(self, settings: LengthSettings, loop: LoopSettings, buckets: Buckets | None = None) -> None:
+        self._settings = settings
+        self._loop = loop
+        self.buckets = buckets or Buckets(loop.bucket_boundaries)
+        self._seen: dict[_Class, RecentLengths] = {}
+
+    def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
+        """An estimate from the narrowest class of prompts that was seen often enough."""
+        classes = _classes(prompt.dataset, len(prompt.text))
+        for name, similar in zip(("prompt_length", "dataset", "all"), classes, strict=True):
+            lengths = self._seen.get(similar)
+            if lengths is not None and len(lengths) >= self._settings.min_observations:
+                return self._estimate(lengths, f"observed_quantiles/{name}")
+        return prior(self._settings, self._loop, self.buckets, "observed_quantiles/prior")
+
+    def observe(self, completion: ObservedCompletion) -> None:
+        """Learn the output length (tokens) of a finished completion."""
+        self.buckets.observe(completion.length)
+        for similar in _classes(completion.prompt.dataset, len(completion.prompt.text)):
+            self._seen.setdefault(similar, RecentLengths(self._settings.window)).add(completion.length)
+
+    def _estimate(self, lengths: RecentLengths, name: str) -> LengthEstimate:
+        limit = self._loop.max_completion_length
+        median = min(limit, max(1, lengths.quantile(0.5)))
+        upper = min(limit, max(1, lengths.quantile(self._settings.quantile)))
+        return LengthEstimate(
+            median=median,
+            upper=upper,
+            bucket=self.buckets.of(upper),
+            predictor=name,
+            boundaries_version=self.buckets.version,
+        )
 
 
-def build_buckets(settings: LengthSettings, loop: LoopSettings) -> Buckets:
-    """The boundaries of the settings, or ones that are fitted to what is observed."""
-    if settings.buckets == "fixed":
-        return Buckets(loop.bucket_boundaries)
-    return Buckets(
-        loop.bucket_boundaries,
-        fit_every=settings.refit_every,
-        fit_after=settings.learn_after,
-        folder=settings.model_dir,
+def _classes(dataset: str, prompt_length: int) -> tuple[_Class, _Class, _Class]:
+    return (dataset, _length_class(prompt_length)), (dataset, None), (None, None)
+
+
+def _length_class(prompt_length: int) -> int:
+    """Prompts within about 1.5 % of each other: a long instruction must not hide what a short variable part says."""
+    # Continuous at FINEST_LENGTH: class = 48 + 48 × log2(length / 48).
+    if prompt_length <= FINEST_LENGTH:
+        return prompt_length
+    return FINEST_LENGTH + int(CLASSES_PER_DOUBLING * math.log2(prompt_length / FINEST_LENGTH))
+
+
+def prior(settings: LengthSettings, loop: LoopSettings, buckets: Buckets, name: str) -> LengthEstimate:
+    """The estimate before anything is seen: a fixed share of the completion limit."""
+    length = max(1, round(settings.prior_fraction * loop.max_completion_length))
+    return LengthEstimate(
+        median=length,
+        upper=length,
+        bucket=buckets.of(length),
+        predictor=name,
+        boundaries_version=buckets.version,
     )
 
 
-# Lets a predictor that learns, or whose buckets do, read at the start what the trajectories topic still holds. Of a
-# long past only the newest is read. It does not know the dispatcher; groups that are fed to the predictor in another
-# way are left to that.
+class ConstantLength:
+    """The same for every prompt: the baseline that a real predictor has to beat. Only the buckets learn."""
 
-log = structlog.get_logger()
+    def __init__(self, settings: LengthSettings, loop: LoopSettings, buckets: Buckets | None = None) -> None:
+        self._settings = settings
+        self._loop = loop
+        self.buckets = buckets or Buckets(loop.bucket_boundaries)
 
-MAX_RECORDS = 4096
-MAX_BYTES = 256 << 20
+    def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
+        """The prior, whatever the prompt is."""
+        return prior(self._settings, self._loop, self.buckets, "constant")
 
-
-@dataclass
-class _Past:
-    """What was read, by trajectory; repeats count once. ``oldest``: by partition, the first record's time."""
-
-    completions: dict[str, tuple[float, Completion]] = field(default_factory=dict)
-    oldest: dict[int, float] = field(default_factory=dict)
-    bytes_read: int = 0
-
-    def add(self, record: Record, skip: Callable[[str], bool]) -> None:
-        self.bytes_read += len(record.value or b"")
-        self.oldest.setdefault(record.partition, record.timestamp)
-        try:
-            message = None if record.value is None else record.message()
-        except WireError:
-            return
-        if not isinstance(message, Trajectory) or message.finish_reason is FinishReason.ABORT:
-            return
-        if not skip(message.group_id):
-            self.completions.setdefault(message.trajectory_id, (record.timestamp, Completion.of(message)))
+    def observe(self, completion: ObservedCompletion) -> None:
+        """Only the buckets see it."""
+        self.buckets.observe(completion.length)
 
 
-async def replay(bus: Bus, run: str, predictor: LengthPredictor, *, skip: Callable[[str], bool]) -> int:
-    """Feed the predictor the newest completions, oldest first; returns how many. Advice only: a broken bus ends it.
+class Finished(Protocol):
+    """The part of a finished completion that a trace looks at."""
 
-    ``skip``: groups, by id, whose completions reach the predictor otherwise.
+    @property
+    def length(self) -> int:
+        """Tokens of it."""
+        ...
+
+
+class TraceLengths:
+    """Knows the lengths of an emulated run in advance, or as badly as told: what a ranker's quality is worth.
+
+    With m and l the median and the longest of a group's own lengths, and z standard normal by a hash of the prompt's
+    id, so that every process and every repeat sees the same noise:
+
+        median = m × exp(sigma × z)        upper = l × exp(sigma × z) × exp(sigma × 1.28)
+
+    The last factor leaves as much room as a calibrated predictor's estimate would: the 90 % quantile of the noise.
     """
-    if not isinstance(predictor, LearnedLengths) and not predictor.buckets.are_fitted:
-        return 0
-    try:
-        completions = await _read(bus, TRAJECTORIES.full_name(run), skip)
-    except StreamRLError as error:
-        log.warning("lengths of the past not read", error=str(error))
-        return 0
-    for completion in completions:
-        predictor.observe(completion)
-    log.info("lengths of the past read", completions=len(completions))
-    return len(completions)
+
+    def __init__(self, loop: LoopSettings, buckets: Buckets, length_of: SampleLength, sigma: float = 0.0) -> None:
+        self.buckets = buckets
+        self._loop = loop
+        self._length_of = length_of
+        self._sigma = sigma
+        self._warned = False
+
+    def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
+        """What the trace says of the group; without its id, of the prompt's group in the first pass over the data."""
+        group_id = group_id or make_group_id(prompt.prompt_id, 0)
+        try:
+            lengths = [self._length_of(group_id, index, prompt) for index in range(self._loop.num_generations)]
+        except DataError as error:
+            if not self._warned:
+                log.warning("no length in the trace", prompt=prompt.prompt_id, error=str(error))
+            self._warned = True
+            return self._estimate(self._loop.max_completion_length / 2, self._loop.max_completion_length, "trace/none")
+        factor = math.exp(self._sigma * _score(prompt.prompt_id)) if self._sigma else 1.0
+        margin = math.exp(self._sigma * _P90)
+        return self._estimate(factor * median_low(lengths), margin * factor * max(lengths), "trace")
+
+    def observe(self, completion: Finished) -> None:
+        """Only the buckets see it; lengths are known already."""
+        self.buckets.observe(completion.length)
+
+    def _estimate(self, median: float, longest: float, name: str) -> LengthEstimate:
+        limit = self._loop.max_completion_length
+        upper = max(1, min(limit, round(longest)))
+        return LengthEstimate(
+            median=max(1, min(limit, round(median))),
+            upper=upper,
+            bucket=self.buckets.of(upper),
+            predictor=name,
+            boundaries_version=self.buckets.version,
+        )
 
 
-async def _read(bus: Bus, topic: str, skip: Callable[[str], bool]) -> list[Completion]:
-    subscription = await bus.subscribe([topic], client_id="length-replay", start="latest")
-    try:
-        first, ends = await subscription.beginning_offsets(), await subscription.end_offsets()
-    finally:
-        await subscription.close()
-    each = max(1, MAX_RECORDS // max(1, sum(ends[tp] > first[tp] for tp in ends)))
-    start = {tp: max(first[tp], ends[tp] - each) for tp in ends}
-    past = _Past()
-    subscription = await bus.subscribe([topic], client_id="length-replay", start=start)
-    try:
-        while past.bytes_read < MAX_BYTES:
-            positions = await subscription.positions()
-            if all(position >= ends[tp] for tp, position in positions.items()):
-                break
-            for record in await subscription.poll(timeout_s=1.0):
-                past.add(record, skip)
-    finally:
-        await subscription.close()
-    # Partitions are length buckets. Where one was cut off, older records of the others would skew what is learned.
-    cut = [past.oldest[tp.partition] for tp in start if start[tp] > first[tp] and tp.partition in past.oldest]
-    horizon = max(cut, default=0.0)
-    ordered = sorted((pair for pair in past.completions.values() if pair[0] >= horizon), key=lambda pair: pair[0])
-    return [completion for _, completion in ordered]
+def _score(name: str) -> float:
+    """Standard normal, by a hash."""
+    bits = xxhash.xxh3_64_intdigest(f"trace-noise/{name}".encode()) >> (64 - _BITS)
+    return NormalDist().inv_cdf((bits + 0.5) / (1 << _BITS))

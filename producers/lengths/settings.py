@@ -39,11 +39,11 @@ class LengthSettings(Section):
         ),
     ] = "fixed"
 
-    learn_after: Annotated[int, Field(ge=64, description="Completions seen before the learned model is fitted.")] = 256
+    min_samples: Annotated[int, Field(ge=64, description="Completions seen before the learned model is fitted.")] = 256
     refit_every: Annotated[
         int, Field(ge=64, description="Completions between two fits; fewer as long as few were seen.")
     ] = 4096
-    memory: Annotated[
+    reservoir_size: Annotated[
         int,
         Field(ge=64, le=262_144, description="Completions that a fit can draw on; older ones fade out. 1.2 KB each."),
     ] = 8192
@@ -75,8 +75,10 @@ class LengthSettings(Section):
             raise ValueError(f"expected lengths.model_dir, got none, for {self.predictor} with refit {self.refit}")
         if self.refit == "process" and self.predictor not in ("learned", "language_model"):
             raise ValueError(f"expected lengths.predictor learned or language_model to refit, got {self.predictor}")
-        if self.memory < self.learn_after:
-            raise ValueError(f"expected lengths.memory >= learn_after ({self.learn_after}), got {self.memory}")
+        if self.reservoir_size < self.min_samples:
+            raise ValueError(
+                f"expected lengths.reservoir_size >= min_samples ({self.min_samples}), got {self.reservoir_size}"
+            )
         return self
 
     @property

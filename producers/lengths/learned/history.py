@@ -1,25 +1,19 @@
-"""A bounded sample of what was observed, in which old observations fade out.
+"""What earlier completions say of later ones: data sets' levels, prompts' own history, and a sample to fit to.
 
-Once it is full, each new one replaces a random other (Aggarwal 2006), so that the chance to still be there halves with
-every 0.69 × capacity further ones: a policy of long ago does not count, and no data set vanishes at once.
+Lengths are learned relative to their data set's level, in logarithms: which prompts are the longer ones belongs to the
+prompts and lasts, while the level moves with the policy and is followed at once, between two fits.
 """
 
 import math
 import random
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from producers.lengths.learned.features import Row
-
-# What earlier completions say: the level of each data set, and how a prompt that repeats compares with it. Lengths
-# are learned relative to their data set's level, in logarithms: which prompts are the longer ones belongs to the
-# prompts and lasts, while the level moves with the policy and is followed at once, between two fits. What the model
-# already explains does not move the level, so a few long prompts in a row do not; and a step has a fixed size, so the
-# level settles where half of the completions are longer than predicted, however long the longest get.
 
 SETTLED = 128
 """Completions of a data set after which its level is one; until then it is their mean."""
@@ -28,8 +22,10 @@ OWN_STEP, SHARED_STEP = 1 / 1024, 1 / 512
 MAX_PROMPTS = 65_536
 RECENT = 32
 """Completions of a prompt over which its past is averaged."""
-CARRY_WINDOW = 1024
-DOUBT, ENOUGH = 1.0, 4.0
+SLOPE_WINDOW = 1024
+"""Completions over which a slope is fitted: the weight of older ones falls by a factor e with each so many."""
+PRIOR, ENOUGH = 1.0, 4.0
+"""Sum of squares that speaks for a slope of 0 before anything is known, and from which on a slope is believed."""
 
 
 @dataclass(slots=True)
@@ -38,8 +34,16 @@ class _Level:
     count: int = 0
 
 
-class Levels:
-    """By data set, and over all."""
+class DatasetLevels:
+    """The level of log(length) by data set, and over all: level = own mean + what all levels share.
+
+    What the model already explains does not move the level, so a few long prompts in a row do not:
+
+        error = log(length) - explained - level,    level += step × sign(error)
+
+    A step has a fixed size, so the level settles where half of the completions are longer than predicted, however long
+    the longest get.
+    """
 
     def __init__(self) -> None:
         self._levels: dict[str, _Level] = {}
@@ -89,14 +93,14 @@ class _PromptPast:
 
 
 @dataclass(slots=True)
-class _Carry:
-    """Sums of past × outcome and of past squared, decayed: their ratio is the least-squares share."""
+class _DecayedSlope:
+    """Least squares through the origin, decayed: the slope of outcome over past is Σ past × outcome / Σ past²."""
 
     product: float = 0.0
-    square: float = DOUBT
+    square: float = PRIOR
 
     def add(self, past: float, outcome: float) -> None:
-        keep = 1 - 1 / CARRY_WINDOW
+        keep = 1 - 1 / SLOPE_WINDOW
         self.product = self.product * keep + past * outcome
         self.square = self.square * keep + past * past
 
@@ -109,9 +113,8 @@ class PromptHistory:
     """
 
     def __init__(self, limit: int = MAX_PROMPTS) -> None:
-        self._limit = limit
-        self._past: OrderedDict[str, _PromptPast] = OrderedDict()
-        self._carries: dict[int, _Carry] = {}
+        self._past: LRUCache[str, _PromptPast] = LRUCache(limit)
+        self._slopes: dict[int, _DecayedSlope] = {}
 
     def __len__(self) -> int:
         return len(self._past)
@@ -126,21 +129,18 @@ class PromptHistory:
         count, mean = seen
         # A prompt seen fewer times carries over less, so its share is a safe guess while little is known of ours.
         for often in range(count.bit_length(), 0, -1):
-            carry = self._carries.get(often)
-            if carry is not None and carry.square >= ENOUGH:
-                return mean * min(1.0, max(0.0, carry.product / carry.square))
+            slope = self._slopes.get(often)
+            if slope is not None and slope.square >= ENOUGH:
+                return mean * min(1.0, max(0.0, slope.product / slope.square))
         return 0.0
 
     def add(self, prompt_id: str, distance: float, seen: tuple[int, float]) -> None:
         """Note a completion's distance from the model; ``seen``: the prompt's past before its group."""
         if seen[0]:
-            self._carries.setdefault(seen[0].bit_length(), _Carry()).add(seen[1], distance)
+            self._slopes.setdefault(seen[0].bit_length(), _DecayedSlope()).add(seen[1], distance)
         past = self._past.setdefault(prompt_id, _PromptPast())
         past.count += 1
         past.mean += (distance - past.mean) / min(past.count, RECENT)
-        self._past.move_to_end(prompt_id)
-        if len(self._past) > self._limit:
-            self._past.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,13 @@ class Observations:
         return len(self.rows)
 
 
-class Memory:
-    """At most ``capacity`` observations."""
+class Reservoir:
+    """A bounded sample of what was observed, at most ``capacity``, in which old observations fade out.
+
+    Once it is full, each new one replaces a random other (Aggarwal 2006). After k further ones the chance to still be
+    there is (1 - 1 / capacity)^k, which halves with every 0.69 × capacity: a policy of long ago does not count, and no
+    data set vanishes at once.
+    """
 
     def __init__(self, capacity: int, width: int, seed: int = 0) -> None:
         self._capacity = capacity
@@ -181,15 +186,15 @@ class Memory:
 
     def add(self, row: Row, *, level: float, length: int, censored: bool, dataset: str) -> None:
         """Note one; when full, a random other one leaves. A level that is not settled yet is NaN."""
-        place = self._size if self._size < self._capacity else self._random.randrange(self._capacity)
-        self._size = max(self._size, place + 1)
-        self._all.rows[place] = row
-        self._all.level[place] = level
-        self._all.length[place] = length
-        self._all.censored[place] = censored
-        self._all.dataset[place] = self._number_of.setdefault(dataset, len(self._number_of))
+        slot = self._size if self._size < self._capacity else self._random.randrange(self._capacity)
+        self._size = max(self._size, slot + 1)
+        self._all.rows[slot] = row
+        self._all.level[slot] = level
+        self._all.length[slot] = length
+        self._all.censored[slot] = censored
+        self._all.dataset[slot] = self._number_of.setdefault(dataset, len(self._number_of))
 
-    def snapshot(self, levels: Levels) -> Observations:
+    def snapshot(self, levels: DatasetLevels) -> Observations:
         """A copy that another thread may read; where no level had settled, with the level of now."""
         held = slice(0, self._size)
         dataset = self._all.dataset[held].copy()

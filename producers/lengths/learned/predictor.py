@@ -8,7 +8,7 @@ Invariants:
 - advice_only: nothing that goes wrong here is raised; the observed quantiles answer instead, and it is counted;
 - no_peeking: a group is described as it was before any of its own completions was known, so that the model learns from
   what a prediction has;
-- a_fair_sample: completions are learned from in the order in which they were asked for (``turns``);
+- a_fair_sample: completions are learned from in the order in which they were asked for (``RequestOrder``);
 - one_model_at_a_time: a prediction uses one whole model with the levels that belong to it; the next one replaces it
   between two predictions.
 
@@ -25,27 +25,51 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import structlog
+from cachetools import FIFOCache
 
 from producers.lengths.buckets import Buckets
-from producers.lengths.estimators import Completion, ObservedQuantiles
 from producers.lengths.learned.features import Row, text_features
-from producers.lengths.learned.history import SETTLED, Levels, PromptHistory
+from producers.lengths.learned.history import SETTLED, DatasetLevels, PromptHistory
+from producers.lengths.model_updates import ModelUpdater, TextModel
+from producers.lengths.predictor import ObservedCompletion, ObservedQuantiles
 from producers.lengths.settings import LengthSettings
-from producers.lengths.upkeep import TextModel, Upkeep
 from schemas.settings import LoopSettings
 from schemas.trajectories import LengthEstimate, Prompt
 
-# How far the upper estimates have to move so that they cover what they promise. Every new group is predicted before
-# any of its completions is known, so what is left over then is an honest residual. The promised quantile of the
-# recent ones is the margin (conformalised quantile regression: Romano, Patterson and Candès 2019), by data set where
-# enough are known. Recent only, so it follows a policy that changes.
-
+log = structlog.get_logger()
 WINDOW = 1024
+"""Residuals that a margin rests on: few enough to follow a policy that changes."""
 ENOUGH = 128
+"""Residuals from which on a margin is trusted: a 90 % quantile then has some 13 of them above it."""
+MAX_ASKED = 8192
+"""Groups that were asked for and did not end."""
+FEW = 1024
+"""Completions that may always wait for one that was asked for before them."""
+MAX_OPEN_GROUPS = 8192
+"""Groups whose description is kept for completions to come."""
+LOGGED_FAILURES = 10
+"""So many failures are logged one by one, then every hundredth."""
+Finished = TypeVar("Finished")
+"""A completion that has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupDescription:
+    """A group when its length was predicted, or else before its first completion: its data set's level, its prompt's
+    past, what the model says.
+
+    ``level``: not a number while it is not settled. ``row``: what its text looks like, if fits are made here.
+    ``quantiles``: median and upper over the level, by the text alone; none without a model.
+    """
+
+    row: Row | None
+    level: float
+    seen: tuple[int, float]
+    quantiles: tuple[float, float] | None
 
 
 class Residuals:
-    """The last ``WINDOW`` of them, in order of arrival and of size."""
+    """The last ``WINDOW`` residuals, in order of arrival and of size."""
 
     def __init__(self) -> None:
         self._arrived: deque[float] = deque()
@@ -63,12 +87,18 @@ class Residuals:
 
     def quantile(self, share: float) -> float:
         """The smallest that at least this share, corrected for the size of the sample, does not exceed."""
+        # n + 1 in place of n: a new residual is as likely to fall into each of the n + 1 gaps between those held.
         rank = math.ceil(share * (len(self._sorted) + 1))
         return self._sorted[min(rank, len(self._sorted)) - 1]
 
 
 class Margins:
-    """Residuals over the upper prediction, in logarithms, by data set and over all."""
+    """How far the upper estimates have to move so that they cover what they promise, in logarithms.
+
+    Every new group is predicted before any of its completions is known, so log(length) - upper is an honest residual.
+    The margin is their promised quantile (conformalised quantile regression: Romano, Patterson and Candès,
+    arXiv 1905.03222), by data set where enough are known, else over all.
+    """
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -88,21 +118,19 @@ class Margins:
         return 0.0
 
 
-# Completions in the order in which their lengths were asked for, not in that in which they ended. Pure. Short
-# completions end first. Who learned from each as it comes would take the first ones of a batch for all of it, the
-# level of the short ones for the level, and fit to data that lacks the longest; in the order of asking, what was
-# learned from is at any moment a fair sample. Invariants, each with a test of its name: -
-# what_was_not_asked_for_has_its_turn_at_once; - a_group_that_never_ends_holds_others_up_only_so_long.
+class RequestOrder(Generic[Finished]):
+    """Releases completions in the order in which their lengths were asked for, not in that in which they ended.
 
-Finished = TypeVar("Finished")
-"""A completion that has ended."""
+    Short completions end first. Who learned from each as it comes would take the first ones of a batch for all of it,
+    the level of the short ones for the level, and fit to data that lacks the longest; in the order of asking, what was
+    learned from is at any moment a fair sample.
 
-MAX_ASKED = 8192
-"""Groups that were asked for and did not end."""
+    Invariants, each with a test of its name:
+    - what_was_not_asked_for_has_its_turn_at_once;
+    - a_group_that_never_ends_holds_others_up_only_so_long.
 
-
-class Turns(Generic[Finished]):
-    """``samples`` make a group whole. At most ``most`` completions wait for one that was asked for before them."""
+    ``samples`` make a group whole. At most ``most`` completions wait for one that was asked for before them.
+    """
 
     def __init__(self, samples: int, most: int) -> None:
         self._samples, self._most = samples, most
@@ -134,33 +162,13 @@ class Turns(Generic[Finished]):
         return len(oldest) >= self._samples or self._waiting > self._most or len(self._asked) > MAX_ASKED
 
 
-log = structlog.get_logger()
-
-FEW = 1024
-"""Completions that may always wait for one that was asked for before them."""
-MAX_OPEN_GROUPS = 8192
-"""Groups whose description is kept for completions to come."""
-LOUD_FAILURES = 10
-"""So many failures are logged one by one, then every hundredth."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """A group when its length was predicted, or else before its first completion: its data set's level, its prompt's
-    past, what the model says.
-
-    ``level``: not a number while it is not settled. ``row``: what its text looks like, if fits are made here.
-    ``quantiles``: median and upper over the level, by the text alone; none without a model.
-    """
-
-    row: Row | None
-    level: float
-    seen: tuple[int, float]
-    quantiles: tuple[float, float] | None
-
-
 class LearnedLengths:
-    """``failures`` counts predictions and observations that raised."""
+    """A fitted model of the text, corrected by what moves between fits: level, prompt history, and margin.
+
+    With a data set's level l, the text's quantiles m and u over it, the prompt's effect e and the margin d, all logs:
+
+        median = exp(l + e + m)        upper = exp(l + e + max(u + d, m))
+    """
 
     def __init__(
         self,
@@ -173,15 +181,17 @@ class LearnedLengths:
         self._loop = loop
         self.buckets = buckets or Buckets(loop.bucket_boundaries)
         self._fallback = ObservedQuantiles(settings, loop, self.buckets)
-        self._levels = Levels()
+        self._levels = DatasetLevels()
         self._history = PromptHistory()
         self._margins = Margins(settings.quantile)
-        self._open: OrderedDict[str, _Described] = OrderedDict()
-        self._turns = Turns[Completion](loop.num_generations, max(FEW, 2 * loop.groups_per_step * loop.num_generations))
+        self._open: FIFOCache[str, _GroupDescription] = FIFOCache(MAX_OPEN_GROUPS)
+        self._in_order = RequestOrder[ObservedCompletion](
+            loop.num_generations, max(FEW, 2 * loop.groups_per_step * loop.num_generations)
+        )
         self._model: TextModel | None = None
         self._newest = 0
-        self.failures = 0
-        self._upkeep = Upkeep(settings, loop.max_completion_length, clock)
+        self._failures = 0
+        self._updater = ModelUpdater(settings, loop.max_completion_length, clock)
         self._take_newer()
 
     @property
@@ -190,23 +200,23 @@ class LearnedLengths:
         return self._model
 
     @property
-    def failed_fits(self) -> int:
-        """Fits, and readings of models of others, that raised."""
-        return self._upkeep.failures
+    def failures(self) -> int:
+        """Predictions, observations, fits, and readings of models of others, that raised."""
+        return self._failures + self._updater.failures
 
     def wait(self) -> None:
         """Until no fit is under way; its model is in use then."""
-        self._upkeep.wait()
+        self._updater.wait()
         self._take_newer()
 
     def hold_fits(self, held: bool) -> None:
         """Begin none while held: for whoever reads a long past first."""
-        self._upkeep.may_fit = not held
+        self._updater.may_fit = not held
 
     def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
         """The model's estimate; the observed quantiles' until there is a model that knows the data set."""
         try:
-            self._upkeep.look()
+            self._updater.check_folder()
             self._take_newer()
             estimate = self._predict(prompt, group_id)
         except Exception as error:
@@ -214,7 +224,7 @@ class LearnedLengths:
             estimate = None
         return self._fallback.predict(prompt) if estimate is None else estimate
 
-    def observe(self, completion: Completion) -> None:
+    def observe(self, completion: ObservedCompletion) -> None:
         """Learn a finished completion; every so often a fit begins in the background."""
         self._fallback.observe(completion)
         try:
@@ -229,14 +239,14 @@ class LearnedLengths:
         Raises:
             Exception: whatever stood in the way.
         """
-        self._upkeep.fit_now(self._levels, self._newest)
+        self._updater.fit_now(self._levels, self._newest)
         self._take_newer()
 
     def _predict(self, prompt: Prompt, group_id: str) -> LengthEstimate | None:
         group = self._describe(prompt)
-        if group_id and (group_id not in self._open or group_id in self._turns):
+        if group_id and (group_id not in self._open or group_id in self._in_order):
             self._keep(group_id, group)
-            self._turns.ask(group_id)
+            self._in_order.ask(group_id)
         model = self._model
         if model is None or group.quantiles is None:
             return None
@@ -257,27 +267,27 @@ class LearnedLengths:
         limit = self._loop.max_completion_length
         return max(1, round(math.exp(min(logarithm, math.log(limit)))))
 
-    def _observe(self, completion: Completion) -> None:
-        due = self._turns.take(completion.group_id, completion)
+    def _observe(self, completion: ObservedCompletion) -> None:
+        due = self._in_order.take(completion.group_id, completion)
         for each in due:
             self._learn(each)
         if due:
-            self._upkeep.observed(len(due), self._levels, self._newest)
+            self._updater.observed(len(due), self._levels, self._newest)
 
-    def _learn(self, completion: Completion) -> None:
+    def _learn(self, completion: ObservedCompletion) -> None:
         self._newest = max(self._newest, completion.version)
         group = self._described(completion)
         level = self._levels.of(completion.prompt.dataset) if math.isnan(group.level) else group.level
         relative = math.log(max(1, completion.length)) - level
-        self._remember(completion, group)
+        self._sample(completion, group)
         self._follow(completion.prompt, completion.length, relative, group)
 
-    def _remember(self, completion: Completion, group: _Described) -> None:
+    def _sample(self, completion: ObservedCompletion, group: _GroupDescription) -> None:
         """For the next fit, if fits are made here."""
-        memory, dataset = self._upkeep.memory, completion.prompt.dataset
-        if memory is None or group.row is None:
+        reservoir, dataset = self._updater.reservoir, completion.prompt.dataset
+        if reservoir is None or group.row is None:
             return
-        memory.add(
+        reservoir.add(
             group.row,
             level=group.level,
             length=completion.length,
@@ -285,7 +295,7 @@ class LearnedLengths:
             dataset=dataset,
         )
 
-    def _follow(self, prompt: Prompt, length: int, relative: float, group: _Described) -> None:
+    def _follow(self, prompt: Prompt, length: int, relative: float, group: _GroupDescription) -> None:
         """What moves with every completion, between fits: level, margin, and the prompt's own past."""
         if group.quantiles is None:
             self._levels.add(prompt.dataset, length)
@@ -295,7 +305,7 @@ class LearnedLengths:
         self._history.add(prompt.prompt_id, relative - median, group.seen)
         self._levels.add(prompt.dataset, length, median + effect)
 
-    def _described(self, completion: Completion) -> _Described:
+    def _described(self, completion: ObservedCompletion) -> _GroupDescription:
         """As it was when its length was predicted, or else when its first completion came."""
         group = self._open.get(completion.group_id)
         if group is None:
@@ -303,27 +313,25 @@ class LearnedLengths:
             self._keep(completion.group_id, group)
         return group
 
-    def _describe(self, prompt: Prompt) -> _Described:
-        return _Described(
-            row=None if self._upkeep.memory is None else text_features(prompt),
+    def _describe(self, prompt: Prompt) -> _GroupDescription:
+        return _GroupDescription(
+            row=None if self._updater.reservoir is None else text_features(prompt),
             level=self._levels.of(prompt.dataset) if self._levels.count(prompt.dataset) >= SETTLED else math.nan,
             seen=self._history.recall(prompt.prompt_id),
             quantiles=None if self._model is None else self._model.quantiles(prompt),
         )
 
-    def _keep(self, group_id: str, group: _Described) -> None:
+    def _keep(self, group_id: str, group: _GroupDescription) -> None:
         self._open[group_id] = group
-        if len(self._open) > MAX_OPEN_GROUPS:
-            self._open.popitem(last=False)
 
     def _take_newer(self) -> None:
-        newer = self._upkeep.taken()
+        newer = self._updater.take_newer()
         if newer is not None:
             self._model, levels = newer
             if levels:
                 self._levels.load(levels)
 
     def _failed(self, what: str, error: Exception) -> None:
-        self.failures += 1
-        if self.failures <= LOUD_FAILURES or self.failures % 100 == 0:
-            log.warning("length model failed", what=what, error=repr(error), failures=self.failures)
+        self._failures += 1
+        if self._failures <= LOGGED_FAILURES or self._failures % 100 == 0:
+            log.warning("length model failed", what=what, error=repr(error), failures=self._failures)

@@ -14,7 +14,7 @@ from producers.dispatch.dispatcher import Dispatcher
 from producers.dispatch.settings import DispatchSettings
 from producers.generation.settings import GenerationSettings
 from producers.generation.worker import GenerationWorker
-from producers.lengths.estimators import ConstantLength
+from producers.lengths.predictor import ConstantLength
 from producers.lengths.settings import LengthSettings
 from schemas.control import RunFinished
 from schemas.identifiers import PolicyVersion

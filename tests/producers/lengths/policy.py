@@ -4,8 +4,8 @@ import math
 import random
 from collections.abc import Iterable
 
-from producers.lengths.estimators import Completion
 from producers.lengths.learned.predictor import LearnedLengths
+from producers.lengths.predictor import ObservedCompletion
 from schemas.trajectories import Prompt
 
 SAMPLES = 4
@@ -35,5 +35,7 @@ def teach(
         predictor.predict(prompt)
         for _ in range(SAMPLES):
             length = min(limit, max(1, round(typical(prompt) * growth * math.exp(rng.gauss(0, 0.2)))))
-            predictor.observe(Completion(prompt, f"{index}/{version}", length, version, censored=length == limit))
+            predictor.observe(
+                ObservedCompletion(prompt, f"{index}/{version}", length, version, censored=length == limit)
+            )
             predictor.wait()

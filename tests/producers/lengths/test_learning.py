@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from producers.lengths.calibration import kendall_tau, recall_of_longest
-from producers.lengths.estimators import Completion
 from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.predictor import build_predictor
+from producers.lengths.predictor import ObservedCompletion
 from producers.lengths.settings import LengthSettings
+from producers.lengths.startup import build_predictor
 from schemas.settings import LoopSettings
 from schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.lengths.policy import prompt_of, teach, typical
 
 LOOP = LoopSettings(max_completion_length=2000, bucket_boundaries=(64, 256))
-SETTINGS = LengthSettings(predictor="learned", learn_after=256, refit_every=1024, memory=2048)
+SETTINGS = LengthSettings(predictor="learned", min_samples=256, refit_every=1024, reservoir_size=2048)
 NEW = range(10_000, 10_300)
 
 
@@ -61,7 +61,7 @@ def test_new_prompts_are_ordered_by_what_they_ask_for(taught: LearnedLengths) ->
     assert recall > 0.85
     assert tau > 0.8
     assert covered > 0.9
-    assert (taught.failures, taught.failed_fits) == (0, 0)
+    assert taught.failures == 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,7 +81,7 @@ def test_a_prompt_that_repeats_is_known_by_its_own_lengths() -> None:
             prompt = Prompt(prompt_id=f"same/{index}", dataset="same", content="Think.")
             for sample in range(4):
                 length = 50 + 10 * index + sample
-                predictor.observe(Completion(prompt, f"{index}/{data_pass}", length, version=data_pass))
+                predictor.observe(ObservedCompletion(prompt, f"{index}/{data_pass}", length, version=data_pass))
                 predictor.wait()
     medians = [
         predictor.predict(Prompt(prompt_id=f"same/{index}", dataset="same", content="Think.")).median
@@ -135,8 +135,8 @@ def test_no_peeking(taught: LearnedLengths) -> None:
     predictor = LearnedLengths(SETTINGS, LOOP)
     prompt = prompt_of(0)
     for length in (10, 500, 1000):
-        predictor.observe(Completion(prompt, "g/0", length))
-    rows = predictor._upkeep.memory.snapshot(predictor._levels).rows  # type: ignore[union-attr]
+        predictor.observe(ObservedCompletion(prompt, "g/0", length))
+    rows = predictor._updater.reservoir.snapshot(predictor._levels).rows  # type: ignore[union-attr]
     assert len(rows) == 3
     assert (rows == rows[0]).all()
 
@@ -150,7 +150,7 @@ def test_a_fair_sample() -> None:
         for number, prompt in enumerate(prompts):
             predictor.predict(prompt, f"{number:04d}")
         ended = [
-            Completion(prompt, f"{number:04d}", length)
+            ObservedCompletion(prompt, f"{number:04d}", length)
             for number, prompt in enumerate(prompts)
             for length in [round(typical(prompt))] * LOOP.num_generations
         ]
@@ -172,13 +172,13 @@ def test_advice_only(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     predictor = LearnedLengths(SETTINGS.model_copy(update={"model_dir": tmp_path / "file"}), LOOP)
     teach(predictor, range(100))
-    assert predictor.failed_fits == 1
+    assert predictor.failures == 1
     assert predictor.predict(prompt_of(1)).predictor.startswith("learned/")
     predictor._levels = _Broken()  # type: ignore[assignment]
     assert isinstance(predictor.predict(prompt_of(1)), LengthEstimate)
-    predictor.observe(Completion(prompt_of(1), "g", 10))
+    predictor.observe(ObservedCompletion(prompt_of(1), "g", 10))
     assert predictor.predict(prompt_of(1)).predictor.startswith("observed_quantiles/")
-    assert predictor.failures == 3
+    assert predictor.failures == 4
 
 
 def test_a_lost_folder_is_made_again(tmp_path: Path) -> None:
@@ -187,5 +187,5 @@ def test_a_lost_folder_is_made_again(tmp_path: Path) -> None:
     teach(predictor, range(70))
     shutil.rmtree(folder)
     teach(predictor, range(70, 200))
-    assert [path.suffix for path in folder.iterdir()] == [".safetensors"] * len(list(folder.iterdir()))
-    assert predictor.failed_fits == 0
+    assert {path.name.partition("-")[0] for path in folder.iterdir()} == {"trees"}
+    assert predictor.failures == 0

@@ -4,9 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from producers.lengths.buckets import RecentLengths
-from producers.lengths.estimators import Completion, ObservedQuantiles
-from producers.lengths.predictor import build_predictor
+from producers.lengths.predictor import ObservedCompletion, ObservedQuantiles
 from producers.lengths.settings import LengthSettings
+from producers.lengths.startup import build_predictor
 from schemas.settings import LoopSettings
 from schemas.trajectories import Prompt
 
@@ -18,8 +18,8 @@ def _prompt(dataset: str = "a", length: int = 10) -> Prompt:
     return Prompt(prompt_id="p", dataset=dataset, content="x" * length)
 
 
-def _completion(prompt_length: int, output_length: int) -> Completion:
-    return Completion(_prompt("a", prompt_length), "p/0", output_length)
+def _completion(prompt_length: int, output_length: int) -> ObservedCompletion:
+    return ObservedCompletion(_prompt("a", prompt_length), "p/0", output_length)
 
 
 def test_the_prior_holds_before_anything_is_seen() -> None:

@@ -1,7 +1,7 @@
 """What a change of the bucket boundaries does to a running dispatcher."""
 
 from producers.lengths.buckets import Buckets
-from producers.lengths.estimators import ObservedQuantiles
+from producers.lengths.predictor import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
 from schemas.settings import LoopSettings
 from schemas.topics import TRAJECTORIES

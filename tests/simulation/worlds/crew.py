@@ -8,9 +8,9 @@ from random import Random
 
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
-from consumers.ingest.settings import IntakeSettings
-from consumers.training.ports import Restored
-from consumers.training.resume import Point
+from consumers.ingest.settings import IngestSettings
+from consumers.training.failpoints import Failpoint
+from consumers.training.ports import RestoredCheckpoint
 from consumers.training.settings import TrainingSettings
 from consumers.training.trainer import Trainer
 from coordinator.coordinator import Coordinator
@@ -19,7 +19,7 @@ from producers.dispatch.dispatcher import Dispatcher
 from producers.dispatch.settings import DispatchSettings
 from producers.generation.settings import GenerationSettings
 from producers.generation.worker import GenerationWorker
-from producers.lengths.estimators import ObservedQuantiles
+from producers.lengths.predictor import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
 from schemas.settings import LoopSettings
 from schemas.topics import CATALOGUE
@@ -65,22 +65,24 @@ class Crew:
         """Everybody the run needs."""
         return ["trainer", "coordinator", "dispatcher", *(f"worker-{n}" for n in range(self.setup.workers))]
 
-    def life(self, role: str, chance: Random, before_write: BeforeWrite, reached: Callable[[Point], None]) -> Life:
+    def life(
+        self, role: str, chance: Random, before_write: BeforeWrite, failpoint: Callable[[Failpoint], None]
+    ) -> Life:
         """A fresh life of a role."""
         if role == "trainer":
-            return self._trainer(chance, before_write, reached)
+            return self._trainer(chance, before_write, failpoint)
         if role == "coordinator":
-            settings = CoordinatorSettings(heartbeat_timeout_s=3.0, finish_patience_s=5.0)
+            settings = CoordinatorSettings(heartbeat_timeout_s=3.0, finish_timeout_s=5.0)
             return Coordinator(self.bus, RUN, settings, clock=self.clock).run
         if role == "dispatcher":
             return self._dispatcher()
         return self._worker(role, chance)
 
-    def _trainer(self, chance: Random, before_write: BeforeWrite, reached: Callable[[Point], None]) -> Life:
+    def _trainer(self, chance: Random, before_write: BeforeWrite, failpoint: Callable[[Failpoint], None]) -> Life:
         setup = self.setup
         checkpoints = SimCheckpoints(self.place, setup.keep_checkpoints, before_write)
 
-        def open_policy(restored: Restored | None) -> SimPolicy:
+        def open_policy(restored: RestoredCheckpoint | None) -> SimPolicy:
             policy = SimPolicy(self.shelf, checkpoints, chance, setup.bad_gradient)
             if isinstance(restored, SimRestored):
                 policy.contents = list(restored.state.saved.contents)
@@ -98,7 +100,7 @@ class Crew:
                 keep_checkpoints=setup.keep_checkpoints,
                 weight_sync_steps=setup.weight_sync_steps,
             ),
-            intake=IntakeSettings(
+            ingest=IngestSettings(
                 group_timeout_s=GROUP_TIMEOUT_S,
                 orphan_lineage="skip" if setup.orphans == "skip" else "train",
                 max_undecodable_share=1.0,
@@ -111,7 +113,7 @@ class Crew:
             checkpoints=checkpoints,
             open_policy=open_policy,
             open_compute=lambda: SimCompute(chance, setup.compute_s),
-            reached=reached,
+            failpoint=failpoint,
             clock=self.clock,
         ).run
 
@@ -132,7 +134,7 @@ class Crew:
             self.bus,
             RUN,
             self.loop,
-            GenerationSettings(drain_grace_s=2.0, max_undelivered=32, standstill_s=2.0),
+            GenerationSettings(drain_grace_s=2.0, max_undelivered=32, fencing_timeout_s=2.0),
             role,
             SimEngine(chance, setup.sampling, setup.slots, setup.token_s, self.loop.max_completion_length),
             SimTokenizer(),

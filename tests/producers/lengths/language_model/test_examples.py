@@ -2,21 +2,33 @@ import math
 
 import pytest
 
-from producers.lengths.language_model import Example, lesson_of
+from producers.lengths.language_model import make_training_set
+from producers.lengths.predictor import ObservedCompletion
+from schemas.trajectories import Prompt
 
-EXAMPLES = [Example("x", "a", 10), Example("x", "a", 1000), Example("y", "a", 100), Example("x", "b", 7)]
+
+def _completion(text: str, dataset: str, length: int) -> ObservedCompletion:
+    return ObservedCompletion(Prompt(prompt_id=text, dataset=dataset, content=text), "g", length)
+
+
+COMPLETIONS = [
+    _completion("x", "a", 10),
+    _completion("x", "a", 1000),
+    _completion("y", "a", 100),
+    _completion("x", "b", 7),
+]
 
 
 def test_targets_are_over_the_level_of_their_data_set_and_stand_together_by_text() -> None:
-    lesson = lesson_of(EXAMPLES)
-    assert {name: count for name, (_, count) in lesson.levels.items()} == {"a": 3, "b": 1}
-    assert [level for level, _ in lesson.levels.values()] == pytest.approx([math.log(100), math.log(7)])
-    assert lesson.texts == ("x", "y", "x")
-    restored = [[value * lesson.scale for value in values] for values in lesson.targets]
+    examples = make_training_set(COMPLETIONS)
+    assert {name: count for name, (_, count) in examples.levels.items()} == {"a": 3, "b": 1}
+    assert [level for level, _ in examples.levels.values()] == pytest.approx([math.log(100), math.log(7)])
+    assert examples.texts == ("x", "y", "x")
+    restored = [[value * examples.scale for value in values] for values in examples.targets]
     assert restored == [pytest.approx([-math.log(10), math.log(10)]), pytest.approx([0]), pytest.approx([0])]
 
 
-def test_a_later_lesson_keeps_the_scale_of_the_first() -> None:
-    assert lesson_of(EXAMPLES, scale=2.0).scale == 2.0
-    assert lesson_of([Example("x", "a", 0)]).scale > 0
-    assert lesson_of([]).texts == ()
+def test_a_later_examples_keeps_the_scale_of_the_first() -> None:
+    assert make_training_set(COMPLETIONS, scale=2.0).scale == 2.0
+    assert make_training_set([_completion("x", "a", 0)]).scale > 0
+    assert make_training_set([]).texts == ()

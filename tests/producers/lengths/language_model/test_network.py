@@ -7,20 +7,20 @@ import torch
 from producers.lengths.calibration import kendall_tau
 from producers.lengths.language_model import (
     MAX_TOKENS,
-    Effort,
-    Example,
+    FineTuning,
     LengthRegressor,
-    lesson_of,
+    make_training_set,
     open_regressor,
     train,
 )
+from producers.lengths.predictor import ObservedCompletion
 from schemas.errors import ModelError
 from tests.producers.lengths.language_model.tiny import save_tiny
 from tests.producers.lengths.policy import prompt_of, typical
 
 torch.set_num_threads(1)
-EXAMPLES = [
-    Example(prompt.text, "all", round(typical(prompt) * (0.8 + 0.1 * sample)))
+COMPLETIONS = [
+    ObservedCompletion(prompt, f"{index}/0", round(typical(prompt) * (0.8 + 0.1 * sample)))
     for index in range(150)
     for prompt in [prompt_of(index, dataset="spell")]
     for sample in range(4)
@@ -38,9 +38,9 @@ def _scores(regressor: LengthRegressor) -> tuple[float, list[tuple[float, float]
 @pytest.mark.parametrize("kind", ["causal", "encoder"])
 def test_any_model_learns_which_prompts_are_long(tmp_path: Path, kind: Literal["causal", "encoder"]) -> None:
     regressor = open_regressor(save_tiny(tmp_path, kind))
-    lesson = lesson_of(EXAMPLES)
-    before = train(regressor, lesson, 0.9, Effort(epochs=0.1))
-    after = train(regressor, lesson, 0.9, Effort(epochs=8))
+    examples = make_training_set(COMPLETIONS)
+    before = train(regressor, examples, 0.9, FineTuning(epochs=0.1))
+    after = train(regressor, examples, 0.9, FineTuning(epochs=8))
     tau, scored = _scores(regressor)
     assert after < before
     assert tau > 0.6
@@ -49,7 +49,7 @@ def test_any_model_learns_which_prompts_are_long(tmp_path: Path, kind: Literal["
 
 def test_what_was_saved_scores_the_same(tmp_path: Path) -> None:
     regressor = open_regressor(save_tiny(tmp_path / "base"))
-    train(regressor, lesson_of(EXAMPLES), 0.9, Effort(epochs=0.2))
+    train(regressor, make_training_set(COMPLETIONS), 0.9, FineTuning(epochs=0.2))
     (tmp_path / "saved").mkdir()
     regressor.save(tmp_path / "saved")
     loaded = open_regressor(tmp_path / "saved")
@@ -73,7 +73,7 @@ def test_of_a_very_long_prompt_the_beginning_and_the_end_are_read(tmp_path: Path
     assert ids[0] != ids[-1]
 
 
-def test_the_same_lesson_gives_the_same_model_and_leaves_others_random_numbers_alone(tmp_path: Path) -> None:
+def test_the_same_examples_gives_the_same_model_and_leaves_others_random_numbers_alone(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     torch.manual_seed(5)
     expected = torch.rand(1)
@@ -81,7 +81,7 @@ def test_the_same_lesson_gives_the_same_model_and_leaves_others_random_numbers_a
     for _ in range(2):
         torch.manual_seed(5)
         regressor = open_regressor(tmp_path)
-        train(regressor, lesson_of(EXAMPLES), 0.9, Effort(epochs=0.2))
+        train(regressor, make_training_set(COMPLETIONS), 0.9, FineTuning(epochs=0.2))
         assert torch.equal(torch.rand(1), expected)
         scores.append(regressor.score(["abc"]))
     assert scores[0] == scores[1]
@@ -89,10 +89,10 @@ def test_the_same_lesson_gives_the_same_model_and_leaves_others_random_numbers_a
 
 def test_training_ends_when_its_seconds_are_over_or_it_is_stopped(tmp_path: Path) -> None:
     regressor = open_regressor(save_tiny(tmp_path))
-    lesson = lesson_of(EXAMPLES)
-    train(regressor, lesson, 0.9, Effort(epochs=1e9, seconds=0.2))
-    train(regressor, lesson, 0.9, Effort(epochs=1e9), lambda: True)
-    train(regressor, lesson_of([]), 0.9, Effort())
+    examples = make_training_set(COMPLETIONS)
+    train(regressor, examples, 0.9, FineTuning(epochs=1e9, seconds=0.2))
+    train(regressor, examples, 0.9, FineTuning(epochs=1e9), lambda: True)
+    train(regressor, make_training_set([]), 0.9, FineTuning())
 
 
 def test_a_place_without_a_model_is_named(tmp_path: Path) -> None:

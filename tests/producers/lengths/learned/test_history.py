@@ -3,11 +3,11 @@ import random
 
 import pytest
 
-from producers.lengths.learned.history import SETTLED, Levels, PromptHistory
+from producers.lengths.learned.history import SETTLED, DatasetLevels, PromptHistory
 
 
 def test_a_level_is_the_mean_logarithm_until_a_model_explains_lengths() -> None:
-    levels = Levels()
+    levels = DatasetLevels()
     for length in (10, 1000):
         levels.add("a", length)
     assert levels.of("a") == pytest.approx(math.log(100))
@@ -16,7 +16,7 @@ def test_a_level_is_the_mean_logarithm_until_a_model_explains_lengths() -> None:
 
 
 def test_what_the_model_explains_does_not_move_the_level() -> None:
-    levels = Levels()
+    levels = DatasetLevels()
     for _ in range(2 * SETTLED):
         levels.add("a", 100, 0.0)
     before = levels.of("a")
@@ -26,7 +26,7 @@ def test_what_the_model_explains_does_not_move_the_level() -> None:
 
 
 def test_a_policy_that_doubles_is_followed_within_a_few_hundred_completions_by_all_data_sets() -> None:
-    levels, rng = Levels(), random.Random(0)
+    levels, rng = DatasetLevels(), random.Random(0)
     for _ in range(SETTLED + 1):
         for name in "abc":
             levels.add(name, 100, 0.0)
@@ -37,14 +37,14 @@ def test_a_policy_that_doubles_is_followed_within_a_few_hundred_completions_by_a
 
 
 def test_the_level_settles_at_the_median_however_long_the_longest_get() -> None:
-    levels, rng = Levels(), random.Random(0)
+    levels, rng = DatasetLevels(), random.Random(0)
     for _ in range(4000):
         levels.add("a", 10**9 if rng.random() < 0.3 else 100, 0.0)
     assert levels.of("a") == pytest.approx(math.log(100), abs=0.05)
 
 
 def test_levels_survive_a_file() -> None:
-    levels, again = Levels(), Levels()
+    levels, again = DatasetLevels(), DatasetLevels()
     for index in range(3 * SETTLED):
         levels.add("ab"[index % 2], 50 + index % 7, 0.1)
     again.load(levels.dump())

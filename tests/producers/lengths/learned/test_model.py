@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -5,7 +6,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from producers.lengths.learned.features import ROW_WIDTH
-from producers.lengths.learned.model import KEPT_FILES, Forest, LengthModel, load, load_newest, save
+from producers.lengths.learned.model import FOREST, KIND, Forest, LengthModel, load, load_newest, save
+from producers.lengths.model_store import ModelStore, read_manifest
 from schemas.errors import MalformedFrame
 
 LEVELS = {"a": (3.5, 200)}
@@ -26,44 +28,29 @@ def _model(version: int = 1) -> LengthModel:
 
 def test_a_saved_model_predicts_the_same_when_loaded(tmp_path: Path) -> None:
     saved = _model()
-    loaded, levels = load(save(saved, LEVELS, tmp_path))
+    path = save(saved, LEVELS, tmp_path)
+    loaded, levels = load(path, read_manifest(path))
     row = np.full(ROW_WIDTH, 2, np.float32)
     assert np.array_equal(loaded.forest.predict(row), saved.forest.predict(row))
     assert (loaded.version, loaded.policy_version, loaded.observations, levels) == (1, 7, 512, LEVELS)
 
 
-def test_the_newest_is_loaded_and_only_the_last_few_are_kept(tmp_path: Path) -> None:
-    for version in range(1, 8):
-        save(_model(version), LEVELS, tmp_path)
-    assert len(list(tmp_path.iterdir())) == KEPT_FILES
-    newest = load_newest(tmp_path)
-    assert newest is not None
-    assert newest[0].version == 7
-
-
-def test_a_file_that_cannot_be_used_gives_way_to_the_one_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("harm", ["loop", "type", "layout"])
+def test_trees_of_another_shape_give_way_to_the_version_before(tmp_path: Path, harm: str) -> None:
+    """Files that are as they were written, by somebody who writes something else."""
     save(_model(1), LEVELS, tmp_path)
-    whole = save(_model(2), LEVELS, tmp_path).read_bytes()
-    (tmp_path / "lengths-00000003.safetensors").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "lengths-00000004.safetensors").write_bytes(b"")
-    newest = load_newest(tmp_path)
-    assert newest is not None
-    assert newest[0].version == 2
-
-
-def test_a_folder_that_is_not_there_has_no_model(tmp_path: Path) -> None:
-    assert load_newest(tmp_path / "nowhere") is None
-
-
-@pytest.mark.parametrize("harm", ["loop", "type", "about"])
-def test_a_file_with_other_content_is_refused(tmp_path: Path, harm: str) -> None:
-    path = save(_model(), LEVELS, tmp_path)
-    arrays = load_file(path)
-    about = '{"layout":1,"depth":1,"version":1,"policy_version":0,"observations":1,"levels":{}}'
+    second = save(_model(2), LEVELS, tmp_path)
+    arrays, manifest = load_file(second / FOREST), read_manifest(second)
+    shutil.rmtree(second)
     if harm == "loop":
         arrays["children"][2] = 0
     if harm == "type":
         arrays["value"] = arrays["value"].astype(np.float32)
-    save_file(arrays, path, {"about": about if harm != "about" else about.replace('"layout":1', '"layout":99')})
+    if harm == "layout":
+        manifest = manifest.model_copy(update={"details": manifest.details | {"layout": 99}})
+    ModelStore(tmp_path, KIND).save(manifest, lambda folder: save_file(arrays, folder / FOREST))
     with pytest.raises(MalformedFrame):
-        load(path)
+        load(second, read_manifest(second))
+    newest = load_newest(tmp_path)
+    assert newest is not None
+    assert newest[0].version == 1

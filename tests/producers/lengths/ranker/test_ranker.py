@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bus.port import Outgoing
-from producers.lengths.estimators import Completion
 from producers.lengths.learned.predictor import LearnedLengths
+from producers.lengths.predictor import ObservedCompletion
 from producers.lengths.ranker import Ranker
 from producers.lengths.settings import LengthSettings
 from schemas.control import RunFinished
@@ -16,14 +16,14 @@ from schemas.trajectories import FinishReason
 from tests.producers.dispatch.scene import LOOP, Scene, order, trajectory
 
 
-class _Student:
+class _Trainer:
     """Notes what it is told."""
 
     def __init__(self) -> None:
         self.learned: list[tuple[str, int]] = []
         self.told: list[str] = []
 
-    def observe(self, completion: Completion) -> None:
+    def observe(self, completion: ObservedCompletion) -> None:
         self.learned.append((completion.group_id, completion.length))
 
     def hold(self, held: bool) -> None:
@@ -42,8 +42,8 @@ async def _publish(scene: Scene, group: str, sample: int = 0, **more: object) ->
 
 
 @asynccontextmanager
-async def _running(scene: Scene, student: _Student) -> AsyncIterator[Ranker]:
-    ranker, stop = Ranker(scene.bus, "r", student), asyncio.Event()
+async def _running(scene: Scene, trainer: _Trainer) -> AsyncIterator[Ranker]:
+    ranker, stop = Ranker(scene.bus, "r", trainer), asyncio.Event()
     task = asyncio.create_task(ranker.run(stop))
     try:
         yield ranker
@@ -52,44 +52,44 @@ async def _running(scene: Scene, student: _Student) -> AsyncIterator[Ranker]:
         await asyncio.wait_for(task, 5)
 
 
-async def _until(student: _Student, count: int) -> None:
+async def _until(trainer: _Trainer, count: int) -> None:
     async with asyncio.timeout(5):
-        while len(student.learned) < count or len(student.told) < 2:
+        while len(trainer.learned) < count or len(trainer.told) < 2:
             await asyncio.sleep(0.01)
 
 
 async def test_completions_of_the_past_and_new_ones_are_learned_once() -> None:
-    scene, student = Scene(), _Student()
+    scene, trainer = Scene(), _Trainer()
     await _publish(scene, "toy/0/0", length=5)
-    async with _running(scene, student):
-        await _until(student, 1)
+    async with _running(scene, trainer):
+        await _until(trainer, 1)
         for _ in range(2):
             await _publish(scene, "toy/1/0", length=7)
         await _publish(scene, "toy/2/0", reason=FinishReason.ABORT)
         await _publish(scene, "toy/3/0", length=9)
-        await _until(student, 3)
-    assert student.learned == [("toy/0/0", 5), ("toy/1/0", 7), ("toy/3/0", 9)]
-    assert student.told[-1] == "closed"
+        await _until(trainer, 3)
+    assert trainer.learned == [("toy/0/0", 5), ("toy/1/0", 7), ("toy/3/0", 9)]
+    assert trainer.told[-1] == "closed"
 
 
 async def test_the_past_makes_no_version() -> None:
-    scene, student = Scene(), _Student()
+    scene, trainer = Scene(), _Trainer()
     for position in range(20):
         await _publish(scene, f"toy/{position}/0")
-    async with _running(scene, student):
-        await _until(student, 20)
-    assert student.told == ["held after 0", "free after 20", "closed"]
+    async with _running(scene, trainer):
+        await _until(trainer, 20)
+    assert trainer.told == ["held after 0", "free after 20", "closed"]
 
 
 async def test_it_ends_with_the_run_and_records_that_cannot_be_read_are_passed_over() -> None:
-    scene, student = Scene(), _Student()
-    ranker = Ranker(scene.bus, "r", student)
+    scene, trainer = Scene(), _Trainer()
+    ranker = Ranker(scene.bus, "r", trainer)
     task = asyncio.create_task(ranker.run(asyncio.Event()))
     await asyncio.sleep(0.05)
     publisher = await scene.bus.publisher("x")
     await publisher.publish(Outgoing(TRAJECTORIES.full_name("r"), b"noise", None, partition=0))
     await _publish(scene, "toy/0/0")
-    await _until(student, 1)
+    await _until(trainer, 1)
     await scene.send(CONTROL, RunFinished(sequence=1, sent_at=0.0, step=3), "finished", 0)
     await asyncio.wait_for(task, 5)
     assert ranker.learned == 1
@@ -98,12 +98,12 @@ async def test_it_ends_with_the_run_and_records_that_cannot_be_read_are_passed_o
 async def test_nobody_waits_for_the_ranker(tmp_path: Path) -> None:
     """It dies at a completion and leaves a file that is no model: predictions go on, and no topic has changed."""
     scene, clock = Scene(), [0.0]
-    taking = LengthSettings(predictor="learned", refit="process", model_dir=tmp_path, learn_after=64)
+    taking = LengthSettings(predictor="learned", refit="process", model_dir=tmp_path, min_samples=64)
     predictor = LearnedLengths(taking, LOOP, clock=lambda: clock[0])
     fitting = LearnedLengths(taking.model_copy(update={"refit": "thread"}), LOOP)
     for position in range(64):
         await _publish(scene, f"toy/{position}/0", length=5 + position)
-        fitting.observe(Completion(order(f"toy/{position}/0").prompt, f"toy/{position}/0", 5 + position))
+        fitting.observe(ObservedCompletion(order(f"toy/{position}/0").prompt, f"toy/{position}/0", 5 + position))
     fitting.wait()
     clock[0] += 10
     predictor.predict(order().prompt)
@@ -111,8 +111,8 @@ async def test_nobody_waits_for_the_ranker(tmp_path: Path) -> None:
     before = predictor.predict(order().prompt)
     records = {name: [len(log) for log in topic.partitions] for name, topic in scene.bus.logs.items()}
 
-    class _Dying(_Student):
-        def observe(self, completion: Completion) -> None:
+    class _Dying(_Trainer):
+        def observe(self, completion: ObservedCompletion) -> None:
             (tmp_path / "lengths-00000002.safetensors").write_bytes(b"half")
             raise MemoryError
 
@@ -123,5 +123,5 @@ async def test_nobody_waits_for_the_ranker(tmp_path: Path) -> None:
     predictor.wait()
     assert predictor.predict(order().prompt) == before
     assert before.predictor == "learned/v1"
-    assert (predictor.failures, predictor.failed_fits) == (0, 0)
+    assert predictor.failures == 0
     assert records == {name: [len(log) for log in topic.partitions] for name, topic in scene.bus.logs.items()}

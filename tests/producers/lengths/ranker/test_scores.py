@@ -1,15 +1,15 @@
 import pytest
 
-from producers.lengths.offline import Guess, baselines, judge
+from producers.lengths.offline import PredictedLength, baselines, score
 
 
 def test_recall_tau_and_coverage_are_given_by_data_set_and_over_all() -> None:
-    guesses = [Guess("ab"[length % 2], length, length + 10, length) for length in range(1, 201)]
-    judged = judge(guesses)
+    guesses = [PredictedLength("ab"[length % 2], length, length + 10, length) for length in range(1, 201)]
+    judged = score(guesses)
     assert set(judged) == {"all", "a", "b"}
     assert judged["all"].recall == (1.0, 1.0, 1.0)
     assert (judged["a"].tau, judged["b"].coverage, judged["all"].completions) == (1.0, 1.0, 200)
-    assert judge([]) == {}
+    assert score([]) == {}
 
 
 def test_the_baselines_know_only_quantiles_of_what_was_taught() -> None:
@@ -17,5 +17,5 @@ def test_the_baselines_know_only_quantiles_of_what_was_taught() -> None:
     said = baselines(taught, [("a", 5), ("b", 1000), ("new", 7)], 0.9)
     assert [(guess.median, guess.upper) for guess in said["per_dataset"]] == [(50, 90), (1000, 1000), (100, 1000)]
     assert {(guess.median, guess.upper) for guess in said["constant"]} == {(100, 1000)}
-    judged = judge(said["constant"])["all"]
+    judged = score(said["constant"])["all"]
     assert judged.fields()["coverage"] == pytest.approx(1.0)

@@ -4,16 +4,16 @@ from typing import Any
 from bus.memory import MemoryBus, MemorySubscription
 from producers.dispatch.recovery import rebuild
 from producers.dispatch.state import DispatchState
-from producers.lengths.estimators import Completion, ConstantLength
 from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.predictor import build_predictor, replay
+from producers.lengths.predictor import ConstantLength, ObservedCompletion
 from producers.lengths.settings import LengthSettings
+from producers.lengths.startup import build_predictor, replay
 from schemas.errors import BusUnavailable
 from schemas.topics import TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import FinishReason, Trajectory
 from tests.producers.dispatch.scene import FAST, LOOP, Scene, order, trajectory
 
-SETTINGS = LengthSettings(predictor="learned", learn_after=64, min_observations=8)
+SETTINGS = LengthSettings(predictor="learned", min_samples=64, min_observations=8)
 
 
 def _taught() -> LearnedLengths:
@@ -52,7 +52,7 @@ async def test_boundaries_that_were_fitted_are_fitted_again_after_a_restart() ->
     scene = Scene()
     for position in range(80):
         await _publish(scene, trajectory(order(f"toy/{position}/0"), 0, length=5 + position))
-    predictor = build_predictor(LengthSettings(buckets="fitted", learn_after=64), LOOP)
+    predictor = build_predictor(LengthSettings(buckets="fitted", min_samples=64), LOOP)
     assert await replay(scene.bus, "r", predictor, skip=lambda group: False) == 80
     estimate = predictor.predict(order("toy/99/0").prompt)
     assert estimate.boundaries_version == predictor.buckets.version > 0
@@ -94,5 +94,5 @@ class _Counting(LearnedLengths):
         super().__init__(SETTINGS, LOOP)
         self.groups: list[str] = []
 
-    def observe(self, completion: Completion) -> None:
+    def observe(self, completion: ObservedCompletion) -> None:
         self.groups.append(completion.group_id)

@@ -7,9 +7,9 @@ import pytest
 from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
 from producers.lengths.buckets import Buckets
 from producers.lengths.calibration import recall_of_longest
-from producers.lengths.estimators import TraceLengths
-from producers.lengths.predictor import build_predictor
+from producers.lengths.predictor import TraceLengths
 from producers.lengths.settings import LengthSettings
+from producers.lengths.startup import build_predictor
 from schemas.errors import SettingsError
 from schemas.settings import LoopSettings
 from schemas.trajectories import LengthEstimate, Prompt

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.lengths.learned.predictor import MAX_ASKED, Turns
+from producers.lengths.learned.predictor import MAX_ASKED, RequestOrder
 
 
 @dataclass(frozen=True)
@@ -12,13 +12,13 @@ class _One:
     number: int = 1
 
 
-def _take(turns: Turns[_One], group_id: str, number: int = 1) -> list[_One]:
+def _take(turns: RequestOrder[_One], group_id: str, number: int = 1) -> list[_One]:
     return turns.take(group_id, _One(group_id, number))
 
 
 @given(st.permutations(range(12)), st.integers(1, 3))
 def test_completions_have_their_turn_in_the_order_in_which_they_were_asked_for(order: list[int], samples: int) -> None:
-    turns = Turns[_One](samples, most=1000)
+    turns = RequestOrder[_One](samples, most=1000)
     for number in range(12):
         turns.ask(f"g{number}")
     due = [each for number in order for _ in range(samples) for each in _take(turns, f"g{number}")]
@@ -27,7 +27,7 @@ def test_completions_have_their_turn_in_the_order_in_which_they_were_asked_for(o
 
 
 def test_what_was_not_asked_for_has_its_turn_at_once() -> None:
-    turns = Turns[_One](1, most=10)
+    turns = RequestOrder[_One](1, most=10)
     turns.ask("a")
     assert _take(turns, "b") == [_One("b")]
     assert _take(turns, "a") == [_One("a")]
@@ -35,7 +35,7 @@ def test_what_was_not_asked_for_has_its_turn_at_once() -> None:
 
 
 def test_a_group_that_never_ends_holds_others_up_only_so_long() -> None:
-    turns = Turns[_One](2, most=5)
+    turns = RequestOrder[_One](2, most=5)
     for name in ("lost", "a", "b", "c"):
         turns.ask(name)
     assert _take(turns, "lost") == []
@@ -46,7 +46,7 @@ def test_a_group_that_never_ends_holds_others_up_only_so_long() -> None:
 
 
 def test_groups_that_were_asked_for_and_never_came_are_forgotten() -> None:
-    turns = Turns[_One](1, most=10)
+    turns = RequestOrder[_One](1, most=10)
     for number in range(MAX_ASKED + 2):
         turns.ask(f"g{number}")
     assert _take(turns, "g2") == [_One("g2")]

@@ -1,3 +1,4 @@
+import shutil
 import time
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from schemas.settings import LoopSettings
 from tests.producers.lengths.policy import prompt_of, teach
 
 LOOP = LoopSettings(max_completion_length=2000, bucket_boundaries=(64, 256))
-FITTING = LengthSettings(predictor="learned", learn_after=256, refit_every=1024, memory=2048)
+FITTING = LengthSettings(predictor="learned", min_samples=256, refit_every=1024, reservoir_size=2048)
 
 
 class _Clock:
@@ -65,17 +66,18 @@ def test_who_takes_models_fits_none_and_goes_on_with_what_it_has_when_none_come(
     taking.predict(prompt_of(0))
     taking.wait()
     for path in tmp_path.iterdir():
-        path.unlink()
-    (tmp_path / "lengths-00000009.safetensors").write_bytes(b"broken")
+        shutil.rmtree(path)
+    (tmp_path / "trees-00000009").mkdir()
+    (tmp_path / "trees-00000009" / "manifest.json").write_bytes(b"broken")
     clock.now += 10
     taking.predict(prompt_of(0))
     taking.wait()
     assert taking.predict(prompt_of(0)).predictor == "learned/v1"
-    assert (taking.failures, taking.failed_fits) == (0, 0)
+    assert taking.failures == 0
 
 
 def test_a_model_that_was_found_is_not_replaced_by_one_that_knows_much_less(tmp_path: Path) -> None:
-    kept = FITTING.model_copy(update={"model_dir": tmp_path, "learn_after": 64})
+    kept = FITTING.model_copy(update={"model_dir": tmp_path, "min_samples": 64})
     before = LearnedLengths(kept, LOOP)
     before.hold_fits(True)
     teach(before, range(250))
