@@ -66,10 +66,10 @@ class ControlFollower:
             self.on_tick("control")
             for record in await self.subscription.poll(timeout_s=POLL_S):
                 self._obey(record, is_old=False)
-            if self.fence.stood_still:
+            if self.fence.was_suspended:
                 log.warning("stood still, looking at control before anything is published")
                 await self._read_to_the_end(is_old=False)
-            self.fence.looked()
+            self.fence.control_was_read()
             self._offer()
 
     async def _read_to_the_end(self, *, is_old: bool) -> None:

@@ -1,24 +1,88 @@
-"""Delivers finished trajectories: re-sends under the same id until the broker has them, and says when it is behind."""
+"""Publishing of one worker: finished trajectories are delivered for certain, and only while the worker holds its id.
+
+``Outbox`` re-sends a trajectory under the same id until the broker has it, and says when the broker is behind. Below it
+every record of the worker passes the ``FencedPublisher``, which keeps a worker that was superseded from publishing.
+
+Invariant a_zombie_publishes_nothing: once superseded nothing is handed to the broker any more; and a process that was
+suspended for longer than ``fencing_timeout_s`` hands over nothing before it has read control up to its present end.
+"""
 
 import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 
 import structlog
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
 from bus.port import Outgoing, Position, Publisher
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
 
-# Keeps a worker that was replaced from publishing: every record of the worker passes here. Knows no topic. Invariant
-# a_zombie_publishes_nothing: once superseded nothing is handed to the broker any more; and a process that stood still
-# for longer than its lease hands over nothing before it has read control up to its present end.
+log = structlog.get_logger()
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""Doubled from the first to the longest; long, so that a broker that comes back is not met by every worker at once."""
+MAX_REFUSALS = 5
+"""A broker that is there and says no to the same bytes so often will go on to: a setting is wrong."""
+
+
+@dataclass
+class Outbox:
+    """Holds at most what its callers hold: each waits for its own record. ``undelivered`` counts them."""
+
+    publisher: Publisher
+    max_undelivered: int
+    undelivered: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the broker is so far behind that nothing new should be started."""
+        return self.undelivered >= self.max_undelivered
+
+    async def deliver(self, record: Outgoing) -> None:
+        """Publish; while the outcome is unknown or no broker answers, again and again, however long that takes.
+
+        Raises:
+            BusError: the broker refused the record ``MAX_REFUSALS`` times over.
+        """
+        persistently = AsyncRetrying(
+            sleep=asyncio.sleep,
+            retry=retry_if_exception_type(BusError),
+            stop=_is_refused_for_good,
+            wait=wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
+            before_sleep=_log_undelivered,
+            reraise=True,
+        )
+        self.undelivered += 1
+        try:
+            await persistently(self.publisher.publish, record)
+        finally:
+            self.undelivered -= 1
+
+
+def _is_refused_for_good(attempt: RetryCallState) -> bool:
+    return attempt.attempt_number >= MAX_REFUSALS and not isinstance(
+        _error_of(attempt), DeliveryUnknown | BusUnavailable
+    )
+
+
+def _log_undelivered(attempt: RetryCallState) -> None:
+    """Log attempts 1, 2, 4, 8, …: hundreds of trajectories may wait for the same broker."""
+    number = attempt.attempt_number
+    if number.bit_count() == 1:
+        key = attempt.args[0].key
+        log.warning(
+            "trajectory not delivered, sending it again", key=key, attempt=number, error=str(_error_of(attempt))
+        )
+
+
+def _error_of(attempt: RetryCallState) -> BaseException | None:
+    return attempt.outcome.exception() if attempt.outcome is not None else None
 
 
 @dataclass
 class Fence:
-    """``looked`` says that control was read to its end; ``claimed`` what a claim of our id means.
+    """``control_was_read`` says that control was read to its end; ``claimed`` what a claim of our id means.
 
     Of two incarnations the coordinator names the newest by first heartbeat. A claim of another one that comes before
     our own may have been overtaken by our first heartbeat; one after it, or one that is repeated, ends us.
@@ -26,25 +90,25 @@ class Fence:
 
     worker_id: str
     incarnation: str
-    lease_s: float
+    timeout_s: float
     clock: Callable[[], float] = time.monotonic
     superseded: Superseded | None = None
-    _looked_at: float = field(init=False)
-    _looked: asyncio.Event = field(default_factory=asyncio.Event)
-    _heard: set[str] = field(default_factory=set)
+    _control_read_at: float = field(init=False)
+    _control_read: asyncio.Event = field(default_factory=asyncio.Event)
+    _claims_seen: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._looked_at = self.clock()
+        self._control_read_at = self.clock()
 
     @property
-    def stood_still(self) -> bool:
-        """Whether nobody looked at control for longer than the lease."""
-        return self.clock() - self._looked_at > self.lease_s
+    def was_suspended(self) -> bool:
+        """Whether nobody looked at control for longer than ``timeout_s``."""
+        return self.clock() - self._control_read_at > self.timeout_s
 
-    def looked(self) -> None:
+    def control_was_read(self) -> None:
         """Control was just read to its end."""
-        self._looked_at = self.clock()
-        self._looked.set()
+        self._control_read_at = self.clock()
+        self._control_read.set()
 
     def claimed(self, incarnation: str) -> None:
         """The coordinator says which incarnation holds our id.
@@ -52,14 +116,14 @@ class Fence:
         Raises:
             Superseded: not this one.
         """
-        if incarnation != self.incarnation and self._heard & {self.incarnation, incarnation}:
+        if incarnation != self.incarnation and self._claims_seen & {self.incarnation, incarnation}:
             self.superseded = Superseded(
                 f"worker {self.worker_id} ({self.incarnation}) was superseded by incarnation {incarnation}: another "
                 "process has the same id; if both are wanted, give each an id of its own with --id"
             )
-            self._looked.set()
+            self._control_read.set()
             raise self.superseded
-        self._heard.add(incarnation)
+        self._claims_seen.add(incarnation)
 
     async def wait_until_passed(self) -> None:
         """Return when it is known that we are not superseded.
@@ -67,9 +131,9 @@ class Fence:
         Raises:
             Superseded: we are.
         """
-        while self.superseded is None and self.stood_still:
-            self._looked.clear()
-            await self._looked.wait()
+        while self.superseded is None and self.was_suspended:
+            self._control_read.clear()
+            await self._control_read.wait()
         if self.superseded is not None:
             raise self.superseded
 
@@ -98,54 +162,3 @@ class FencedPublisher:
     async def close(self) -> None:
         """See the port."""
         await self.publisher.close()
-
-
-log = structlog.get_logger()
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-MAX_REFUSALS = 5
-
-
-@dataclass
-class Outbox:
-    """Holds at most what its callers hold: each waits for its own record. ``undelivered`` counts them."""
-
-    publisher: Publisher
-    max_undelivered: int
-    undelivered: int = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the broker is so far behind that nothing new should be started."""
-        return self.undelivered >= self.max_undelivered
-
-    async def deliver(self, record: Outgoing) -> None:
-        """Publish; while the outcome is unknown or no broker answers, again and again, however long that takes.
-
-        Raises:
-            BusError: the broker refused the record several times over.
-        """
-        self.undelivered += 1
-        try:
-            for attempt in count(1):
-                if await self._is_delivered(record, attempt):
-                    return
-                await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** min(attempt, 10), LONGEST_PAUSE_S))
-        finally:
-            self.undelivered -= 1
-
-    async def _is_delivered(self, record: Outgoing, attempt: int) -> bool:
-        try:
-            await self.publisher.publish(record)
-        except (DeliveryUnknown, BusUnavailable) as error:
-            if attempt.bit_count() == 1:
-                log.warning(
-                    "trajectory not confirmed, sending it again", key=record.key, attempt=attempt, error=str(error)
-                )
-            return False
-        except BusError as error:
-            if attempt >= MAX_REFUSALS:
-                raise
-            log.warning("trajectory refused, sending it again", key=record.key, attempt=attempt, error=str(error))
-            return False
-        return True

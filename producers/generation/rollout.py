@@ -1,4 +1,4 @@
-"""Makes one trajectory: sample, decode, score. Knows an engine, a tokenizer and a scorer, but no orders' lane.
+"""Makes one trajectory: sample, decode, score. Knows an engine, a tokenizer and a scorer, but no topic of orders.
 
 Invariant every_sample_is_accounted_for: a prompt that cannot be sampled still gives a trajectory, without tokens and
 without rewards, so that its group can be completed and its place in the pipeline is given back.
@@ -8,7 +8,7 @@ import time
 from array import array
 from asyncio import Future
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,113 +25,24 @@ from schemas.errors import BusError, EngineError
 from schemas.identifiers import PolicyVersion, make_trajectory_id
 from schemas.trajectories import FinishReason, SamplingParams, TokenChunk, Trajectory, VersionSpan, WorkOrder
 
-# What a worker has in hand and has done so far; heartbeats read it.
-
-
-@dataclass
-class WorkerLoad:
-    """``generating`` counts completions in the engine (running or waiting there); the others count since the start."""
-
-    generating: int = 0
-    generated_tokens: int = 0
-    finished_trajectories: int = 0
-
-
-# Publishes tokens as they are sampled, at most once: a slow or absent broker costs chunks, never time.
-
-MAX_PENDING = 1000
-
-
-@dataclass
-class TokenStream:
-    """Writes one ``TokenChunk`` per delta, keyed by trajectory id."""
-
-    publisher: Publisher
-    topic: str
-    worker_id: str
-    dropped: int = 0
-    _pending: int = 0
-
-    async def send(self, trajectory_id: str, start: int, delta: TokenDelta) -> None:
-        """Publish a delta whose first token is the completion's ``start``-th; drops it when the broker is behind."""
-        if self._pending >= MAX_PENDING:
-            self.dropped += 1
-            return
-        chunk = TokenChunk(
-            trajectory_id=trajectory_id,
-            worker_id=self.worker_id,
-            start=start,
-            version=delta.version,
-            token_ids=delta.token_ids,
-            logprobs=delta.logprobs,
-            finish_reason=delta.finish_reason,
-        )
-        try:
-            sent = await self.publisher.submit(Outgoing.of(self.topic, chunk, key=trajectory_id))
-        except BusError:
-            self.dropped += 1
-            return
-        self._pending += 1
-        sent.add_done_callback(self._settle)
-
-    def _settle(self, sent: "Future[Position]") -> None:
-        self._pending -= 1
-        if sent.cancelled() or sent.exception() is not None:
-            self.dropped += 1
-
-
-# A completion while it grows: token ids and log-probabilities in typed arrays, versions run-length encoded.
-
-
-@dataclass(slots=True)
-class SampledCompletion:
-    """``extend`` it with every delta of one request."""
-
-    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
-    finish_reason: FinishReason | None = None
-    _spans: list[tuple[PolicyVersion, int]] = field(default_factory=list)
-
-    def extend(self, delta: TokenDelta) -> None:
-        """Append the delta's tokens.
-
-        Raises:
-            EngineError: the delta has not as many log-probabilities as tokens, or token ids that are none.
-        """
-        if len(delta.token_ids) != len(delta.logprobs):
-            raise EngineError(
-                f"expected one logprob per token from the engine, got {len(delta.logprobs)} for {len(delta.token_ids)}"
-            )
-        self.finish_reason = delta.finish_reason
-        if not delta.token_ids:
-            return
-        try:
-            self.token_ids.extend(delta.token_ids)
-            self.logprobs.extend(delta.logprobs)
-        except (TypeError, OverflowError) as error:
-            raise EngineError(f"expected token ids and logprobs from the engine, got: {error}") from error
-        if not self._spans or self._spans[-1][0] != delta.version:
-            self._spans.append((delta.version, len(self.token_ids)))
-        else:
-            self._spans[-1] = (delta.version, len(self.token_ids))
-
-    def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Which version sampled which tokens; adjacent spans differ, together they cover the completion."""
-        starts = [0, *(end for _, end in self._spans)]
-        return tuple(
-            VersionSpan(version=version, start=start, end=end)
-            for start, (version, end) in zip(starts, self._spans, strict=False)
-        )
-
-    def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Token ids int32 (T) and log-probabilities float32 (T), without a copy; do not extend afterwards."""
-        return np.frombuffer(self.token_ids, dtype="<i4"), np.frombuffer(self.logprobs, dtype="<f4")
-
-
 log = structlog.get_logger()
 
 SHOWN_CHARACTERS = 1000
 """Of a prompt that cannot be sampled: enough to recognise it, and never too large to send."""
+MAX_PENDING = 1000
+"""Chunks handed to the broker and not confirmed yet; more are dropped, so that memory is bounded while it is away."""
+
+
+@dataclass
+class WorkerLoad:
+    """What a worker does and has done, which its heartbeats tell.
+
+    ``generating`` counts completions in the engine (running or waiting there); the others count since the start.
+    """
+
+    generating: int = 0
+    generated_tokens: int = 0
+    finished_trajectories: int = 0
 
 
 class RewardScorer(Protocol):
@@ -142,8 +53,16 @@ class RewardScorer(Protocol):
         """Names of the rewards."""
         ...
 
+    async def start(self) -> None:
+        """Load the reward functions; raises ``RewardLoadError``."""
+        ...
+
     async def score(self, request: ScoreRequest) -> Scores:
         """Rewards by name, and why those that failed did."""
+        ...
+
+    async def close(self) -> None:
+        """Release them; idempotent."""
         ...
 
 
@@ -156,7 +75,7 @@ class Rollout:
     scorer: RewardScorer
     worker_id: str
     load: WorkerLoad = field(default_factory=WorkerLoad)
-    tokens: TokenStream | None = None
+    tokens: "TokenStream | None" = None
     clock: Callable[[], float] = time.time
 
     async def sample(self, order: WorkOrder, sample_index: int, prompt_token_ids: Sequence[int]) -> Trajectory:
@@ -233,20 +152,20 @@ class Rollout:
             "created_at": order.created_at,
         }
 
-    async def _score(self, order: WorkOrder, completion: SampledCompletion, text: str) -> Scores:
+    async def _score(self, order: WorkOrder, completion: "SampledCompletion", text: str) -> Scores:
         if completion.finish_reason is FinishReason.ABORT:
             names = self.scorer.names
             return Scores(dict.fromkeys(names), dict.fromkeys(names, "the engine gave up on the completion"))
         return await self.scorer.score(ScoreRequest(order.prompt, text, completion.token_ids))
 
-    async def _generate_twice(self, request: GenerationRequest) -> SampledCompletion:
+    async def _generate_twice(self, request: GenerationRequest) -> "SampledCompletion":
         try:
             return await self._generate(request)
         except EngineError as error:
             log.warning("request failed, asking once more", request=request.request_id, error=str(error))
             return await self._generate(request)
 
-    async def _generate(self, request: GenerationRequest) -> SampledCompletion:
+    async def _generate(self, request: GenerationRequest) -> "SampledCompletion":
         completion = SampledCompletion()
         async with _closing(self.engine.generate(request)) as deltas:
             async for delta in deltas:
@@ -278,3 +197,87 @@ def _own_seed(order: WorkOrder, trajectory_id: str) -> SamplingParams:
     name = f"{trajectory_id}@{order.attempt}"
     seed = xxhash.xxh32_intdigest(name.encode(), seed=sampling.seed & 0xFFFFFFFF) & 0x7FFFFFFF
     return sampling.model_copy(update={"seed": seed})
+
+
+@dataclass(slots=True)
+class SampledCompletion:
+    """What one request has sampled so far: ``extend`` it with every delta.
+
+    ``_spans`` encodes the versions by runs: each version with the number of tokens up to its last one.
+    """
+
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    finish_reason: FinishReason | None = None
+    _spans: list[tuple[PolicyVersion, int]] = field(default_factory=list)
+
+    def extend(self, delta: TokenDelta) -> None:
+        """Append the delta's tokens.
+
+        Raises:
+            EngineError: the delta has not as many log-probabilities as tokens, or token ids that are none.
+        """
+        if len(delta.token_ids) != len(delta.logprobs):
+            raise EngineError(
+                f"expected one logprob per token from the engine, got {len(delta.logprobs)} for {len(delta.token_ids)}"
+            )
+        self.finish_reason = delta.finish_reason
+        if not delta.token_ids:
+            return
+        try:
+            self.token_ids.extend(delta.token_ids)
+            self.logprobs.extend(delta.logprobs)
+        except (TypeError, OverflowError) as error:
+            raise EngineError(f"expected token ids and logprobs from the engine, got: {error}") from error
+        if not self._spans or self._spans[-1][0] != delta.version:
+            self._spans.append((delta.version, len(self.token_ids)))
+        else:
+            self._spans[-1] = (delta.version, len(self.token_ids))
+
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Which version sampled which tokens; adjacent spans differ, together they cover the completion."""
+        starts = [0, *(end for _, end in self._spans)]
+        return tuple(
+            VersionSpan(version=version, start=start, end=end)
+            for start, (version, end) in zip(starts, self._spans, strict=False)
+        )
+
+    def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Token ids int32 (T) and log-probabilities float32 (T), without a copy; do not extend afterwards."""
+        return np.frombuffer(self.token_ids, dtype="<i4"), np.frombuffer(self.logprobs, dtype="<f4")
+
+
+@dataclass
+class TokenStream:
+    """Publishes tokens as they are sampled: one ``TokenChunk`` per delta, keyed by trajectory id.
+
+    At most once: a slow or absent broker costs chunks, never time.
+    """
+
+    publisher: Publisher
+    topic: str
+    worker_id: str
+    _pending: int = 0
+
+    async def send(self, trajectory_id: str, start: int, delta: TokenDelta) -> None:
+        """Publish a delta whose first token is the completion's ``start``-th; drops it when the broker is behind."""
+        if self._pending >= MAX_PENDING:
+            return
+        chunk = TokenChunk(
+            trajectory_id=trajectory_id,
+            worker_id=self.worker_id,
+            start=start,
+            version=delta.version,
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
+            finish_reason=delta.finish_reason,
+        )
+        with suppress(BusError):
+            sent = await self.publisher.submit(Outgoing.of(self.topic, chunk, key=trajectory_id))
+            self._pending += 1
+            sent.add_done_callback(self._settle)
+
+    def _settle(self, sent: "Future[Position]") -> None:
+        self._pending -= 1
+        if not sent.cancelled():
+            sent.exception()  # looked at, or asyncio would log a lost chunk as a forgotten error

@@ -1,6 +1,12 @@
-"""Keeps the engine on the newest weights. Knows announcements and an engine, not where announcements come from.
+"""Keeps the engine on the newest weights: the fetcher brings a version from the relays to disk, the adopter loads it.
 
-Invariant latest_wins: weights are adopted in the order of (lineage, number), never an older version after a newer one.
+Knows announcements and an engine, neither where announcements come from nor what the tensors mean.
+
+Invariants:
+- latest_wins: weights are adopted in the order of (lineage, number), never an older version after a newer one;
+- only_verified_bytes_are_adopted: a version's directory appears, by one rename, after every byte of it was checked
+  against its manifest, and the manifest against the announcement;
+- nothing_is_fetched_twice: what a relay delivered before it broke off is kept, and the next one is asked for the rest.
 """
 
 import asyncio
@@ -15,6 +21,7 @@ from pathlib import Path
 import aiohttp
 import structlog
 from pydantic import ValidationError
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
 from producers.generation.engines.port import Engine
 from schemas.control import WeightsReady
@@ -22,16 +29,88 @@ from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.weights import WeightFile, WeightManifest
 
-# Fetches a weight version from the relays into a local directory. It does not know what the tensors mean. Invariants:
-# - only_verified_bytes_are_adopted: a version's directory appears, by one rename, after every byte of it has been
-# checked against its manifest, and the manifest against the announcement; - nothing_is_fetched_twice: what a relay
-# delivered before it broke off is kept, and the next one asked for the rest.
+log = structlog.get_logger()
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20
 READ_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""Between attempts, doubled: an announcement may overtake its files by a moment, or a relay may be down for long."""
 _PARTIAL = ".incoming-"
+
+
+@dataclass
+class WeightsAdopter:
+    """``offer`` it announcements; those that a newer one overtakes before their turn are never fetched.
+
+    ``held`` is the version in the engine, none before the first.
+    """
+
+    engine: Engine
+    fetcher: "WeightsFetcher"
+    on_adopted: Callable[[PolicyVersion], None]
+    held: PolicyVersion | None = None
+    _wanted: WeightsReady | None = None
+    _offered: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def offer(self, ready: WeightsReady) -> None:
+        """Announce a version; older ones than the newest so far change nothing."""
+        if self._wanted is None or ready.version > self._wanted.version:
+            self._wanted = ready
+            self._offered.set()
+
+    async def adopt_loop(self) -> None:
+        """Fetch and adopt whatever is newest.
+
+        Consumes: announcements offered. Produces: weights in the engine.
+        Waits for: an announcement newer than what is held.
+        On failure: the old weights stay in service; asks the next relay after a pause, for the newest version by then.
+            Raises ``WeightsError`` if the engine refuses its very first weights.
+        On stop: is cancelled; what was half fetched stays, and is fetched to its end if it is still wanted.
+        """
+        while True:
+            await self._offered.wait()
+            ready, directory = await self._fetch_newest()
+            try:
+                await self.engine.adopt(directory, ready.version)
+            except WeightsError as error:
+                if self.held is None:
+                    raise
+                log.error("weights refused by the engine", error=str(error), held=str(self.held))
+            else:
+                await self._hold(ready.version)
+
+    async def _fetch_newest(self) -> tuple[WeightsReady, Path]:
+        """The newest version by the time that a relay delivers one, and its directory."""
+        async for attempt in AsyncRetrying(
+            sleep=self._wait_for_a_newer_one,
+            retry=retry_if_exception_type(WeightsError),
+            wait=wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
+            before_sleep=self._log_failure,
+        ):
+            with attempt:
+                self._offered.clear()
+                ready = self._wanted
+                assert ready is not None, "an offer was waited for"
+                return ready, await self.fetcher.fetch(ready, attempt.retry_state.attempt_number - 1)
+        raise AssertionError("retrying never ends")
+
+    async def _wait_for_a_newer_one(self, pause_s: float) -> None:
+        """Pause between two attempts: a newer version may be there at once when the older is gone for good."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._offered.wait()
+
+    def _log_failure(self, attempt: RetryCallState) -> None:
+        error = attempt.outcome.exception() if attempt.outcome is not None else None
+        log.warning("weights not fetched", error=str(error), failures=attempt.attempt_number, held=str(self.held))
+
+    async def _hold(self, version: PolicyVersion) -> None:
+        previous, self.held = self.held, version
+        self.on_adopted(version)
+        log.info("weights adopted", version=str(version))
+        await asyncio.to_thread(self.fetcher.keep_only, {version, previous or version})
 
 
 @dataclass(frozen=True)
@@ -199,71 +278,3 @@ def _is_ours(name: str) -> bool:
     except ValueError:
         return name.startswith(_PARTIAL)
     return True
-
-
-log = structlog.get_logger()
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-
-
-@dataclass
-class WeightsAdopter:
-    """``offer`` it announcements; those that a newer one overtakes before their turn are never fetched.
-
-    ``held`` is the version in the engine, none before the first.
-    """
-
-    engine: Engine
-    fetcher: WeightsFetcher
-    on_adopted: Callable[[], None]
-    held: PolicyVersion | None = None
-    _wanted: WeightsReady | None = None
-    _offered: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def offer(self, ready: WeightsReady) -> None:
-        """Announce a version; older ones than the newest so far change nothing."""
-        if self._wanted is None or ready.version > self._wanted.version:
-            self._wanted = ready
-            self._offered.set()
-
-    async def adopt_loop(self) -> None:
-        """Fetch and adopt whatever is newest.
-
-        Consumes: announcements offered. Produces: weights in the engine.
-        Waits for: an announcement newer than what is held.
-        On failure: the old weights stay in service; asks the next relay after a pause, for the newest version by then.
-            Raises ``WeightsError`` if the engine refuses its very first weights.
-        On stop: is cancelled; what was half fetched stays, and is fetched to its end if it is still wanted.
-        """
-        failures = 0
-        while True:
-            await self._offered.wait()
-            self._offered.clear()
-            ready = self._wanted
-            assert ready is not None
-            try:
-                directory = await self.fetcher.fetch(ready, failures)
-            except WeightsError as error:
-                pause = min(FIRST_PAUSE_S * 2**failures, LONGEST_PAUSE_S)
-                failures += 1
-                log.warning("weights not fetched", error=str(error), failures=failures, held=str(self.held))
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await self._offered.wait()
-                self._offered.set()
-                continue
-            failures = 0
-            try:
-                await self.engine.adopt(directory, ready.version)
-            except WeightsError as error:
-                if self.held is None:
-                    raise
-                log.error("weights refused by the engine", error=str(error), held=str(self.held))
-                continue
-            await self._hold(ready.version)
-
-    async def _hold(self, version: PolicyVersion) -> None:
-        previous, self.held = self.held, version
-        self.on_adopted()
-        log.info("weights adopted", version=str(version))
-        await asyncio.to_thread(self.fetcher.keep_only, {version, previous or version})

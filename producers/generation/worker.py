@@ -1,7 +1,10 @@
 """The worker's driver: work orders in, trajectories out, newest weights in between. Knows no broker and no model.
 
+``GenerationWorker`` opens the clients, ``WorkerSession`` runs the loops that share them, ``OrderExecutor`` turns orders
+into tasks, each of which samples, scores and delivers one trajectory.
+
 Invariants:
-- nothing_is_missed: the lane is subscribed before the first heartbeat makes this worker known;
+- nothing_is_missed: the worker's partition is subscribed to before the first heartbeat makes this worker known;
 - one_incarnation_per_id: every record passes the fence, which ends this one when another took over its id.
 """
 
@@ -13,7 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -26,103 +29,19 @@ from producers.generation.rollout import RewardScorer, Rollout, TokenStream
 from producers.generation.settings import GenerationSettings
 from producers.generation.weights import WeightsAdopter, WeightsFetcher
 from schemas.errors import WireError
-from schemas.identifiers import lane_of, make_trajectory_id
+from schemas.identifiers import make_trajectory_id, partition_of_worker
 from schemas.reports import WorkerState
 from schemas.settings import LoopSettings
 from schemas.topics import CONTROL, HEARTBEATS, TOKENS, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import Trajectory, WorkOrder
 
-# Carries out work orders: each sample becomes a task that ends when the broker has its trajectory.
-
 log = structlog.get_logger()
-
-
-@dataclass
-class OrderExecutor:
-    """``in_hand`` holds the tasks of unfinished samples by trajectory id."""
-
-    rollout: Rollout
-    outbox: Outbox
-    topic: str
-    max_prompt_length: int
-    in_hand: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
-
-    def accept(self, record: Record, tasks: asyncio.TaskGroup) -> None:
-        """Start every sample of an order that is for this worker and not in hand yet."""
-        try:
-            order = record.message()
-        except WireError as error:
-            log.error("work order not understood", partition=record.partition, offset=record.offset, error=str(error))
-            return
-        if not isinstance(order, WorkOrder) or order.worker_id != self.rollout.worker_id:
-            return
-        prompt = self._prompt_token_ids(order)
-        for index in order.sample_indices:
-            trajectory_id = make_trajectory_id(order.group_id, index)
-            if trajectory_id not in self.in_hand:
-                task = tasks.create_task(self._produce(order, index, prompt), name=trajectory_id)
-                self.in_hand[trajectory_id] = task
-                task.add_done_callback(self._forget)
-
-    async def abandon(self) -> None:
-        """Drop what is in hand; nothing of it is published, so that it can be ordered elsewhere."""
-        left = [*self.in_hand.values()]
-        for task in left:
-            task.cancel()
-        if left:
-            log.info("unfinished completions abandoned", count=len(left))
-            await asyncio.wait(left)
-
-    def _forget(self, task: "asyncio.Task[None]") -> None:
-        del self.in_hand[task.get_name()]
-
-    def _prompt_token_ids(self, order: WorkOrder) -> Sequence[int] | str:
-        """Token ids of the prompt, or why there are none."""
-        try:
-            token_ids = self.rollout.tokenizer.encode_prompt(order.prompt)
-        except Exception as error:  # chat templates raise what they like
-            reason = f"expected a prompt that can be tokenised, got {type(error).__name__}: {error}"[:300]
-        else:
-            if 0 < len(token_ids) <= self.max_prompt_length:
-                return token_ids
-            reason = f"expected a prompt of 1 to {self.max_prompt_length} tokens, got {len(token_ids)}"
-        log.error("prompt refused", prompt=order.prompt.prompt_id, reason=reason)
-        return reason
-
-    async def _produce(self, order: WorkOrder, index: int, prompt: Sequence[int] | str) -> None:
-        structlog.contextvars.bind_contextvars(trajectory=make_trajectory_id(order.group_id, index))
-        if isinstance(prompt, str):
-            trajectory = self.rollout.refused(order, index, prompt)
-        else:
-            trajectory = await self.rollout.sample(order, index, prompt)
-        await self.outbox.deliver(self._record(order, trajectory))
-        self.rollout.load.finished_trajectories += 1
-
-    def _record(self, order: WorkOrder, trajectory: Trajectory) -> Outgoing:
-        try:
-            return Outgoing.of(self.topic, trajectory, key=order.group_id, partition=order.partition)
-        except WireError as error:
-            log.error("trajectory cannot be sent", trajectory=trajectory.trajectory_id, error=str(error))
-            refused = self.rollout.refused(order, trajectory.sample_index, str(error))
-            return Outgoing.of(self.topic, refused, key=order.group_id, partition=order.partition)
-
 
 POLL_S = 0.5
 GATE_S = 0.1
+"""How often to look whether orders may be taken again; at most so long does an idle slot wait after a pause."""
 LAST_BEAT_S = 2.0
 ORDERS_PER_POLL = 32
-
-
-class RewardService(RewardScorer, Protocol):
-    """A scorer with a life of its own; ``RewardRunner`` is one."""
-
-    async def start(self) -> None:
-        """Load the reward functions; raises ``RewardLoadError``."""
-        ...
-
-    async def close(self) -> None:
-        """Release them; idempotent."""
-        ...
 
 
 @dataclass
@@ -139,7 +58,7 @@ class GenerationWorker:
     worker_id: str
     engine: Engine
     tokenizer: Tokenizer
-    rewards: RewardService
+    rewards: RewardScorer
     weights_cache: Path
     clock: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
@@ -149,35 +68,35 @@ class GenerationWorker:
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped, drained, or the run is finished.
 
-        Consumes: this worker's lane of work-orders (from now on), control (from the beginning).
+        Consumes: this worker's partition of work-orders (from now on), control (from the beginning).
         Produces: trajectories, heartbeats, and tokens if the settings say so.
         Waits for: the first weights; orders; the broker when it is behind.
         On failure: raises (``EngineError``, ``ModelError``, ``RewardLoadError``, ``BusError``) after a last heartbeat;
-            what was in hand is ordered elsewhere. ``Superseded``, without a last heartbeat: another process has our id.
-        On stop: takes no more orders, gives what is in hand the grace period, abandons the rest.
+            what was running is ordered elsewhere. ``Superseded``, without a last heartbeat: another process has our id.
+        On stop: takes no more orders, gives what is running the grace period, abandons the rest.
         """
         client_id = f"worker-{self.worker_id}"
         async with AsyncExitStack() as stack:
-            lane = await self.bus.subscribe(
+            work_orders = await self.bus.subscribe(
                 [WORK_ORDERS.full_name(self.run_name)],
                 client_id=client_id,
                 start="latest",
-                partitions=[lane_of(self.worker_id)],
+                partitions=[partition_of_worker(self.worker_id)],
             )
-            stack.push_async_callback(lane.close)
+            stack.push_async_callback(work_orders.close)
             control = await self.bus.subscribe([CONTROL.full_name(self.run_name)], client_id=client_id)
             stack.push_async_callback(control.close)
             publisher = await self.bus.publisher(client_id)
             stack.push_async_callback(publisher.close)
             stack.push_async_callback(self.rewards.close)
             stack.push_async_callback(self.engine.close)
-            shift = WorkerSession.of(self, lane, control, publisher)
+            session = WorkerSession.open(self, work_orders, control, publisher)
             try:
-                await shift.work(stop)
+                await session.work(stop)
             except BaseExceptionGroup as group:
                 raise _first_of(group) from group
             finally:
-                await shift.sign_off()
+                await session.sign_off()
 
 
 @dataclass
@@ -185,39 +104,48 @@ class WorkerSession:
     """One incarnation of a worker: its open clients, and the loops that share them."""
 
     worker: GenerationWorker
-    lane: Subscription
+    work_orders: Subscription
     control: ControlFollower
     adopter: WeightsAdopter
     heartbeats: Heartbeats
-    orders: OrderExecutor
+    executor: "OrderExecutor"
 
     @classmethod
-    def of(
-        cls, worker: GenerationWorker, lane: Subscription, control: Subscription, publisher: Publisher
+    def open(
+        cls, worker: GenerationWorker, work_orders: Subscription, control: Subscription, publisher: Publisher
     ) -> "WorkerSession":
-        """Put the parts together."""
-        run, settings = worker.run_name, worker.settings
-        fence = Fence(worker.worker_id, uuid.uuid4().hex[:12], settings.fencing_timeout_s, worker.monotonic)
+        """Put the parts together: whatever publishes does it through the fence."""
+        run, worker_id, settings = worker.run_name, worker.worker_id, worker.settings
+        fence = Fence(worker_id, uuid.uuid4().hex[:12], settings.fencing_timeout_s, worker.monotonic)
         fenced = FencedPublisher(publisher, fence)
-        streams = settings.stream_tokens
-        tokens = TokenStream(fenced, TOKENS.full_name(run), worker.worker_id) if streams else None
         rollout = Rollout(
-            worker.engine, worker.tokenizer, worker.rewards, worker.worker_id, tokens=tokens, clock=worker.clock
+            worker.engine,
+            worker.tokenizer,
+            worker.rewards,
+            worker_id,
+            tokens=TokenStream(fenced, TOKENS.full_name(run), worker_id) if settings.stream_tokens else None,
+            clock=worker.clock,
+        )
+        executor = OrderExecutor(
+            rollout,
+            Outbox(fenced, settings.max_undelivered),
+            TRAJECTORIES.full_name(run),
+            worker.loop.max_prompt_length,
         )
         heartbeats = Heartbeats(
             fenced,
             HEARTBEATS.full_name(run),
-            worker.worker_id,
+            worker_id,
             worker.engine,
             rollout.load,
             worker.clock,
             fence.incarnation,
         )
-        fetcher = worker.open_fetcher(worker.weights_cache, settings.fetch_timeout_s, lane_of(worker.worker_id))
-        adopter = WeightsAdopter(worker.engine, fetcher, lambda: heartbeats.update(version=adopter.held))
-        outbox = Outbox(fenced, settings.max_undelivered)
-        orders = OrderExecutor(rollout, outbox, TRAJECTORIES.full_name(run), worker.loop.max_prompt_length)
-        return cls(worker, lane, ControlFollower(control, fence, adopter, worker.on_tick), adopter, heartbeats, orders)
+        first_relay = partition_of_worker(worker_id)  # workers start at different relays
+        fetcher = worker.open_fetcher(worker.weights_cache, settings.fetch_timeout_s, first_relay)
+        adopter = WeightsAdopter(worker.engine, fetcher, lambda version: heartbeats.update(version=version))
+        follower = ControlFollower(control, fence, adopter, worker.on_tick)
+        return cls(worker, work_orders, follower, adopter, heartbeats, executor)
 
     async def work(self, stop: asyncio.Event) -> None:
         """Start the parts, take orders, finish."""
@@ -264,29 +192,102 @@ class WorkerSession:
                     async with asyncio.timeout(GATE_S):
                         await stop.wait()
                 continue
-            for record in await self.lane.poll(max_records=ORDERS_PER_POLL, timeout_s=POLL_S):
-                self.orders.accept(record, tasks)
+            for record in await self.work_orders.poll(max_records=ORDERS_PER_POLL, timeout_s=POLL_S):
+                self.executor.accept(record, tasks)
 
     def _state(self) -> WorkerState:
         if self.adopter.held is None:
             return WorkerState.STARTING
-        if not self.control.may_start or self.orders.outbox.is_full:
+        if not self.control.may_start or self.executor.outbox.is_full:
             return WorkerState.PAUSED
         return WorkerState.READY
 
     async def _finish(self, stop: asyncio.Event) -> None:
-        """Let what is in hand end: for as long as it takes when drained, for the grace period when stopped."""
+        """Let what is running end: for as long as it takes when drained, for the grace period when stopped."""
         self.heartbeats.update(state=WorkerState.DRAINING)
         loop, deadline = asyncio.get_running_loop(), None
-        while self.orders.in_hand and not self.control.finished:
+        while self.executor.running and not self.control.finished:
             self.worker.on_tick("orders")
             if stop.is_set() and deadline is None:
                 deadline = loop.time() + self.worker.settings.drain_grace_s
             left = POLL_S if deadline is None else min(POLL_S, deadline - loop.time())
             if left <= 0:
                 break
-            await asyncio.wait(self.orders.in_hand.values(), timeout=left)
-        await self.orders.abandon()
+            await asyncio.wait(self.executor.running.values(), timeout=left)
+        await self.executor.abandon()
+
+
+@dataclass
+class OrderExecutor:
+    """Carries out work orders: each sample becomes a task that ends when the broker has its trajectory.
+
+    ``running`` holds the tasks by trajectory id.
+    """
+
+    rollout: Rollout
+    outbox: Outbox
+    topic: str
+    max_prompt_length: int
+    running: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
+
+    def accept(self, record: Record, tasks: asyncio.TaskGroup) -> None:
+        """Start every sample of an order that is for this worker and not running yet."""
+        try:
+            order = record.message()
+        except WireError as error:
+            log.error("work order not understood", partition=record.partition, offset=record.offset, error=str(error))
+            return
+        if not isinstance(order, WorkOrder) or order.worker_id != self.rollout.worker_id:
+            return
+        prompt = self._prompt_token_ids(order)
+        for index in order.sample_indices:
+            trajectory_id = make_trajectory_id(order.group_id, index)
+            if trajectory_id not in self.running:
+                task = tasks.create_task(self._produce(order, index, prompt), name=trajectory_id)
+                self.running[trajectory_id] = task
+                task.add_done_callback(self._forget)
+
+    async def abandon(self) -> None:
+        """Drop what is running; nothing of it is published, so that it can be ordered elsewhere."""
+        left = [*self.running.values()]
+        for task in left:
+            task.cancel()
+        if left:
+            log.info("unfinished completions abandoned", count=len(left))
+            await asyncio.wait(left)
+
+    def _forget(self, task: "asyncio.Task[None]") -> None:
+        del self.running[task.get_name()]
+
+    def _prompt_token_ids(self, order: WorkOrder) -> Sequence[int] | str:
+        """Token ids of the prompt, or why there are none."""
+        try:
+            token_ids = self.rollout.tokenizer.encode_prompt(order.prompt)
+        except Exception as error:  # chat templates raise what they like
+            reason = f"expected a prompt that can be tokenised, got {type(error).__name__}: {error}"[:300]
+        else:
+            if 0 < len(token_ids) <= self.max_prompt_length:
+                return token_ids
+            reason = f"expected a prompt of 1 to {self.max_prompt_length} tokens, got {len(token_ids)}"
+        log.error("prompt refused", prompt=order.prompt.prompt_id, reason=reason)
+        return reason
+
+    async def _produce(self, order: WorkOrder, index: int, prompt: Sequence[int] | str) -> None:
+        structlog.contextvars.bind_contextvars(trajectory=make_trajectory_id(order.group_id, index))
+        if isinstance(prompt, str):
+            trajectory = self.rollout.refused(order, index, prompt)
+        else:
+            trajectory = await self.rollout.sample(order, index, prompt)
+        await self.outbox.deliver(self._record(order, trajectory))
+        self.rollout.load.finished_trajectories += 1
+
+    def _record(self, order: WorkOrder, trajectory: Trajectory) -> Outgoing:
+        try:
+            return Outgoing.of(self.topic, trajectory, key=order.group_id, partition=order.partition)
+        except WireError as error:
+            log.error("trajectory cannot be sent", trajectory=trajectory.trajectory_id, error=str(error))
+            refused = self.rollout.refused(order, trajectory.sample_index, str(error))
+            return Outgoing.of(self.topic, refused, key=order.group_id, partition=order.partition)
 
 
 async def _done_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

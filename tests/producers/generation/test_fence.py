@@ -67,7 +67,7 @@ class Scene:
         for topic in ("control", "out"):
             bus.create_topic(topic, 1)
         barrier = fence(clock)
-        adopter = WeightsAdopter(FakeEngine(), WeightsFetcher(tmp_path), lambda: None)  # type: ignore[arg-type]
+        adopter = WeightsAdopter(FakeEngine(), WeightsFetcher(tmp_path), lambda version: None)  # type: ignore[arg-type]
         subscription = Sluggish(bus, {TopicPartition("control", 0): 0}, None)
         publisher = FencedPublisher(await bus.publisher("w"), barrier)
         return cls(bus, clock, publisher, ControlFollower(subscription, barrier, adopter))
@@ -104,7 +104,7 @@ async def test_a_zombie_publishes_nothing(tmp_path: object) -> None:
     assert scene.published == 1
 
 
-async def test_a_process_that_only_stood_still_goes_on_after_a_look_at_control(tmp_path: object) -> None:
+async def test_a_process_that_was_only_suspended_goes_on_after_a_look_at_control(tmp_path: object) -> None:
     scene = await Scene.open(tmp_path)
     following = asyncio.create_task(scene.control.control_loop())
     await scene.claim("mine")

@@ -1,4 +1,4 @@
-"""A send of unknown outcome, from the worker's outbox to the trainer's intake and ledger."""
+"""A send of unknown outcome, from the worker's outbox to the trainer's reader and ledger."""
 
 from bus.port import Outgoing
 from producers.generation.outbox import Outbox
@@ -23,10 +23,10 @@ async def test_a_send_that_timed_out_and_was_delivered_all_the_same_is_trained_o
         sample = trajectory("d/0/0", index)
         await outbox.deliver(Outgoing.of(scene.topic, sample, key=sample.group_id, partition=0))
     assert len(scene.records(TRAJECTORIES)) == 3
-    async with scene.running(scene.intake()) as intake:
-        group = await next_group(intake)
+    async with scene.running(scene.reader()) as reader:
+        group = await next_group(reader)
         assert len({ref.trajectory_id for ref in refs_of(group)}) == len(refs_of(group)) == 2
-        await scene.until_read(intake, 3)
+        await scene.until_read(reader, 3)
         await scene.until(lambda: len(scene.skips()) == 1)
-        assert intake.counts_by_reason == {"duplicate": 1}
+        assert reader.ledger.rejections.counts == {"duplicate": 1}
     assert [(skip.trajectory_id, skip.reason) for skip in scene.skips()] == [("d/0/0/0", SkipReason.DUPLICATE)]

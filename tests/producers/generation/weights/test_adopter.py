@@ -15,7 +15,7 @@ from tests.producers.generation.factories import running_relay
 
 @asynccontextmanager
 async def adopting(engine: FakeEngine, cache: Path) -> AsyncIterator[WeightsAdopter]:
-    adopter = WeightsAdopter(engine, WeightsFetcher(cache), lambda: None)
+    adopter = WeightsAdopter(engine, WeightsFetcher(cache), lambda version: None)
     task = asyncio.create_task(adopter.adopt_loop())
     try:
         yield adopter
@@ -110,7 +110,7 @@ async def test_weights_that_the_engine_refuses_leave_the_old_ones_in_service(tmp
 
 
 async def test_first_weights_that_do_not_fit_end_the_worker(tmp_path: Path) -> None:
-    adopter = WeightsAdopter(FakeEngine(refuse={PolicyVersion(1, 0)}), WeightsFetcher(tmp_path), lambda: None)
+    adopter = WeightsAdopter(FakeEngine(refuse={PolicyVersion(1, 0)}), WeightsFetcher(tmp_path), lambda version: None)
     async with running_relay() as relay:
         adopter.offer(relay.add(PolicyVersion(1, 0)))
         with pytest.raises(WeightsError):
