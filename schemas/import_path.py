@@ -1,7 +1,12 @@
-"""Loads a function named ``package.module:function``. It knows nothing of what the function is for."""
+"""Loads a user's function named ``package.module:function``. It knows nothing of what the function is for.
+
+Every process that runs a user's code (rewards, prompt filters, evaluation) loads it here, so that the same name means
+the same module in all of them: the installed one, and if there is none, the one in the user's working directory.
+"""
 
 import difflib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,28 +14,63 @@ from typing import Any
 
 from schemas.errors import SettingsError, UserError
 
+OWN_PACKAGES = frozenset(
+    {
+        "bus", "consumers", "coordinator", "deploy", "inspection", "observability", "planning", "producers", "schemas",
+        "settings", "streamrl",
+    }
+)  # fmt: skip
+"""Our top-level names, some of which a user may well have chosen for a module of his own."""
+
 
 def load_function(path: str, error: type[UserError] = SettingsError) -> Callable[..., Any]:
     """The function behind an import path; modules in the user's working directory are found last.
 
     Raises:
-        error: the path has another shape, the module cannot be imported, or it has no such function.
+        error: the path has another shape, the module cannot be imported or has no such function, or a package of ours
+            hides it.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise error(f"expected an import path such as 'package.module:function', got {path!r}")
+    if hidden := _hidden_by_ours(module_name):
+        raise error(_rename(hidden, f"to load {path!r}"))
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
     except Exception as cause:
+        # The user's module may be found, and one that it imports be hidden.
+        if isinstance(cause, ImportError) and cause.name and (hidden := _hidden_by_ours(cause.name)):
+            raise error(_rename(hidden, f"to import it for {path!r}")) from cause
         raise error(f"expected to import {module_name!r} for {path!r}, got {type(cause).__name__}: {cause}") from cause
     function = getattr(module, name, None)
     if not callable(function):
         raise error(f"expected a function {name!r} in {module_name}, got {_found(function)}{_nearest(name, module)}")
     loaded: Callable[..., Any] = function
     return loaded
+
+
+def _hidden_by_ours(module_name: str) -> Path | None:
+    """The user's module or package in the working directory in whose place one of ours would be imported."""
+    package = module_name.partition(".")[0]
+    if package not in OWN_PACKAGES:
+        return None
+    spec = importlib.util.find_spec(package)
+    ours = Path(spec.origin).parent if spec is not None and spec.origin else None
+    folder = Path.cwd() / package
+    if folder.is_dir() and any(folder.glob("*.py")) and folder.resolve() != (ours and ours.resolve()):
+        return folder
+    file = folder.with_suffix(".py")
+    return file if file.is_file() else None
+
+
+def _rename(hidden: Path, doing: str) -> str:
+    return (
+        f"expected {doing}, got StreamRL's own package {hidden.stem!r}, which hides your {hidden.name}: rename "
+        f"{hidden}, for example to my_{hidden.name}, and what names it"
+    )
 
 
 def _found(value: object) -> str:

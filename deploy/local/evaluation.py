@@ -32,7 +32,7 @@ def evaluate(function: str, model: str | Path, seed: int) -> Evaluation:
     """
     with tempfile.TemporaryDirectory(prefix="streamrl-eval-") as scratch:
         output = Path(scratch) / "evaluation.json"
-        command = [sys.executable, "-m", "deploy.local.evaluation", function, str(model), str(seed), str(output)]
+        command = [sys.executable, "-P", "-m", "deploy.local.evaluation", function, str(model), str(seed), str(output)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:

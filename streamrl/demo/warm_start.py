@@ -284,7 +284,7 @@ def _train(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progre
     arguments = [str(directory), str(seed), json.dumps(asdict(recipe))]
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "streamrl.demo.warm_start", *arguments],
+            [sys.executable, "-P", "-W", "ignore", "-m", "streamrl.demo.warm_start", *arguments],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
