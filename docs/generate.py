@@ -1,4 +1,4 @@
-"""``python -m docs.generate`` writes the generated pages into docs/; run it after a setting or a topic changed."""
+"""``python -m docs.generate`` writes the generated pages; run it after a setting, topic or command changed."""
 
 import inspect
 import re
@@ -8,7 +8,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import typer
 from pydantic import BaseModel
+from typer.cli import get_docs_for_click
 
 from schemas.control import Control
 from schemas.messages import Message
@@ -16,6 +18,7 @@ from schemas.topics import CATALOGUE, DAY_MS, HOUR_MS, Topic
 from settings.explaining import explain
 from settings.tree import Settings
 from settings.wording import known_keys
+from streamrl.cli.app import app
 
 # Markdown tables. Knows nothing of what stands in them.
 
@@ -196,12 +199,33 @@ def _prose(text: str) -> str:
     return re.sub(r"``", "`", " ".join(text.split()))
 
 
+# The command line: every command with its arguments and options, as `typer utils docs` writes it.
+
+COMMANDS_HEAD = """# Commands
+
+<!-- Written by `python -m docs.generate` from the commands; do not edit. -->
+
+Settings are given as `--section.key value` after a command's own options, see [Settings](settings.md). A mistake of the
+user's ends in one line and exit code 2; `STREAMRL_DEBUG=1` shows the traceback of any error.
+"""
+_CUT_SHORT = re.compile(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n")
+"""Typer lists commands with half of their first sentences; the whole ones follow under their own headings."""
+
+
+def commands_page() -> str:
+    """The page as Markdown."""
+    root = typer.main.get_command(app)
+    written = get_docs_for_click(obj=root, ctx=typer.Context(root), name="streamrl")
+    return COMMANDS_HEAD + "\n" + _CUT_SHORT.sub("", written[written.index("## `streamrl ") :]).rstrip() + "\n"
+
+
 DOCS = Path("docs")
+PAGES = {"settings.md": settings_page, "topics.md": topics_page, "cli.md": commands_page}
 
 
 def main() -> None:
     """Write what differs, and say so."""
-    for name, page in (("settings.md", settings_page), ("topics.md", topics_page)):
+    for name, page in PAGES.items():
         path, text = DOCS / name, page()
         stale = not path.exists() or path.read_text() != text
         if stale:

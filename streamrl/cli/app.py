@@ -8,8 +8,6 @@ import typer
 
 from schemas.errors import StreamRLError
 from streamrl.cli import inspect, operate, plan, run
-from streamrl.cli import plan as lengths
-from streamrl.cli import plan as profile
 
 app = typer.Typer(
     name="streamrl",
@@ -20,23 +18,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-run.add_init(app)
-run.add_runs(app)
-run.add_processes(app)
-operate.add_control(app)
-inspect.add_diagnostics(app)
-inspect.add_displays(app)
-inspect.add_report(app)
-profile.add_profile(app)
-plan.add_plan(app)
-inspect.add_audit(app)
-inspect.add_export(app)
-inspect.add_replay(app)
-app.add_typer(operate.kafka, name="kafka")
-app.add_typer(operate.topics, name="topics")
-app.add_typer(inspect.dlq, name="dlq")
-app.add_typer(run.config, name="config")
-app.add_typer(lengths.lengths, name="lengths")
+for group in (run, inspect, operate, plan):
+    group.register(app)
 
 
 def main() -> None:

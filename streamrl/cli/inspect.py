@@ -1,18 +1,26 @@
-"""Writes a run's report again, or compares runs."""
+"""Commands that look at runs, over or under way. All but `dlq retry` only read."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from inspection.host import give_way
+from inspection.process import lower_priority
+
+PastRun = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file.")
+]
+Export = Annotated[Path | None, typer.Option(metavar="DIR", help="Read exported segments instead of a broker.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands, in the order in which help lists them."""
+    for command in (tail, status, lag, doctor, trace, ui, top, report, audit, export, replay, show):
+        app.command()(command)
+    app.add_typer(dlq, name="dlq")
+
 
 # `streamrl audit`: whether every trajectory of a run was trained once, skipped for a reason, or is pending.
-
-
-def add_audit(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command()(audit)
 
 
 def audit(
@@ -25,13 +33,14 @@ def audit(
         Path | None, typer.Option(metavar="DIR", help="Audit exported segments instead of a broker's topics.")
     ] = None,
 ) -> None:
-    """Prove produced = trained + skipped + pending, from topics and checkpoints alone; also while the run goes on.
+    """Prove produced = trained + skipped(reason) + pending.
 
-    Exit code 4 if the books do not balance; the first line then names the first trajectory that breaks them.
+    From topics and checkpoints alone, also while the run goes on. Exit code 4 if that does not hold; the first line
+    then names the first trajectory that breaks it.
     """
     _give_way_to(run)
     from inspection.audit.command import audit_run
-    from inspection.logs import log_to_stderr
+    from inspection.process import log_to_stderr
 
     log_to_stderr()
     raise typer.Exit(audit_run(run, export, as_json=as_json))
@@ -42,89 +51,74 @@ def _give_way_to(run: Path | None) -> None:
 
     Not where a run's own broker has to be started first: it would inherit that, and be slow to come on a busy machine.
     """
-    from inspection.host import give_way
+    from inspection.process import lower_priority
     from inspection.source import directory_of, nodes_of, own_broker
 
     if run is None or (directory := directory_of(run)) is None:
         return
     if own_broker(directory) is not None or not nodes_of(directory):
-        give_way()
+        lower_priority()
 
 
 # `streamrl dlq`: the records that no decoder took.
 
 dlq = typer.Typer(help="Look at dead letters, and send them once more.", no_args_is_help=True)
 
-DeadLettersRun = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file.")
-]
-DeadLettersExport = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Read exported segments instead of a broker.")
-]
-
 
 @dlq.command()
 def ls(
-    run: DeadLettersRun,
+    run: PastRun,
     error_class: Annotated[str | None, typer.Option(help="Only this class of error, such as MalformedFrame.")] = None,
     since: Annotated[str | None, typer.Option(help="Only those since: 30m, 2h, 1d, or an ISO date and time.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
-    export: DeadLettersExport = None,
+    export: Export = None,
 ) -> None:
     """List dead letters: when, from where, why, how large."""
-    from inspection.dead_letters import list_letters
-    from inspection.logs import log_to_stderr
+    from inspection.dead_letters import list_dead_letters
+    from inspection.process import log_to_stderr
 
     log_to_stderr()
-    raise typer.Exit(list_letters(run, export, error_class, since, json_lines=as_json))
+    raise typer.Exit(list_dead_letters(run, export, error_class, since, json_lines=as_json))
 
 
 @dlq.command("show")
 def dlq_show(
-    run: DeadLettersRun,
+    run: PastRun,
     offset: Annotated[int, typer.Argument(min=0, help="Of the letter, as `ls` shows it.")],
-    export: DeadLettersExport = None,
+    export: Export = None,
 ) -> None:
-    """Print a dead letter: headers, the first bytes, and what today's decoder makes of it."""
-    from inspection.dead_letters import show_letter
-    from inspection.logs import log_to_stderr
+    """Print a dead letter: headers, first bytes, what decodes now."""
+    from inspection.dead_letters import show_dead_letter
+    from inspection.process import log_to_stderr
 
     log_to_stderr()
-    raise typer.Exit(show_letter(run, export, offset))
+    raise typer.Exit(show_dead_letter(run, export, offset))
 
 
 @dlq.command()
 def retry(
-    run: DeadLettersRun,
+    run: PastRun,
     offsets: Annotated[list[int] | None, typer.Argument(min=0, help="Of the letters, as `ls` shows them.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Send also what still does not decode.")] = False,
 ) -> None:
-    """Publish refused records again where they came from; those sent before are left alone.
+    """Publish dead letters again where they came from.
 
-    Exit code 1 if some were refused.
+    Those that were sent before are left alone. Exit code 1 if some were refused.
     """
-    from inspection.dead_letters import retry_letters
-    from inspection.logs import log_to_stderr
+    from inspection.dead_letters import retry_dead_letters
+    from inspection.process import log_to_stderr
 
     log_to_stderr()
-    raise typer.Exit(retry_letters(run, offsets or [], everything=everything, dry_run=dry_run, force=force))
+    raise typer.Exit(retry_dead_letters(run, offsets or [], everything=everything, dry_run=dry_run, force=force))
 
 
 # `streamrl export`: a run's topics as files that audit and replay read without a broker.
 
 
-def add_export(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command()(export)
-
-
 def export(
-    run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file."),
-    ],
+    run: PastRun,
     to: Annotated[
         Path | None, typer.Option(metavar="DIR", help="An empty directory; the run's own export/ if left out.")
     ] = None,
@@ -136,9 +130,12 @@ def export(
         typer.Option(metavar="TOPIC", help="Only this topic; may be repeated; 'all' adds heartbeats and tokens."),
     ] = None,
 ) -> None:
-    """Write a run's topics into segment files, byte by byte, with a manifest of their checksums."""
+    """Write a run's topics into files that need no broker.
+
+    Records byte by byte, and a manifest with checksums; audit, replay, show and report read them with --export.
+    """
     from inspection.audit.command import export_run
-    from inspection.logs import log_to_stderr
+    from inspection.process import log_to_stderr
 
     log_to_stderr()
     raise typer.Exit(export_run(run, to, encoding, topics or []))
@@ -146,8 +143,6 @@ def export(
 
 # `streamrl replay` and `streamrl show`: looks at past steps and trajectories again, and touches nothing.
 
-PastRunPath = Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory, or its name under runs/.")]
-Export = Annotated[Path | None, typer.Option(help="Read exported segments instead of a broker.", metavar="DIR")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object, or one a line for --steps.")]
 Step = Annotated[int | None, typer.Option(min=1, help="Rebuild this step and show it in full.")]
 Steps = Annotated[
@@ -192,14 +187,8 @@ Keep = Annotated[
 Threads = Annotated[int | None, typer.Option(min=0, help="CPU threads; the trainer's own number if left out.")]
 
 
-def add_replay(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command()(replay)
-    app.command()(show)
-
-
 def replay(
-    run: PastRunPath,
+    run: PastRun,
     step: Step = None,
     steps: Steps = None,
     lineage: Lineage = None,
@@ -217,9 +206,10 @@ def replay(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Rebuild past optimizer steps from what is recorded, and compare; without a step: list what there is.
+    """Take past optimizer steps again, and compare.
 
-    Exit code 1 if a step does not come out bit-equal on the CPU.
+    From what topics and checkpoints hold, in memory. Without a step: list what there is. Exit code 1 if a step does not
+    come out bit-equal on the CPU.
     """
     from inspection.replay.command import Request, log_to_stderr, step_range
     from inspection.replay.command import replay as carry_out
@@ -250,11 +240,11 @@ def replay(
 
 def show(
     trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="Its id, or partition@offset.")],
-    run: PastRunPath,
+    run: PastRun,
     export: Export = None,
     json: Json = False,
 ) -> None:
-    """Print a trajectory: prompt, tokens by weight version, rewards, and its whole life with times."""
+    """Print a trajectory: tokens by version, rewards, history."""
     from inspection.replay.show import show as carry_out
 
     carry_out(trajectory, run, export, json=json)
@@ -282,12 +272,6 @@ Servers = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def add_diagnostics(app: typer.Typer) -> None:
-    """Register the commands."""
-    for command in (tail, status, lag, doctor, trace):
-        app.command()(command)
-
-
 def tail(
     topic: Annotated[str, typer.Argument(help="trajectories, steps, skips, control ..., or a full name.")],
     where: Where = None,
@@ -304,25 +288,31 @@ def tail(
     run: Run = "",
     bootstrap_servers: Servers = None,
 ) -> None:
-    """Print records of a topic, decoded, one line each; those that do not decode are shown with the reason."""
-    from inspection.diagnostics.connect import attach
-    from inspection.diagnostics.tail import Wish
+    """Print the records of a topic, decoded, one line each.
+
+    Those that do not decode are shown with the reason.
+    """
+    from inspection.diagnostics.connect import connect
+    from inspection.diagnostics.tail import TailRequest
     from inspection.diagnostics.tail import tail as print_records
-    from inspection.logs import log_to_stderr
+    from inspection.process import log_to_stderr
 
     log_to_stderr()
-    wish = Wish(topic, start, expression, partition or (), most, follow, as_json)
-    raise typer.Exit(print_records(attach(where, run, bootstrap_servers), wish))
+    wish = TailRequest(topic, start, expression, partition or (), most, follow, as_json)
+    raise typer.Exit(print_records(connect(where, run, bootstrap_servers), wish))
 
 
 def status(where: Where = None, run: Run = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
-    """Say where a run stands: version, step, workers, lag per length bucket, what is in flight, trained, skipped."""
-    from inspection.diagnostics.connect import attach
+    """Say where a run stands: step, workers, lag, skips.
+
+    Version, step, workers, lag by length bucket, what is in flight, trained and skipped.
+    """
+    from inspection.diagnostics.connect import connect
     from inspection.diagnostics.status import show_status
-    from inspection.logs import log_to_stderr
+    from inspection.process import log_to_stderr
 
     log_to_stderr()
-    raise typer.Exit(show_status(attach(where, run, bootstrap_servers), as_json=as_json))
+    raise typer.Exit(show_status(connect(where, run, bootstrap_servers), as_json=as_json))
 
 
 def lag(
@@ -332,22 +322,25 @@ def lag(
     bootstrap_servers: Servers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how far every consumer is behind: by partition and length bucket, in records, in rates, in seconds."""
-    from inspection.diagnostics.connect import attach
-    from inspection.diagnostics.status import show_lag
-    from inspection.logs import log_to_stderr
+    """Say how far each consumer is behind.
+
+    By partition and length bucket: in records, in rates, in seconds.
+    """
+    from inspection.diagnostics.connect import connect
+    from inspection.diagnostics.lag import show_lag
+    from inspection.process import log_to_stderr
 
     log_to_stderr()
-    raise typer.Exit(show_lag(attach(where, run, bootstrap_servers), interval, as_json=as_json))
+    raise typer.Exit(show_lag(connect(where, run, bootstrap_servers), interval, as_json=as_json))
 
 
 def doctor(where: Where = None, run: Run = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
-    """Check what a run needs: broker, topics, sizes, codecs, clocks, disk, engine, GPU; says how to mend each.
+    """Check what a run needs, and say how to mend what fails.
 
-    Exit code 2 if something fails.
+    Broker, topics, sizes, codecs, clocks, disk, engine, GPU. Exit code 2 if something fails.
     """
     from inspection.diagnostics.doctor import check_up
-    from inspection.logs import log_to_stderr
+    from inspection.process import log_to_stderr
 
     log_to_stderr()
     raise typer.Exit(check_up(where, run, bootstrap_servers, as_json=as_json))
@@ -361,17 +354,15 @@ def trace(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what became of a prompt, from its order to the weights it led to; needs telemetry.traces = "file"."""
+    """Print what became of a prompt, span by span.
+
+    From its order to the weights it led to; the run needs telemetry.traces = "file".
+    """
     from inspection.diagnostics.trace import show_trace
-    from inspection.logs import log_to_stderr
+    from inspection.process import log_to_stderr
 
     log_to_stderr()
     show_trace(name, where, as_json=as_json)
-
-
-def add_report(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command()(report)
 
 
 def report(
@@ -394,8 +385,11 @@ def report(
         Path | None, typer.Option(metavar="DIR", help="Read the run's topics again, from an export of one run.")
     ] = None,
 ) -> None:
-    """Write a run as one self-contained page, or several side by side: curves, timelines, figures, settings."""
-    from inspection.logs import log_to_stderr
+    """Write a run as one page, or several side by side.
+
+    Self-contained: curves, timelines, figures, settings.
+    """
+    from inspection.process import log_to_stderr
     from inspection.report.command import report as write
 
     log_to_stderr()
@@ -405,12 +399,6 @@ def report(
 # Shows a running run in a browser, or in a terminal.
 
 DEFAULT_PORT = 8470
-
-
-def add_displays(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command()(ui)
-    app.command()(top)
 
 
 def ui(
@@ -423,14 +411,17 @@ def ui(
     run: Run = "",
     bootstrap_servers: Servers = None,
 ) -> None:
-    """Show a run in the browser: the loop, curves, a timeline, trajectories, dead letters. Any number may look."""
-    give_way()
+    """Show a run live in the browser.
+
+    The loop, curves, a timeline, trajectories, dead letters. Any number may look.
+    """
+    lower_priority()
     from inspection.dashboard.command import serve
-    from inspection.diagnostics.connect import attach
-    from inspection.logs import log_to_stderr
+    from inspection.diagnostics.connect import connect
+    from inspection.process import log_to_stderr
 
     log_to_stderr()
-    raise typer.Exit(serve(attach(where, run, bootstrap_servers), where, host, port, open_browser=not no_open))
+    raise typer.Exit(serve(connect(where, run, bootstrap_servers), where, host, port, open_browser=not no_open))
 
 
 def top(
@@ -442,18 +433,19 @@ def top(
     run: Run = "",
     bootstrap_servers: Servers = None,
 ) -> None:
-    """Show a run in the terminal: the loop, curves, lengths, workers, trajectories, events. Any number may look.
+    """Show a run live in the terminal.
 
-    Where there is no terminal, it prints a line an interval until the run is finished.
+    The loop, curves, lengths, workers, trajectories, events. Any number may look. Where there is no terminal, it prints
+    a line an interval until the run is finished.
     """
-    give_way()
+    lower_priority()
     import sys
 
-    from inspection.diagnostics.connect import attach
-    from inspection.logs import log_to_stderr
-    from inspection.terminal.command import Manner, show
+    from inspection.diagnostics.connect import connect
+    from inspection.process import log_to_stderr
+    from inspection.terminal.command import LineOptions, show_top
 
     log_to_stderr()
     on_screen = sys.stdout.isatty() and sys.stdin.isatty() and not (once or as_json or plain)
-    manner = Manner(interval, as_json, once)
-    raise typer.Exit(show(attach(where, run, bootstrap_servers), where, manner, on_screen=on_screen))
+    manner = LineOptions(interval, as_json, once)
+    raise typer.Exit(show_top(connect(where, run, bootstrap_servers), where, manner, on_screen=on_screen))

@@ -1,4 +1,4 @@
-"""What an operator asks of a running run; the coordinator carries it out."""
+"""Commands of an operator: the embedded broker, topics, and what is asked of a running run."""
 
 import asyncio
 from pathlib import Path
@@ -6,14 +6,23 @@ from typing import Annotated, Literal
 
 import typer
 
+
+def register(app: typer.Typer) -> None:
+    """Add the commands, in the order in which help lists them."""
+    for command in (pause, resume, drain):
+        app.command()(command)
+    app.add_typer(kafka, name="kafka")
+    app.add_typer(topics, name="topics")
+
+
 # The embedded broker and the topics of a run.
 
-kafka = typer.Typer(help="Apache Kafka on this machine, with nothing but Python installed.", no_args_is_help=True)
+kafka = typer.Typer(help="A Kafka broker of one's own, without Java or Docker.", no_args_is_help=True)
 topics = typer.Typer(help="Make a broker match the topic catalogue.", no_args_is_help=True)
 
 DataDir = Annotated[Path | None, typer.Option(help="Where the broker keeps its logs; in the cache if left out.")]
-OfRun = Annotated[str, typer.Option("--run", help="Name of the run, the prefix of its topics.")]
-AtServers = Annotated[
+TopicsRun = Annotated[str, typer.Option("--run", help="Name of the run, the prefix of its topics.")]
+CatalogueServers = Annotated[
     str | None,
     typer.Option(
         "--bootstrap-servers",
@@ -48,7 +57,10 @@ def down(data_dir: DataDir = None) -> None:
 
 @kafka.command()
 def status(data_dir: DataDir = None) -> None:
-    """Say whether the broker started by `up` is running, and where. Exit code 1 if it is not."""
+    """Say whether the broker started by `up` runs, and where.
+
+    Exit code 1 if it does not.
+    """
     from bus.embedded import detached
 
     found = detached.status(data_dir or detached.default_data_dir())
@@ -59,13 +71,16 @@ def status(data_dir: DataDir = None) -> None:
 
 
 @topics.command()
-def apply(run: OfRun, bootstrap_servers: AtServers = None, partitions: Partitions = 8) -> None:
-    """Create or alter the run's topics until the broker matches the catalogue; a second time changes nothing."""
+def apply(run: TopicsRun, bootstrap_servers: CatalogueServers = None, partitions: Partitions = 8) -> None:
+    """Create or alter the run's topics as the catalogue has them.
+
+    A second time changes nothing.
+    """
     _topics(run, bootstrap_servers, partitions, change=True)
 
 
 @topics.command()
-def diff(run: OfRun, bootstrap_servers: AtServers = None, partitions: Partitions = 8) -> None:
+def diff(run: TopicsRun, bootstrap_servers: CatalogueServers = None, partitions: Partitions = 8) -> None:
     """Print what `apply` would change. Exit code 1 if there is something."""
     if _topics(run, bootstrap_servers, partitions, change=False):
         raise typer.Exit(1)
@@ -90,12 +105,6 @@ Servers = Annotated[
     typer.Option("--bootstrap-servers", envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS", help="The run's Kafka broker."),
 ]
 Reason = Annotated[str, typer.Option(help="Why; shown in the logs.")]
-
-
-def add_control(app: typer.Typer) -> None:
-    """Register the commands."""
-    for command in (pause, resume, drain):
-        app.command()(command)
 
 
 def pause(run: Run, bootstrap_servers: Servers, reason: Reason = "operator") -> None:

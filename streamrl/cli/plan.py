@@ -1,4 +1,4 @@
-"""Measures this machine."""
+"""Commands that measure this machine, predict what a run would need, and fit rankers of output length."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -6,6 +6,14 @@ from typing import Annotated, Literal
 import typer
 
 from streamrl.cli.arguments import OVERRIDES, USAGE, split
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands, in the order in which help lists them."""
+    for command in (profile, plan):
+        app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(command)
+    app.add_typer(lengths, name="lengths")
+
 
 # `streamrl lengths`: fits rankers of output length to recorded trajectories.
 
@@ -35,8 +43,11 @@ def fit(
     test_share: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the prompts held out.")] = 0.2,
     epochs: Annotated[float, typer.Option(min=0.1, help="Passes over the prompts; of a language model.")] = 4.0,
 ) -> None:
-    """Fit a ranker and say how well it orders prompts that were held out, against two baselines."""
-    from inspection.logs import log_to_stderr
+    """Fit a ranker to recorded trajectories, and judge it.
+
+    On prompts that were held out, against two baselines.
+    """
+    from inspection.process import log_to_stderr
     from schemas.errors import UserError
 
     if light == (model is not None):
@@ -51,11 +62,6 @@ def fit(
 
 Measured = Annotated[Path | None, typer.Option(help="What `streamrl profile` measured; else [emulation] is believed.")]
 Price = Annotated[float, typer.Option(min=0.0, help="Of a device for an hour, in any currency.")]
-
-
-def add_plan(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(plan)
 
 
 def plan(
@@ -78,7 +84,10 @@ def plan(
         typer.Option(help="Only this mode, or all that there are."),
     ] = "any",
 ) -> None:
-    """Predict which split of devices and which settings deliver most, and what that costs; runs nothing."""
+    """Predict which split of devices delivers most, at what cost.
+
+    And with which settings; runs nothing.
+    """
     config, overrides = split(context.args)
     from planning.planner import MODES, Demand, Planner, Site, lines, recorded_lengths
     from schemas.errors import UserError
@@ -103,17 +112,15 @@ def plan(
     print("\n".join(lines(demand, choices)))
 
 
-def add_profile(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(profile)
-
-
 def profile(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="Where the profile is kept.")] = Path("profile.json"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer points, measured fewer times.")] = False,
 ) -> None:
-    """Measure decoding, training and weight transfer of the configured engine and model on this machine."""
+    """Measure decoding, training and weight transfer here.
+
+    Of the configured engine and model, on this machine.
+    """
     config, overrides = split(context.args)
     from planning.profiler import QUICK, THOROUGH, lines
     from planning.profiler import profile as measure

@@ -1,4 +1,4 @@
-"""The whole loop with one command, and the demo."""
+"""Commands that start something: a task's files, a whole run, the demo, and each process by itself."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,30 +7,35 @@ import typer
 
 from streamrl.cli.arguments import OVERRIDES, USAGE, split
 
+
+def register(app: typer.Typer) -> None:
+    """Add the commands, in the order in which help lists them."""
+    app.command()(init)
+    app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(run)
+    app.command(context_settings=OVERRIDES, epilog="Arguments: [--section.key value]...")(demo)
+    for role in (worker, trainer, coordinator, relay, dispatcher, ranker):
+        app.command(context_settings=OVERRIDES, options_metavar="[OPTIONS]", epilog=f"Arguments: {USAGE}")(role)
+    app.add_typer(config, name="config")
+
+
 # The processes of a run, each started by hand against a named broker.
-
-
-def add_processes(app: typer.Typer) -> None:
-    """Register the commands."""
-    for command in (worker, trainer, coordinator, relay, dispatcher, ranker):
-        app.command(context_settings=OVERRIDES, options_metavar="[OPTIONS]", epilog=f"Arguments: {USAGE}")(command)
 
 
 def worker(
     context: typer.Context,
     worker_id: Annotated[str, typer.Option("--id", help="Name of this worker; made up if left out.")] = "",
 ) -> None:
-    """A generation worker: takes work orders, publishes trajectories, adopts weights as they come."""
+    """A generation worker: work orders in, trajectories out."""
     _run("worker", context, worker_id)
 
 
 def trainer(context: typer.Context) -> None:
-    """The trainer: consumes trajectories, makes weights."""
+    """The trainer: trajectories in, weights out."""
     _run("trainer", context)
 
 
 def coordinator(context: typer.Context) -> None:
-    """The coordinator: turns trained steps into control messages."""
+    """The coordinator: trained steps in, control messages out."""
     _run("coordinator", context)
 
 
@@ -40,12 +45,18 @@ def relay(context: typer.Context) -> None:
 
 
 def dispatcher(context: typer.Context) -> None:
-    """The dispatcher: turns prompts into work orders, within the staleness bound."""
+    """The dispatcher: prompts in, work orders out.
+
+    Admits no prompt that could not be trained within the staleness bound.
+    """
     _run("dispatcher", context)
 
 
 def ranker(context: typer.Context) -> None:
-    """The ranker: makes newer models of output length while the run goes on, for lengths.refit = "process"."""
+    """The ranker: refits the length model during a run.
+
+    For lengths.refit = "process".
+    """
     _run("ranker", context)
 
 
@@ -60,11 +71,6 @@ def _run(role: str, context: typer.Context, worker_id: str = "") -> None:
 # Files for a task of one's own.
 
 
-def add_init(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command()(init)
-
-
 def init(
     directory: Annotated[Path, typer.Argument(help="Where to put the files; made if need be.")] = Path("."),
     example: Annotated[
@@ -72,7 +78,10 @@ def init(
         typer.Option(help="math: a small instruct model of the hub; tiny: a model made here, for a trial on a CPU."),
     ] = "math",
 ) -> None:
-    """Write a commented configuration, an example reward and example prompts; never over anything."""
+    """Write a commented configuration, prompts and a reward.
+
+    Never over anything that is there.
+    """
     import shlex
     import shutil
     import sys
@@ -101,7 +110,10 @@ def _group() -> None:
 
 @config.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")
 def show(context: typer.Context, json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
-    """Print the resolved settings as TOML: defaults, file, environment and command line in one."""
+    """Print the resolved settings as TOML.
+
+    Defaults, file, environment and command line in one.
+    """
     path, overrides = split(context.args)
     from settings.loading import as_toml, load_settings
 
@@ -111,7 +123,7 @@ def show(context: typer.Context, json: Annotated[bool, typer.Option("--json", he
 
 @config.command()
 def schema() -> None:
-    """Print the JSON schema of the settings, for editors and for checks."""
+    """Print the JSON schema of the settings."""
     import json
 
     from settings.explaining import schema as whole
@@ -124,18 +136,15 @@ def explain(
     context: typer.Context,
     key: Annotated[str, typer.Argument(help="Such as loop.max_staleness, or a section such as loop.")],
 ) -> None:
-    """Say what a setting means, what it may be, where to set it, and with a file what it is there."""
+    """Say what a setting means, may be, and is.
+
+    Where to set it, and with a file what it is there.
+    """
     path, overrides = split(context.args)
     from settings.explaining import explain as lines
     from settings.loading import load_settings
 
     print("\n".join(lines(key, load_settings(path, overrides) if path or overrides else None)))
-
-
-def add_runs(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(run)
-    app.command(context_settings=OVERRIDES, epilog="Arguments: [--section.key value]...")(demo)
 
 
 Top = Annotated[
@@ -151,7 +160,10 @@ def run(
         bool, typer.Option("--dry-run", help="Check everything and start nothing; exit code 2 if a check fails.")
     ] = False,
 ) -> None:
-    """Start broker, coordinator, relay, dispatcher, workers and trainer on this machine, and train."""
+    """Train: start everything that a run needs on this machine.
+
+    Broker, coordinator, relay, dispatcher, workers and trainer; a run of that name goes on from its last checkpoint.
+    """
     config, overrides = split(context.args)
     if dry_run:
         raise typer.Exit(_dry_run(config, overrides))
@@ -174,7 +186,10 @@ def demo(
     engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="Generation engine.")] = "transformers",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the whole demo.")] = 0,
 ) -> None:
-    """Train a tiny character model to spell words backward: real Kafka, two workers, one trainer, minutes on a CPU."""
+    """Train a tiny model on real Kafka, in minutes on a CPU.
+
+    It learns to spell words backward, with two workers and one trainer.
+    """
     _config, overrides = split(context.args)
     from deploy.local.run import run_locally
     from streamrl.demo.recipe import demo_settings

@@ -2,12 +2,16 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
-from docs.generate import settings_page, topics_page
+from docs.generate import PAGES as GENERATED
+from docs.generate import commands_page, settings_page, topics_page
 from schemas.topics import CATALOGUE
 from settings.tree import Settings
 from settings.wording import known_keys
@@ -18,15 +22,30 @@ from tests.docs.pages import DOCS, GUIDES, ROOT, anchors, commands, links, setti
 PAGES = sorted(DOCS.glob("*.md"))
 
 
-@pytest.mark.parametrize(("name", "page"), [("settings.md", settings_page), ("topics.md", topics_page)])
-def test_the_generated_pages_are_up_to_date(name: str, page: object) -> None:
-    assert callable(page)
-    assert (DOCS / name).read_text() == page(), "run python -m docs.generate"
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_generated_pages_are_up_to_date(name: str) -> None:
+    assert (DOCS / name).read_text() == GENERATED[name](), "run python -m docs.generate"
 
 
 def test_every_setting_and_every_topic_has_its_place() -> None:
     assert settings_page().count("\n| `") == len(list(known_keys()))
     assert all(f"\n| `{topic.name}` |" in topics_page() for topic in CATALOGUE)
+
+
+def test_every_command_is_in_the_reference_and_its_help_fits_its_line() -> None:
+    page = commands_page()
+    for words in _commands(typer.main.get_command(app)):
+        assert f"## `streamrl {' '.join(words)}`" in page
+        help_text = CliRunner().invoke(app, [*words[:-1], "--help"], terminal_width=80).output
+        assert re.search(rf"^  {re.escape(words[-1])} .*\.$", help_text, re.MULTILINE), words
+        assert f"  {words[-1]} " in help_text
+        assert not re.search(rf"^  {re.escape(words[-1])} .*\.\.\.$", help_text, re.MULTILINE), words
+
+
+def _commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, inner in getattr(command, "commands", {}).items():
+        yield (*path, name)
+        yield from _commands(inner, (*path, name))
 
 
 def test_tables_have_as_many_cells_in_each_row() -> None:
