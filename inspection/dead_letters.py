@@ -49,7 +49,7 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Letter:
+class DeadLetter:
     """One record of the dead-letters topic. ``origin`` None: its headers do not tell."""
 
     record: Record
@@ -98,10 +98,10 @@ class Letter:
         )
 
 
-def letter_of(record: Record) -> Letter:
+def dead_letter_of(record: Record) -> DeadLetter:
     """Read the headers of a dead letter."""
     named = {name: (content or b"").decode(errors="replace") for name, content in record.headers}
-    return Letter(
+    return DeadLetter(
         record=record,
         origin=_origin(named),
         error_class=named_error(record.headers),
@@ -125,16 +125,16 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
-async def read_letters(history: History, run: str) -> AsyncIterator[Letter]:
+async def read_dead_letters(history: History, run: str) -> AsyncIterator[DeadLetter]:
     """All dead letters of a run, oldest first."""
     async for record in history.records(DEAD_LETTERS.full_name(run)):
-        yield letter_of(record)
+        yield dead_letter_of(record)
 
 
-async def read_letter(history: History, run: str, offset: int) -> Letter | None:
+async def read_dead_letter(history: History, run: str, offset: int) -> DeadLetter | None:
     """The dead letter at an offset, if there is one."""
     found = await history.fetch(DEAD_LETTERS.full_name(run), [(0, offset)])
-    return letter_of(found[0, offset]) if found else None
+    return dead_letter_of(found[0, offset]) if found else None
 
 
 # Sends dead letters once more to where they came from. Invariants, each with a test of its name: -
@@ -143,7 +143,7 @@ async def read_letter(history: History, run: str, offset: int) -> Letter | None:
 # never what was cut.
 
 
-class Action(StrEnum):
+class RetryAction(StrEnum):
     """What becomes of a letter."""
 
     SENT = "sent"
@@ -153,17 +153,17 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RetryOutcome:
     """One letter, and what was done about it."""
 
-    letter: Letter
-    action: Action
+    letter: DeadLetter
+    action: RetryAction
     detail: str = ""
 
 
 async def plan_retries(
     history: History, run: str, offsets: Collection[int] | None, *, force: bool = False
-) -> tuple[list[Outcome], list[int]]:
+) -> tuple[list[RetryOutcome], list[int]]:
     """What to do about each chosen letter, oldest first, and the offsets that name none.
 
     Args:
@@ -173,18 +173,20 @@ async def plan_retries(
         force: send also what does not decode.
     """
     topic = TRAJECTORIES.full_name(run)
-    letters = [letter async for letter in read_letters(history, run) if offsets is None or letter.offset in offsets]
+    letters = [
+        letter async for letter in read_dead_letters(history, run) if offsets is None or letter.offset in offsets
+    ]
     retried = await _already_retried(history, topic) if letters else set()
     outcomes = []
     for letter in letters:
         outcome = _judge(letter, topic, retried, force=force)
         outcomes.append(outcome)
-        if outcome.action is Action.WOULD_SEND and letter.origin is not None:
+        if outcome.action is RetryAction.WOULD_SEND and letter.origin is not None:
             retried.add(letter.origin)
     return outcomes, sorted(set(offsets or ()) - {letter.offset for letter in letters})
 
 
-async def send_retries(bus: Bus, outcomes: Collection[Outcome]) -> list[Outcome]:
+async def send_retries(bus: Bus, outcomes: Collection[RetryOutcome]) -> list[RetryOutcome]:
     """Carry a plan out; returns when the broker has every record.
 
     Raises:
@@ -194,30 +196,32 @@ async def send_retries(bus: Bus, outcomes: Collection[Outcome]) -> list[Outcome]
     publisher = await bus.publisher("dlq-retry")
     try:
         for outcome in outcomes:
-            if outcome.action is not Action.WOULD_SEND:
+            if outcome.action is not RetryAction.WOULD_SEND:
                 done.append(outcome)
                 continue
             position = await publisher.publish(outcome.letter.retry())
-            done.append(Outcome(outcome.letter, Action.SENT, f"as {Origin(*position)}"))
+            done.append(RetryOutcome(outcome.letter, RetryAction.SENT, f"as {Origin(*position)}"))
     finally:
         await publisher.close()
     return done
 
 
-def _judge(letter: Letter, topic: str, retried: Collection[Origin], *, force: bool) -> Outcome:
+def _judge(letter: DeadLetter, topic: str, retried: Collection[Origin], *, force: bool) -> RetryOutcome:
     origin = letter.origin
     if origin is None or origin.topic != topic:
-        return Outcome(
-            letter, Action.REFUSED, f"expected a record of {topic}, it came from {origin or 'nowhere known'}"
+        return RetryOutcome(
+            letter, RetryAction.REFUSED, f"expected a record of {topic}, it came from {origin or 'nowhere known'}"
         )
     if origin in retried:
-        return Outcome(letter, Action.ALREADY)
+        return RetryOutcome(letter, RetryAction.ALREADY)
     if letter.cut_from is not None:
-        return Outcome(letter, Action.REFUSED, f"only {letter.size} of its {letter.cut_from} bytes were kept")
+        return RetryOutcome(letter, RetryAction.REFUSED, f"only {letter.size} of its {letter.cut_from} bytes were kept")
     problem = letter.problem()
     if problem is not None and not force:
-        return Outcome(letter, Action.REFUSED, f"it still does not decode ({problem}); --force sends it all the same")
-    return Outcome(letter, Action.WOULD_SEND)
+        return RetryOutcome(
+            letter, RetryAction.REFUSED, f"it still does not decode ({problem}); --force sends it all the same"
+        )
+    return RetryOutcome(letter, RetryAction.WOULD_SEND)
 
 
 async def _already_retried(history: History, topic: str) -> set[Origin]:
@@ -238,7 +242,7 @@ ROW_BYTES = 16
 SHOWN = 2000
 
 
-def table_of(letters: Sequence[Letter]) -> Table:
+def table_of(letters: Sequence[DeadLetter]) -> Table:
     """One row a letter."""
     table = Table(box=None, pad_edge=False)
     for name in ("offset", "time", "from", "error", "reason", "size"):
@@ -250,12 +254,12 @@ def table_of(letters: Sequence[Letter]) -> Table:
     return table
 
 
-def time_of(letter: Letter) -> str:
+def time_of(letter: DeadLetter) -> str:
     """When it was refused, in local time."""
     return datetime.fromtimestamp(letter.record.timestamp).astimezone().isoformat(" ", "seconds")[:19]
 
 
-def as_json(letter: Letter) -> dict[str, Any]:
+def as_json(letter: DeadLetter) -> dict[str, Any]:
     """A JSON-safe form, without the bytes."""
     return {
         "offset": letter.offset,
@@ -271,7 +275,7 @@ def as_json(letter: Letter) -> dict[str, Any]:
     }
 
 
-def lines_of(letter: Letter) -> Iterator[str]:
+def lines_of(letter: DeadLetter) -> Iterator[str]:
     """One letter in full."""
     yield f"dead letter {letter.offset} of {time_of(letter)}"
     yield f"from     {letter.origin or 'nowhere known'}"
@@ -295,7 +299,7 @@ def _hexdump(value: bytes) -> Iterator[str]:
         yield f"  … {len(value) - HEAD_BYTES:,} bytes more"
 
 
-def _decoded(letter: Letter) -> Iterator[str]:
+def _decoded(letter: DeadLetter) -> Iterator[str]:
     try:
         message = letter.decoded()
     except WireError as error:
@@ -306,7 +310,7 @@ def _decoded(letter: Letter) -> Iterator[str]:
     yield f"  {text[:SHOWN]}{' …' if len(text) > SHOWN else ''}"
 
 
-def retry_lines(outcomes: Iterable[Outcome]) -> Iterator[str]:
+def retry_lines(outcomes: Iterable[RetryOutcome]) -> Iterator[str]:
     """What was done about each letter."""
     for outcome in outcomes:
         detail = f": {outcome.detail}" if outcome.detail else ""
@@ -320,7 +324,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 T = TypeVar("T")
 
 
-def list_letters(
+def list_dead_letters(
     run: Path, export: Path | None, error_class: str | None, since: str | None, *, json_lines: bool
 ) -> int:
     """Print the letters that pass the filters; the exit code.
@@ -330,10 +334,10 @@ def list_letters(
     """
     after = 0.0 if since is None else moment(since, time.time())
 
-    async def read(history: History, name: str) -> list[Letter]:
-        return [letter async for letter in read_letters(history, name) if wanted(letter)]
+    async def read(history: History, name: str) -> list[DeadLetter]:
+        return [letter async for letter in read_dead_letters(history, name) if wanted(letter)]
 
-    def wanted(letter: Letter) -> bool:
+    def wanted(letter: DeadLetter) -> bool:
         return letter.record.timestamp >= after and error_class in (None, letter.error_class)
 
     letters = _with_history(run, export, read)
@@ -347,15 +351,15 @@ def list_letters(
     return 0
 
 
-def show_letter(run: Path, export: Path | None, offset: int) -> int:
+def show_dead_letter(run: Path, export: Path | None, offset: int) -> int:
     """Print one letter in full; the exit code.
 
     Raises:
         UserError: there is no such letter.
     """
 
-    async def read(history: History, name: str) -> Letter | None:
-        return await read_letter(history, name, offset)
+    async def read(history: History, name: str) -> DeadLetter | None:
+        return await read_dead_letter(history, name, offset)
 
     letter = _with_history(run, export, read)
     if letter is None:
@@ -364,7 +368,7 @@ def show_letter(run: Path, export: Path | None, offset: int) -> int:
     return 0
 
 
-def retry_letters(run: Path, offsets: Collection[int], *, everything: bool, dry_run: bool, force: bool) -> int:
+def retry_dead_letters(run: Path, offsets: Collection[int], *, everything: bool, dry_run: bool, force: bool) -> int:
     """Send letters once more; the exit code is 1 if some were refused.
 
     Raises:
@@ -389,7 +393,7 @@ def _write(run: Path, offsets: Collection[int] | None, *, dry_run: bool, force: 
         print(line)
     counts = Counter(outcome.action for outcome in outcomes)
     print(", ".join(f"{count} {action.value}" for action, count in counts.items()) or "no dead letters")
-    return SOME_REFUSED if counts[Action.REFUSED] else 0
+    return SOME_REFUSED if counts[RetryAction.REFUSED] else 0
 
 
 def moment(text: str, now: float) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inspection.host import device_name, library_versions
+from inspection.environment import device_name, library_versions
 from planning.fitting import Fitted, fit_decode, fit_prefill, fit_training
 from planning.measuring import DecodeMeter, TrainMeter, TransferPoint, endless_model, relay_of, transferred
 from producers.generation.engines.factory import build_decoder
@@ -143,8 +143,7 @@ def _profile(settings: Settings, decode: DecodeSettings, training: TrainingCosts
 async def _train(settings: Settings, effort: Effort, scratch: Path) -> _Trained:
     """Three versions are exported, for the transfers; the policy is gone afterwards."""
     from consumers.training.checkpoints.storage import open_location
-    from consumers.training.compute import ComputeThread
-    from consumers.training.policy import PolicyPaths, TrainedPolicy
+    from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
 
     compute = ComputeThread(settings.training.threads)
     places = PolicyPaths(settings.model.path, open_location(scratch / "checkpoints", scratch), scratch / "weights")

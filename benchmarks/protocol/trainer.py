@@ -14,7 +14,7 @@ from bus.kafka.bus import KafkaBus
 from consumers.training.failpoints import Failpoint
 from deploy.wiring.context import ProcessContext
 from deploy.wiring.trainer import build_trainer
-from inspection.host import settle_collector
+from inspection.process import tune_garbage_collector
 from settings.loading import load_settings
 
 
@@ -52,7 +52,7 @@ def main(config: str, phase: str, marks: str, *overrides: str) -> None:
         int(phase),
         settings.run.path / "plain",
     )
-    settle_collector()
+    tune_garbage_collector()
     uvloop.run(replace(trainer, failpoint=stopwatch.failpoint).run(asyncio.Event()))
     Path(marks).write_text(json.dumps(stopwatch.steps))
 

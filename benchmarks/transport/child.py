@@ -13,14 +13,14 @@ import uvloop
 
 from benchmarks.transport import files_path, kafka_path, redis_path
 from benchmarks.transport.round import Ends, MicroBatches, Round
-from inspection.host import settle_collector
+from inspection.process import tune_garbage_collector
 
 READY = "ready"
 
 
 def main(role: str) -> None:
     """Serve until the input ends."""
-    settle_collector()
+    tune_garbage_collector()
     while line := sys.stdin.readline():
         _say(_run(role, Round(**json.loads(line))))
 

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Sequence
@@ -22,15 +23,19 @@ from consumers.training.checkpoints.catalogue import read_manifests
 from consumers.training.checkpoints.storage import CheckpointLocation, open_location
 from deploy.local.evaluation import Evaluation, evaluate
 from deploy.local.supervisor import ChildSpec, Fleet, Supervisor
-from deploy.local.watching import Progress, watch
+from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
 from deploy.wiring.process import configure_logging
-from inspection.report.gathered import Gathered, TopicFacts, environment, write_gathered
+from inspection.diagnostics.connect import RunConnection
+from inspection.diagnostics.feed import feed_of
+from inspection.environment import environment
+from inspection.report.facts import RunFacts, TopicDigest, write_facts
 from inspection.report.gathering import gather_topics
 from inspection.report.page import differing_settings, write_page
-from inspection.report.record import Rows, RunRecord, flat, read_record
+from inspection.report.record import RunRecord, StepTable, flat, read_record
 from inspection.report.summary import build_summary, summary_lines, write_summary
-from observability.run_state.observer import Observer, RunState, show_progress
+from observability.run_state.feed import WHOLE_RUN, RunFeed
+from observability.run_state.state import RunState
 from schemas.errors import BrokerError, BusError, CheckpointError, DataLossRefused
 from settings.loading import as_toml
 from settings.run_directory import RunDirectory
@@ -41,6 +46,9 @@ from settings.tree import Settings
 # is at the last step, and ``summary.json`` tells of it; whatever is in doubt is left to the trainer.
 
 MOST_CHANGES = 5
+CLIENT_ID = "streamrl-run"
+LOOK_EVERY_S = 0.5
+LOOK_FOR_STOP_S = 0.2
 
 
 def resumed_step(settings: Settings) -> int:
@@ -112,7 +120,7 @@ def _changes(settings: Settings, kept: Path) -> list[str]:
         trees = tomllib.loads(kept.read_text()), tomllib.loads(as_toml(settings))
     except (OSError, ValueError):
         return []
-    records = [RunRecord(settings.run.name, kept.parent, Rows(), settings=flat(tree)) for tree in trees]
+    records = [RunRecord(settings.run.name, kept.parent, StepTable(), settings=flat(tree)) for tree in trees]
     return [f"{key} {before} → {now}" for key, (before, now) in differing_settings(records)]
 
 
@@ -153,7 +161,8 @@ def _spec(
     essential: bool = False,
     optional: bool = False,
 ) -> ChildSpec:
-    command = [sys.executable, "-m", "streamrl.cli.app", role, str(directory.config), *arguments, *overrides]
+    # -P: a settings.py in the working directory would be imported in the place of our package of that name.
+    command = [sys.executable, "-P", "-m", "streamrl.cli.app", role, str(directory.config), *arguments, *overrides]
     log_path = directory.logs / f"{name}.log"
     return ChildSpec(name, command, log_path, ONE_THREAD, essential=essential, optional=optional)
 
@@ -166,15 +175,16 @@ class Trained:
     """What is known when the processes have ended."""
 
     state: RunState
-    topics: TopicFacts | None
+    topics: TopicDigest | None
     seconds: float
     restarts: dict[str, int]
     finished: bool
 
 
-def run_locally(settings: Settings, *, top: bool = False) -> int:
+def run_locally(settings: Settings, *, top: bool = False, stop: threading.Event | None = None) -> int:
     """Train; the exit code is 0 if the last step was reached, 130 if the run was stopped. ``top``: with the live view.
 
+    ``stop`` ends the run from another thread; without it SIGINT and SIGTERM do, which only a main thread can hear.
     Of a run that is over nothing is touched.
 
     Raises:
@@ -195,7 +205,7 @@ def run_locally(settings: Settings, *, top: bool = False) -> int:
     directory.config.write_text(as_toml(settings))
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
         before = _evaluated(settings, settings.model.path, "before")
-        trained = asyncio.run(_train(settings, directory, address, top=top))
+        trained = asyncio.run(_train(settings, directory, address, top=top, stopped=stop))
     after = _evaluated(settings, directory.newest_checkpoint(), "after") if trained.finished else None
     _conclude(settings, directory, trained, resumed, before, after)
     return 0 if trained.finished else 130
@@ -209,7 +219,9 @@ def _evaluated(settings: Settings, model: object, moment: str) -> Evaluation | N
     return result
 
 
-async def _train(settings: Settings, directory: RunDirectory, address: str, *, top: bool) -> Trained:
+async def _train(
+    settings: Settings, directory: RunDirectory, address: str, *, top: bool, stopped: threading.Event | None
+) -> Trained:
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     partitions = settings.loop.trajectory_partitions
     await apply_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
@@ -217,25 +229,26 @@ async def _train(settings: Settings, directory: RunDirectory, address: str, *, t
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
     specs = child_specs(directory, settings.run.workers, overrides, ranker=settings.lengths.refit == "process")
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
-    bus = KafkaBus(kafka)
-    observer = Observer(bus, settings.run.name)
-    stop = _stop_on_signals()
+    bus, state = KafkaBus(kafka), RunState(settings.run.name)
+    connection = RunConnection(kafka, settings.run.name, settings)
+    feed = await feed_of(connection, state, CLIENT_ID, lambda: LOOK_EVERY_S, WHOLE_RUN)
+    stop = _stop_on_signals() if stopped is None else _stop_with(stopped)
     print(f"broker {address}; join with: streamrl worker {directory.config} {overrides[0]}")
     began = time.monotonic()
     fleet = None
     if settings.run.max_workers is not None:
         spec_of = partial(_worker_spec, directory, overrides)
         fleet = Fleet(bus, settings.run.name, supervisor, spec_of, settings.run.workers, settings.run.max_workers)
-    progress: Progress = partial(show_progress, observer.state, settings.training.max_steps, supervisor)
+    progress: Progress = partial(show_progress, state, settings.training.max_steps, supervisor)
     if top:
         progress = partial(watch, directory, address, progress)
-    await _supervise(supervisor, observer, fleet, progress, stop)
+    await _supervise(supervisor, feed, fleet, progress, stop)
     seconds = time.monotonic() - began
     topics = await _gathered_topics(bus, settings, directory)
-    return Trained(observer.state, topics, seconds, supervisor.restarts, supervisor.finished.is_set())
+    return Trained(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set())
 
 
-async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicFacts | None:
+async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicDigest | None:
     """A report is not worth a failed run: what cannot be read is left out of it."""
     from bus.history import BusHistory
 
@@ -251,16 +264,17 @@ def _worker_spec(directory: RunDirectory, overrides: Sequence[str], number: int)
 
 
 async def _supervise(
-    supervisor: Supervisor, observer: Observer, fleet: Fleet | None, progress: Progress, stop: asyncio.Event
+    supervisor: Supervisor, feed: RunFeed, fleet: Fleet | None, progress: Progress, stop: asyncio.Event
 ) -> None:
     over, shown = asyncio.Event(), asyncio.Event()
-    watching = [asyncio.create_task(loop.run(over)) for loop in (observer, fleet) if loop is not None]
+    watching = [asyncio.create_task(loop.run(over)) for loop in (feed, fleet) if loop is not None]
     showing = asyncio.ensure_future(progress(shown))
     try:
         await supervisor.run(stop)
     finally:
         over.set()
         results = [*await asyncio.gather(*watching, return_exceptions=True)]
+        results += await asyncio.gather(feed.read_to_end(), return_exceptions=True)  # the summary wants the last step
         shown.set()
         results += await asyncio.gather(showing, return_exceptions=True)
         for error in (result for result in results if isinstance(result, Exception)):
@@ -278,6 +292,20 @@ def _stop_on_signals() -> asyncio.Event:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ask)
+    return stop
+
+
+def _stop_with(stopped: threading.Event) -> asyncio.Event:
+    """Set once ``stopped`` is, of which an event loop is not told."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def look() -> None:
+        if stopped.is_set():
+            stop.set()
+        else:
+            loop.call_later(LOOK_FOR_STOP_S, look)
+
+    look()
     return stop
 
 
@@ -308,7 +336,7 @@ def _conclude(
     write_summary(directory.summary, summary)
     samples = {"before": before.samples if before else [], "after": after.samples if after else []}
     evaluated = {moment: tuple(rows) for moment, rows in samples.items()}
-    write_gathered(directory.gathered, Gathered(environment=environment(), evaluated=evaluated, topics=trained.topics))
+    write_facts(directory.gathered, RunFacts(environment=environment(), evaluated=evaluated, topics=trained.topics))
     write_page(directory.report, [read_record(directory, settings.run.name)])
     print("\n".join(summary_lines(summary)))
     print(f"report: {directory.report}")

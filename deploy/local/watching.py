@@ -1,20 +1,30 @@
-"""The live view on the terminal of `streamrl run`, while the run goes on behind it.
+"""What `streamrl run` shows while the run goes on behind it: the live view on a terminal, lines elsewhere.
 
-The view is a process of its own, so that neither its work nor its end concerns the run. While it has the terminal, what
-the run would print goes to ``logs/run.log``.
+The live view is a process of its own, so that neither its work nor its end concerns the run. While it has the terminal,
+what the run would print goes to ``logs/run.log``.
 """
 
 import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from observability.run_state.state import RunState
 from settings.run_directory import RunDirectory
 
 LEAVING_S = 5.0
+LINE_EVERY_S = 3.0
+REFRESH_S = 0.5
 LOG = "run.log"
 INTERRUPTED = 130
 """Exit code of a view that was left by Ctrl-C."""
@@ -30,7 +40,7 @@ async def watch(directory: RunDirectory, address: str, progress: Progress, stop:
     Ctrl-C in the view is meant for the run.
     """
     if is_screen():
-        command = (sys.executable, "-m", "streamrl.cli.app", "top", str(directory.path))
+        command = (sys.executable, "-P", "-m", "streamrl.cli.app", "top", str(directory.path))
         view = await asyncio.create_subprocess_exec(*command, f"--bootstrap-servers={address}")
         with printing_into(directory.logs / LOG):
             await _ended(view, stop)
@@ -79,3 +89,71 @@ async def _ended(view: asyncio.subprocess.Process, stop: asyncio.Event) -> None:
         for task in ends:
             task.cancel()
         await asyncio.gather(*ends, return_exceptions=True)
+
+
+class HasRestarts(Protocol):
+    """Where restarts of processes are counted."""
+
+    restarts: dict[str, int]
+
+
+def _reward(metrics: Mapping[str, float]) -> str:
+    return f"{metrics['reward']:.3f}" if "reward" in metrics else "-"
+
+
+def plain_line(state: RunState, max_steps: int, now: float) -> str:
+    """One line: step, reward, throughput, staleness, lag per bucket, version per worker."""
+    metrics, workers = state.metrics, state.living_workers(now)
+    lag = " ".join(f"b{bucket}:{count}" for bucket, count in state.lag.items()) or "-"
+    held = " ".join(f"{beat.worker_id}@{beat.version}" for beat in workers) or ("gone" if state.step else "none yet")
+    return (
+        f"step {state.step}/{max_steps}  reward {_reward(metrics)}  "
+        f"{state.steps.trajectories_per_s():.0f} traj/s  {sum(beat.tokens_per_s for beat in workers):.0f} tok/s  "
+        f"staleness {metrics.get('off_policy/mean', 0.0):.1f} (max {metrics.get('off_policy/max', 0.0):.0f})  "
+        f"lag {lag}  workers {held}"
+    )
+
+
+def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now: float) -> RenderableType:
+    """The table for a terminal."""
+    metrics = state.metrics
+    head = Text.assemble(
+        (f"step {state.step}/{max_steps}  ", "bold"),
+        (f"reward {_reward(metrics)}  ", "bold green"),
+        f"{state.steps.trajectories_per_s():.0f} trajectories/s  ",
+        f"staleness {metrics.get('off_policy/mean', 0.0):.1f} mean, {metrics.get('off_policy/max', 0.0):.0f} max  ",
+        "  ".join(f"{name} restarted ×{count}" for name, count in restarts.items()),
+    )
+    table = Table(expand=False)
+    for column in ("worker", "state", "weights", "running", "waiting", "tokens/s"):
+        table.add_column(column, justify="left" if column in ("worker", "state", "weights") else "right")
+    for beat in state.living_workers(now):
+        cells = (str(beat.version), str(beat.running), str(beat.waiting), f"{beat.tokens_per_s:.0f}")
+        table.add_row(beat.worker_id, beat.state.value, *cells)
+    lag = "  ".join(f"bucket {bucket}: {count}" for bucket, count in state.lag.items())
+    return Group(head, table, Text(f"consumer lag  {lag or '-'}", style="dim"))
+
+
+async def show_progress(state: RunState, max_steps: int, supervisor: HasRestarts, stop: asyncio.Event) -> None:
+    """Show the state until stopped.
+
+    Consumes: the state, which others update. Produces: text on standard output.
+    Waits for: the next refresh. On failure: raises. On stop: shows the last state once more and returns.
+    """
+    if sys.stdout.isatty():
+        with Live(auto_refresh=False) as live:
+            while not await _stopped_within(stop, REFRESH_S):
+                live.update(live_view(state, max_steps, supervisor.restarts, time.time()), refresh=True)
+            live.update(live_view(state, max_steps, supervisor.restarts, time.time()), refresh=True)
+        return
+    while not await _stopped_within(stop, LINE_EVERY_S):
+        print(plain_line(state, max_steps, time.time()), flush=True)
+    print(plain_line(state, max_steps, time.time()), flush=True)
+
+
+async def _stopped_within(stop: asyncio.Event, seconds: float) -> bool:
+    try:
+        await asyncio.wait_for(stop.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True

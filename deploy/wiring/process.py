@@ -25,7 +25,7 @@ import uvloop
 from bus.kafka.bus import KafkaBus
 from deploy.wiring.broker import broker_of_others
 from deploy.wiring.context import ProcessContext
-from inspection.host import settle_collector
+from inspection.process import tune_garbage_collector
 from observability.background import BackgroundTask, background
 from observability.interceptor import BusObserver, observed
 from observability.metrics.exporting import Metering, open_metering
@@ -68,7 +68,7 @@ def run_role(role: str, settings: Settings, worker_id: str) -> None:
             open_metering(role, name, run.name, settings.metrics, settings.kafka, run.directory)
         )
         built = build_role(role, settings, process_context(name, settings, watchdog, tracing, metering))
-        settle_collector()
+        tune_garbage_collector()
         tasks = [*(metering.tasks if metering is not None else ()), *_tracking(role, settings)]
         uvloop.run(_until_stopped(built, watchdog, tasks))
 

@@ -17,7 +17,7 @@ from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.audit import audit
 from inspection.audit.verdict import AlgorithmBalance, Verdict
 from inspection.export import ALL, USUAL, Exporter, ExportManifest, Format, SegmentHistory
-from inspection.host import settle_collector
+from inspection.process import tune_garbage_collector
 from inspection.source import PastRun, history_of, open_run
 from schemas.errors import UserError
 from schemas.topics import Topic
@@ -142,7 +142,7 @@ def audited(run: PastRun | None, export: Path | None) -> Verdict:
         with _progress() as progress:
             return uvloop.run(audit(exported, exported.manifest.run, lambda: exported.manifest.checkpoints, progress))
     assert run is not None, "a run or an export is named"
-    settle_collector()
+    tune_garbage_collector()
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-audit-") as scratch,
         history_of(run, None, Path(scratch), _tell) as history,

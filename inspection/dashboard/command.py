@@ -1,4 +1,4 @@
-"""What `streamrl ui` does: attaches, serves, opens a browser, and ends with a code."""
+"""`streamrl ui`: connects, serves, opens a browser, and ends with a code."""
 
 import asyncio
 import signal
@@ -9,20 +9,20 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
-from inspection.dashboard.records import CLIENT_ID, PLAIN, Room
+from inspection.dashboard.records import CLIENT_ID, PLAIN, DashboardContext
 from inspection.dashboard.server import build_app
-from inspection.diagnostics.connect import Attachment
-from inspection.diagnostics.status import feed_of
-from inspection.host import settle_collector
+from inspection.diagnostics.connect import RunConnection
+from inspection.diagnostics.feed import feed_of
+from inspection.process import tune_garbage_collector
 from inspection.replay.show import Piece, pieces_of
 from observability.run_state.pace import Pace
-from observability.run_state.state import LiveState
+from observability.run_state.state import RunState
 from schemas.errors import UserError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def serve(attachment: Attachment, where: Path | None, host: str, port: int, *, open_browser: bool) -> int:
+def serve(connection: RunConnection, where: Path | None, host: str, port: int, *, open_browser: bool) -> int:
     """Serve until interrupted; the exit code.
 
     Raises:
@@ -30,26 +30,28 @@ def serve(attachment: Attachment, where: Path | None, host: str, port: int, *, o
     """
     if host not in LOOPBACK:
         print(f"note: served at {host}: whoever reaches it sees the run and may retry dead letters", file=sys.stderr)
-    uvloop.run(_serve(attachment, where, host, port, open_browser=open_browser))
+    uvloop.run(_serve(connection, where, host, port, open_browser=open_browser))
     return 0
 
 
-async def _serve(attachment: Attachment, where: Path | None, host: str, port: int, *, open_browser: bool) -> None:
-    attached = await attachment.with_run()
+async def _serve(connection: RunConnection, where: Path | None, host: str, port: int, *, open_browser: bool) -> None:
+    connection = await connection.with_run()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    state, pace = LiveState(attached.run), Pace()
-    room = Room(attached.bus, state, str(where or attached.run), lambda: _pieces(attached), attached.advice)
+    state, pace = RunState(connection.run), Pace()
+    room = DashboardContext(
+        connection.bus, state, str(where or connection.run), lambda: _pieces(connection), connection.advice
+    )
     runner = web.AppRunner(build_app(room, stop, host, pace.seconds), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         address = await listen(runner, host, port)
-        print(f"{attached.run} at {address}  (Ctrl-C ends it)", flush=True)
+        print(f"{connection.run} at {address}  (Ctrl-C ends it)", flush=True)
         if open_browser:
             await asyncio.to_thread(webbrowser.open, address)
-        settle_collector()
-        await (await feed_of(attached, state, CLIENT_ID, pace.seconds)).run(stop)
+        tune_garbage_collector()
+        await (await feed_of(connection, state, CLIENT_ID, pace.seconds)).run(stop)
     finally:
         stop.set()
         await runner.cleanup()
@@ -71,5 +73,5 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{bound}/"
 
 
-def _pieces(attached: Attachment) -> Piece:
-    return PLAIN if attached.settings is None else pieces_of(attached.settings.model.path)
+def _pieces(connection: RunConnection) -> Piece:
+    return PLAIN if connection.settings is None else pieces_of(connection.settings.model.path)

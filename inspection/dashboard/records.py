@@ -9,10 +9,10 @@ from typing import Any
 
 from bus.history import BusHistory, Extent
 from bus.port import Bus
-from inspection.dead_letters import Letter, as_json, letter_of, plan_retries, send_retries
+from inspection.dead_letters import DeadLetter, as_json, dead_letter_of, plan_retries, send_retries
 from inspection.replay.history import Life, Tracer
 from inspection.replay.show import Piece
-from observability.run_state.state import LiveState
+from observability.run_state.state import RunState
 from schemas.errors import UserError
 from schemas.topics import DEAD_LETTERS
 from schemas.trajectories import Trajectory
@@ -24,14 +24,14 @@ PLAIN: Piece = "#{}".format
 
 
 @dataclass
-class Room:
+class DashboardContext:
     """``run_path``: how the run is named on a command line. ``load_pieces``: slow; loads what spells tokens.
 
     ``advice``: what a user can do when the broker does not answer.
     """
 
     bus: Bus
-    state: LiveState
+    state: RunState
     run_path: str
     load_pieces: Callable[[], Piece] = lambda: PLAIN
     advice: str = ""
@@ -57,17 +57,17 @@ SHOWN = 100
 HEAD = 96
 
 
-async def newest_letters(room: Room) -> dict[str, Any]:
+async def newest_dead_letters(room: DashboardContext) -> dict[str, Any]:
     """How many there are, and the newest, newest first."""
     topic, history = DEAD_LETTERS.full_name(room.state.run), room.history
     extents = {tp.partition: held for tp, held in (await history.extents(topic)).items()}
     total = sum(held.end - held.first for held in extents.values())
     newest = {partition: Extent(max(held.first, held.end - SHOWN), held.end) for partition, held in extents.items()}
-    letters = [letter_of(record) async for record in history.records(topic, newest)]
+    letters = [dead_letter_of(record) async for record in history.records(topic, newest)]
     return {"total": total, "letters": [_shown(letter) for letter in reversed(letters)]}
 
 
-async def retry_letter(room: Room, offset: int) -> dict[str, str]:
+async def retry_dead_letter(room: DashboardContext, offset: int) -> dict[str, str]:
     """Send a letter once more, unless it was sent before or still does not decode.
 
     Raises:
@@ -81,7 +81,7 @@ async def retry_letter(room: Room, offset: int) -> dict[str, str]:
     return {"action": outcome.action.value, "detail": outcome.detail}
 
 
-def _shown(letter: Letter) -> dict[str, Any]:
+def _shown(letter: DeadLetter) -> dict[str, Any]:
     return {**as_json(letter), "head": (letter.record.value or b"")[:HEAD].hex(" ")}
 
 
@@ -89,7 +89,7 @@ SHOWN_TOKENS = 4000
 _STEP = re.compile(r"trained in step (\d+)")
 
 
-async def inspect(room: Room, name: str) -> dict[str, Any]:
+async def inspect(room: DashboardContext, name: str) -> dict[str, Any]:
     """The life of a trajectory, by id or as ``partition@offset``.
 
     Raises:

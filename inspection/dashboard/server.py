@@ -13,10 +13,11 @@ from aiohttp.client_exceptions import ClientConnectionError
 from aiohttp.typedefs import Handler, Middleware
 
 from bus.kafka.connection import advised
-from inspection.dashboard.records import Room, inspect, newest_letters, retry_letter
+from inspection.charts import assets
+from inspection.dashboard.records import DashboardContext, inspect, newest_dead_letters, retry_dead_letter
 from observability.run_state.pace import OFTEN_S
 from observability.run_state.snapshot import SECTIONS, snapshot
-from observability.run_state.state import LiveState
+from observability.run_state.state import RunState
 from schemas.errors import StreamRLError, UserError
 
 # Who may talk to the dashboard: pages of its own address only. Pure. Invariants, each with a test of its name: -
@@ -65,10 +66,10 @@ SLOW = {"curves": 2, "timeline": 2, "lengths": 2, "staleness": 2, "split": 2}
 
 
 @dataclass
-class Stream:
+class UpdateStream:
     """``pace_s``: seconds between two updates. ``clock``: seconds since the epoch."""
 
-    state: LiveState
+    state: RunState
     clock: Callable[[], float] = time.time
     pace_s: Callable[[], float] = lambda: OFTEN_S
     _words: dict[str, str] = field(default_factory=dict)
@@ -95,7 +96,7 @@ class Stream:
         if 0 <= now - self._refreshed_at < OFTEN_S * 0.8:
             return
         self._refreshed_at = now
-        moment = self.state.moment(now)
+        moment = self.state.known_until(now)
         self.state.tick(moment)
         for name, section in SECTIONS.items():
             if name in self._words and self._tick % SLOW.get(name, 1):
@@ -108,22 +109,23 @@ class Stream:
 
 
 PAGE = Path(__file__).parent / "page"
+FOLDERS = {"page": PAGE, "charts": assets.PAGE, "uplot": assets.UPLOT}
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_BODY = 4096
 
-ROOM = web.AppKey("room", Room)
-STREAM = web.AppKey("stream", Stream)
+ROOM = web.AppKey("room", DashboardContext)
+STREAM = web.AppKey("stream", UpdateStream)
 STOP = web.AppKey("stop", asyncio.Event)
 
 
 def build_app(
-    room: Room, stop: asyncio.Event, host: str = "localhost", pace_s: Callable[[], float] = lambda: OFTEN_S
+    room: DashboardContext, stop: asyncio.Event, host: str = "localhost", pace_s: Callable[[], float] = lambda: OFTEN_S
 ) -> web.Application:
     """The application; streams end when ``stop`` is set. ``host``: the name it is served under."""
     app = web.Application(middlewares=[_guarded(host), _told], client_max_size=MAX_BODY)
-    app[ROOM], app[STREAM], app[STOP] = room, Stream(room.state, pace_s=pace_s), stop
+    app[ROOM], app[STREAM], app[STOP] = room, UpdateStream(room.state, pace_s=pace_s), stop
     app.router.add_get("/", _index)
-    app.router.add_get("/page/{name}", _asset)
+    app.router.add_get("/{folder:page|charts|uplot}/{name}", _asset)
     app.router.add_get("/api/updates", _updates)
     app.router.add_get("/api/snapshot", _snapshot)
     app.router.add_get("/api/trajectory", _trajectory)
@@ -171,8 +173,9 @@ async def _index(_request: web.Request) -> web.StreamResponse:
 
 
 async def _asset(request: web.Request) -> web.StreamResponse:
-    path = PAGE / request.match_info["name"]
-    if path.parent != PAGE or path.suffix not in TYPES or not path.is_file():
+    folder = FOLDERS[request.match_info["folder"]]
+    path = folder / request.match_info["name"]
+    if path.parent != folder or path.suffix not in TYPES or not path.is_file():
         raise web.HTTPNotFound
     return web.Response(body=path.read_bytes(), content_type=TYPES[path.suffix], charset="utf-8")
 
@@ -190,7 +193,7 @@ async def _updates(request: web.Request) -> web.StreamResponse:
 
 async def _snapshot(request: web.Request) -> web.StreamResponse:
     stream = request.app[STREAM]
-    return web.json_response(snapshot(stream.state, stream.state.moment(stream.clock())))
+    return web.json_response(snapshot(stream.state, stream.state.known_until(stream.clock())))
 
 
 async def _trajectory(request: web.Request) -> web.StreamResponse:
@@ -198,8 +201,8 @@ async def _trajectory(request: web.Request) -> web.StreamResponse:
 
 
 async def _letters(request: web.Request) -> web.StreamResponse:
-    return web.json_response(await newest_letters(request.app[ROOM]))
+    return web.json_response(await newest_dead_letters(request.app[ROOM]))
 
 
 async def _retry(request: web.Request) -> web.StreamResponse:
-    return web.json_response(await retry_letter(request.app[ROOM], int(request.match_info["offset"])))
+    return web.json_response(await retry_dead_letter(request.app[ROOM], int(request.match_info["offset"])))

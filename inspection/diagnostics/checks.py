@@ -21,7 +21,7 @@ from bus.kafka.records import LARGEST_UNCOMPRESSED
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.topic_admin import Change, diff_topics
 from bus.port import Record
-from inspection.diagnostics.connect import CLIENT_ID, Attachment, runs_of
+from inspection.diagnostics.connect import CLIENT_ID, RunConnection, runs_of
 from inspection.diagnostics.tail import newest_records
 from schemas.errors import BrokerError, BusError
 from schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES, Topic
@@ -86,11 +86,11 @@ LOOK_EVERY_S = 0.5
 TOLERATED_S = 2.0
 
 
-async def check_clocks(attachment: Attachment) -> Finding:
+async def check_clocks(connection: RunConnection) -> Finding:
     """Workers beat every second: a heartbeat that just came should be stamped now."""
     try:
-        fresh, skew_s = await _skew(attachment)
-        by_broker = await _stamped_by_broker(attachment)
+        fresh, skew_s = await _skew(connection)
+        by_broker = await _stamped_by_broker(connection)
     except BusError as error:
         return warn("clocks", f"not measured: {error}", "see the broker's finding")
     who = "the broker" if by_broker else "a worker"
@@ -102,27 +102,27 @@ async def check_clocks(attachment: Attachment) -> Finding:
     return warn("clocks", detail, "synchronise the clocks with NTP; leases, lag in seconds and retention rest on them")
 
 
-async def _skew(attachment: Attachment) -> tuple[bool, float | None]:
+async def _skew(connection: RunConnection) -> tuple[bool, float | None]:
     """Whether a record came while we listened, and the newest stamp less our time."""
-    before, deadline = await _newest(attachment), time.monotonic() + LISTEN_S
+    before, deadline = await _newest(connection), time.monotonic() + LISTEN_S
     newest = before
     while before is not None and time.monotonic() < deadline:
         await asyncio.sleep(LOOK_EVERY_S)
-        newest = await _newest(attachment)
+        newest = await _newest(connection)
         if newest is not None and newest.offset != before.offset:
             return True, newest.timestamp - time.time()
     return False, None if newest is None else newest.timestamp - time.time()
 
 
-async def _newest(attachment: Attachment) -> Record | None:
-    history, topic = BusHistory(attachment.bus, CLIENT_ID), attachment.name_of(HEARTBEATS)
+async def _newest(connection: RunConnection) -> Record | None:
+    history, topic = BusHistory(connection.bus, CLIENT_ID), connection.name_of(HEARTBEATS)
     found = await newest_records(history, topic, await history.extents(topic), 1)
     return found[0] if found else None
 
 
-async def _stamped_by_broker(attachment: Attachment) -> bool:
-    name = attachment.name_of(HEARTBEATS)
-    facts = await ask_cluster(attachment.kafka, lambda topic: topic == name)
+async def _stamped_by_broker(connection: RunConnection) -> bool:
+    name = connection.name_of(HEARTBEATS)
+    facts = await ask_cluster(connection.kafka, lambda topic: topic == name)
     return facts.topics[name].configs.get("message.timestamp.type") == "LogAppendTime" if facts.topics else False
 
 
@@ -135,14 +135,14 @@ HARMFUL = ("max.message.bytes", "cleanup.policy", "min.insync.replicas")
 LOCAL = (HOST, "localhost", "::1")
 
 
-async def check_cluster(attachment: Attachment) -> list[Finding]:
+async def check_cluster(connection: RunConnection) -> list[Finding]:
     """All about the broker; the first finding says whether there is one."""
     try:
-        facts = await ask_cluster(attachment.kafka, lambda name: name.startswith(f"{attachment.run}."))
+        facts = await ask_cluster(connection.kafka, lambda name: name.startswith(f"{connection.run}."))
     except BusError as error:
         return [fail("broker", str(error), "see what the broker logs, or start one with `streamrl kafka up`")]
-    findings = [*_broker(facts, attachment.kafka)]
-    run = attachment.run
+    findings = [*_broker(facts, connection.kafka)]
+    run = connection.run
     if not run:
         return [*findings, ok("topics", "no run was named, so no topics were looked at")]
     if not runs_of(facts.topics):
@@ -150,7 +150,7 @@ async def check_cluster(attachment: Attachment) -> list[Finding]:
             *findings,
             ok("topics", f"run {run} has none yet; `streamrl run` or `streamrl topics apply` creates them"),
         ]
-    return [*findings, *await _topics(attachment, facts), *_sizes(attachment, facts)]
+    return [*findings, *await _topics(connection, facts), *_sizes(connection, facts)]
 
 
 def _broker(facts: ClusterFacts, kafka: KafkaSettings) -> Iterator[Finding]:
@@ -172,12 +172,12 @@ def _host(address: str) -> str:
     return address.rpartition(":")[0]
 
 
-async def _topics(attachment: Attachment, facts: ClusterFacts) -> list[Finding]:
-    run, settings = attachment.run, attachment.settings
+async def _topics(connection: RunConnection, facts: ClusterFacts) -> list[Finding]:
+    run, settings = connection.run, connection.settings
     trajectories = facts.topics[TRAJECTORIES.full_name(run)]
     partitions = trajectories.partitions if settings is None else settings.loop.trajectory_partitions
-    changes = await diff_topics(attachment.address, run, partitions, settings=attachment.kafka)
-    mend = f"streamrl topics apply --run {run} --bootstrap-servers {attachment.address} --partitions {partitions}"
+    changes = await diff_topics(connection.address, run, partitions, settings=connection.kafka)
+    mend = f"streamrl topics apply --run {run} --bootstrap-servers {connection.address} --partitions {partitions}"
     findings = [_differing(change, mend) for change in changes]
     for name, topic in facts.topics.items():
         if topic.leaderless:
@@ -201,12 +201,12 @@ def _differing(change: Change, mend: str) -> Finding:
     return warn("topics", detail, mend)
 
 
-def _sizes(attachment: Attachment, facts: ClusterFacts) -> Iterator[Finding]:
+def _sizes(connection: RunConnection, facts: ClusterFacts) -> Iterator[Finding]:
     """Message ≤ topic ≤ what the broker takes in one request and what readers make of it; batches ≤ topic."""
-    kafka, problems = attachment.kafka, []
+    kafka, problems = connection.kafka, []
     request = facts.number("socket.request.max.bytes")
     for topic in CATALOGUE:
-        known = facts.topics.get(attachment.name_of(topic))
+        known = facts.topics.get(connection.name_of(topic))
         if known is not None:
             limit = int(known.configs.get("max.message.bytes") or 0)
             problems += [*_size_problems(topic, limit, request, kafka)]

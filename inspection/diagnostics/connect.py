@@ -24,7 +24,7 @@ CLIENT_ID = "streamrl-look"
 
 
 @dataclass(frozen=True)
-class Attachment:
+class RunConnection:
     """``kafka`` names a broker. ``run`` empty: not known yet. ``settings`` None: only the broker was named.
 
     ``data``: of the run's own broker, if it is the one that is named.
@@ -59,7 +59,7 @@ class Attachment:
         """Full name of one of the run's topics."""
         return topic.full_name(self.run)
 
-    async def with_run(self) -> "Attachment":
+    async def with_run(self) -> "RunConnection":
         """The same with a run that is on the broker.
 
         Raises:
@@ -87,7 +87,7 @@ def runs_of(topics: Iterable[str]) -> list[str]:
     return [run for run in candidates if TRAJECTORIES.full_name(run) in names]
 
 
-def attach(where: Path | None, run: str, servers: str | None) -> Attachment:
+def connect(where: Path | None, run: str, servers: str | None) -> RunConnection:
     """What the command line names: a run's directory, its configuration or its name, or just a broker; with nothing
     named, the newest run under ``runs/`` whose broker runs, or the broker of `streamrl kafka up`.
 
@@ -97,16 +97,16 @@ def attach(where: Path | None, run: str, servers: str | None) -> Attachment:
     if run and not is_plain_name(run):
         raise UserError(f"expected the name of a run (a-z, 0-9, '.', '_', '-'), got {run!r}")
     if where is None:
-        return _attach_to_broker(servers, run)
+        return _connect_to_broker(servers, run)
     if servers and not where.exists() and not RunDirectory(RUNS / where).config.is_file() and is_plain_name(str(where)):
-        return _attach_to_broker(servers, run or str(where))
+        return _connect_to_broker(servers, run or str(where))
     past = open_run(where)
     named, own = servers or past.settings.kafka.bootstrap_servers, own_broker(past.directory)
     address = named or own or _detached_broker()
     if address is None:
         raise UserError(_without_broker(where, past))
     data = past.directory.kafka if address == own else None
-    return Attachment(_at(past.settings.kafka, address), run or past.name, past.settings, data)
+    return RunConnection(_at(past.settings.kafka, address), run or past.name, past.settings, data)
 
 
 def _without_broker(where: Path, past: PastRun) -> str:
@@ -119,16 +119,16 @@ def _without_broker(where: Path, past: PastRun) -> str:
     )
 
 
-def _attach_to_broker(servers: str | None, run: str) -> Attachment:
+def _connect_to_broker(servers: str | None, run: str) -> RunConnection:
     kafka = _kafka_from_environment()
     if address := servers or kafka.bootstrap_servers:
-        return Attachment(_at(kafka, address), run)
+        return RunConnection(_at(kafka, address), run)
     for directory in _newest_first(RUNS):
         if directory.config.is_file() and (address := own_broker(directory)):
             past = open_run(directory.path)
-            return Attachment(_at(past.settings.kafka, address), run or past.name, past.settings, directory.kafka)
+            return RunConnection(_at(past.settings.kafka, address), run or past.name, past.settings, directory.kafka)
     if address := _detached_broker():
-        return Attachment(_at(kafka, address), run)
+        return RunConnection(_at(kafka, address), run)
     raise UserError(
         f"expected a running broker, got none under {RUNS}/ and none of `streamrl kafka up`: name one with "
         "--bootstrap-servers HOST:PORT, or a run's directory or configuration"

@@ -24,7 +24,7 @@ from inspection.diagnostics.checks import (
     start_engine_probe,
     verdict,
 )
-from inspection.diagnostics.connect import CLIENT_ID, Attachment, attach, runs_of
+from inspection.diagnostics.connect import CLIENT_ID, RunConnection, connect, runs_of
 from inspection.source import open_run
 from schemas.errors import BusError, SettingsError, UserError
 from settings.tree import Settings
@@ -80,25 +80,25 @@ def _places(settings: Settings | None) -> dict[str, Path]:
 
 def _broker(where: Path | None, run: str, servers: str | None) -> Iterable[Finding]:
     try:
-        attachment = attach(where, run, servers)
+        connection = connect(where, run, servers)
     except UserError:
         return [
             ok("broker", "none is named and none runs here; `streamrl run` starts one of its own"),
             *check_embedded_broker(needed=True),
         ]
-    found = uvloop.run(_with_broker(attachment))
+    found = uvloop.run(_with_broker(connection))
     return [*found, *check_embedded_broker(needed=False)]
 
 
-async def _with_broker(attachment: Attachment) -> list[Finding]:
-    if not attachment.run:
+async def _with_broker(connection: RunConnection) -> list[Finding]:
+    if not connection.run:
         try:
-            runs = runs_of(await partition_counts(attachment.kafka, CLIENT_ID))
+            runs = runs_of(await partition_counts(connection.kafka, CLIENT_ID))
         except BusError:
             runs = []  # the check of the broker says why
         if len(runs) == 1:
-            attachment = Attachment(attachment.kafka, runs[0], attachment.settings)
-    findings = await check_cluster(attachment)
-    if attachment.run and findings[0].level != "fail":
-        findings.append(await check_clocks(attachment))
+            connection = RunConnection(connection.kafka, runs[0], connection.settings)
+    findings = await check_cluster(connection)
+    if connection.run and findings[0].level != "fail":
+        findings.append(await check_clocks(connection))
     return findings

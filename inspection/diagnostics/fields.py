@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from bus.port import Record
-from inspection.dead_letters import Letter, letter_of
+from inspection.dead_letters import DeadLetter, dead_letter_of
 from inspection.diagnostics.filters import ABSENT
 from schemas.control import ControlMessage, WeightsReady
 from schemas.errors import UserError, WireError
@@ -21,13 +21,13 @@ from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
 
 
 @dataclass(frozen=True)
-class Seen:
+class ShownRecord:
     """A record as it is shown. ``letter``: it stands on the dead-letters topic, and its bytes are of another one."""
 
     record: Record
     message: Message | None
     problem: str | None
-    letter: Letter | None = None
+    letter: DeadLetter | None = None
 
     @cached_property
     def text_headers(self) -> dict[str, str]:
@@ -48,15 +48,15 @@ class Seen:
         return _within(self.message, path)
 
 
-def seen(record: Record, topic: Topic | None) -> Seen:
+def shown_record(record: Record, topic: Topic | None) -> ShownRecord:
     """Decode a record; whatever is in it, this does not raise."""
     if topic is DEAD_LETTERS:
-        letter = letter_of(record)
-        return Seen(record, None, f"{letter.error_class}: {letter.reason}", letter)
+        letter = dead_letter_of(record)
+        return ShownRecord(record, None, f"{letter.error_class}: {letter.reason}", letter)
     try:
-        return Seen(record, record.message(), None)
+        return ShownRecord(record, record.message(), None)
     except WireError as error:
-        return Seen(record, None, f"{type(error).__name__}: {error}")
+        return ShownRecord(record, None, f"{type(error).__name__}: {error}")
 
 
 def known_fields(topic: Topic | None) -> set[str] | None:
@@ -135,7 +135,7 @@ def trained_in(report: StepReport | RefusedStep) -> int:
     return sum(len(batch) for batch in report.micro_batches)
 
 
-_RECORD_FIELDS: dict[str, Callable[[Seen], Any]] = {
+_RECORD_FIELDS: dict[str, Callable[[ShownRecord], Any]] = {
     "topic": lambda each: each.record.topic,
     "partition": lambda each: each.record.partition,
     "offset": lambda each: each.record.offset,
@@ -146,7 +146,7 @@ _RECORD_FIELDS: dict[str, Callable[[Seen], Any]] = {
     "schema": lambda each: each.text_headers.get("schema", ABSENT),
     "problem": lambda each: each.problem,
 }
-_LETTER_FIELDS: dict[str, Callable[[Seen], Any]] = {
+_LETTER_FIELDS: dict[str, Callable[[ShownRecord], Any]] = {
     "error_class": lambda each: each.letter and each.letter.error_class,
     "reason": lambda each: each.letter and each.letter.reason,
     "origin": lambda each: each.letter and str(each.letter.origin),

@@ -1,19 +1,69 @@
-"""How far each consumer of the trajectories is behind, by its committed offsets: in records, in time, and how fast."""
+"""`streamrl lag`: how far each consumer of the trajectories is behind, in records, in time, and how fast.
+
+Lag means one thing everywhere: records at or above the offset that the consumer committed as finished, whether it has
+read them or not. A trajectory that waits for the rest of its group, or for its step to be kept, is not finished.
+"""
 
 import asyncio
+import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import uvloop
 
 from bus.history import BusHistory, Extent
 from bus.kafka.cluster import committed_offsets
 from bus.port import TopicPartition
-from inspection.diagnostics.connect import CLIENT_ID, Attachment
-from schemas.topics import TRAJECTORIES
+from inspection.diagnostics.connect import CLIENT_ID, RunConnection
+from inspection.diagnostics.tail import newest_records
+from observability.run_state.state import LAG_PREFIX, RunState
+from schemas.topics import STEPS, TRAJECTORIES
 
 NEXT_WITHIN = 50
 """Offsets in which the next record is looked for; between them may be ends of transactions."""
+NEWEST_STEPS = 2
+"""A resumed trainer's first report has no metrics; the one before it has."""
+WIDTHS = (11, 8, 11, 11, 9, 9, 9, 10)
+"""Of the columns of a lag table."""
+
+
+def show_lag(connection: RunConnection, interval_s: float, *, as_json: bool) -> int:
+    """Print the lag of every consumer group; the exit code.
+
+    Raises:
+        UserError: no such run, or no broker.
+    """
+    lags = uvloop.run(_lags(connection, interval_s))
+    if as_json:
+        print(json.dumps([lag_json(lag) for lag in lags]))
+    else:
+        print("\n".join(line for lag in lags for line in lag_lines(lag)))
+    return 0
+
+
+async def _lags(connection: RunConnection, interval_s: float) -> "list[GroupLag]":
+    connection = await connection.with_run()
+    partitions = len(await BusHistory(connection.bus, CLIENT_ID).extents(connection.name_of(TRAJECTORIES)))
+    metrics = {} if connection.settings is not None else await last_metrics(connection)
+    return await measure_lags(connection, shards_of(connection, partitions, metrics), interval_s)
+
+
+def shards_of(connection: RunConnection, partitions: int, metrics: Mapping[str, float]) -> int | None:
+    """Partitions per length bucket: from the settings, else from the buckets that the trainer reported."""
+    if connection.settings is not None:
+        return connection.settings.loop.shards
+    buckets = sum(name.startswith(LAG_PREFIX) for name in metrics)
+    return partitions // buckets if buckets and partitions % buckets == 0 else None
+
+
+async def last_metrics(connection: RunConnection) -> Mapping[str, float]:
+    """Metrics of the newest step, empty if there is none."""
+    history, topic, state = BusHistory(connection.bus, CLIENT_ID), connection.name_of(STEPS), RunState(connection.run)
+    state.observe_records(await newest_records(history, topic, await history.extents(topic), NEWEST_STEPS))
+    return state.metrics
 
 
 @dataclass(frozen=True)
@@ -70,36 +120,36 @@ class _Sample:
     committed: Mapping[str, Mapping[TopicPartition, int]]
 
 
-async def measure_lags(attachment: Attachment, shards: int | None, interval_s: float = 0.0) -> list[GroupLag]:
+async def measure_lags(connection: RunConnection, shards: int | None, interval_s: float = 0.0) -> list[GroupLag]:
     """The lag of every group, with rates if there is an interval to measure them in.
 
     Raises:
         BusUnavailable: no broker answers.
     """
-    topic = attachment.name_of(TRAJECTORIES)
-    before = await _sample(attachment, topic)
+    topic = connection.name_of(TRAJECTORIES)
+    before = await _sample(connection, topic)
     after = before
     if interval_s:
         await asyncio.sleep(interval_s)
-        after = await _sample(attachment, topic)
+        after = await _sample(connection, topic)
     groups: Sequence[str | None] = sorted(after.committed) or [None]
-    return [GroupLag(group, await _partitions(attachment, topic, group, shards, (before, after))) for group in groups]
+    return [GroupLag(group, await _partitions(connection, topic, group, shards, (before, after))) for group in groups]
 
 
-async def _sample(attachment: Attachment, topic: str) -> _Sample:
-    committed = await committed_offsets(attachment.kafka, {topic})
-    extents = await BusHistory(attachment.bus, CLIENT_ID).extents(topic)
+async def _sample(connection: RunConnection, topic: str) -> _Sample:
+    committed = await committed_offsets(connection.kafka, {topic})
+    extents = await BusHistory(connection.bus, CLIENT_ID).extents(topic)
     return _Sample(time.monotonic(), extents, committed)
 
 
 async def _partitions(
-    attachment: Attachment, topic: str, group: str | None, shards: int | None, samples: tuple[_Sample, _Sample]
+    connection: RunConnection, topic: str, group: str | None, shards: int | None, samples: tuple[_Sample, _Sample]
 ) -> tuple[PartitionLag, ...]:
     before, after = samples
     then, now = (sample.committed.get(group or "", {}) for sample in samples)
     wanted = {tp: now.get(tp, held.first) for tp, held in after.extents.items()}
     ages = await _ages(
-        attachment, topic, {tp: offset for tp, offset in wanted.items() if offset < after.extents[tp].end}
+        connection, topic, {tp: offset for tp, offset in wanted.items() if offset < after.extents[tp].end}
     )
     seconds = after.at - before.at
 
@@ -120,10 +170,69 @@ async def _partitions(
     )
 
 
-async def _ages(attachment: Attachment, topic: str, offsets: Mapping[TopicPartition, int]) -> dict[int, float]:
+async def _ages(connection: RunConnection, topic: str, offsets: Mapping[TopicPartition, int]) -> dict[int, float]:
     """Seconds since the record at each offset, or the first one after it, was written."""
     ranges = {tp.partition: Extent(offset, offset + NEXT_WITHIN) for tp, offset in offsets.items()}
     now, found = time.time(), dict[int, float]()
-    async for record in BusHistory(attachment.bus, CLIENT_ID).records(topic, ranges):
+    async for record in BusHistory(connection.bus, CLIENT_ID).records(topic, ranges):
         found.setdefault(record.partition, max(0.0, now - record.timestamp))
     return found
+
+
+def lag_lines(lag: GroupLag) -> Iterator[str]:
+    """One group: its sum, then a line a partition."""
+    name = lag.group or "no consumer group has committed offsets yet"
+    yield f"{name}: lag {lag.lag:,}, {seconds_text(lag.behind_s)} behind"
+    yield _row("partition", "bucket", "next", "end", "lag", "in/s", "out/s", "behind")
+    for each in lag.partitions:
+        bucket = "-" if each.bucket is None else each.bucket
+        rates = (figure_text(each.produced_per_s), figure_text(each.consumed_per_s))
+        yield _row(each.partition, bucket, each.next_offset, each.end, each.lag, *rates, seconds_text(each.behind_s))
+    if lag.partitions and lag.partitions[0].bucket is not None:
+        yield "  by bucket  " + "  ".join(
+            f"{bucket_name(bucket)} {count:,}" for bucket, count in lag.by_bucket().items()
+        )
+
+
+def _row(*cells: object) -> str:
+    return "".join(f"{cell!s:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
+
+
+def lag_json(lag: GroupLag) -> dict[str, Any]:
+    """One group."""
+    buckets = {str(bucket): count for bucket, count in lag.by_bucket().items() if bucket is not None}
+    return {
+        "group": lag.group,
+        "lag": lag.lag,
+        "behind_s": lag.behind_s,
+        "by_bucket": buckets,
+        "partitions": [_partition_json(each) for each in lag.partitions],
+    }
+
+
+def _partition_json(each: PartitionLag) -> dict[str, Any]:
+    return {
+        "partition": each.partition,
+        "bucket": each.bucket,
+        "next_offset": each.next_offset,
+        "end": each.end,
+        "lag": each.lag,
+        "produced_per_s": each.produced_per_s,
+        "consumed_per_s": each.consumed_per_s,
+        "behind_s": each.behind_s,
+    }
+
+
+def bucket_name(bucket: int | None) -> str:
+    """Before a figure; None: the buckets are not known."""
+    return "all buckets" if bucket is None else f"bucket {bucket}:"
+
+
+def figure_text(value: float | None) -> str:
+    """Three digits are enough to read."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def seconds_text(value: float | None) -> str:
+    """With their unit."""
+    return "-" if value is None else f"{value:.1f} s"

@@ -6,7 +6,7 @@ Invariant a_line_is_a_line: what strangers wrote into a record cannot move the c
 from datetime import datetime
 from typing import Any
 
-from inspection.diagnostics.fields import Seen, reward_of, trained_in
+from inspection.diagnostics.fields import ShownRecord, reward_of, trained_in
 from schemas.control import (
     Control,
     DrainWorker,
@@ -26,14 +26,14 @@ HEAD = 60
 KEY_METRICS = ("reward", "loss", "grad_norm", "off_policy/mean", "time/step")
 
 
-def line_of(seen: Seen) -> str:
+def line_of(seen: ShownRecord) -> str:
     """Time, place, kind, and what matters most of it."""
     record = seen.record
     time = datetime.fromtimestamp(record.timestamp).astimezone().strftime("%H:%M:%S.%f")[:-3]
     return f"{time} {record.partition}@{record.offset} {_plain(_said(seen))}"
 
 
-def _said(seen: Seen) -> str:
+def _said(seen: ShownRecord) -> str:
     if seen.letter is not None:
         letter = seen.letter
         return f"dead-letter from {letter.origin or 'nowhere known'}  {letter.size} bytes  {seen.problem}"
@@ -128,7 +128,7 @@ def _plain(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def json_of(seen: Seen) -> dict[str, Any]:
+def json_of(seen: ShownRecord) -> dict[str, Any]:
     """Everything, arrays included; ``message`` null: ``problem`` says why."""
     record = seen.record
     found: dict[str, Any] = {

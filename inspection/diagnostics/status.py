@@ -16,7 +16,7 @@ import uvloop
 from bus.history import BusHistory, Extent
 from bus.kafka.cluster import offsets_since
 from bus.port import Record
-from inspection.diagnostics.connect import CLIENT_ID, Attachment
+from inspection.diagnostics.connect import CLIENT_ID, RunConnection
 from inspection.diagnostics.lag import (
     GroupLag,
     bucket_name,
@@ -38,19 +38,19 @@ STEPS_READ = 20
 HEARD_WITHIN_S = 60.0
 
 
-def show_status(attachment: Attachment, *, as_json: bool) -> int:
+def show_status(connection: RunConnection, *, as_json: bool) -> int:
     """Print where the run stands; the exit code.
 
     Raises:
         UserError: no such run, or no broker.
     """
-    status = uvloop.run(_status(attachment))
+    status = uvloop.run(_status(connection))
     print(json.dumps(status_json(status)) if as_json else "\n".join(status_lines(status)))
     return 0
 
 
-async def _status(attachment: Attachment) -> "RunStatus":
-    return await read_status(await attachment.with_run())
+async def _status(connection: RunConnection) -> "RunStatus":
+    return await read_status(await connection.with_run())
 
 
 @dataclass(frozen=True)
@@ -104,49 +104,49 @@ class RunStatus:
         return "running" if self.state.living_workers(self.at) else "no worker alive"
 
 
-async def read_status(attachment: Attachment) -> RunStatus:
+async def read_status(connection: RunConnection) -> RunStatus:
     """Read the ends of the topics.
 
     Raises:
         BusUnavailable: no broker answers.
     """
-    history, now = BusHistory(attachment.bus, CLIENT_ID), time.time()
+    history, now = BusHistory(connection.bus, CLIENT_ID), time.time()
     steps, beats, control, dead_letters, trajectories = await asyncio.gather(
-        _newest_steps(history, attachment),
-        _recent_heartbeats(history, attachment, now),
-        _all_control(history, attachment),
-        history.extents(attachment.name_of(DEAD_LETTERS)),
-        history.extents(attachment.name_of(TRAJECTORIES)),
+        _newest_steps(history, connection),
+        _recent_heartbeats(history, connection, now),
+        _all_control(history, connection),
+        history.extents(connection.name_of(DEAD_LETTERS)),
+        history.extents(connection.name_of(TRAJECTORIES)),
     )
-    state = RunState(attachment.run)
+    state = RunState(connection.run)
     state.observe_records(sorted([*steps, *beats, *control], key=lambda record: record.timestamp))
-    shards = shards_of(attachment, len(trajectories), state.metrics)
+    shards = shards_of(connection, len(trajectories), state.metrics)
     kept = sum(held.end - held.first for held in dead_letters.values())
     return RunStatus(
-        address=attachment.address,
+        address=connection.address,
         at=now,
         state=state,
-        lags=tuple(await measure_lags(attachment, shards)),
+        lags=tuple(await measure_lags(connection, shards)),
         dead_letters=max(int(state.metrics.get("kafka/dead_letters", 0)), kept),
     )
 
 
-async def _newest_steps(history: BusHistory, attachment: Attachment) -> list[Record]:
-    topic = attachment.name_of(STEPS)
+async def _newest_steps(history: BusHistory, connection: RunConnection) -> list[Record]:
+    topic = connection.name_of(STEPS)
     return await newest_records(history, topic, await history.extents(topic), STEPS_READ)
 
 
-async def _recent_heartbeats(history: BusHistory, attachment: Attachment, now: float) -> list[Record]:
-    topic = attachment.name_of(HEARTBEATS)
+async def _recent_heartbeats(history: BusHistory, connection: RunConnection, now: float) -> list[Record]:
+    topic = connection.name_of(HEARTBEATS)
     extents = await history.extents(topic)
-    first = await offsets_since(attachment.kafka, extents, now - HEARD_WITHIN_S)
+    first = await offsets_since(connection.kafka, extents, now - HEARD_WITHIN_S)
     ranges = {tp.partition: Extent(first[tp], held.end) for tp, held in extents.items()}
     return [record async for record in history.records(topic, ranges)]
 
 
-async def _all_control(history: BusHistory, attachment: Attachment) -> list[Record]:
+async def _all_control(history: BusHistory, connection: RunConnection) -> list[Record]:
     """The topic is compacted: whatever its age, the last word on every subject is there."""
-    return [record async for record in history.records(attachment.name_of(CONTROL))]
+    return [record async for record in history.records(connection.name_of(CONTROL))]
 
 
 def status_lines(status: RunStatus) -> Iterator[str]:

@@ -19,8 +19,8 @@ from bus.kafka.cluster import offsets_since
 from bus.kafka.connection import partition_counts
 from bus.port import Bus, Record, TopicPartition
 from inspection.dead_letters import moment
-from inspection.diagnostics.connect import CLIENT_ID, Attachment
-from inspection.diagnostics.fields import Seen, check_fields, seen
+from inspection.diagnostics.connect import CLIENT_ID, RunConnection
+from inspection.diagnostics.fields import ShownRecord, check_fields, shown_record
 from inspection.diagnostics.filters import Filter, parse_filter
 from inspection.diagnostics.rendering import json_of, line_of
 from schemas.errors import BusUnavailable, DataLossRefused, TopicMissing, UserError
@@ -104,7 +104,7 @@ MARKERS_TOO = 2
 
 
 @dataclass(frozen=True)
-class Following:
+class TopicReader:
     """``partitions`` None: all. ``tell``: where notes go."""
 
     bus: Bus
@@ -242,7 +242,7 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Wish:
+class TailRequest:
     """What was asked for. ``most`` None: no limit."""
 
     topic: str
@@ -254,7 +254,7 @@ class Wish:
     as_json: bool = False
 
 
-def tail(attachment: Attachment, wish: Wish) -> int:
+def tail(connection: RunConnection, wish: TailRequest) -> int:
     """Print records; the exit code, 130 if it was interrupted.
 
     Raises:
@@ -262,7 +262,7 @@ def tail(attachment: Attachment, wish: Wish) -> int:
     """
     start, expression = parse_start(wish.start, time.time()), parse_filter(wish.expression) if wish.expression else None
     try:
-        uvloop.run(_tail(attachment, wish, start, expression))
+        uvloop.run(_tail(connection, wish, start, expression))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has seen enough
@@ -270,21 +270,21 @@ def tail(attachment: Attachment, wish: Wish) -> int:
     return 0
 
 
-async def _tail(attachment: Attachment, wish: Wish, start: Start, expression: Filter | None) -> None:
-    name, topic = await named_topic(attachment, wish.topic)
+async def _tail(connection: RunConnection, wish: TailRequest, start: Start, expression: Filter | None) -> None:
+    name, topic = await named_topic(connection, wish.topic)
     if expression is not None:
         check_fields(expression.fields, topic)
 
     async def since(extents: Extents, moment: float) -> Mapping[TopicPartition, int]:
-        return await offsets_since(attachment.kafka, extents, moment)
+        return await offsets_since(connection.kafka, extents, moment)
 
     partitions = frozenset(wish.partitions) or None
-    following = Following(attachment.bus, name, since, _tell, partitions)
+    following = TopicReader(connection.bus, name, since, _tell, partitions)
     printed = 0
     try:
         async with aclosing(following.records(start, follow=wish.follow)) as records:
             async for record in records:
-                each = seen(record, topic)
+                each = shown_record(record, topic)
                 if expression is None or expression.accepts(each.field):
                     _show(each, as_json=wish.as_json)
                     printed += 1
@@ -294,7 +294,7 @@ async def _tail(attachment: Attachment, wish: Wish, start: Start, expression: Fi
         raise UserError(f"{error}, not {', '.join(map(str, sorted(wish.partitions)))}") from error
 
 
-async def named_topic(attachment: Attachment, name: str) -> tuple[str, Topic | None]:
+async def named_topic(connection: RunConnection, name: str) -> tuple[str, Topic | None]:
     """The full name, and the catalogue's entry if there is one.
 
     Raises:
@@ -302,8 +302,8 @@ async def named_topic(attachment: Attachment, name: str) -> tuple[str, Topic | N
     """
     for topic in CATALOGUE:
         if name == topic.name:
-            return (await attachment.with_run()).name_of(topic), topic
-    there = await partition_counts(attachment.kafka, CLIENT_ID)
+            return (await connection.with_run()).name_of(topic), topic
+    there = await partition_counts(connection.kafka, CLIENT_ID)
     if name in there:
         return name, next((topic for topic in CATALOGUE if name.endswith(f".{topic.name}")), None)
     short = [topic.name for topic in CATALOGUE]
@@ -312,7 +312,7 @@ async def named_topic(attachment: Attachment, name: str) -> tuple[str, Topic | N
     raise UserError(f"expected a topic, got {name!r}; {hint}")
 
 
-def _show(each: Seen, *, as_json: bool) -> None:
+def _show(each: ShownRecord, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(json_of(each)), flush=True)
         return

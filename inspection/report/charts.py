@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from inspection.report.gathered import Activity
-from inspection.report.record import LAG, Rows, RunRecord, Span
+from inspection.report.facts import WorkerActivity
+from inspection.report.record import LAG, RunRecord, StepTable, TrainerSpan
 
 # Which curves a report shows, and their points. Lines name their run, whose steps and seconds they share. Invariant
 # the_page_stays_small: a line has at most ``POINTS`` points, however long the run; each is a mean then.
@@ -92,7 +92,7 @@ ONLY_COMPARED = frozenset({"Trainer waiting", "Consumer lag"})
 """Said by other curves when there is one run."""
 
 
-def axes(rows: Rows) -> dict[str, Any]:
+def axes(rows: StepTable) -> dict[str, Any]:
     """The horizontal axes of a run: steps, and seconds since its first step began."""
     stride = _stride(rows)
     return {
@@ -102,7 +102,7 @@ def axes(rows: Rows) -> dict[str, Any]:
     }
 
 
-def curves(all_rows: Sequence[Rows]) -> list[dict[str, Any]]:
+def curves(all_rows: Sequence[StepTable]) -> list[dict[str, Any]]:
     """Groups of curves that have data: of one run with all their lines, of several one line a run."""
     groups = []
     for title, wanted in CURVES:
@@ -112,7 +112,7 @@ def curves(all_rows: Sequence[Rows]) -> list[dict[str, Any]]:
     return groups
 
 
-def _drawn(curve: Curve, all_rows: Sequence[Rows]) -> dict[str, Any] | None:
+def _drawn(curve: Curve, all_rows: Sequence[StepTable]) -> dict[str, Any] | None:
     if len(all_rows) == 1:
         lines = [] if curve.title in ONLY_COMPARED else _all_lines(curve, all_rows[0])
     else:
@@ -121,7 +121,7 @@ def _drawn(curve: Curve, all_rows: Sequence[Rows]) -> dict[str, Any] | None:
     return {"title": curve.title, "unit": curve.unit, "lines": lines} if lines else None
 
 
-def _all_lines(curve: Curve, rows: Rows) -> list[dict[str, Any]]:
+def _all_lines(curve: Curve, rows: StepTable) -> list[dict[str, Any]]:
     names: dict[str, str] = {}
     for key, word in curve.keys:
         before, star, after = key.partition("*")
@@ -135,13 +135,13 @@ def _all_lines(curve: Curve, rows: Rows) -> list[dict[str, Any]]:
     return [line for line in lines if len(lines) < 2 or any(line["y"])]
 
 
-def _line(rows: Rows, key: str, run: int, name: str) -> dict[str, Any] | None:
+def _line(rows: StepTable, key: str, run: int, name: str) -> dict[str, Any] | None:
     column, stride = rows.column(key), _stride(rows)
     points = [_mean(column[at : at + stride]) for at in range(0, len(column), stride)]
     return {"run": run, "name": name, "y": points} if any(point is not None for point in points) else None
 
 
-def _stride(rows: Rows) -> int:
+def _stride(rows: StepTable) -> int:
     return -(-len(rows.steps) // POINTS) or 1
 
 
@@ -219,9 +219,9 @@ def shares(record: RunRecord) -> list[dict[str, Any]]:
     return found
 
 
-def _from_metrics(rows: Rows) -> list[Span]:
+def _from_metrics(rows: StepTable) -> list[TrainerSpan]:
     """Where a trainer told no spans: their lengths."""
-    return [Span(name, 0.0, seconds) for name in KINDS if (seconds := rows.total(f"time/{name}")) > 0]
+    return [TrainerSpan(name, 0.0, seconds) for name in KINDS if (seconds := rows.total(f"time/{name}")) > 0]
 
 
 def _parts(taken: dict[str, float], whole: float, rest: str) -> list[tuple[str, float]]:
@@ -232,18 +232,18 @@ def _parts(taken: dict[str, float], whole: float, rest: str) -> list[tuple[str, 
     return [(kind, round(taken[kind] / total, 4)) for kind in order if taken.get(kind, 0.0) / total >= 0.0005]
 
 
-def _trainer_lane(rows: Rows) -> dict[str, Any]:
+def _trainer_lane(rows: StepTable) -> dict[str, Any]:
     stretches = [_stretch(span, KINDS.get(span.kind, OTHER), rows.began) for span in rows.spans]
     return {"name": "trainer", "kinds": _by_kind(_few(stretches)), "marks": []}
 
 
-def _worker_lane(name: str, activity: Activity, began: float) -> dict[str, Any]:
-    stretches = [_stretch(Span("generate", *each), "generate", began) for each in activity.generating]
+def _worker_lane(name: str, activity: WorkerActivity, began: float) -> dict[str, Any]:
+    stretches = [_stretch(TrainerSpan("generate", *each), "generate", began) for each in activity.generating]
     marks = [[round((at - began) * 1000), version] for at, version in activity.adopted]
     return {"name": name, "kinds": _by_kind(stretches), "marks": marks}
 
 
-def _stretch(span: Span, kind: str, began: float) -> Stretch:
+def _stretch(span: TrainerSpan, kind: str, began: float) -> Stretch:
     return round((span.start - began) * 1000), round((span.end - began) * 1000), kind
 
 

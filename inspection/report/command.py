@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bus.history import History
+from inspection.report.facts import TopicDigest, write_facts
 from inspection.report.figures import figures_of
-from inspection.report.gathered import TopicFacts, write_gathered
 from inspection.report.gathering import gather_topics
 from inspection.report.page import differing_settings, figure_rows, level_for, write_page
 from inspection.report.record import RunRecord, read_record
@@ -147,10 +147,10 @@ def _gather_again(directory: RunDirectory, export: Path | None) -> None:
         topics = asyncio.run(_gathered(history, run))
     if topics is None:
         raise UserError(f"expected trajectories of run {run.name} on its topics, got none")
-    write_gathered(directory.gathered, known.model_copy(update={"topics": topics}))
+    write_facts(directory.gathered, known.model_copy(update={"topics": topics}))
 
 
-async def _gathered(history: History, run: PastRun) -> TopicFacts | None:
+async def _gathered(history: History, run: PastRun) -> TopicDigest | None:
     try:
         return await gather_topics(history, run.name, run.directory.logs)
     finally:

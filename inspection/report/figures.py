@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from inspection.report.gathered import TopicFacts
-from inspection.report.record import Rows, RunRecord
+from inspection.report.facts import TopicDigest
+from inspection.report.record import RunRecord, StepTable
+from observability.run_state.aggregates import ENDS
 
-ENDS = 5
-"""Optimizer steps that a reward at either end is the mean of, and over which a level counts as reached."""
 Kind = Literal["count", "share", "seconds", "rate", "value", "text"]
 Value = float | int | str | None
 
@@ -37,7 +36,13 @@ def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
         Figure("train_seconds", "training, wall-clock", rows.seconds, "seconds"),
         Figure("trajectories", "trajectories trained", round(trained), "count"),
         Figure("trajectories_per_s", "trajectories a second", _ratio(trained, stepping), "rate", 1),
-        Figure("tokens_per_s", "tokens a second", _ratio(rows.total("completions/num_tokens"), stepping), "rate", 1),
+        Figure(
+            "tokens_per_s",
+            "completion tokens a second",
+            _ratio(rows.total("completions/num_tokens"), stepping),
+            "rate",
+            1,
+        ),
         Figure("mean_length", "completion length, last steps", _mean(rows.known("completions/mean_length")[-ENDS:])),
         Figure("staleness_mean", "staleness, mean (steps)", staleness),
         Figure("staleness_max", "staleness, most (steps)", max(rows.known("off_policy/max"), default=None)),
@@ -50,14 +55,14 @@ def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
     return [figure for figure in found if figure.value is not None]
 
 
-def common_level(all_rows: Iterable[Rows]) -> float | None:
+def common_level(all_rows: Iterable[StepTable]) -> float | None:
     """The highest reward that every run reached as a mean over some steps; none if a run tells no reward."""
     bests = [max(_smoothed(rows), default=None) for rows in all_rows]
     known = [best for best in bests if best is not None]
     return min(known) if known and len(known) == len(bests) else None
 
 
-def reached(rows: Rows, level: float) -> tuple[int, float] | None:
+def reached(rows: StepTable, level: float) -> tuple[int, float] | None:
     """Step and seconds after which the mean reward of the last steps was at the level; none if it never was."""
     places = [index for index, row in enumerate(rows.metrics) if "reward" in row]
     for index, value in zip(places[ENDS - 1 :], _smoothed(rows), strict=True):
@@ -66,12 +71,12 @@ def reached(rows: Rows, level: float) -> tuple[int, float] | None:
     return None
 
 
-def _smoothed(rows: Rows) -> list[float]:
+def _smoothed(rows: StepTable) -> list[float]:
     rewards = rows.known("reward")
     return [sum(rewards[end - ENDS : end]) / ENDS for end in range(ENDS, len(rewards) + 1)]
 
 
-def _reaching(rows: Rows, level: float | None) -> list[Figure]:
+def _reaching(rows: StepTable, level: float | None) -> list[Figure]:
     if level is None:
         return []
     found = reached(rows, level)
@@ -92,7 +97,7 @@ def _evaluated(record: RunRecord) -> list[Figure]:
     return found
 
 
-def _gathered(topics: TopicFacts | None, rows: Rows) -> list[Figure]:
+def _gathered(topics: TopicDigest | None, rows: StepTable) -> list[Figure]:
     if topics is None:
         return []
     begin, end = rows.began, rows.began + rows.seconds
@@ -130,7 +135,7 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 and part > 0 else None
 
 
-def _weighted(rows: Rows, key: str) -> float | None:
+def _weighted(rows: StepTable, key: str) -> float | None:
     """Mean over trained trajectories."""
     pairs = [(row[key], row.get("ledger/trained", 1.0)) for row in rows.metrics if key in row]
     weight = sum(count for _, count in pairs)

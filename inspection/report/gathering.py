@@ -4,7 +4,6 @@ Invariant it_reads_no_more_than_it_may: however long the run, a fixed number of 
 """
 
 import re
-from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -14,8 +13,9 @@ from typing import NamedTuple
 
 from bus.history import Extent, History
 from bus.port import Record
-from inspection.report.gathered import Activity, LengthFacts, Sample, TopicFacts
-from observability.run_state.aggregates import Calibration, Sketch, sketch_of
+from inspection.report.facts import LengthFacts, SampleText, TopicDigest, WorkerActivity
+from observability.run_state.aggregates import LengthCalibration, StalenessHistogram, TrajectoryFates
+from observability.run_state.trajectory_summary import TrajectorySummary, summary_of
 from producers.lengths.calibration import recall_of_longest
 from schemas.errors import WireError
 from schemas.identifiers import is_plain_name
@@ -92,17 +92,13 @@ def length_facts(completions: Sequence[Estimated]) -> LengthFacts | None:
     """None for no completion. Order is judged within windows of time, for lengths drift as the policy learns."""
     if not completions:
         return None
-    calibration = Calibration()
-    counts: dict[tuple[int, int], int] = {}
+    calibration = LengthCalibration(fade_every=None)
     for each in completions:
         calibration.add(each.predicted, each.actual)
-        calibration.since_fade = 0
-    for cell, count in calibration.cells.items():
-        counts[cell] = round(count)
     windows = [_judged(window) for window in _windows(sorted(completions, key=lambda each: each.at))]
     return LengthFacts(
         count=len(completions),
-        cells=tuple((*cell, count) for cell, count in sorted(counts.items())),
+        cells=tuple((*cell, round(count)) for cell, count in sorted(calibration.cells.items())),
         recall=_mean([recall for _, recall, _, _ in windows]),
         constant=_mean([constant for _, _, constant, _ in windows]),
         coverage=_coverage(completions),
@@ -139,27 +135,27 @@ SAMPLES = 12
 LONGEST_TEXT = 4000
 
 
-async def gather_topics(history: History, run: str, logs: Path) -> TopicFacts | None:
+async def gather_topics(history: History, run: str, logs: Path) -> TopicDigest | None:
     """None if the topics hold no trajectory. ``logs``: where the workers' log files are, if they are there.
 
     Raises:
         BusError: see ``History``.
     """
     held = (await history.extents(TRAJECTORIES.full_name(run))).values()
-    sketches = [sketch async for record in _newest(history, run, TRAJECTORIES) if (sketch := sketch_of(record))]
-    if not sketches:
+    summaries = [summary async for record in _newest(history, run, TRAJECTORIES) if (summary := summary_of(record))]
+    if not summaries:
         return None
-    sketches.sort(key=lambda sketch: sketch.finished_at)
+    summaries.sort(key=lambda summary: summary.finished_at)
     upper = await _upper_estimates(history, run)
-    estimated = [Estimated(s.finished_at, s.predicted, s.length, upper.get(s.group_id)) for s in sketches]
-    return TopicFacts(
+    estimated = [Estimated(s.finished_at, s.predicted, s.length, upper.get(s.group_id)) for s in summaries]
+    return TopicDigest(
         held=sum(extent.end - extent.first for extent in held),
-        read=len(sketches),
-        workers=await _workers(history, run, sketches, logs),
+        read=len(summaries),
+        workers=await _workers(history, run, summaries, logs),
         lengths=length_facts(estimated),
-        staleness=await _staleness(history, run, sketches),
-        first=await _samples(history, run, _one_a_group(sketches)),
-        last=await _samples(history, run, _one_a_group(sketches[::-1])[::-1]),
+        staleness=await _staleness(history, run, summaries),
+        first=await _samples(history, run, _one_a_group(summaries)),
+        last=await _samples(history, run, _one_a_group(summaries[::-1])[::-1]),
     )
 
 
@@ -191,15 +187,17 @@ async def _upper_estimates(history: History, run: str) -> dict[str, int]:
     return found
 
 
-async def _workers(history: History, run: str, sketches: Sequence[Sketch], logs: Path) -> dict[str, Activity]:
+async def _workers(
+    history: History, run: str, summaries: Sequence[TrajectorySummary], logs: Path
+) -> dict[str, WorkerActivity]:
     stretches: dict[str, list[tuple[float, float]]] = {}
-    for sketch in sketches:
-        stretches.setdefault(sketch.worker_id, []).append((sketch.started_at, sketch.finished_at))
+    for summary in summaries:
+        stretches.setdefault(summary.worker_id, []).append((summary.started_at, summary.finished_at))
     adopted = {worker: adoptions(logs / f"{worker}.log") for worker in stretches if is_plain_name(worker)}
     if not all(adopted.get(worker) for worker in stretches):
         adopted |= {worker: told for worker, told in (await _beats(history, run)).items() if not adopted.get(worker)}
     return {
-        worker: Activity(generating=joined(found), adopted=adopted.get(worker, ()))
+        worker: WorkerActivity(generating=joined(found), adopted=adopted.get(worker, ()))
         for worker, found in sorted(stretches.items())
     }
 
@@ -215,29 +213,30 @@ async def _beats(history: History, run: str) -> dict[str, tuple[tuple[float, str
     return {worker: tuple(told) for worker, told in found.items()}
 
 
-async def _staleness(history: History, run: str, sketches: Sequence[Sketch]) -> dict[int, int]:
+async def _staleness(history: History, run: str, summaries: Sequence[TrajectorySummary]) -> dict[int, int]:
     """Trained trajectories by the age of their oldest token, in optimizer steps."""
-    oldest = {(sketch.partition, sketch.offset): sketch.oldest.number for sketch in sketches}
-    counts: Counter[int] = Counter()
+    fates, ages = TrajectoryFates(kept=MOST[TRAJECTORIES]), StalenessHistogram(fade_every=None)
+    for summary in summaries:
+        fates.arrived((summary.partition, summary.offset), summary.oldest.number)
     async for message in _messages(history, run, STEPS):
         if isinstance(message, StepReport):
-            places = [(ref.partition, ref.offset) for batch in message.micro_batches for ref in batch]
-            counts.update(max(0, message.version.number - 1 - oldest[place]) for place in places if place in oldest)
-    return dict(sorted(counts.items()))
+            positions = [(ref.partition, ref.offset) for batch in message.micro_batches for ref in batch]
+            ages.add(fates.trained(positions, message.step, message.version.number - 1))
+    return {age: round(count) for age, count in sorted(ages.counts.items())}
 
 
-def _one_a_group(sketches: Sequence[Sketch]) -> list[Sketch]:
+def _one_a_group(summaries: Sequence[TrajectorySummary]) -> list[TrajectorySummary]:
     """The first of each of the first groups: many answers to one prompt would show little."""
-    found: dict[str, Sketch] = {}
-    for sketch in sketches:
-        found.setdefault(sketch.group_id, sketch)
+    found: dict[str, TrajectorySummary] = {}
+    for summary in summaries:
+        found.setdefault(summary.group_id, summary)
         if len(found) == SAMPLES:
             break
     return list(found.values())
 
 
-async def _samples(history: History, run: str, sketches: Sequence[Sketch]) -> tuple[Sample, ...]:
-    places = [(sketch.partition, sketch.offset) for sketch in sketches]
+async def _samples(history: History, run: str, summaries: Sequence[TrajectorySummary]) -> tuple[SampleText, ...]:
+    places = [(summary.partition, summary.offset) for summary in summaries]
     records = await history.fetch(TRAJECTORIES.full_name(run), places)
     found = []
     for place in places:
@@ -248,8 +247,8 @@ async def _samples(history: History, run: str, sketches: Sequence[Sketch]) -> tu
     return tuple(found)
 
 
-def _sample(trajectory: Trajectory) -> Sample:
-    return Sample(
+def _sample(trajectory: Trajectory) -> SampleText:
+    return SampleText(
         trajectory_id=trajectory.trajectory_id,
         prompt=_cut(trajectory.prompt_text),
         completion=_cut(trajectory.completion_text),

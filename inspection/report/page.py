@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from inspection.charts.assets import embedded_script, embedded_style
 from inspection.report.charts import WORKERS, axes, curves, order_over_time, shares, timeline
-from inspection.report.figures import ENDS, Figure, Value, common_level, figures_of
+from inspection.report.figures import Figure, Value, common_level, figures_of
 from inspection.report.record import RunRecord
+from observability.run_state.aggregates import ENDS
 
 # Tables of a report: the figures of runs side by side, and the settings and environments in which they differ.
 
@@ -129,7 +131,7 @@ def _text(value: Any) -> str:
 
 
 PARTS = Path(__file__).parent / "page"
-SCRIPTS = ("charts.js", "timeline.js", "main.js")
+SCRIPTS = ("timeline.js", "main.js")
 CARDS = (
     "reward_first", "reward_last", "steps", "train_seconds", "trajectories_per_s", "tokens_per_s", "staleness_mean",
     "wait_share", "workers_busy", "length_recall",
@@ -144,7 +146,7 @@ def write_page(path: Path, records: Sequence[RunRecord], level: float | None = N
 def page_of(records: Sequence[RunRecord], level: float | None = None) -> str:
     """The page's text."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    style, script = (PARTS / "report.css").read_text(), "".join((PARTS / name).read_text() for name in SCRIPTS)
+    style, script = embedded_style(PARTS / "report.css"), embedded_script(PARTS / name for name in SCRIPTS)
     parts = {"style": style, "script": script, "style_sha": _sha(style), "script_sha": _sha(script)}
     compared = len(records) > 1
     content = _shared(records) | (_compared(records, level) if compared else _single(records[0]))

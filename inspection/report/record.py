@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from inspection.report.gathered import Gathered, read_gathered
+from inspection.report.facts import RunFacts, read_facts
 from schemas.errors import DataError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ LAG = "kafka/lag/bucket_"
 WAIT = "time/wait_for_batch"
 
 
-class Span(NamedTuple):
+class TrainerSpan(NamedTuple):
     """The trainer did ``kind`` from ``start`` to ``end``, in seconds since the epoch."""
 
     kind: str
@@ -32,13 +32,13 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class StepTable:
     """``metrics`` of each step, ascending; ``times``: when each ended, in seconds since ``began``."""
 
     steps: tuple[int, ...] = ()
     times: tuple[float, ...] = ()
     metrics: tuple[Mapping[str, float], ...] = ()
-    spans: tuple[Span, ...] = ()
+    spans: tuple[TrainerSpan, ...] = ()
     began: float = 0.0
 
     @property
@@ -64,16 +64,16 @@ class Rows:
         return sum(self.known(key))
 
 
-def read_rows(path: Path) -> Rows:
+def read_rows(path: Path) -> StepTable:
     """The rows of a file; none if it holds none."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return rows_of(found for line in file if (found := _object(line)) is not None)
 
 
-def rows_of(told: Iterable[Mapping[str, Any]]) -> Rows:
+def rows_of(told: Iterable[Mapping[str, Any]]) -> StepTable:
     """Rows of the trainer's lines, in the order in which they were written."""
     kept: list[tuple[int, float, dict[str, float]]] = []
-    spans: list[Span] = []
+    spans: list[TrainerSpan] = []
     began = math.inf
     for line in told:
         step, at = line.get("step"), line.get("time")
@@ -89,9 +89,9 @@ def rows_of(told: Iterable[Mapping[str, Any]]) -> Rows:
             kept.pop()
         kept.append((step, float(at), metrics))
     if not kept:
-        return Rows()
+        return StepTable()
     waits = any(WAIT in metrics for *_, metrics in kept)
-    return Rows(
+    return StepTable(
         steps=tuple(step for step, _, _ in kept),
         times=tuple(at - began for _, at, _ in kept),
         metrics=tuple(_with_derived(metrics, waits=waits) for *_, metrics in kept),
@@ -127,10 +127,10 @@ def _items(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _span(told: Any) -> Span | None:
+def _span(told: Any) -> TrainerSpan | None:
     if not isinstance(told, list) or len(told) != 3 or not _is_number(told[1]) or not _is_number(told[2]):
         return None
-    return Span(str(told[0]), float(told[1]), float(told[2])) if told[2] > told[1] else None
+    return TrainerSpan(str(told[0]), float(told[1]), float(told[2])) if told[2] > told[1] else None
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
@@ -143,11 +143,11 @@ class RunRecord:
 
     name: str
     path: Path
-    rows: Rows
+    rows: StepTable
     summary: Mapping[str, Any] = field(default_factory=dict)
     config: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    gathered: Gathered = field(default_factory=Gathered)
+    gathered: RunFacts = field(default_factory=RunFacts)
 
     @property
     def title(self) -> str:
@@ -167,11 +167,11 @@ def read_record(directory: "RunDirectory", name: str) -> RunRecord:
         return RunRecord(
             name=name,
             path=directory.path,
-            rows=read_rows(directory.metrics) if directory.metrics.is_file() else Rows(),
+            rows=read_rows(directory.metrics) if directory.metrics.is_file() else StepTable(),
             summary=summary if isinstance(summary, dict) else {},
             config=config,
             settings=flat(tomllib.loads(config)),
-            gathered=read_gathered(directory.gathered),
+            gathered=read_facts(directory.gathered),
         )
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise DataError(f"expected the files of a run in {directory.path}, got: {error}") from error

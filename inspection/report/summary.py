@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inspection.report.figures import ENDS
-from observability.run_state.observer import RunState
+from observability.run_state.aggregates import ENDS
+from observability.run_state.state import RunState
 
 Summary = dict[str, Any]
 
@@ -25,34 +25,30 @@ def build_summary(
     """Figures of a run over all starts, but for ``run_seconds``: this start's, from its processes' begin to their end.
 
     ``resumed_from``: the step of the checkpoint that it went on from, 0 for none. ``step_seconds``: the optimizer steps
-    together, which rates are over. Rewards are means of the first and of the last five steps. ``staleness_*`` is in
-    optimizer steps, the mean over trained tokens' oldest spans; ``trainer_wait_share`` is the share of step time spent
-    waiting for a batch.
+    together, which rates are over. ``tokens_per_s``: of the completions that were trained. Rewards are means of the
+    first and of the last five steps. ``staleness_*`` is in optimizer steps, the mean over trained tokens' oldest spans;
+    ``trainer_wait_share`` is the share of step time spent waiting for a batch. ``skipped``: trajectories, by reason.
     """
-    steps = state.steps
-    trajectories = sum(point.trajectories for point in steps)
-    tokens = sum(point.metrics.get("completions/num_tokens", 0.0) for point in steps)
-    waiting = sum(point.metrics.get("time/wait_for_batch", 0.0) for point in steps)
-    stepping = sum(point.metrics.get("time/step", 0.0) for point in steps)
-    rewards = [point.metrics["reward"] for point in steps if "reward" in point.metrics]
+    sums, newest = state.steps.sums(), state.steps.newest
+    rewards = [reward for _, reward in state.steps.first_rewards], state.steps.last_rewards()
     return {
         "engine": engine,
         "seed": seed,
         **{f"{name}_before": value for name, value in before.items()},
         **{f"{name}_after": value for name, value in after.items()},
         "run_seconds": round(run_seconds, 2),
-        "step_seconds": round(stepping, 2),
+        "step_seconds": round(sums.step_s, 2),
         "resumed_from": resumed_from,
-        "steps": steps[-1].step if steps else 0,
-        "trajectories": trajectories,
-        "trajectories_per_s": round(trajectories / stepping, 2) if stepping else 0.0,
-        "tokens_per_s": round(tokens / stepping, 1) if stepping else 0.0,
-        "staleness_mean": round(_weighted_mean(state, "off_policy/mean"), 3),
-        "staleness_max": max((point.metrics.get("off_policy/max", 0.0) for point in steps), default=0.0),
-        "trainer_wait_share": round(waiting / stepping, 3) if stepping else 0.0,
-        "reward_first": _mean(rewards[:ENDS]),
-        "reward_last": _mean(rewards[-ENDS:]),
-        "skipped": dict(state.skips),
+        "steps": 0 if newest is None else newest.step,
+        "trajectories": sums.trajectories,
+        "trajectories_per_s": round(_ratio(sums.trajectories, sums.step_s), 2),
+        "tokens_per_s": round(_ratio(sums.tokens, sums.step_s), 1),
+        "staleness_mean": round(_ratio(sums.staleness, sums.trajectories), 3),
+        "staleness_max": sums.staleness_max,
+        "trainer_wait_share": round(_ratio(sums.wait_s, sums.step_s), 3),
+        "reward_first": _mean(rewards[0]),
+        "reward_last": _mean(rewards[1]),
+        "skipped": state.skipped,
         "restarts": restarts,
     }
 
@@ -61,10 +57,8 @@ def _mean(values: Sequence[float]) -> float | None:
     return round(sum(values) / len(values), 4) if values else None
 
 
-def _weighted_mean(state: RunState, key: str) -> float:
-    total = sum(point.trajectories for point in state.steps)
-    weighted = sum(point.metrics.get(key, 0.0) * point.trajectories for point in state.steps)
-    return weighted / total if total else 0.0
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 def write_summary(path: Path, summary: Summary) -> None:
@@ -82,7 +76,7 @@ def summary_lines(summary: Summary) -> list[str]:
     first, last = summary["reward_first"], summary["reward_last"]
     if first is not None and last is not None:
         lines.append(f"reward: {first:.3f} → {last:.3f} (first and last {ENDS} steps)")
-    rates = f"{summary['trajectories_per_s']:.0f} trajectories/s, {summary['tokens_per_s']:.0f} tokens/s"
+    rates = f"{summary['trajectories_per_s']:.0f} trajectories/s, {summary['tokens_per_s']:.0f} completion tokens/s"
     return [
         *lines,
         _taken(summary),

@@ -40,7 +40,7 @@ from inspection.terminal.drawing import (
 from inspection.terminal.sections import draw_lag, draw_lengths, draw_loop, draw_split, draw_staleness, draw_workers
 from observability.run_state.pace import OFTEN_S
 from observability.run_state.snapshot import SECTIONS
-from observability.run_state.state import LiveState
+from observability.run_state.state import RunState
 from schemas.errors import StreamRLError
 from schemas.trajectories import Trajectory
 
@@ -56,8 +56,7 @@ KEYS = (
     ("q", "leave; the run goes on"),
 )
 MEANINGS = (
-    ("lag", "trajectories that the trainer has not finished"),
-    ("unread", "those of them that it has not fetched yet"),
+    ("lag", "trajectories that the trainer has not finished: neither trained nor skipped"),
     ("staleness", "steps between the oldest token's weights and those improved"),
     ("−2", "a worker is two weight versions behind"),
     ("busy", "share of the last minute that was not waiting"),
@@ -268,7 +267,7 @@ class TopApp(App[None]):
 
     def __init__(
         self,
-        state: LiveState,
+        state: RunState,
         read: Read,
         run_path: str,
         clock: Callable[[], float] = time.time,
@@ -324,7 +323,7 @@ class TopApp(App[None]):
         """Draw what has changed since, of what is in sight."""
         if self.held or not self.head.is_attached or (pane := self.tabs.active_pane) is None:
             return
-        now = self.state.moment(self.clock())
+        now = self.state.known_until(self.clock())
         self.state.tick(now)
         panels = [panel for panel in (self.head, *pane.query(Panel)) if panel.display]
         listing = pane.id == "trajectories-tab"

@@ -1,4 +1,4 @@
-"""What `streamrl top` does: attaches, shows the screen or prints lines, and ends with a code."""
+"""`streamrl top`: connects, shows the screen or prints lines, and ends with a code."""
 
 import asyncio
 import json
@@ -17,14 +17,14 @@ import uvloop
 
 from bus.history import BusHistory
 from bus.kafka.connection import advised
-from inspection.diagnostics.connect import Attachment
-from inspection.diagnostics.status import feed_of
-from inspection.host import settle_collector
+from inspection.diagnostics.connect import RunConnection
+from inspection.diagnostics.feed import feed_of
+from inspection.process import tune_garbage_collector
 from inspection.terminal.drawing import plain, short
-from observability.run_state.feed import LiveFeed
+from observability.run_state.feed import RunFeed
 from observability.run_state.pace import Pace
 from observability.run_state.snapshot import snapshot
-from observability.run_state.state import LiveState
+from observability.run_state.state import RunState
 from schemas.errors import BusUnavailable, UserError
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import Trajectory
@@ -34,13 +34,12 @@ from schemas.trajectories import Trajectory
 TOLD = ("loop", "lag", "workers", "split", "staleness", "lengths")
 
 
-def line_of(state: LiveState, now: float) -> str:
+def line_of(state: RunState, now: float) -> str:
     """Health, step, reward, rates, staleness, lag per bucket, weights per worker."""
     found = snapshot(state, now)
     loop, lag = found["loop"], found["lag"]
     rates, metrics = loop["rates"], loop["metrics"]
-    waiting = zip(lag["buckets"], lag["unfinished"], lag["unread"], strict=True)
-    behind = " ".join(f"b{bucket}:{unread if done is None else done}" for bucket, done, unread in waiting)
+    behind = " ".join(f"b{bucket}:{count}" for bucket, count in zip(lag["buckets"], lag["lag"], strict=True))
     held = " ".join(f"{plain(each['id'])}@{each['version']}" for each in found["workers"] if each["state"] != "stopped")
     skips = " ".join(f"{reason}:{count}" for reason, count in sorted(loop["skips"].items()))
     parts = (
@@ -58,7 +57,7 @@ def line_of(state: LiveState, now: float) -> str:
     return "  ".join(parts)
 
 
-def object_of(state: LiveState, now: float, told: int) -> dict[str, Any]:
+def object_of(state: RunState, now: float, told: int) -> dict[str, Any]:
     """The same and more as plain data; ``told``: the number of the last event that was printed before."""
     found = snapshot(state, now)
     return {
@@ -82,7 +81,7 @@ LAG_WITHIN_S = 3.0
 
 
 @dataclass(frozen=True)
-class Manner:
+class LineOptions:
     """``once``: one line, then the end."""
 
     interval_s: float = 2.0
@@ -90,7 +89,7 @@ class Manner:
     once: bool = False
 
 
-async def print_lines(feed: LiveFeed, manner: Manner, stop: asyncio.Event) -> None:
+async def print_lines(feed: RunFeed, manner: LineOptions, stop: asyncio.Event) -> None:
     """Print what the feed's state says.
 
     Consumes: the state, which the feed updates. Produces: text on standard output.
@@ -100,7 +99,7 @@ async def print_lines(feed: LiveFeed, manner: Manner, stop: asyncio.Event) -> No
     await _caught_up(feed, stop)
     told = 0
     while not stop.is_set():
-        now = feed.state.moment(time.time())
+        now = feed.state.known_until(time.time())
         feed.state.tick(now)
         if manner.as_json:
             print(json.dumps(object_of(feed.state, now, told), separators=(",", ":"), allow_nan=False), flush=True)
@@ -112,13 +111,13 @@ async def print_lines(feed: LiveFeed, manner: Manner, stop: asyncio.Event) -> No
         await stopped_within(stop, manner.interval_s)
 
 
-async def _caught_up(feed: LiveFeed, stop: asyncio.Event) -> None:
+async def _caught_up(feed: RunFeed, stop: asyncio.Event) -> None:
     while not feed.positions and not stop.is_set():
         await stopped_within(stop, CATCHING_UP_S)
     if feed.committed is None or feed.shards is None:
         return
     until = time.monotonic() + LAG_WITHIN_S
-    while not feed.state.unfinished and time.monotonic() < until and not stop.is_set():
+    while not feed.state.committed_lag and time.monotonic() < until and not stop.is_set():
         await stopped_within(stop, CATCHING_UP_S)
 
 
@@ -133,7 +132,7 @@ async def stopped_within(stop: asyncio.Event, seconds: float) -> None:
 CLIENT_ID = "streamrl-top"
 
 
-def show(attachment: Attachment, where: Path | None, manner: Manner, *, on_screen: bool) -> int:
+def show_top(connection: RunConnection, where: Path | None, manner: LineOptions, *, on_screen: bool) -> int:
     """Show the run until asked to leave; the exit code.
 
     Raises:
@@ -141,19 +140,19 @@ def show(attachment: Attachment, where: Path | None, manner: Manner, *, on_scree
         StreamRLError: the broker refuses.
     """
     try:
-        return uvloop.run(_show(attachment, str(where) if where else "", manner, on_screen=on_screen))
+        return uvloop.run(_show(connection, str(where) if where else "", manner, on_screen=on_screen))
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-async def _show(attachment: Attachment, where: str, manner: Manner, *, on_screen: bool) -> int:
-    attached = await attachment.with_run()
+async def _show(connection: RunConnection, where: str, manner: LineOptions, *, on_screen: bool) -> int:
+    connection = await connection.with_run()
     stop = asyncio.Event()
     pace_s = Pace().seconds if on_screen else lambda: manner.interval_s
-    feed = await feed_of(attached, LiveState(attached.run), CLIENT_ID, pace_s)
+    feed = await feed_of(connection, RunState(connection.run), CLIENT_ID, pace_s)
     reading = asyncio.create_task(feed.run(stop))
-    shown = _on_screen(attached, feed, where or attached.run, stop) if on_screen else _in_lines(feed, manner, stop)
+    shown = _on_screen(connection, feed, where or connection.run, stop) if on_screen else _in_lines(feed, manner, stop)
     showing = asyncio.create_task(shown)
     try:
         await asyncio.wait({reading, showing}, return_when=asyncio.FIRST_COMPLETED)
@@ -168,33 +167,33 @@ async def _show(attachment: Attachment, where: str, manner: Manner, *, on_screen
     return 0 if showing.cancelled() else showing.result()
 
 
-async def _in_lines(feed: LiveFeed, manner: Manner, stop: asyncio.Event) -> int:
+async def _in_lines(feed: RunFeed, manner: LineOptions, stop: asyncio.Event) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await print_lines(feed, manner, stop)
     return 0
 
 
-async def _on_screen(attached: Attachment, feed: LiveFeed, run_path: str, stop: asyncio.Event) -> int:
+async def _on_screen(connection: RunConnection, feed: RunFeed, run_path: str, stop: asyncio.Event) -> int:
     from inspection.terminal.app import TopApp
 
     async def read(place: str) -> Trajectory:
         try:
-            return await read_trajectory(attached, place)
+            return await read_trajectory(connection, place)
         except BusUnavailable as error:
-            raise BusUnavailable(advised(error, attached.advice)) from error
+            raise BusUnavailable(advised(error, connection.advice)) from error
 
     tell_in_events(feed.state)
     app = TopApp(feed.state, read, run_path, pace_s=feed.pace_s)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, app.exit)
-    settle_collector()
+    tune_garbage_collector()
     await app.run_async()
     stop.set()
     return app.return_code or 0
 
 
-async def read_trajectory(attached: Attachment, place: str) -> Trajectory:
+async def read_trajectory(connection: RunConnection, place: str) -> Trajectory:
     """The record at ``partition@offset``.
 
     Raises:
@@ -202,15 +201,15 @@ async def read_trajectory(attached: Attachment, place: str) -> Trajectory:
         BusUnavailable: no broker answers.
     """
     partition, offset = map(int, place.split("@"))
-    topic = attached.name_of(TRAJECTORIES)
-    found = await BusHistory(attached.bus, CLIENT_ID).fetch(topic, [(partition, offset)])
+    topic = connection.name_of(TRAJECTORIES)
+    found = await BusHistory(connection.bus, CLIENT_ID).fetch(topic, [(partition, offset)])
     message = found[partition, offset].message() if found else None
     if not isinstance(message, Trajectory):
         raise UserError(f"expected a trajectory at {place} of {topic}, found none: retention may have deleted it")
     return message
 
 
-def tell_in_events(state: LiveState) -> None:
+def tell_in_events(state: RunState) -> None:
     """Warnings go to the event log, because whatever is printed would stand across the screen."""
 
     def note(_logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
@@ -225,7 +224,7 @@ def tell_in_events(state: LiveState) -> None:
 class _Noted(logging.Handler):
     """Of libraries."""
 
-    def __init__(self, state: LiveState) -> None:
+    def __init__(self, state: RunState) -> None:
         super().__init__(logging.WARNING)
         self.state = state
 

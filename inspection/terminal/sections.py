@@ -101,23 +101,19 @@ def _judgement(lengths: Mapping[str, Any], width: int) -> Text:
 
 
 def draw_lag(data: Mapping[str, Any], width: int, height: int) -> Text:
-    """A bar for each bucket: trajectories that the trainer has not finished; unread ones are those not yet fetched."""
+    """A bar for each bucket: trajectories that the trainer has not finished."""
     lag = data["lag"]
     if not lag["buckets"]:
         return nothing("no trajectory yet", width)
-    unfinished = [
-        unread if done is None else done for done, unread in zip(lag["unfinished"], lag["unread"], strict=True)
-    ]
-    most = max(1, *unfinished)
-    room = max(1, width - 9 - 6 - 13)
+    most = max(1, *lag["lag"])
+    room = max(1, width - 9 - 6)
     rows = []
-    for index, bucket in enumerate(lag["buckets"]):
+    for bucket, count in zip(lag["buckets"], lag["lag"], strict=True):
         style = SERIES[bucket % len(SERIES)]
-        row = Text.assemble((fitted(f"bucket {bucket}", 9), MUTED), (bar(unfinished[index] / most, room), style))
-        row.append(fitted(short(unfinished[index]), 6, right=True), "bold")
-        rows.append(row.append(fitted(f"{short(lag['unread'][index])} unread", 13, right=True), MUTED))
+        row = Text.assemble((fitted(f"bucket {bucket}", 9), MUTED), (bar(count / most, room), style))
+        rows.append(row.append(fitted(short(count), 6, right=True), "bold"))
     if len(rows) > height > 0:
-        rest = sum(unfinished[height - 1 :])
+        rest = sum(lag["lag"][height - 1 :])
         rows = [*rows[: height - 1], Text(f"and {len(rows) - height + 1} more buckets: {short(rest)}", MUTED)]
     return lines(rows, width, height)
 
@@ -158,11 +154,10 @@ def draw_loop(data: Mapping[str, Any], width: int, height: int) -> Text:
     if gap < 8 or height < 5:
         return _in_words(loop, width, height)
     rates, tokens = loop["rates"], short(loop["rates"]["tokens"])
-    waiting = _waiting(lag)
     contents = (
-        ("prompts", f"{short(loop['totals']['orders'])} sent"),
+        ("prompts", f"{short(loop['totals']['orders'])} seen"),
         ("workers", f"{loop['running']}/{loop['capacity']} run"),
-        ("trajectories", "" if waiting is None else f"{short(waiting)} untrained"),
+        ("trajectories", f"lag {short(sum(lag['lag']))}" if lag["buckets"] else ""),
         ("trainer", f"step {loop['step']}"),
     )
     arrows = (
@@ -183,11 +178,6 @@ def draw_loop(data: Mapping[str, Any], width: int, height: int) -> Text:
             rows[3].append(" " * gap)
     rows += _way_back(loop, boxes, gap)
     return lines(rows, width, height)
-
-
-def _waiting(lag: Mapping[str, Any]) -> int | None:
-    known = [count for count in lag["unfinished"] if count is not None]
-    return sum(known) if known else sum(lag["unread"]) if lag["unread"] else None
 
 
 def _refused(loop: Mapping[str, Any], width: int) -> str:

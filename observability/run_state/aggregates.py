@@ -1,43 +1,128 @@
-"""A trajectory as displays need it, read from its frame's header alone: no arrays, no validation of the whole record.
+"""What a run's records add up to: bounded aggregates, each of which takes one kind of figure. Pure.
 
-That takes about half of the time of decoding it. Whether the record is sound is the intake's business.
+Invariant each_is_bounded: whatever comes, what an aggregate holds has an upper limit. Times are epoch seconds, and come
+with the figures: no aggregate asks a clock.
 """
 
 import math
-import struct
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
-import msgpack
+from cachetools import FIFOCache
 
-from bus.port import Record
-from schemas.codec import MAX_HEADER_BYTES, MAX_ITEMS, refuse_many_items
-from schemas.errors import FrameTooLarge
 from schemas.identifiers import PolicyVersion
-from schemas.trajectories import Trajectory
+from schemas.reports import StepReport
 
-# Which of many are looked into, where looking into all would cost what the run needs.
-
-MOST, NEWEST = 200, 40
-
-
-def sampled(places: Sequence[int], most: int = MOST, newest: int = NEWEST) -> set[int]:
-    """All of them if they are not more than ``most``; else the newest, and others evenly from the rest."""
-    if len(places) <= most:
-        return set(places)
-    rest = places[: len(places) - newest]
-    wanted = most - newest
-    return {*places[len(places) - newest :], *(rest[index * len(rest) // wanted] for index in range(wanted))}
+NO_VERSION = PolicyVersion(0, 0)
+KEPT_STEPS = 2000
+"""Steps kept whole. A resumed trainer falls back to a checkpoint, which is far nearer than that."""
+ENDS = 5
+"""Steps whose mean reward stands for the beginning of a run, and for its end: one step alone is noisy."""
+RATE_STEPS = 10
+K = TypeVar("K")
 
 
-# How many of something came in a second, over the last few seconds.
+class StepEntry(NamedTuple):
+    """One optimizer step as the trainer reported it. ``trajectories``: in its micro-batches."""
+
+    step: int
+    version: PolicyVersion
+    sent_at: float
+    trajectories: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Over many steps. ``tokens``: of completions; seconds of whole steps and of waiting for a batch.
+
+    ``staleness`` is a sum over trajectories, so that dividing by ``trajectories`` gives their mean.
+    """
+
+    trajectories: int = 0
+    tokens: float = 0.0
+    step_s: float = 0.0
+    wait_s: float = 0.0
+    staleness: float = 0.0
+    staleness_max: float = 0.0
+
+    def plus(self, entry: StepEntry) -> "StepSums":
+        """These and one step more."""
+        metrics = entry.metrics
+        return StepSums(
+            trajectories=self.trajectories + entry.trajectories,
+            tokens=self.tokens + metrics.get("completions/num_tokens", 0.0),
+            step_s=self.step_s + metrics.get("time/step", 0.0),
+            wait_s=self.wait_s + metrics.get("time/wait_for_batch", 0.0),
+            staleness=self.staleness + metrics.get("off_policy/mean", 0.0) * entry.trajectories,
+            staleness_max=max(self.staleness_max, metrics.get("off_policy/max", 0.0)),
+        )
+
+
+@dataclass
+class StepHistory:
+    """Every optimizer step of a run: the newest whole, older ones as sums.
+
+    Invariant a_resumed_trainer_takes_its_steps_back: of steps taken again, the newer ones count. A resumed trainer
+    first reports the step it goes on from, without micro-batches; what came after that step is undone then.
+    """
+
+    entries: deque[StepEntry] = field(default_factory=deque)
+    first_rewards: list[tuple[int, float]] = field(default_factory=list)
+    _older: StepSums = field(default_factory=StepSums)
+
+    def add(self, report: StepReport) -> bool:
+        """Take a report of the newest lineage; whether a step was taken in it."""
+        taken = bool(report.micro_batches)
+        undone_from = report.step if taken else report.step + 1
+        while self.entries and self.entries[-1].step >= undone_from:
+            self.entries.pop()
+        self.first_rewards = [(step, reward) for step, reward in self.first_rewards if step < undone_from]
+        if taken:
+            trajectories = sum(len(batch) for batch in report.micro_batches)
+            entry = StepEntry(report.step, report.version, report.sent_at, trajectories, report.metrics)
+            self._append(entry)
+        return taken
+
+    def _append(self, entry: StepEntry) -> None:
+        self.entries.append(entry)
+        if len(self.first_rewards) < ENDS and "reward" in entry.metrics:
+            self.first_rewards.append((entry.step, entry.metrics["reward"]))
+        if len(self.entries) > KEPT_STEPS:
+            self._older = self._older.plus(self.entries.popleft())
+
+    @property
+    def newest(self) -> StepEntry | None:
+        """The last step that was taken."""
+        return self.entries[-1] if self.entries else None
+
+    def sums(self) -> StepSums:
+        """Over all steps."""
+        total = self._older
+        for entry in self.entries:
+            total = total.plus(entry)
+        return total
+
+    def last_rewards(self) -> list[float]:
+        """Of the newest steps that told one, at most five."""
+        told = [entry.metrics["reward"] for entry in self.entries if "reward" in entry.metrics]
+        return told[-ENDS:]
+
+    def trajectories_per_s(self) -> float:
+        """Trained a second over the last ten steps."""
+        entries = list(self.entries)[-RATE_STEPS - 1 :]
+        if len(entries) < 2:
+            return 0.0
+        # What the first of them trained was trained before its report, outside of the time that is divided by.
+        elapsed = entries[-1].sent_at - entries[0].sent_at
+        return sum(entry.trajectories for entry in entries[1:]) / elapsed if elapsed > 0 else 0.0
 
 
 @dataclass
 class Rate:
-    """Counts by tenths of a second within a window; holds as many numbers as the window has tenths."""
+    """How much came a second: counts by tenths of a second within a window, so that at most ten are held for each."""
 
     window_s: float = 5.0
     total: float = 0.0
@@ -65,8 +150,6 @@ class Rate:
             self._held -= self._slots.popleft()[1]
 
 
-# What is worth a line: the newest events, with repeats counted instead of repeated.
-
 EVENTS_KEPT = 120
 REPEAT_WITHIN_S = 5.0
 
@@ -83,7 +166,7 @@ class Event(NamedTuple):
 
 @dataclass
 class EventLog:
-    """Newest last."""
+    """What is worth a line, newest last; repeats are counted instead of repeated."""
 
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
     numbered: int = 0
@@ -99,32 +182,32 @@ class EventLog:
         self.events.append(Event(self.numbered, at, level, text, times))
 
 
-# Numbers over optimizer steps, few enough to draw: when there are too many, neighbours are joined into their mean.
-
-Row = dict[str, float | None]
+CurveRow = dict[str, float | None]
 
 
 @dataclass
 class Curves:
-    """At most ``most`` points, each the mean of ``stride`` steps, so that all of the past stays in view."""
+    """Metrics over the optimizer steps, few enough to draw.
+
+    At most ``most`` points, each the mean of ``stride`` steps, so that all of the past stays in view.
+    """
 
     names: Sequence[str]
     most: int = 400
     stride: int = 1
-    rows: list[Row] = field(default_factory=list)
-    _pending: list[Row] = field(default_factory=list)
+    rows: list[CurveRow] = field(default_factory=list)
+    _pending: list[CurveRow] = field(default_factory=list)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Add a step. One that was seen before takes the place of it and of all after it: its trainer was resumed."""
-        while self._pending and (self._pending[-1]["step"] or 0) >= step:
-            self._pending.pop()
-        while self.rows and (self.rows[-1]["step"] or 0) >= step:
-            self.rows.pop()
+        for rows in (self._pending, self.rows):
+            while rows and (rows[-1]["step"] or 0) >= step:
+                rows.pop()
         self._pending.append({"step": float(step), **{name: values.get(name) for name in self.names}})
         if len(self._pending) >= self.stride:
             self.rows.append(_mean(self._pending))
             self._pending.clear()
-        if len(self.rows) > self.most:
+        if len(self.rows) > self.most:  # every second point goes: neighbours become their mean
             self.rows = [_mean(self.rows[begin : begin + 2]) for begin in range(0, len(self.rows), 2)]
             self.stride *= 2
 
@@ -134,8 +217,8 @@ class Curves:
         return {name: [_short(row[name]) for row in rows] for name in ("step", *self.names)}
 
 
-def _mean(rows: Sequence[Row]) -> Row:
-    mean: Row = {}
+def _mean(rows: Sequence[CurveRow]) -> CurveRow:
+    mean: CurveRow = {}
     for name in rows[0]:
         known = [value for row in rows if (value := row[name]) is not None]
         mean[name] = sum(known) / len(known) if known else None
@@ -147,50 +230,54 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}") if abs(value) < 1e4 else round(value, 1)
 
 
-# What became of the newest trajectories: waiting, trained in a step, or skipped; and how old they were then.
-
 FATES_KEPT = 20_000
-Place = tuple[int, int]
+"""Some minutes of a fast run: far more than displays list, and a few megabytes."""
+RecordPosition = tuple[int, int]
+"""Partition and offset."""
 
 
 @dataclass
-class Fates:
-    """By partition and offset; the oldest are forgotten."""
+class TrajectoryFates:
+    """What became of the newest trajectories: trained in a step, or skipped; and how old they were then.
 
-    oldest: OrderedDict[Place, int] = field(default_factory=OrderedDict)
-    told: OrderedDict[Place, str] = field(default_factory=OrderedDict)
+    By partition and offset. ``kept``: of each kind; the oldest are forgotten.
+    """
 
-    def arrived(self, place: Place, oldest_number: int) -> None:
+    kept: int = FATES_KEPT
+    oldest_version: FIFOCache[RecordPosition, int] = field(init=False)
+    fates: FIFOCache[RecordPosition, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Nothing is known yet."""
+        self.oldest_version, self.fates = FIFOCache(self.kept), FIFOCache(self.kept)
+
+    def arrived(self, position: RecordPosition, oldest_version: int) -> None:
         """A trajectory came whose oldest weights have this number."""
-        self.oldest[place] = oldest_number
-        if len(self.oldest) > FATES_KEPT:
-            self.oldest.popitem(last=False)
+        self.oldest_version[position] = oldest_version
 
-    def tell(self, place: Place, fate: str) -> None:
-        """Its end."""
-        self.told[place] = fate
-        if len(self.told) > FATES_KEPT:
-            self.told.popitem(last=False)
+    def settle(self, position: RecordPosition, fate: str) -> None:
+        """A trajectory was trained or skipped, in words."""
+        self.fates[position] = fate
 
-    def trained(self, places: Iterable[Place], step: int, base: int) -> Iterator[int]:
+    def trained(self, positions: Iterable[RecordPosition], step: int, base: int) -> Iterator[int]:
         """These were trained in a step that improved weights number ``base``; the ages of those that were seen."""
-        for place in places:
-            self.tell(place, f"trained in step {step}")
-            number = self.oldest.pop(place, None)
+        for position in positions:
+            self.settle(position, f"trained in step {step}")
+            number = self.oldest_version.pop(position, None)
             if number is not None:
                 yield base - number
 
-    def of(self, place: Place, *, over: bool = False) -> str:
+    def of(self, position: RecordPosition, *, over: bool = False) -> str:
         """As text. ``over``: the run is finished, so that nothing waits any more."""
-        return self.told.get(place, "left over" if over else "waiting")
+        return self.fates.get(position, "left over" if over else "waiting")
 
-
-# Predicted against actual length, and staleness: counts in fixed classes, recent ones weighing more.
 
 PER_DOUBLING = 2
 CLASSES = 40
+"""Length classes, two for each doubling: up to 2 ** 20 tokens. Ages of trajectories stop at the last one too."""
 WITHIN = 1.5
 FADE_EVERY = 20_000
+"""Counts are halved each time that so many came, so that what is shown is of the recent past of a long run."""
 
 
 def length_class(tokens: int) -> int:
@@ -199,30 +286,34 @@ def length_class(tokens: int) -> int:
 
 
 @dataclass
-class Calibration:
-    """Counts of (predicted, actual) by class. Each is halved from time to time, so that old ones fade."""
+class LengthCalibration:
+    """Completions by class of predicted and of actual length.
 
+    ``fade_every``: completions after which all counts are halved; None: old ones weigh as much as new ones.
+    """
+
+    fade_every: int | None = FADE_EVERY
     cells: dict[tuple[int, int], float] = field(default_factory=dict)
     close: float = 0.0
     count: float = 0.0
     error: float = 0.0
-    since_fade: int = 0
+    _since_fade: int = 0
 
     def add(self, predicted: int, actual: int) -> None:
-        """Note a completion."""
+        """Note a completion; both in tokens."""
         cell = length_class(predicted), length_class(actual)
         self.cells[cell] = self.cells.get(cell, 0.0) + 1.0
         ratio = max(predicted, 1) / max(actual, 1)
         self.close += 1 / WITHIN <= ratio <= WITHIN
-        self.error += abs(math.log(ratio))
+        self.error += abs(math.log(ratio))  # too long and too short by one factor weigh alike
         self.count += 1
-        self.since_fade += 1
-        if self.since_fade >= FADE_EVERY:
+        self._since_fade += 1
+        if self.fade_every is not None and self._since_fade >= self.fade_every:
             self._fade()
 
     def _fade(self) -> None:
-        self.cells = {cell: count / 2 for cell, count in self.cells.items() if count >= 1}
-        self.close, self.count, self.error, self.since_fade = self.close / 2, self.count / 2, self.error / 2, 0
+        self.cells = _halved(self.cells)
+        self.close, self.count, self.error, self._since_fade = self.close / 2, self.count / 2, self.error / 2, 0
 
     @property
     def close_share(self) -> float | None:
@@ -236,31 +327,35 @@ class Calibration:
 
 
 @dataclass
-class Staleness:
-    """Trajectories by the age of their oldest token when they were trained, in steps."""
+class StalenessHistogram:
+    """Trajectories by the age of their oldest token when they were trained, in optimizer steps."""
 
+    fade_every: int | None = FADE_EVERY
     counts: dict[int, float] = field(default_factory=dict)
-    since_fade: int = 0
+    _since_fade: int = 0
 
     def add(self, ages: Iterable[int]) -> None:
         """Note a step's trajectories."""
         for age in ages:
             key = min(max(0, age), CLASSES - 1)
             self.counts[key] = self.counts.get(key, 0.0) + 1.0
-            self.since_fade += 1
-        if self.since_fade >= FADE_EVERY:
-            self.counts, self.since_fade = {age: count / 2 for age, count in self.counts.items() if count >= 1}, 0
+            self._since_fade += 1
+        if self.fade_every is not None and self._since_fade >= self.fade_every:
+            self.counts, self._since_fade = _halved(self.counts), 0
 
 
-# Who did what and when: a lane of stretches and marks for every process, the newest few hundred of each.
+def _halved(counts: Mapping[K, float]) -> dict[K, float]:
+    """Without those that have faded to nothing, so that rare classes do not stay for ever."""
+    return {key: count / 2 for key, count in counts.items() if count >= 1}
 
-STRETCHES = 500
+
+INTERVALS = 500
 MARKS = 200
 JOINED_WITHIN_S = 0.05
-"""Stretches of one kind that are nearer than that are one."""
+"""Intervals of one kind that are nearer than that are one."""
 
 
-class Stretch(NamedTuple):
+class Interval(NamedTuple):
     """``kind`` was done from ``start`` to ``end`` (epoch seconds); ``tag``: the weights' number, or the step."""
 
     start: float
@@ -278,23 +373,23 @@ class Mark(NamedTuple):
 
 
 @dataclass
-class Lane:
-    """Stretches follow each other and never overlap."""
+class Track:
+    """What one process did and when: intervals that follow each other and never overlap, and marks."""
 
-    stretches: deque[Stretch] = field(default_factory=lambda: deque(maxlen=STRETCHES))
+    intervals: deque[Interval] = field(default_factory=lambda: deque(maxlen=INTERVALS))
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS))
 
     def extend(self, start: float, end: float, kind: str, tag: int) -> None:
-        """Note a stretch; what overlaps the last one begins at its end."""
-        last = self.stretches[-1] if self.stretches else None
+        """Note an interval; what overlaps the last one begins at its end."""
+        last = self.intervals[-1] if self.intervals else None
         if last is not None:
             if start - last.end < JOINED_WITHIN_S and last.kind == kind and last.tag >= tag:
                 if end > last.end:
-                    self.stretches[-1] = last._replace(end=end)
+                    self.intervals[-1] = last._replace(end=end)
                 return
             start, tag = max(start, last.end), max(tag, last.tag)
         if end > start:
-            self.stretches.append(Stretch(start, end, kind, tag))
+            self.intervals.append(Interval(start, end, kind, tag))
 
     def mark(self, at: float, kind: str, text: str) -> None:
         """Note a moment."""
@@ -303,112 +398,10 @@ class Lane:
     def seconds(self, since: float, until: float) -> dict[str, float]:
         """Seconds of each kind between two moments."""
         found: dict[str, float] = {}
-        for stretch in reversed(self.stretches):
-            if stretch.end <= since:
+        for interval in reversed(self.intervals):
+            if interval.end <= since:
                 break
-            inside = min(stretch.end, until) - max(stretch.start, since)
+            inside = min(interval.end, until) - max(interval.start, since)
             if inside > 0:
-                found[stretch.kind] = found.get(stretch.kind, 0.0) + inside
+                found[interval.kind] = found.get(interval.kind, 0.0) + inside
         return found
-
-
-PREVIEW = 160
-NAME = 256
-_PREFIX = struct.Struct("<I")
-_SMALL = 16 << 10
-_SCHEMA = ("schema", Trajectory.SCHEMA.encode())
-
-
-class Sketch(NamedTuple):
-    """``reward``: sum of the raw rewards, None if there is none. ``oldest`` and ``newest``: weights of its tokens."""
-
-    trajectory_id: str
-    group_id: str
-    worker_id: str
-    bucket: int
-    predicted: int
-    length: int
-    reward: float | None
-    oldest: PolicyVersion
-    newest: PolicyVersion
-    finish_reason: str
-    completion: str
-    started_at: float
-    finished_at: float
-    partition: int
-    offset: int
-
-
-def sketch_of(record: Record) -> Sketch | None:
-    """None if the bytes are not a trajectory's."""
-    fields = _header(record)
-    if fields is None:
-        return None
-    try:
-        versions = [PolicyVersion(*map(_count, span["version"])) for span in fields["version_spans"]]
-        versions = versions or [PolicyVersion(*map(_count, fields["admitted_version"]))]
-        return Sketch(
-            trajectory_id=_name(fields["trajectory_id"]),
-            group_id=_name(fields["group_id"]),
-            worker_id=_name(fields["worker_id"]),
-            bucket=_count(fields["bucket"]),
-            predicted=_count(fields["predicted_length"]),
-            length=_count(fields["token_ids"]),
-            reward=_total(fields["rewards"]),
-            oldest=min(versions),
-            newest=max(versions),
-            finish_reason=_name(fields["finish_reason"]),
-            completion=_preview(fields["completion_text"]),
-            started_at=_time(fields["started_at"]),
-            finished_at=_time(fields["finished_at"]),
-            partition=record.partition,
-            offset=record.offset,
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        return None
-
-
-def _header(record: Record) -> Mapping[str, Any] | None:
-    value = record.value
-    if value is None or len(value) < _PREFIX.size or _SCHEMA not in record.headers:
-        return None
-    (size,) = _PREFIX.unpack_from(value)
-    header = value[_PREFIX.size : _PREFIX.size + size]
-    if size > MAX_HEADER_BYTES or len(header) < size:
-        return None
-    try:
-        if size > _SMALL:
-            refuse_many_items(header, MAX_ITEMS)
-        fields = msgpack.unpackb(header, strict_map_key=True)
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError, IndexError, FrameTooLarge):
-        return None
-    return fields if isinstance(fields, dict) else None
-
-
-def _total(rewards: Mapping[str, float | None]) -> float | None:
-    values = [value for value in rewards.values() if value is not None]
-    return _time(sum(values)) if values else None
-
-
-def _time(value: Any) -> float:
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"expected a number, got {value!r}")
-    return float(value)
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"expected a count, got {value!r}")
-    return value
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a text, got {type(value).__name__}")
-    return value[:NAME]
-
-
-def _preview(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a text, got {type(value).__name__}")
-    return value if len(value) <= PREVIEW else value[:PREVIEW] + "…"

@@ -35,7 +35,7 @@ COUNTED = (WORK_ORDERS, TRAJECTORIES)
 every read dearer."""
 
 
-class Committed(Protocol):
+class CommittedOffsets(Protocol):
     """The trainer's next offsets, for the lag."""
 
     async def ask(self) -> Mapping[TopicPartition, int]:
@@ -59,7 +59,7 @@ class RunFeed:
     bus: Bus
     state: RunState
     shards: int | None = None
-    committed: Committed | None = None
+    committed: CommittedOffsets | None = None
     client_id: str = "streamrl-live"
     availability: BrokerAvailability = field(default_factory=BrokerAvailability)
     without_prefetch: Bus | None = None
@@ -115,11 +115,11 @@ class RunFeed:
             ranges = {tp.partition: Extent(self.positions.get(tp, 0), held.end) for tp, held in extents.items()}
             records += [record async for record in history.records(name, ranges)]
             self.positions |= {tp: held.end for tp, held in extents.items()}
-        held = await history.extents(TRAJECTORIES.full_name(self.state.run))
-        await self._measure_lag({tp: extent.end for tp, extent in held.items()})
+        self.state.observe_records(sorted(records, key=lambda each: each.timestamp))
+        trajectories = await history.extents(TRAJECTORIES.full_name(self.state.run))
+        await self._measure_lag({tp: held.end for tp, held in trajectories.items()})
         if self.committed is not None:
             await self.committed.close()
-        self.state.observe_records(sorted(records, key=lambda each: each.timestamp))
 
     async def _catch_up(self) -> None:
         """Read the recent past, in the order of its times; topics that are read whole are followed from the first."""

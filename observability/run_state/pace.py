@@ -11,7 +11,7 @@ ROOM, CROWDED = 0.3, 0.15
 """Shares of all processors that idle: above the first there is room for us, below the second there is none."""
 
 
-class Spent(NamedTuple):
+class ProcessorTime(NamedTuple):
     """Seconds of all processors since the machine was started; ``free``: idle, or for what gives way as we do."""
 
     free: float
@@ -21,7 +21,9 @@ class Spent(NamedTuple):
 class Pace:
     """For one process that looks. It is measured between two questions, the machine's own processors only."""
 
-    def __init__(self, spent: Callable[[], Spent] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, spent: Callable[[], ProcessorTime] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._spent, self._clock = spent or spent_by_all, clock
         self._measured_at, self._before = clock(), self._spent()
         self._seconds = OFTEN_S
@@ -42,8 +44,8 @@ def pace_for(free: float) -> float:
     return OFTEN_S + crowded * (SELDOM_S - OFTEN_S)
 
 
-def spent_by_all() -> Spent:
+def spent_by_all() -> ProcessorTime:
     """As the system counts it; what it does not count is zero."""
     times = psutil.cpu_times()._asdict()
     total = sum(seconds for kind, seconds in times.items() if not kind.startswith("guest"))  # in user time, too
-    return Spent(sum(times.get(kind, 0.0) for kind in ("idle", "iowait", "nice")), total)
+    return ProcessorTime(sum(times.get(kind, 0.0) for kind in ("idle", "iowait", "nice")), total)

@@ -1,23 +1,22 @@
-"""A live state as plain data, in sections that change at different speeds. Knows no web and no terminal."""
+"""A run's state as plain data, in sections that change at different speeds. Knows no web and no terminal."""
 
 from collections.abc import Callable
 from typing import Any
 
-from observability.run_state.aggregates import Lane, Sketch
-from observability.run_state.observer import SILENT_AFTER_S, lag_by_bucket
-from observability.run_state.state import COORDINATOR, TRAINER, LiveState
-from schemas.reports import Heartbeat, WorkerState
+from observability.run_state.aggregates import Track
+from observability.run_state.state import COORDINATOR, TRAINER, RunState
+from observability.run_state.trajectory_summary import TrajectorySummary
 
 SPLIT_WINDOW_S = 60.0
 STALLED_AFTER_S = 60.0
 
 
-def snapshot(state: LiveState, now: float) -> dict[str, Any]:
+def snapshot(state: RunState, now: float) -> dict[str, Any]:
     """All sections; ``json.dumps`` takes it."""
     return {name: section(state, now) for name, section in SECTIONS.items()}
 
 
-def health(state: LiveState, now: float) -> str:
+def health(state: RunState, now: float) -> str:
     """finished, paused, draining, stalled, starting or running."""
     if state.finished:
         return "finished"
@@ -29,8 +28,8 @@ def health(state: LiveState, now: float) -> str:
     return "stalled" if quiet and now - state.step_at > STALLED_AFTER_S else "running"
 
 
-def _loop(state: LiveState, now: float) -> dict[str, Any]:
-    alive = [beat for beat in state.workers.values() if _alive(beat, now)]
+def _loop(state: RunState, now: float) -> dict[str, Any]:
+    alive = state.living_workers(now)
     per_s = {name: round(rate.per_s(now), 2) for name, rate in state.rates.items()}
     return {
         "run": state.run,
@@ -39,7 +38,7 @@ def _loop(state: LiveState, now: float) -> dict[str, Any]:
         "step": state.step,
         "version": str(state.version),
         "announced": str(state.announced),
-        "step_age": None if state.step_at is None else round(now - state.step_at, 1),
+        "step_age": None if state.step_at is None else round(max(0.0, now - state.step_at), 1),
         "rates": per_s,
         "totals": {name: round(rate.total) for name, rate in state.rates.items()},
         "workers": len(alive),
@@ -47,7 +46,7 @@ def _loop(state: LiveState, now: float) -> dict[str, Any]:
         "waiting": sum(beat.waiting for beat in alive),
         "capacity": sum(beat.capacity for beat in alive),
         "engine_tokens_per_s": round(sum(beat.tokens_per_s for beat in alive)),
-        "skips": dict(state.skips),
+        "skips": state.skipped,
         "metrics": {key: state.metrics[key] for key in SHOWN_METRICS if key in state.metrics},
     }
 
@@ -55,18 +54,17 @@ def _loop(state: LiveState, now: float) -> dict[str, Any]:
 SHOWN_METRICS = ("reward", "off_policy/mean", "off_policy/max", "time/train_share", "padding/all", "time/step")
 
 
-def _lag(state: LiveState, _now: float) -> dict[str, Any]:
-    unread = lag_by_bucket(state.metrics)
-    buckets = sorted({*unread, *state.unfinished, *state.buckets})
+def _lag(state: RunState, _now: float) -> dict[str, Any]:
+    lag = state.lag
+    buckets = sorted({*lag, *state.buckets})
     return {
         "buckets": buckets,
-        "unread": [unread.get(bucket, 0) for bucket in buckets],
-        "unfinished": [state.unfinished.get(bucket) for bucket in buckets],
+        "lag": [lag.get(bucket, 0) for bucket in buckets],
         "seen": [state.buckets.get(bucket, 0) for bucket in buckets],
     }
 
 
-def _workers(state: LiveState, now: float) -> list[dict[str, Any]]:
+def _workers(state: RunState, now: float) -> list[dict[str, Any]]:
     return [
         {
             "id": worker,
@@ -83,31 +81,27 @@ def _workers(state: LiveState, now: float) -> list[dict[str, Any]]:
     ]
 
 
-def _alive(beat: Heartbeat, now: float) -> bool:
-    return beat.state is not WorkerState.STOPPED and now - beat.sent_at <= SILENT_AFTER_S
-
-
-def _split(state: LiveState, now: float) -> list[dict[str, Any]]:
-    """Shares of the last minute, for each process; what no stretch says is waiting."""
-    ends = [lane.stretches[-1].end for lane in state.lanes.values() if lane.stretches]
+def _split(state: RunState, now: float) -> list[dict[str, Any]]:
+    """Shares of the last minute, for each process; what no interval tells is waiting."""
+    ends = [track.intervals[-1].end for track in state.tracks.values() if track.intervals]
     until = min(now, max(ends, default=now))
     rows = []
-    for name in _ordered_lanes(state):
-        lane = state.lanes[name]
-        if name == COORDINATOR or not lane.stretches:
+    for name in _ordered_tracks(state):
+        track = state.tracks[name]
+        if name == COORDINATOR or not track.intervals:
             continue
-        since = max(until - SPLIT_WINDOW_S, lane.stretches[0].start)
+        since = max(until - SPLIT_WINDOW_S, track.intervals[0].start)
         span = max(until - since, 1e-6)
-        shares = {kind: round(taken / span, 4) for kind, taken in lane.seconds(since, until).items() if kind != "wait"}
+        shares = {kind: round(taken / span, 4) for kind, taken in track.seconds(since, until).items() if kind != "wait"}
         rows.append({"name": name, "shares": shares, "wait": round(max(0.0, 1 - sum(shares.values())), 4)})
     return rows
 
 
-def _curves(state: LiveState, _now: float) -> dict[str, Any]:
+def _curves(state: RunState, _now: float) -> dict[str, Any]:
     return {**state.curves.columns(), "stride": state.curves.stride}
 
 
-def _lengths(state: LiveState, _now: float) -> dict[str, Any]:
+def _lengths(state: RunState, _now: float) -> dict[str, Any]:
     found = state.calibration
     return {
         "cells": [[*cell, round(count)] for cell, count in sorted(found.cells.items())],
@@ -116,54 +110,54 @@ def _lengths(state: LiveState, _now: float) -> dict[str, Any]:
     }
 
 
-def _staleness(state: LiveState, _now: float) -> dict[str, Any]:
+def _staleness(state: RunState, _now: float) -> dict[str, Any]:
     return {"counts": [[age, round(count)] for age, count in sorted(state.staleness.counts.items())]}
 
 
-def _timeline(state: LiveState, _now: float) -> list[dict[str, Any]]:
-    return [{"name": name, **_drawn(state.lanes[name])} for name in _ordered_lanes(state)]
+def _timeline(state: RunState, _now: float) -> list[dict[str, Any]]:
+    return [{"name": name, **_drawn(state.tracks[name])} for name in _ordered_tracks(state)]
 
 
-def _drawn(lane: Lane) -> dict[str, Any]:
+def _drawn(track: Track) -> dict[str, Any]:
     return {
-        "stretches": [[round(s.start, 3), round(s.end, 3), s.kind, s.tag] for s in lane.stretches],
-        "marks": [[round(mark.at, 3), mark.kind, mark.text] for mark in lane.marks],
+        "stretches": [[round(each.start, 3), round(each.end, 3), each.kind, each.tag] for each in track.intervals],
+        "marks": [[round(mark.at, 3), mark.kind, mark.text] for mark in track.marks],
     }
 
 
-def _ordered_lanes(state: LiveState) -> list[str]:
+def _ordered_tracks(state: RunState) -> list[str]:
     first = {TRAINER: 0, COORDINATOR: 1}
-    return sorted(state.lanes, key=lambda name: (first.get(name, 2), name))
+    return sorted(state.tracks, key=lambda name: (first.get(name, 2), name))
 
 
-def _trajectories(state: LiveState, _now: float) -> list[dict[str, Any]]:
-    return [_row(state, sketch) for sketch in reversed(state.last)]
+def _trajectories(state: RunState, _now: float) -> list[dict[str, Any]]:
+    return [_row(state, summary) for summary in reversed(state.last)]
 
 
-def _row(state: LiveState, sketch: Sketch) -> dict[str, Any]:
-    place = sketch.partition, sketch.offset
+def _row(state: RunState, summary: TrajectorySummary) -> dict[str, Any]:
+    position = summary.partition, summary.offset
     return {
-        "id": sketch.trajectory_id,
-        "place": f"{sketch.partition}@{sketch.offset}",
-        "worker": sketch.worker_id,
-        "bucket": sketch.bucket,
-        "length": sketch.length,
-        "predicted": sketch.predicted,
-        "reward": None if sketch.reward is None else round(sketch.reward, 4),
-        "versions": sorted({str(sketch.oldest), str(sketch.newest)}),
-        "finish": sketch.finish_reason,
-        "text": sketch.completion,
-        "seconds": round(sketch.finished_at - sketch.started_at, 3),
-        "at": round(sketch.finished_at, 3),
-        "fate": state.fates.of(place, over=state.finished),
+        "id": summary.trajectory_id,
+        "place": f"{summary.partition}@{summary.offset}",
+        "worker": summary.worker_id,
+        "bucket": summary.bucket,
+        "length": summary.length,
+        "predicted": summary.predicted,
+        "reward": None if summary.reward is None else round(summary.reward, 4),
+        "versions": sorted({str(summary.oldest), str(summary.newest)}),
+        "finish": summary.finish_reason,
+        "text": summary.completion,
+        "seconds": round(summary.finished_at - summary.started_at, 3),
+        "at": round(summary.finished_at, 3),
+        "fate": state.fates.of(position, over=state.finished),
     }
 
 
-def _events(state: LiveState, _now: float) -> list[list[Any]]:
+def _events(state: RunState, _now: float) -> list[list[Any]]:
     return [[event.number, round(event.at, 3), event.level, event.text, event.times] for event in state.log.events]
 
 
-SECTIONS: dict[str, Callable[[LiveState, float], Any]] = {
+SECTIONS: dict[str, Callable[[RunState, float], Any]] = {
     "loop": _loop,
     "lag": _lag,
     "workers": _workers,

@@ -1,31 +1,31 @@
-"""A run's present, folded from the records of its topics. Pure and bounded: time comes with the records.
+"""A run's present, folded from the records of its topics: what every display, `status` and the summary tell.
 
-Invariants, each with a test of its name:
+It is pure: time comes with the records. It takes every record as it stands; what a record means for the run is decided
+here and nowhere else, but for ``inspection.audit``, which holds a whole run to account. Invariants, each with a test of
+its name:
 - it_stays_bounded: however many records come, what is held has an upper limit;
 - a_resumed_trainer_takes_its_steps_back: of steps taken again, the newer ones count;
 - every_trajectory_is_counted: also those that are not looked into, because very many came at once.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from bus.port import Record
 from observability.run_state.aggregates import (
-    NEWEST,
-    Calibration,
+    NO_VERSION,
     Curves,
     EventLog,
-    Fates,
-    Lane,
+    LengthCalibration,
     Rate,
-    Sketch,
-    Staleness,
-    sampled,
-    sketch_of,
+    StalenessHistogram,
+    StepHistory,
+    Track,
+    TrajectoryFates,
 )
-from observability.run_state.observer import NO_VERSION, SILENT_AFTER_S
+from observability.run_state.trajectory_summary import NEWEST, TrajectorySummary, sampled, summary_of
 from schemas.control import DrainWorker, FlowControl, RunFinished, WeightsReady
 from schemas.errors import WireError
 from schemas.identifiers import PolicyVersion
@@ -33,9 +33,15 @@ from schemas.messages import Message
 from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport, WorkerState
 from schemas.topics import DEAD_LETTERS, TRAJECTORIES
 
+SILENT_AFTER_S = 10.0
+"""Workers beat every second; one of whom nothing was heard for so long is taken for dead in displays."""
+LAG_PREFIX = "kafka/lag/bucket_"
+SKIPPED_PREFIX = "ledger/skipped/"
 SHOWN_TRAJECTORIES = NEWEST
 LENGTH_WEIGHT = 0.01
+"""Of a completion in the mean length: about the last hundred count."""
 WORKERS_HELD = 256
+MOST_BUCKETS = 64
 EVENT_EVERY_STEPS = 10
 AWAY_S = 15.0
 """After so long without a read, the broker is away."""
@@ -69,27 +75,29 @@ def _rates() -> dict[str, Rate]:
 
 
 @dataclass
-class LiveState:
+class RunState:
     """What is known of a run. ``snapshot`` in ``observability.run_state.snapshot`` turns it into plain data.
 
+    ``step``: the newest that was reported, ``step_at`` when. ``skips``: rows on the topic of skips, by reason.
+    ``committed_lag``: by length bucket, from the trainer's committed offsets; empty if nobody asks for them.
     ``read_at``: when the topics were last read to their ends, in epoch seconds. ``mean_length``: of the newest
     completions, in tokens. ``bucket_of``: length buckets by partition.
     """
 
     run: str
+    steps: StepHistory = field(default_factory=StepHistory)
     rates: dict[str, Rate] = field(default_factory=_rates)
     workers: dict[str, Heartbeat] = field(default_factory=dict)
-    lanes: dict[str, Lane] = field(default_factory=dict)
+    tracks: dict[str, Track] = field(default_factory=dict)
     curves: Curves = field(default_factory=lambda: Curves(CURVES))
-    calibration: Calibration = field(default_factory=Calibration)
-    staleness: Staleness = field(default_factory=Staleness)
-    fates: Fates = field(default_factory=Fates)
+    calibration: LengthCalibration = field(default_factory=LengthCalibration)
+    staleness: StalenessHistogram = field(default_factory=StalenessHistogram)
+    fates: TrajectoryFates = field(default_factory=TrajectoryFates)
     log: EventLog = field(default_factory=EventLog)
-    last: deque[Sketch] = field(default_factory=lambda: deque(maxlen=SHOWN_TRAJECTORIES))
+    last: deque[TrajectorySummary] = field(default_factory=lambda: deque(maxlen=SHOWN_TRAJECTORIES))
     buckets: Counter[int] = field(default_factory=Counter)
     skips: Counter[str] = field(default_factory=Counter)
-    metrics: dict[str, float] = field(default_factory=dict)
-    unfinished: dict[int, int] = field(default_factory=dict)
+    committed_lag: dict[int, int] = field(default_factory=dict)
     version: PolicyVersion = NO_VERSION
     announced: PolicyVersion = NO_VERSION
     algorithm: str = ""
@@ -102,57 +110,91 @@ class LiveState:
     mean_length: float = 0.0
     bucket_of: dict[int, int] = field(default_factory=dict)
 
-    def moment(self, now: float) -> float:
-        """Until when the run is known, of which displays speak; of the present while nothing can be read."""
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Of the newest step that was taken."""
+        newest = self.steps.newest
+        return {} if newest is None else newest.metrics
+
+    @property
+    def lag(self) -> dict[int, int]:
+        """Trajectories on the topic that the trainer has not finished (neither trained nor skipped), by length bucket.
+
+        By its committed offsets where they are known, else as the trainer itself reported it with the newest step.
+        """
+        return self.committed_lag or lag_by_bucket(self.metrics)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Trajectories skipped since the run began, by reason.
+
+        A viewer reads only the newest rows, and the trainer tells its own count only with its next step: neither is
+        ever too high, so the higher one counts.
+        """
+        reported = {
+            name.removeprefix(SKIPPED_PREFIX): int(count)
+            for name, count in self.metrics.items()
+            if name.startswith(SKIPPED_PREFIX)
+        }
+        found = {reason: max(self.skips[reason], reported.get(reason, 0)) for reason in {*self.skips, *reported}}
+        return {reason: count for reason, count in sorted(found.items()) if count}
+
+    def living_workers(self, now: float) -> list[Heartbeat]:
+        """By id."""
+        return [beat for _, beat in sorted(self.workers.items()) if is_alive(beat, now)]
+
+    def known_until(self, now: float) -> float:
+        """The moment of which displays speak: when the topics were last read; the present while nothing can be read."""
         return now if self.read_at is None or now - self.read_at > AWAY_S else min(now, self.read_at)
 
-    def take_all(self, records: Sequence[Record]) -> None:
-        """``take`` what came at once, in the order of its times. Of very many trajectories some are looked into, from
-        which the tokens of the others are told.
+    def observe_records(self, records: Sequence[Record]) -> None:
+        """Take into account what came at once, in the order of its times.
+
+        Of very many trajectories some are looked into; the tokens of the others are estimated from the mean length.
         """
-        places = [index for index, record in enumerate(records) if _name_of(record) == TRAJECTORIES.name]
-        skipped = set(places) - sampled(places)
+        trajectories = [index for index, record in enumerate(records) if _name_of(record) == TRAJECTORIES.name]
+        passed_over = set(trajectories) - sampled(trajectories)
         for index, record in enumerate(records):
-            if index in skipped and record.partition in self.bucket_of:
+            if index in passed_over and record.partition in self.bucket_of:
                 self._count_trajectory(record.timestamp, self.mean_length, self.bucket_of[record.partition])
             else:
-                self.take(record)
+                self.observe_record(record)
 
-    def take(self, record: Record) -> None:
+    def observe_record(self, record: Record) -> None:
         """Take a record of one of the run's topics into account. Dead letters are counted, not decoded."""
         name = _name_of(record)
         if name == TRAJECTORIES.name:
-            if (sketch := sketch_of(record)) is not None:
-                self.observe_trajectory(sketch, record.timestamp)
+            if (summary := summary_of(record)) is not None:
+                self.observe_trajectory(summary, record.timestamp)
         elif name == DEAD_LETTERS.name:
             self.rates["dead_letters"].add(record.timestamp)
             self.log.add(record.timestamp, "bad", "a record was refused; see dead letters")
         else:
             with suppress(WireError):
-                self.observe(record.message())
+                self.observe_message(record.message())
 
-    def observe_trajectory(self, sketch: Sketch, at: float) -> None:
+    def observe_trajectory(self, summary: TrajectorySummary, at: float) -> None:
         """A completion came, and was written at this time."""
-        bucket = self.bucket_of[sketch.partition] = min(sketch.bucket, 63)
-        self._count_trajectory(at, sketch.length, bucket)
-        self.mean_length += (sketch.length - self.mean_length) * (LENGTH_WEIGHT if self.mean_length else 1.0)
-        self.calibration.add(sketch.predicted, sketch.length)
-        self.fates.arrived((sketch.partition, sketch.offset), sketch.oldest.number)
-        self.last.append(sketch)
-        if (lane := self.worker_lane(sketch.worker_id)) is not None:
-            lane.extend(sketch.started_at, sketch.finished_at, "generate", sketch.newest.number)
+        bucket = self.bucket_of[summary.partition] = min(summary.bucket, MOST_BUCKETS - 1)
+        self._count_trajectory(at, summary.length, bucket)
+        self.mean_length += (summary.length - self.mean_length) * (LENGTH_WEIGHT if self.mean_length else 1.0)
+        self.calibration.add(summary.predicted, summary.length)
+        self.fates.arrived((summary.partition, summary.offset), summary.oldest.number)
+        self.last.append(summary)
+        if (track := self._worker_track(summary.worker_id)) is not None:
+            track.extend(summary.started_at, summary.finished_at, "generate", summary.newest.number)
 
     def _count_trajectory(self, at: float, tokens: float, bucket: int) -> None:
         self.rates["trajectories"].add(at)
         self.rates["tokens"].add(at, tokens)
         self.buckets[bucket] += 1
 
-    def ordered(self, count: int, at: float) -> None:
+    def count_orders(self, count: int, at: float) -> None:
         """So many work orders came since this was last told."""
         self.rates["orders"].add(at, count)
 
-    def observe(self, message: Message) -> None:
-        """Take a decoded message into account; those that say nothing for a display are passed over."""
+    def observe_message(self, message: Message) -> None:
+        """Take a decoded message into account; those that say nothing of the run's state are passed over."""
         handlers: dict[type[Message], Callable[..., None]] = {
             Heartbeat: self._heartbeat,
             StepReport: self._step,
@@ -169,19 +211,19 @@ class LiveState:
     def tick(self, now: float) -> None:
         """Notice who has fallen silent."""
         for worker, beat in self.workers.items():
-            silent = beat.state is not WorkerState.STOPPED and now - beat.sent_at > SILENT_AFTER_S
+            silent = beat.state is not WorkerState.STOPPED and not is_alive(beat, now)
             if silent and worker not in self.silent and not self.finished:
                 self.silent.add(worker)
                 self.log.add(now, "bad", f"{worker} is silent: no heartbeat for {SILENT_AFTER_S:.0f} s")
 
-    def lane(self, name: str) -> Lane:
+    def _track(self, name: str) -> Track:
         """Of a process."""
-        return self.lanes.setdefault(name, Lane())
+        return self.tracks.setdefault(name, Track())
 
-    def worker_lane(self, worker: str) -> Lane | None:
+    def _worker_track(self, worker: str) -> Track | None:
         """Of a worker; None if there are too many to hold."""
-        if worker in self.lanes or len(self.lanes) < WORKERS_HELD:
-            return self.lane(worker)
+        if worker in self.tracks or len(self.tracks) < WORKERS_HELD:
+            return self._track(worker)
         return None
 
     def _heartbeat(self, beat: Heartbeat) -> None:
@@ -189,7 +231,7 @@ class LiveState:
         if before is None and len(self.workers) >= WORKERS_HELD:
             return
         self.workers[beat.worker_id] = beat
-        lane = self.lane(beat.worker_id)
+        track = self._track(beat.worker_id)
         if beat.worker_id in self.silent:
             self.silent.discard(beat.worker_id)
             self.log.add(beat.sent_at, "good", f"{beat.worker_id} is heard again")
@@ -200,9 +242,9 @@ class LiveState:
             level = "warn" if beat.state in (WorkerState.DRAINING, WorkerState.STOPPED) else "info"
             self.log.add(beat.sent_at, level, f"{beat.worker_id} is {beat.state.value}")
         if beat.incarnation == before.incarnation and before.running and beat.sent_at - before.sent_at < SILENT_AFTER_S:
-            lane.extend(before.sent_at, beat.sent_at, "generate", before.version.number)
+            track.extend(before.sent_at, beat.sent_at, "generate", before.version.number)
         if beat.version != before.version:
-            lane.mark(beat.sent_at, "adopt", f"weights {beat.version}")
+            track.mark(beat.sent_at, "adopt", f"weights {beat.version}")
 
     def _step(self, report: StepReport) -> None:
         if report.version < self.version:
@@ -211,14 +253,14 @@ class LiveState:
             self.log.add(report.sent_at, "warn", f"a new trainer goes on from step {report.step}")
         self.version, self.algorithm, self.finished = report.version, report.algorithm, report.finished
         self.step, self.step_at = report.step, report.sent_at
-        if not report.micro_batches:
+        if not self.steps.add(report):
             return
-        self.metrics = report.metrics
         self.curves.add(report.step, report.metrics)
-        places = [(ref.partition, ref.offset) for batch in report.micro_batches for ref in batch]
-        self.staleness.add(self.fates.trained(places, report.step, report.version.number - 1))
+        positions = [(ref.partition, ref.offset) for batch in report.micro_batches for ref in batch]
+        # Version n is what step n made of version n - 1, the weights that its trajectories' ages are counted from.
+        self.staleness.add(self.fates.trained(positions, report.step, report.version.number - 1))
         self.rates["steps"].add(report.sent_at)
-        self.rates["trained"].add(report.sent_at, len(places))
+        self.rates["trained"].add(report.sent_at, len(positions))
         self._phases(report)
         if report.step % EVENT_EVERY_STEPS == 0:
             reward = report.metrics.get("reward")
@@ -226,36 +268,38 @@ class LiveState:
             self.log.add(report.sent_at, "info", f"step {report.step}{told}")
 
     def _phases(self, report: StepReport) -> None:
-        lane, seconds = self.lane(TRAINER), [(kind, report.metrics.get(key, 0.0)) for kind, key in PHASES]
-        at = report.sent_at - sum(taken for _, taken in seconds)
+        track, seconds = self._track(TRAINER), [(kind, report.metrics.get(key, 0.0)) for kind, key in PHASES]
+        at = report.sent_at - sum(taken for _, taken in seconds)  # the report is sent when the last phase is over
         for kind, taken in seconds:
-            lane.extend(at, at + taken, kind, report.step)
+            track.extend(at, at + taken, kind, report.step)
             at += taken
-        lane.mark(report.sent_at, "step", f"step {report.step}")
+        track.mark(report.sent_at, "step", f"step {report.step}")
 
     def _refused(self, report: RefusedStep) -> None:
         self.log.add(report.sent_at, "bad", f"step {report.step} refused: {report.problem[:160]}")
-        self.lane(TRAINER).mark(report.sent_at, "refused", f"step {report.step} refused")
+        self._track(TRAINER).mark(report.sent_at, "refused", f"step {report.step} refused")
 
     def _skip(self, row: SkipRecord) -> None:
         count = 1 if row.end_offset is None else max(1, row.end_offset - row.offset)
         self.skips[row.reason.value] += count
         self.rates["skips"].add(row.sent_at, count)
-        self.fates.tell((row.partition, row.offset), f"skipped: {row.reason.value}")
+        self.fates.settle((row.partition, row.offset), f"skipped: {row.reason.value}")
         reason = row.reason.value.replace("_", " ")
         self.log.add(row.sent_at, "warn", f"trajectories skipped at step {row.step}: {reason}", count)
 
     def _weights(self, message: WeightsReady) -> None:
         self.announced = max(self.announced, message.version)
+        if message.version > self.version:  # of a step whose report is still to come: a finished run is continued
+            self.finished = False
         self.rates["weights"].add(message.sent_at)
-        self.lane(COORDINATOR).mark(message.sent_at, "announce", f"weights {message.version} announced")
+        self._track(COORDINATOR).mark(message.sent_at, "announce", f"weights {message.version} announced")
 
     def _flow(self, message: FlowControl) -> None:
         if message.mode != self.mode:
             said = {"run": "the run goes on", "pause": "the run is paused", "drain": "the run is drained"}[message.mode]
             level = "good" if message.mode == "run" else "warn"
             self.log.add(message.sent_at, level, f"{said} ({message.reason})" if message.reason else said)
-            self.lane(COORDINATOR).mark(message.sent_at, message.mode, said)
+            self._track(COORDINATOR).mark(message.sent_at, message.mode, said)
         self.mode = message.mode
 
     def _drain(self, message: DrainWorker) -> None:
@@ -264,6 +308,17 @@ class LiveState:
     def _finish(self, message: RunFinished) -> None:
         self.finished = True
         self.log.add(message.sent_at, "good", f"the run is finished at step {message.step}: {message.reason}")
+
+
+def is_alive(beat: Heartbeat, now: float) -> bool:
+    """Whether this worker has neither left nor fallen silent, by its last heartbeat."""
+    return beat.state is not WorkerState.STOPPED and now - beat.sent_at <= SILENT_AFTER_S
+
+
+def lag_by_bucket(metrics: Mapping[str, float]) -> dict[int, int]:
+    """Trajectories not finished, by length bucket, as the trainer reported them with a step."""
+    found = {int(key.removeprefix(LAG_PREFIX)): int(v) for key, v in metrics.items() if key.startswith(LAG_PREFIX)}
+    return dict(sorted(found.items()))
 
 
 def _name_of(record: Record) -> str:

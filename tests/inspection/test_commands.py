@@ -17,7 +17,7 @@ from bus.kafka.topic_admin import apply_topics
 from bus.port import Outgoing, Record
 from consumers.training.checkpoints.manifest import MANIFEST, STATE, encode_manifest
 from inspection.audit.command import audit_run, export_run
-from inspection.dead_letters import RETRY_OF, list_letters, retry_letters, show_letter
+from inspection.dead_letters import RETRY_OF, list_dead_letters, retry_dead_letters, show_dead_letter
 from inspection.export import SegmentHistory
 from schemas.codec import encode, headers_of
 from schemas.errors import UserError
@@ -133,19 +133,19 @@ def test_dead_letters_are_listed_shown_and_retried_once(
     asyncio.run(_publish(bootstrap_servers, run, letters))
     before = len(asyncio.run(_read(bootstrap_servers, topic)))
 
-    assert list_letters(past[0].path, None, None, "1h", json_lines=False) == 0
+    assert list_dead_letters(past[0].path, None, None, "1h", json_lines=False) == 0
     shown = capsys.readouterr().out
     assert "MalformedFrame" in shown
     assert "2 dead letters" in shown
-    assert list_letters(past[0].path, None, "UnknownSchema", None, json_lines=True) == 0
+    assert list_dead_letters(past[0].path, None, "UnknownSchema", None, json_lines=True) == 0
     assert [json.loads(line)["origin_offset"] for line in capsys.readouterr().out.splitlines()] == [5]
-    assert show_letter(past[0].path, None, 0) == 0
+    assert show_dead_letter(past[0].path, None, 0) == 0
     assert "decoding it today: a trajectory" in capsys.readouterr().out
     with pytest.raises(UserError, match="offset 9"):
-        show_letter(past[0].path, None, 9)
+        show_dead_letter(past[0].path, None, 9)
 
     def retry(*offsets: int, everything: bool = False, dry_run: bool = False) -> tuple[int, str]:
-        code = retry_letters(past[0].path, offsets, everything=everything, dry_run=dry_run, force=False)
+        code = retry_dead_letters(past[0].path, offsets, everything=everything, dry_run=dry_run, force=False)
         return code, capsys.readouterr().out
 
     code, shown = retry(everything=True, dry_run=True)

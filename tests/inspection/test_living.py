@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from inspection.host import NICENESS
+from inspection.process import NICENESS
 from inspection.source import own_broker, running_brokers
 from settings.run_directory import RunDirectory
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local.watching import LOG, watch
-from inspection.diagnostics.connect import Attachment
+from inspection.diagnostics.connect import RunConnection
 from settings.loading import as_toml, load_settings
 from settings.run_directory import RunDirectory
 
@@ -66,17 +66,22 @@ async def on_a_terminal(directory: Path, address: str, stop_after_s: float, keys
     return bytes(seen)
 
 
-def _surveyed_run(folder: Path) -> RunDirectory:
+def _directory_of_the_run(folder: Path) -> RunDirectory:
     directory = RunDirectory(folder / "run")
     directory.create()
-    given = ["--run.name=surveyed", "--data.dataset=gcd", "--training.backend=emulated", "--generation.engine=emulated"]
+    given = [
+        "--run.name=living_run",
+        "--data.dataset=gcd",
+        "--training.backend=emulated",
+        "--generation.engine=emulated",
+    ]
     directory.config.write_text(as_toml(load_settings(None, given)))
     return directory
 
 
-async def test_the_view_has_the_terminal_until_the_run_ends(surveyed: Attachment, tmp_path: Path) -> None:
-    directory = _surveyed_run(tmp_path)
-    seen = await on_a_terminal(directory.path, surveyed.address, 12.0)
+async def test_the_view_has_the_terminal_until_the_run_ends(living_run: RunConnection, tmp_path: Path) -> None:
+    directory = _directory_of_the_run(tmp_path)
+    seen = await on_a_terminal(directory.path, living_run.address, 12.0)
     opened, closed = seen.find(b"\x1b[?1049h"), seen.find(b"\x1b[?1049l")
     assert 0 <= opened < closed < seen.find(b"progress, stopped: True"), seen[-2000:]
     assert b"told meanwhile" not in seen
@@ -85,9 +90,9 @@ async def test_the_view_has_the_terminal_until_the_run_ends(surveyed: Attachment
 
 @pytest.mark.parametrize(("key", "stopped"), [(b"q", False), (b"\x03", True)])
 async def test_q_leaves_the_view_and_ctrl_c_stops_the_run(
-    surveyed: Attachment, tmp_path: Path, key: bytes, stopped: bool
+    living_run: RunConnection, tmp_path: Path, key: bytes, stopped: bool
 ) -> None:
-    seen = await on_a_terminal(_surveyed_run(tmp_path).path, surveyed.address, 50.0, key)
+    seen = await on_a_terminal(_directory_of_the_run(tmp_path).path, living_run.address, 50.0, key)
     assert f"progress, stopped: {stopped}".encode() in seen, seen[-2000:]
 
 

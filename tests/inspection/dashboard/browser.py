@@ -114,6 +114,30 @@ class Page:
         await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **extra)
         await self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
+    async def point_at(self, selector: str, x: float = 0.5, y: float = 0.5) -> None:
+        """Move the mouse over an element, to these shares of its width and height."""
+        await self._mouse("mouseMoved", await self._place(selector, x, y))
+
+    async def drag(self, selector: str, start: float, end: float) -> None:
+        """Press the mouse over an element, and let it go further right or left; in shares of its width."""
+        begin, goal = await self._place(selector, start), await self._place(selector, end)
+        for kind, at in (("mousePressed", begin), ("mouseMoved", goal), ("mouseReleased", goal)):
+            await self._mouse(kind, at, button="left", buttons=1, clickCount=1)
+
+    async def wheel(self, selector: str, pixels: float) -> None:
+        """Turn the wheel over an element's middle."""
+        await self._mouse("mouseWheel", await self._place(selector), deltaX=0, deltaY=pixels)
+
+    async def _place(self, selector: str, x: float = 0.5, y: float = 0.5) -> tuple[float, float]:
+        box = await self.evaluate(
+            f"(() => {{ const it = document.querySelector({json.dumps(selector)});"
+            " it.scrollIntoView({block: 'center'}); return it.getBoundingClientRect().toJSON(); })()"
+        )
+        return box["x"] + x * box["width"], box["y"] + y * box["height"]
+
+    async def _mouse(self, kind: str, at: tuple[float, float], **more: Any) -> None:
+        await self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], **more)
+
     async def computed_s(self) -> float:
         """Seconds that the page's main thread has computed, once ``Performance`` is enabled."""
         metrics = (await self.call("Performance.getMetrics"))["metrics"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from observability.run_state.aggregates import sketch_of
+from observability.run_state.trajectory_summary import summary_of
 from schemas.topics import TRAJECTORIES
 from tests.inspection.dashboard.browser import Page, browser_page, chromium
 from tests.inspection.dashboard.served import RUN, Served, served
@@ -45,8 +45,8 @@ def _trained(dashboard: Served) -> str:
     """A trajectory that two versions sampled, as partition@offset."""
     log = dashboard.bus.log(TRAJECTORIES.full_name(RUN)).partitions
     for (partition, offset), fate in reversed(dashboard.state.fates.told.items()):
-        sketch = sketch_of(log[partition][offset])
-        if sketch and fate.startswith("trained") and sketch.oldest != sketch.newest and 120 < sketch.length < 200:
+        summary = summary_of(log[partition][offset])
+        if summary and fate.startswith("trained") and summary.oldest != summary.newest and 120 < summary.length < 200:
             return f"{partition}@{offset}"
     raise AssertionError("expected a trained trajectory of two versions")
 

@@ -13,10 +13,10 @@ from aiohttp import web
 from bus.memory import MemoryBus
 from bus.port import Outgoing
 from inspection.dashboard.command import listen
-from inspection.dashboard.records import Room
+from inspection.dashboard.records import DashboardContext
 from inspection.dashboard.server import build_app
-from observability.run_state.feed import LiveFeed
-from observability.run_state.state import LiveState
+from observability.run_state.feed import RunFeed
+from observability.run_state.state import RunState
 from tests.observability.run_state.made_up_run import SHARDS, VOCABULARY, MadeUpRun
 from tests.observability.run_state.writing import append, append_letters, append_raw, topics_of
 
@@ -29,7 +29,7 @@ class Served:
 
     address: str
     bus: MemoryBus
-    state: LiveState
+    state: RunState
 
 
 @asynccontextmanager
@@ -62,12 +62,12 @@ async def served_fast(seconds: float) -> AsyncIterator[Served]:
 @asynccontextmanager
 async def _served(bus: MemoryBus, coming: Iterator[tuple[float, Callable[[], None]]]) -> AsyncIterator[Served]:
     stop = asyncio.Event()
-    state = LiveState(RUN)
-    room = Room(bus, state, f"runs/{RUN}", lambda: lambda token: VOCABULARY[token % len(VOCABULARY)])
+    state = RunState(RUN)
+    room = DashboardContext(bus, state, f"runs/{RUN}", lambda: lambda token: VOCABULARY[token % len(VOCABULARY)])
     runner = web.AppRunner(build_app(room, stop), access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     address = await listen(runner, "127.0.0.1", 0)
-    tasks = [asyncio.create_task(LiveFeed(bus, state, SHARDS).run(stop))]
+    tasks = [asyncio.create_task(RunFeed(bus, state, SHARDS).run(stop))]
 
     tasks.append(asyncio.create_task(_go_on(bus, coming)))
     try:

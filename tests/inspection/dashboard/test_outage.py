@@ -12,7 +12,7 @@ import pytest
 
 from bus.embedded.cluster import start_cluster
 from settings.run_directory import RunDirectory
-from tests.inspection.diagnostics.living_run import write_run
+from tests.inspection.living_run import write_run
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 OUTAGE_S = 12.0

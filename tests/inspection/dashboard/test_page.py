@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -61,9 +62,10 @@ async def test_the_page_is_light_and_loads_in_a_second(page: Page) -> None:
 async def test_everything_is_drawn_and_nothing_complains(page: Page) -> None:
     await page.until("document.querySelectorAll('#lag .row').length === 4")
     await page.until("document.querySelectorAll('#dlq .letter').length === 2")
+    await page.until("document.querySelectorAll('canvas').length === 5")
     blank = await page.evaluate(
         "[...document.querySelectorAll('canvas')].filter((each) => !each.getContext('2d')"
-        ".getImageData(0, 0, each.width, each.height).data.some(Boolean)).map((each) => each.id)"
+        ".getImageData(0, 0, each.width, each.height).data.some(Boolean)).map((each) => each.closest('[id]').id)"
     )
     assert blank == []
     assert await page.evaluate("document.getElementById('health').textContent") == "running"
@@ -91,12 +93,14 @@ async def test_axe_finds_no_serious_issue(page: Page, scheme: str) -> None:
 
 async def test_the_scheme_can_be_chosen_and_is_remembered(page: Page) -> None:
     background = "getComputedStyle(document.body).backgroundColor"
+    columns = "document.querySelector('#staleness canvas').toDataURL()"
     await page.prefer("light")
     await page.until("document.documentElement.dataset.scheme === 'light'")
-    light = await page.evaluate(background)
+    light, light_columns = await page.evaluate(background), await page.evaluate(columns)
     await page.evaluate("(() => { const b = document.getElementById('theme'); b.click(); b.click(); })()")
     assert await page.evaluate("document.documentElement.dataset.theme") == "dark"
     assert await page.evaluate(background) != light
+    assert await page.evaluate(columns) != light_columns
     assert await page.evaluate("localStorage.getItem('streamrl-theme')") == "dark"
     await page.evaluate("document.getElementById('theme').click()")
     assert await page.evaluate(background) == light
@@ -121,6 +125,32 @@ async def test_the_timeline_obeys_keys(page: Page) -> None:
     assert await page.evaluate(following) == "false"
     await page.press("End")
     assert await page.evaluate(following) == "true"
+
+
+async def test_the_timeline_is_zoomed_by_wheel_moved_by_drag_and_told_by_pointing(page: Page) -> None:
+    drawn = "document.querySelector('#timeline canvas').toDataURL()"
+    following = "document.getElementById('follow').getAttribute('aria-pressed')"
+    await page.evaluate("document.getElementById('timeline').focus()")
+    await page.press("ArrowLeft")
+    await page.point_at("#timeline .u-over", 0.5, 0.05)
+    await page.until("document.getElementById('tip').textContent.startsWith('trainer · ')")
+    before = await page.evaluate(drawn)
+    await page.wheel("#timeline .u-over", -200)
+    await page.until(f"{drawn} !== {json.dumps(before)}")
+    zoomed = await page.evaluate(drawn)
+    await page.drag("#timeline .u-over", 0.5, 0.6)
+    await page.until(f"{drawn} !== {json.dumps(zoomed)}")
+    assert await page.evaluate(following) == "false"
+    await page.press("End")
+
+
+async def test_pointing_at_a_curve_tells_its_values(page: Page) -> None:
+    told = r"document.querySelector('#length .u-legend').innerText.split(/\s+/).join(' ')"
+    assert await page.evaluate(told) == "longest mean"
+    await page.point_at("#length .u-over")
+    assert re.fullmatch(r"step \d+ longest ?\d+ mean ?\d+", await page.evaluate(told))
+    await page.point_at("#h-length")
+    assert await page.evaluate(told) == "longest mean"
 
 
 async def test_a_dead_letter_is_retried_from_the_page(page: Page) -> None:

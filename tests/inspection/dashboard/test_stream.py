@@ -1,15 +1,15 @@
 import asyncio
 import json
 
-from inspection.dashboard.server import SLOW, Stream
+from inspection.dashboard.server import SLOW, UpdateStream
 from observability.run_state.pace import OFTEN_S
-from observability.run_state.state import LiveState
+from observability.run_state.state import RunState
 from tests.schemas.examples import examples
 
 
 async def test_the_state_is_put_into_words_once_for_all_who_look() -> None:
     clock = [1000.0]
-    stream, stop = Stream(LiveState("r"), lambda: clock[0]), asyncio.Event()
+    stream, stop = UpdateStream(RunState("r"), lambda: clock[0]), asyncio.Event()
     first, second = stream.updates(stop), stream.updates(stop)
     one, two = await anext(first), await anext(second)
     assert one == two
@@ -20,10 +20,10 @@ async def test_the_state_is_put_into_words_once_for_all_who_look() -> None:
 
 async def test_only_what_changed_is_sent_and_slow_sections_wait_for_their_turn() -> None:
     clock = [1000.0]
-    stream, stop = Stream(LiveState("r"), lambda: clock[0]), asyncio.Event()
+    stream, stop = UpdateStream(RunState("r"), lambda: clock[0]), asyncio.Event()
     updates = stream.updates(stop)
     assert "curves" in await anext(updates)
-    stream.state.observe(examples()["step-report"].replace(finished=False, sent_at=1000.0))
+    stream.state.observe_message(examples()["step-report"].replace(finished=False, sent_at=1000.0))
     turns = []
     for _ in range(SLOW["curves"] + 1):
         clock[0] += OFTEN_S

@@ -5,16 +5,16 @@ from bus.memory import MemoryBus
 from bus.port import Outgoing, Record
 from inspection.dead_letters import (
     RETRY_OF,
-    Action,
     Origin,
-    Outcome,
+    RetryAction,
+    RetryOutcome,
     as_json,
-    letter_of,
+    dead_letter_of,
     lines_of,
     moment,
     plan_retries,
-    read_letter,
-    read_letters,
+    read_dead_letter,
+    read_dead_letters,
     retry_lines,
     send_retries,
 )
@@ -58,7 +58,7 @@ def whole(partition: int = 1, offset: int = 0) -> Outgoing:
     return dead(encode(GOOD), headers_of(GOOD), letter_headers(partition, offset))
 
 
-async def _retry(bus: MemoryBus, offsets: set[int] | None = None, *, force: bool = False) -> list[Outcome]:
+async def _retry(bus: MemoryBus, offsets: set[int] | None = None, *, force: bool = False) -> list[RetryOutcome]:
     plan, missing = await plan_retries(BusHistory(bus), RUN, offsets, force=force)
     assert not missing
     return await send_retries(bus, plan)
@@ -72,7 +72,7 @@ async def test_a_retried_record_is_the_refused_one_with_a_header_that_says_so() 
     bus = await _bus(whole(partition=2, offset=7))
     (outcome,) = await _retry(bus)
     (record,) = await _sent(bus)
-    assert outcome.action is Action.SENT
+    assert outcome.action is RetryAction.SENT
     assert outcome.detail == f"as {TOPIC}[2]@0"
     assert (record.partition, record.key, record.value) == (2, "key", encode(GOOD))
     assert record.headers == (*headers_of(GOOD), (RETRY_OF, b"2@7"))
@@ -81,15 +81,15 @@ async def test_a_retried_record_is_the_refused_one_with_a_header_that_says_so() 
 
 async def test_a_letter_is_retried_once() -> None:
     bus = await _bus(whole(1, 0), whole(1, 4))
-    assert [outcome.action for outcome in await _retry(bus, {0})] == [Action.SENT]
-    assert [outcome.action for outcome in await _retry(bus)] == [Action.ALREADY, Action.SENT]
-    assert [outcome.action for outcome in await _retry(bus)] == [Action.ALREADY, Action.ALREADY]
+    assert [outcome.action for outcome in await _retry(bus, {0})] == [RetryAction.SENT]
+    assert [outcome.action for outcome in await _retry(bus)] == [RetryAction.ALREADY, RetryAction.SENT]
+    assert [outcome.action for outcome in await _retry(bus)] == [RetryAction.ALREADY, RetryAction.ALREADY]
     assert len(await _sent(bus)) == 2
 
 
 async def test_a_record_that_became_a_dead_letter_twice_is_sent_once() -> None:
     bus = await _bus(whole(1, 3), whole(1, 3))
-    assert [outcome.action for outcome in await _retry(bus)] == [Action.SENT, Action.ALREADY]
+    assert [outcome.action for outcome in await _retry(bus)] == [RetryAction.SENT, RetryAction.ALREADY]
 
 
 async def test_a_retry_that_failed_again_can_be_retried_itself() -> None:
@@ -97,17 +97,17 @@ async def test_a_retry_that_failed_again_can_be_retried_itself() -> None:
     bus = await _bus(whole(1, 0), dead(encode(GOOD), (*headers_of(GOOD), again), letter_headers(1, 5)))
     await _retry(bus)
     assert [record.headers[-1] for record in await _sent(bus)] == [(RETRY_OF, b"1@0"), (RETRY_OF, b"1@5")]
-    assert [outcome.action for outcome in await _retry(bus)] == [Action.ALREADY, Action.ALREADY]
+    assert [outcome.action for outcome in await _retry(bus)] == [RetryAction.ALREADY, RetryAction.ALREADY]
 
 
 async def test_what_still_does_not_decode_stays_unless_it_is_forced() -> None:
     bus = await _bus(dead(b"\xffjunk", headers_of(GOOD), letter_headers(0, 1)))
     (refused,) = await _retry(bus)
-    assert refused.action is Action.REFUSED
+    assert refused.action is RetryAction.REFUSED
     assert "MalformedFrame" in refused.detail or "FrameTooLarge" in refused.detail
     assert await _sent(bus) == []
     (forced,) = await _retry(bus, force=True)
-    assert forced.action is Action.SENT
+    assert forced.action is RetryAction.SENT
     assert [record.value for record in await _sent(bus)] == [b"\xffjunk"]
 
 
@@ -124,7 +124,7 @@ async def test_what_still_does_not_decode_stays_unless_it_is_forced() -> None:
 async def test_what_cannot_be_sent_is_refused_even_by_force(letter: Outgoing) -> None:
     bus = await _bus(letter)
     (outcome,) = await _retry(bus, force=True)
-    assert outcome.action is Action.REFUSED
+    assert outcome.action is RetryAction.REFUSED
     assert await _sent(bus) == []
 
 
@@ -136,7 +136,7 @@ async def test_offsets_that_name_no_letter_are_told() -> None:
 
 async def test_letters_are_read_and_shown() -> None:
     bus = await _bus(whole(1, 4), dead(bytes(range(256)) * 2, (("odd", b"\xff"),), letter_headers(0, 2)))
-    letters = [letter async for letter in read_letters(BusHistory(bus), RUN)]
+    letters = [letter async for letter in read_dead_letters(BusHistory(bus), RUN)]
     assert [letter.origin for letter in letters] == [Origin(TOPIC, 1, 4), Origin(TOPIC, 0, 2)]
     good, bad = ("\n".join(lines_of(letter)) for letter in letters)
     assert "decoding it today: a trajectory" in good
@@ -145,16 +145,16 @@ async def test_letters_are_read_and_shown() -> None:
     assert "20 21 22" in bad
     assert "256 bytes more" in bad
     assert as_json(letters[0])["origin_offset"] == 4
-    found = await read_letter(BusHistory(bus), RUN, 1)
+    found = await read_dead_letter(BusHistory(bus), RUN, 1)
     assert found is not None
     assert found.size == 512
-    assert await read_letter(BusHistory(bus), RUN, 2) is None
-    assert "refused: why" in next(iter(retry_lines([Outcome(letters[0], Action.REFUSED, "why")])))
+    assert await read_dead_letter(BusHistory(bus), RUN, 2) is None
+    assert "refused: why" in next(iter(retry_lines([RetryOutcome(letters[0], RetryAction.REFUSED, "why")])))
 
 
 def test_a_letter_with_any_headers_can_be_listed() -> None:
     odd: Headers = (("dlq-offset", b"9" * 40), ("dlq-topic", b"\xff"), ("dlq-partition", b"\xb2"))
-    letter = letter_of(Record("t", 0, 0, None, None, odd, 0.0))
+    letter = dead_letter_of(Record("t", 0, 0, None, None, odd, 0.0))
     assert letter.origin is None
     assert letter.error_class == "(none)"
     assert list(lines_of(letter))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bus.history import BusHistory
 from bus.memory import MemoryBus
-from inspection.report.gathered import Gathered, write_gathered
+from inspection.report.facts import RunFacts, write_facts
 from inspection.report.gathering import gather_topics
 from schemas.reports import StepReport
 from schemas.topics import STEPS, TRAJECTORIES
@@ -77,8 +77,8 @@ async def gather(recorded: Recorded, **kept: object) -> Recorded:
         "before": ({"prompt": "p", "completion": "<b>wrong</b>"},),
         "after": ({"prompt": "p", "correct": True},),
     }
-    gathered = Gathered(environment={"CPU": "made up", **kept}, evaluated=evaluated, topics=topics)  # type: ignore[dict-item]
-    write_gathered(recorded.directory.gathered, gathered)
+    gathered = RunFacts(environment={"CPU": "made up", **kept}, evaluated=evaluated, topics=topics)  # type: ignore[dict-item]
+    write_facts(recorded.directory.gathered, gathered)
     return recorded
 
 

@@ -1,6 +1,7 @@
 """Reports in a real browser; skipped where no Chromium is installed."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,13 @@ from tests.inspection.report.recorded import gather, record_run
 EXECUTABLE = chromium()
 AXE = Path(__file__).parents[1] / "dashboard" / "axe" / "axe.min.js"
 EVIL = '</script><script>window.owned = true</script><img src="https://example.com/x" onerror="window.owned = true">'
+FIRST_CURVE = "document.querySelector('#curves canvas').toDataURL()"
+HUES = """(canvas) => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height), found = new Set();
+  for (let at = 0; at < data.length; at += 4) if (data[at + 3] === 255) found.add(data.slice(at, at + 3).join());
+  return [...found];
+}"""
+LEGEND = "document.querySelector('#curves .u-legend').innerText"
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 in_browser = pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed, and none is downloaded")
 
@@ -81,16 +89,15 @@ async def test_a_run_that_kept_nothing_of_its_topics_says_how_to_have_it(written
 @in_browser
 async def test_everything_is_drawn_and_nothing_complains(page: Page) -> None:
     drawn = await page.evaluate(
-        "[...document.querySelectorAll('figure svg')].map((each) => [each.getAttribute('aria-label'),"
-        " each.querySelectorAll('path, rect').length, each.getBoundingClientRect().height > 30])"
+        "[...document.querySelectorAll('canvas')].map((each) => [each.getAttribute('aria-label'),"
+        " each.getContext('2d').getImageData(0, 0, each.width, each.height).data.some(Boolean),"
+        " each.getBoundingClientRect().height > 30])"
     )
     assert len(drawn) > 12
-    assert all(shapes and visible for _, shapes, visible in drawn), drawn
-    broken = (
-        "[...document.querySelectorAll('svg *')]"
-        ".some((each) => [...each.attributes].some((one) => one.value.includes('NaN')))"
-    )
-    assert not await page.evaluate(broken)
+    assert all(told and painted and visible for told, painted, visible in drawn), drawn
+    assert not any("NaN" in told or "undefined" in told for told, _, _ in drawn), drawn
+    shares = await page.evaluate("[...document.querySelectorAll('.shares')].map((each) => each.textContent)")
+    assert any(re.fullmatch(r"trainer\d+%.*", told) for told in shares)
     assert not await page.evaluate("window.owned === true")
     assert await page.evaluate("performance.getEntriesByType('resource').length") == 0
     assert page.problems == []
@@ -114,48 +121,70 @@ async def test_axe_finds_no_serious_issue(page: Page, scheme: str) -> None:
 
 @in_browser
 async def test_curves_go_over_wall_clock_if_wanted(page: Page) -> None:
-    lines = "document.querySelectorAll('#curves .chart path.curve')"
-    before = await page.evaluate(f"{lines}[0].getAttribute('d')")
+    before = await page.evaluate(FIRST_CURVE)
     await page.evaluate("document.querySelector('[data-axis=time]').click()")
-    assert await page.evaluate(f"{lines}[0].getAttribute('d')") != before
-    assert await page.evaluate("document.querySelector('#curves .chart svg').textContent.includes(' s')")
+    await page.until(f"{FIRST_CURVE} !== {json.dumps(before)}")
+    await page.point_at("#curves .u-over")
+    assert (await page.evaluate(LEGEND)).startswith("after ")
     assert await page.evaluate("document.querySelector('[data-axis=time]').getAttribute('aria-pressed')") == "true"
 
 
 @in_browser
-async def test_pointing_at_a_curve_tells_its_values(page: Page) -> None:
-    told = "document.querySelector('#curves .chart .legend').textContent"
-    await page.evaluate(
-        "(() => { const it = document.querySelector('#curves .chart svg'), box = it.getBoundingClientRect();"
-        " it.dispatchEvent(new PointerEvent('pointermove',"
-        " {clientX: box.left + box.width / 2, clientY: box.top + 20})); })()"
-    )
-    assert "step" in await page.evaluate(told)
-    await page.evaluate("document.querySelector('#curves .chart svg').dispatchEvent(new PointerEvent('pointerleave'))")
-    assert "step" not in await page.evaluate(told)
+async def test_curves_are_smoothed_if_wanted_and_tell_what_was_measured(browser: Page, tmp_path: Path) -> None:
+    recorded = record_run(tmp_path / "long", seconds=240.0)
+    write_page(tmp_path / "long.html", [read_record(recorded.directory, recorded.name)])
+    await browser.open((tmp_path / "long.html").as_uri())
+    told = []
+    for _ in range(2):
+        await browser.point_at("#curves .u-over")
+        told.append([await browser.evaluate(FIRST_CURVE), await browser.evaluate(LEGEND)])
+        await browser.evaluate("document.getElementById('smooth').click()")
+    assert told[0][0] != told[1][0]
+    assert told[0][1] == told[1][1]
 
 
 @in_browser
-async def test_the_timeline_is_zoomed_by_keys_and_told_by_pointing(page: Page) -> None:
-    lanes = "document.querySelector('#timeline svg').innerHTML"
+async def test_pointing_at_a_curve_tells_its_values(page: Page) -> None:
+    await page.point_at("#curves .u-over")
+    assert re.match(r"step \d+\s\D+\d", await page.evaluate(LEGEND))
+    await page.point_at("h1")
+    assert "step" not in await page.evaluate(LEGEND)
+
+
+@in_browser
+async def test_the_timeline_is_zoomed_by_keys_buttons_and_dragging_and_told_by_pointing(page: Page) -> None:
+    lanes = "document.querySelector('#timeline canvas').toDataURL()"
     whole = await page.evaluate(lanes)
-    await page.evaluate("document.querySelector('#timeline svg').focus()")
+    await page.evaluate("document.querySelector('#timeline [tabindex]').focus()")
     await page.press("+")
     assert await page.evaluate(lanes) != whole
     await page.press("Home")
     assert await page.evaluate(lanes) == whole
-    names = await page.evaluate(
-        "[...document.querySelectorAll('#timeline svg .strong')].map((each) => each.textContent)"
-    )
-    assert names[:4] == ["trainer", "worker-0", "worker-1", "worker-2"]
-    await page.evaluate(
-        "(() => { const lane = document.querySelector('#timeline path.k-train').getBoundingClientRect();"
-        " document.querySelector('#timeline svg').dispatchEvent(new PointerEvent('pointermove',"
-        " {clientX: lane.left + lane.width / 2, clientY: lane.top + 5})); })()"
-    )
-    assert (await page.evaluate("document.querySelector('#timeline .legend').textContent")).startswith(
-        "trainer · after "
-    )
+    await page.evaluate("document.querySelector('#timeline [aria-label=earlier]').click()")
+    assert await page.evaluate(lanes) == whole
+    await page.evaluate("document.querySelector('#timeline [aria-label=\"zoom in\"]').click()")
+    assert await page.evaluate(lanes) != whole
+    await page.press("Home")
+    await page.drag("#timeline .u-over", 0.25, 0.5)
+    assert await page.evaluate(lanes) != whole
+    label = await page.evaluate("document.querySelector('#timeline canvas').getAttribute('aria-label')")
+    assert "trainer, worker-0, worker-1, worker-2" in label
+    await page.point_at("#timeline .u-over", y=0.4)
+    told = await page.evaluate("document.querySelector('#timeline .legend').textContent")
+    assert re.match(r"(trainer|worker-\d) · after ", told)
+    await page.point_at("h1")
+
+
+@in_browser
+async def test_charts_take_the_colours_of_the_scheme_and_those_of_paper_are_light(page: Page) -> None:
+    light = await page.evaluate(FIRST_CURVE)
+    await page.prefer("dark")
+    await page.until(f"{FIRST_CURVE} !== {json.dumps(light)}")
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    await page.call("Emulation.setEmulatedMedia", media="print", features=features)
+    await page.until(f"({HUES})(document.querySelector('#curves canvas')).includes('11,117,101')")
+    await page.call("Emulation.setEmulatedMedia", media="", features=[])
+    await page.until(f"{FIRST_CURVE} === {json.dumps(light)}")
 
 
 @in_browser

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 
 from bus.port import Record
-from observability.run_state.state import LiveState
+from observability.run_state.state import RunState
 from schemas.errors import UserError
 from schemas.topics import TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import Trajectory
@@ -22,7 +22,7 @@ class MadeUpState:
         self.bus = topics_of(RUN)
         self.made_up = MadeUpRun(BEGIN, **how)
         self.happenings: Iterator[Happening] = self.made_up.happenings()
-        self.state = LiveState(RUN)
+        self.state = RunState(RUN)
         self.now = BEGIN
         self.reads: list[str] = []
         self.go_on(seconds)
@@ -32,9 +32,9 @@ class MadeUpState:
         for happening in self.happenings:
             append(self.bus, RUN, happening)
             if happening.topic is WORK_ORDERS:
-                self.state.ordered(1, happening.at)
+                self.state.count_orders(1, happening.at)
             else:
-                self.state.take(self.last_of(happening))
+                self.state.observe_record(self.last_of(happening))
             if happening.at > until:
                 break
         self.now = until

@@ -13,7 +13,7 @@ import termios
 import pytest
 
 from bus.kafka.cluster import committed_offsets
-from inspection.diagnostics.connect import Attachment
+from inspection.diagnostics.connect import RunConnection
 from inspection.terminal.command import read_trajectory
 from schemas.errors import UserError
 from schemas.topics import TRAJECTORIES
@@ -29,26 +29,26 @@ async def ended(*arguments: str, timeout_s: float = 40) -> tuple[int | None, str
     return process.returncode, out.decode(), err.decode()
 
 
-def named(attachment: Attachment) -> tuple[str, ...]:
-    return "--bootstrap-servers", attachment.address, "--run", attachment.run
+def named(connection: RunConnection) -> tuple[str, ...]:
+    return "--bootstrap-servers", connection.address, "--run", connection.run
 
 
-async def test_one_line_and_nothing_is_committed(surveyed: Attachment) -> None:
-    topic = surveyed.name_of(TRAJECTORIES)
-    before = await committed_offsets(surveyed.kafka, {topic})
-    code, out, err = await ended("--once", *named(surveyed))
+async def test_one_line_and_nothing_is_committed(living_run: RunConnection) -> None:
+    topic = living_run.name_of(TRAJECTORIES)
+    before = await committed_offsets(living_run.kafka, {topic})
+    code, out, err = await ended("--once", *named(living_run))
     assert code == 0, err
     assert out.count("\n") == 1
     assert re.search(r"step 5  reward 0\.500 .*lag b0:\d+ b1:\d+ b2:\d+ b3:\d+  workers worker-0@\S+ worker-1@", out), (
         out
     )
-    assert await committed_offsets(surveyed.kafka, {topic}) == before
+    assert await committed_offsets(living_run.kafka, {topic}) == before
 
 
-async def test_several_may_look_at_once_and_each_interval_is_an_object(surveyed: Attachment) -> None:
+async def test_several_may_look_at_once_and_each_interval_is_an_object(living_run: RunConnection) -> None:
     process = [
         await asyncio.create_subprocess_exec(
-            *TOP, "--json", "--interval", "0.3", *named(surveyed),
+            *TOP, "--json", "--interval", "0.3", *named(living_run),
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )
         for _ in range(2)
@@ -63,19 +63,19 @@ async def test_several_may_look_at_once_and_each_interval_is_an_object(surveyed:
         assert await asyncio.wait_for(each.wait(), 15) == 0
 
 
-async def test_whoever_stops_reading_ends_it_quietly(surveyed: Attachment) -> None:
-    command = " ".join((*TOP, "--interval", "0.2", *named(surveyed)))
+async def test_whoever_stops_reading_ends_it_quietly(living_run: RunConnection) -> None:
+    command = " ".join((*TOP, "--interval", "0.2", *named(living_run)))
     process = await asyncio.create_subprocess_shell(f"{command} | head -n 1", stderr=asyncio.subprocess.PIPE)
     _, err = await asyncio.wait_for(process.communicate(), 40)
     assert err == b""
 
 
-async def test_a_terminal_gets_the_screen_and_q_gives_it_back(surveyed: Attachment) -> None:
+async def test_a_terminal_gets_the_screen_and_q_gives_it_back(living_run: RunConnection) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
     process = await asyncio.create_subprocess_exec(
-        *TOP, *named(surveyed), stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+        *TOP, *named(living_run), stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
     )
     os.close(theirs)
     seen = bytearray()
@@ -105,14 +105,14 @@ async def test_a_terminal_gets_the_screen_and_q_gives_it_back(surveyed: Attachme
     assert b"Traceback" not in seen
 
 
-async def test_a_record_is_read_by_its_place(surveyed: Attachment) -> None:
-    assert (await read_trajectory(surveyed, "0@0")).trajectory_id.startswith("gsm8k/7/0/")
+async def test_a_record_is_read_by_its_place(living_run: RunConnection) -> None:
+    assert (await read_trajectory(living_run, "0@0")).trajectory_id.startswith("gsm8k/7/0/")
     with pytest.raises(UserError, match="expected a trajectory at 0@99999"):
-        await read_trajectory(surveyed, "0@99999")
+        await read_trajectory(living_run, "0@99999")
 
 
-async def test_an_unknown_run_is_one_line(surveyed: Attachment) -> None:
-    code, out, err = await ended("--bootstrap-servers", surveyed.address, "--run", "nobody")
+async def test_an_unknown_run_is_one_line(living_run: RunConnection) -> None:
+    code, out, err = await ended("--bootstrap-servers", living_run.address, "--run", "nobody")
     assert (code, out) == (2, "")
     assert re.fullmatch(r"error: expected the topics of run nobody at \S+, found those of: .*\n", err)
 

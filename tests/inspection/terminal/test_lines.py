@@ -1,13 +1,13 @@
 import json
 
 from inspection.terminal.command import line_of, object_of
-from observability.run_state.state import LiveState
+from observability.run_state.state import RunState
 from tests.inspection.terminal.made_up_state import MadeUpState
 
 
 def test_a_line_says_what_status_says() -> None:
     run = MadeUpState(60.0)
-    run.state.unfinished = {0: 3, 1: 0}
+    run.state.committed_lag = {0: 3, 1: 0}
     line = line_of(run.state, run.now)
     assert "\n" not in line
     for told in (f"step {run.state.step}", "running", "traj/s", "tok/s", "b0:3", "worker-5@1-", "staleness"):
@@ -15,8 +15,8 @@ def test_a_line_says_what_status_says() -> None:
 
 
 def test_a_line_is_there_from_the_first_moment_on() -> None:
-    assert line_of(LiveState("r"), 1.0).startswith("r starting  step 0  reward –")
-    json.dumps(object_of(LiveState("r"), 1.0, 0), allow_nan=False)
+    assert line_of(RunState("r"), 1.0).startswith("r starting  step 0  reward –")
+    json.dumps(object_of(RunState("r"), 1.0, 0), allow_nan=False)
 
 
 def test_an_object_holds_only_events_that_were_not_told_before() -> None:

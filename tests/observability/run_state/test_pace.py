@@ -1,6 +1,6 @@
 import pytest
 
-from observability.run_state.pace import OFTEN_S, SELDOM_S, Pace, Spent, pace_for, spent_by_all
+from observability.run_state.pace import OFTEN_S, SELDOM_S, Pace, ProcessorTime, pace_for, spent_by_all
 
 
 @pytest.mark.parametrize(
@@ -12,15 +12,15 @@ def test_who_looks_does_so_seldom_where_processors_are_scarce(free: float, secon
 
 
 def test_the_pace_follows_what_was_free_since_it_was_last_measured() -> None:
-    now, spent = [0.0], [Spent(0.0, 0.0)]
+    now, spent = [0.0], [ProcessorTime(0.0, 0.0)]
     pace = Pace(lambda: spent[0], lambda: now[0])
     assert pace.seconds() == OFTEN_S
     for free, expected in ((0.0, SELDOM_S), (4.0, OFTEN_S)):
         now[0] += 2.0
-        spent[0] = Spent(spent[0].free + free, spent[0].total + 4.0)
+        spent[0] = ProcessorTime(spent[0].free + free, spent[0].total + 4.0)
         assert pace.seconds() == expected
     now[0] += 0.5
-    spent[0] = Spent(spent[0].free, spent[0].total + 1.0)
+    spent[0] = ProcessorTime(spent[0].free, spent[0].total + 1.0)
     assert pace.seconds() == OFTEN_S
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from bus.port import Record
 from observability.run_state.snapshot import snapshot
-from observability.run_state.state import AWAY_S, CURVES, SHOWN_TRAJECTORIES, TRAINER, WORKERS_HELD, LiveState
+from observability.run_state.state import AWAY_S, CURVES, SHOWN_TRAJECTORIES, TRAINER, WORKERS_HELD, RunState
 from schemas.control import RunFinished
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef, WorkerState
@@ -25,9 +25,9 @@ def records(seconds: float) -> list[Record]:
 
 
 def test_a_run_is_folded_into_what_a_display_needs() -> None:
-    state = LiveState(RUN)
+    state = RunState(RUN)
     for record in records(40.0):
-        state.take(record)
+        state.observe_record(record)
     shown = snapshot(state, BEGIN + 40.0)
     loop = shown["loop"]
     assert loop["health"] == "running"
@@ -44,12 +44,12 @@ def test_a_run_is_folded_into_what_a_display_needs() -> None:
 
 
 def test_every_trajectory_is_counted() -> None:
-    one_by_one, at_once = LiveState(RUN), LiveState(RUN)
+    one_by_one, at_once = RunState(RUN), RunState(RUN)
     came = records(120.0)
     for record in came:
-        one_by_one.take(record)
+        one_by_one.observe_record(record)
     for begin in range(0, len(came), 1000):
-        at_once.take_all(came[begin : begin + 1000])
+        at_once.observe_records(came[begin : begin + 1000])
     exact, told = one_by_one.rates, at_once.rates
     assert exact["trajectories"].total > 2000
     assert told["trajectories"].total == exact["trajectories"].total
@@ -61,88 +61,88 @@ def test_every_trajectory_is_counted() -> None:
 
 
 def test_a_display_speaks_of_the_moment_until_which_the_run_is_known() -> None:
-    state = LiveState(RUN)
-    assert state.moment(BEGIN) == BEGIN
+    state = RunState(RUN)
+    assert state.known_until(BEGIN) == BEGIN
     state.read_at = BEGIN
-    assert state.moment(BEGIN + 4) == BEGIN
-    assert state.moment(BEGIN - 1) == BEGIN - 1
-    assert state.moment(BEGIN + AWAY_S + 1) == BEGIN + AWAY_S + 1
+    assert state.known_until(BEGIN + 4) == BEGIN
+    assert state.known_until(BEGIN - 1) == BEGIN - 1
+    assert state.known_until(BEGIN + AWAY_S + 1) == BEGIN + AWAY_S + 1
 
 
 def test_it_stays_bounded() -> None:
-    state = LiveState(RUN)
+    state = RunState(RUN)
     beat, report = examples()["heartbeat"], examples()["step-report"]
     for index in range(2000):
-        state.observe(beat.replace(worker_id=f"worker-{index}", sent_at=BEGIN + index))
+        state.observe_message(beat.replace(worker_id=f"worker-{index}", sent_at=BEGIN + index))
         refs = tuple(RecordRef("t", 0, 100 * index + row) for row in range(50))
         changes = {"step": index + 1, "version": PolicyVersion(2, index + 5), "sent_at": BEGIN + index}
-        state.observe(report.replace(micro_batches=(refs,), finished=False, **changes))
+        state.observe_message(report.replace(micro_batches=(refs,), finished=False, **changes))
     assert len(state.workers) == WORKERS_HELD
-    assert len(state.lanes) <= WORKERS_HELD + 2
+    assert len(state.tracks) <= WORKERS_HELD + 2
     assert len(state.curves.rows) <= state.curves.most + 1
-    assert len(state.fates.told) <= 20_000
+    assert len(state.fates.fates) <= 20_000
     assert set(state.curves.columns()) == {"step", *CURVES}
 
 
 def test_a_resumed_trainer_takes_its_steps_back() -> None:
-    state, report = LiveState(RUN), examples()["step-report"]
+    state, report = RunState(RUN), examples()["step-report"]
     for lineage, step in ((1, 1), (1, 2), (1, 3), (2, 2)):
         changes = {"step": step, "version": PolicyVersion(lineage, step), "metrics": {"reward": lineage + step / 10}}
-        state.observe(report.replace(finished=False, sent_at=BEGIN + step, **changes))
-    state.observe(report.replace(step=3, version=PolicyVersion(1, 3), finished=False))
+        state.observe_message(report.replace(finished=False, sent_at=BEGIN + step, **changes))
+    state.observe_message(report.replace(step=3, version=PolicyVersion(1, 3), finished=False))
     assert state.curves.columns()["reward"] == [1.1, 2.2]
     assert state.version == PolicyVersion(2, 2)
     assert "a new trainer goes on" in state.log.events[-1].text
 
 
 def test_a_step_is_drawn_as_its_phases() -> None:
-    state, report = LiveState(RUN), examples()["step-report"]
+    state, report = RunState(RUN), examples()["step-report"]
     metrics = {"time/wait_for_batch": 1.0, "time/forward_backward": 2.0, "time/optimizer": 0.5}
-    state.observe(report.replace(metrics=metrics, finished=False, sent_at=BEGIN))
-    kinds = [(round(s.start - BEGIN, 3), s.kind) for s in state.lanes[TRAINER].stretches]
+    state.observe_message(report.replace(metrics=metrics, finished=False, sent_at=BEGIN))
+    kinds = [(round(s.start - BEGIN, 3), s.kind) for s in state.tracks[TRAINER].intervals]
     assert kinds == [(-3.5, "wait"), (-2.5, "train"), (-0.5, "optimizer")]
 
 
 def test_health_follows_what_is_heard() -> None:
-    state = LiveState(RUN)
+    state = RunState(RUN)
 
     def health(now: float) -> str:
         return str(snapshot(state, now)["loop"]["health"])
 
     assert health(BEGIN) == "starting"
-    state.observe(examples()["step-report"].replace(finished=False, sent_at=BEGIN))
+    state.observe_message(examples()["step-report"].replace(finished=False, sent_at=BEGIN))
     assert health(BEGIN + 1) == "running"
     assert health(BEGIN + 100) == "stalled"
-    state.observe(paused(BEGIN, "pause").message)
+    state.observe_message(paused(BEGIN, "pause").message)
     assert health(BEGIN + 1) == "paused"
-    state.observe(paused(BEGIN, "run").message)
-    state.observe(RunFinished(sequence=9, sent_at=BEGIN, step=4, reason="max_steps"))
+    state.observe_message(paused(BEGIN, "run").message)
+    state.observe_message(RunFinished(sequence=9, sent_at=BEGIN, step=4, reason="max_steps"))
     assert health(BEGIN + 1) == "finished"
 
 
 def test_a_silent_worker_is_told_once_and_again_when_it_speaks() -> None:
-    state, beat = LiveState(RUN), examples()["heartbeat"].replace(sent_at=BEGIN, state=WorkerState.READY)
-    state.observe(beat)
+    state, beat = RunState(RUN), examples()["heartbeat"].replace(sent_at=BEGIN, state=WorkerState.READY)
+    state.observe_message(beat)
     for later in (5.0, 11.0, 12.0):
         state.tick(BEGIN + later)
     assert [event.text for event in state.log.events if "silent" in event.text] == [
         "worker-1 is silent: no heartbeat for 10 s"
     ]
     assert snapshot(state, BEGIN + 12)["workers"][0]["state"] == "silent"
-    state.observe(beat.replace(sent_at=BEGIN + 20))
+    state.observe_message(beat.replace(sent_at=BEGIN + 20))
     assert state.log.events[-1].text == "worker-1 is heard again"
 
 
 def test_records_that_do_not_decode_are_passed_over() -> None:
-    state = LiveState(RUN)
+    state = RunState(RUN)
     for topic in ("trajectories", "steps", "heartbeats", "skips", "control"):
-        state.take(Record(f"{RUN}.{topic}", 0, 0, None, b"rubbish", (), BEGIN))
+        state.observe_record(Record(f"{RUN}.{topic}", 0, 0, None, b"rubbish", (), BEGIN))
     assert snapshot(state, BEGIN)["loop"]["health"] == "starting"
 
 
 def test_skips_are_counted_by_reason_and_ranges_count_whole() -> None:
-    state, row = LiveState(RUN), examples()["skip"]
-    state.observe(row)
-    state.observe(row.replace(reason="retention_expired", offset=20, end_offset=120))
-    assert dict(state.skips) == {"stale": 1, "retention_expired": 100}
+    state, row = RunState(RUN), examples()["skip"]
+    state.observe_message(row)
+    state.observe_message(row.replace(reason="retention_expired", offset=20, end_offset=120))
+    assert state.skips == {"stale": 1, "retention_expired": 100}
     assert state.fates.of((3, 12)) == "skipped: stale"

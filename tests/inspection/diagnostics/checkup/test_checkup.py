@@ -25,7 +25,7 @@ from inspection.diagnostics.checks import (
     start_engine_probe,
     warn,
 )
-from inspection.diagnostics.connect import Attachment
+from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.doctor import check_up
 from schemas.topics import HEARTBEATS
 from tests.schemas.examples import examples
@@ -93,14 +93,14 @@ def by_check(findings: list[Finding], check: str) -> list[Finding]:
 
 @pytest.mark.kafka
 async def test_a_run_s_topics_are_held_against_the_catalogue(bootstrap_servers: str) -> None:
-    attachment = Attachment(KafkaSettings(bootstrap_servers=bootstrap_servers), "checked")
-    assert by_check(await check_cluster(attachment), "topics")[0].level == "ok"  # none yet
+    connection = RunConnection(KafkaSettings(bootstrap_servers=bootstrap_servers), "checked")
+    assert by_check(await check_cluster(connection), "topics")[0].level == "ok"  # none yet
     await apply_topics(bootstrap_servers, "checked", 4)
-    findings = await check_cluster(attachment)
+    findings = await check_cluster(connection)
     assert {each.level for each in findings} == {"ok"}
     assert "release" in by_check(findings, "broker")[0].detail
     await _set(bootstrap_servers, "checked.heartbeats", {"retention.ms": "1", "max.message.bytes": "1000"})
-    findings = await check_cluster(attachment)
+    findings = await check_cluster(connection)
     topics = {each.detail.split(": ")[2]: each.level for each in by_check(findings, "topics")}
     assert topics["max.message.bytes"] == "fail"
     assert topics["retention.ms"] == "warn"
@@ -114,10 +114,10 @@ async def test_a_run_s_topics_are_held_against_the_catalogue(bootstrap_servers: 
 
 @pytest.mark.kafka
 async def test_clocks_are_compared_with_heartbeats_that_come(bootstrap_servers: str) -> None:
-    attachment = Attachment(KafkaSettings(bootstrap_servers=bootstrap_servers), "clocked")
+    connection = RunConnection(KafkaSettings(bootstrap_servers=bootstrap_servers), "clocked")
     await apply_topics(bootstrap_servers, "clocked", 1)
-    assert "not measured" in (await check_clocks(attachment)).detail
-    publisher = await KafkaBus(attachment.kafka).publisher("w")
+    assert "not measured" in (await check_clocks(connection)).detail
+    publisher = await KafkaBus(connection.kafka).publisher("w")
 
     async def beat() -> None:
         while True:
@@ -126,7 +126,7 @@ async def test_clocks_are_compared_with_heartbeats_that_come(bootstrap_servers: 
 
     beating = asyncio.create_task(beat())
     try:
-        found = await check_clocks(attachment)
+        found = await check_clocks(connection)
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)

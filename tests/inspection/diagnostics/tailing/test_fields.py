@@ -1,7 +1,7 @@
 import pytest
 
 from bus.port import Record
-from inspection.diagnostics.fields import check_fields, known_fields, seen
+from inspection.diagnostics.fields import check_fields, known_fields, shown_record
 from inspection.diagnostics.filters import ABSENT
 from schemas.codec import encode, headers_of
 from schemas.errors import UserError
@@ -39,12 +39,12 @@ def record(message: Message, topic: str = "run.t") -> Record:
     ],
 )
 def test_a_field_is_found_by_its_path(path: str, value: object) -> None:
-    assert seen(record(trajectory(7)), TRAJECTORIES).field(path) == value
+    assert shown_record(record(trajectory(7)), TRAJECTORIES).field(path) == value
 
 
 def test_names_of_metrics_may_have_slashes_and_dots() -> None:
     report = examples()["step-report"].replace(metrics={"kafka/lag/bucket_0": 4.0, "a.b": 2.0, "reward": 0.5})
-    found = seen(record(report), STEPS)
+    found = shown_record(record(report), STEPS)
     assert found.field("metrics.kafka/lag/bucket_0") == 4.0
     assert found.field("metrics.a.b") == 2.0
     assert found.field("reward") == 0.5
@@ -52,7 +52,7 @@ def test_names_of_metrics_may_have_slashes_and_dots() -> None:
 
 
 def test_a_record_that_does_not_decode_has_a_problem_and_its_own_fields() -> None:
-    broken = seen(Record("run.trajectories", 0, 1, None, b"\x01", (), 5.0), TRAJECTORIES)
+    broken = shown_record(Record("run.trajectories", 0, 1, None, b"\x01", (), 5.0), TRAJECTORIES)
     assert str(broken.field("problem")).startswith("UnknownSchema")
     assert broken.field("size") == 1
     assert broken.field("worker_id") is ABSENT
@@ -60,7 +60,9 @@ def test_a_record_that_does_not_decode_has_a_problem_and_its_own_fields() -> Non
 
 def test_a_dead_letter_tells_where_it_came_from() -> None:
     headers = (("dlq-error-class", b"MalformedFrame"), ("dlq-topic", b"run.trajectories"), ("dlq-partition", b"0"))
-    letter = seen(Record("run.dead-letters", 0, 1, None, b"\x01", (*headers, ("dlq-offset", b"9")), 5.0), DEAD_LETTERS)
+    letter = shown_record(
+        Record("run.dead-letters", 0, 1, None, b"\x01", (*headers, ("dlq-offset", b"9")), 5.0), DEAD_LETTERS
+    )
     assert letter.field("origin_offset") == 9
     assert letter.field("origin_partition") == 0
     assert letter.field("error_class") == "MalformedFrame"

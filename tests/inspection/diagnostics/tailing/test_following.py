@@ -5,7 +5,7 @@ import pytest
 
 from bus.memory import MemoryBus
 from bus.port import Outgoing
-from inspection.diagnostics.tail import At, Following, Last, Since, Start, parse_start, since_by_reading
+from inspection.diagnostics.tail import At, Last, Since, Start, TopicReader, parse_start, since_by_reading
 from schemas.errors import DataLossRefused, TopicMissing, UserError
 
 
@@ -19,8 +19,8 @@ async def filled(count: int = 6) -> MemoryBus:
     return bus
 
 
-def following(bus: MemoryBus, notes: list[str] | None = None, partitions: frozenset[int] | None = None) -> Following:
-    return Following(bus, "t", since_by_reading(bus), (notes if notes is not None else []).append, partitions)
+def following(bus: MemoryBus, notes: list[str] | None = None, partitions: frozenset[int] | None = None) -> TopicReader:
+    return TopicReader(bus, "t", since_by_reading(bus), (notes if notes is not None else []).append, partitions)
 
 
 async def values(bus: MemoryBus, start: Start, partitions: frozenset[int] | None = None) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 
 from inspection.export import USUAL, Exporter
 from inspection.report.command import names_of
-from inspection.report.gathered import Gathered, read_gathered, write_gathered
+from inspection.report.facts import RunFacts, read_facts, write_facts
 from schemas.errors import UserError
 from streamrl.cli import app
 from tests.inspection.report.recorded import record_run
@@ -76,9 +76,9 @@ def test_an_export_gives_what_the_run_did_not_keep(tmp_path: Path, monkeypatch: 
     recorded = record_run(tmp_path / "trial", seconds=40.0)
     exporter = Exporter(recorded.history, "trial", recorded.directory.config, tmp_path / "export")
     asyncio.run(exporter.export(USUAL, []))
-    write_gathered(recorded.directory.gathered, Gathered(environment={"CPU": "of then"}))
+    write_facts(recorded.directory.gathered, RunFacts(environment={"CPU": "of then"}))
     assert ended([str(tmp_path / "trial"), "--export", str(tmp_path / "export")], monkeypatch) == 0
-    kept = read_gathered(recorded.directory.gathered)
+    kept = read_facts(recorded.directory.gathered)
     assert kept.environment == {"CPU": "of then"}
     assert kept.topics is not None
     assert sorted(kept.topics.workers) == ["worker-0", "worker-1", "worker-2"]

@@ -1,14 +1,14 @@
 from inspection.report.charts import POINTS, axes, curves
-from inspection.report.record import Rows, rows_of
+from inspection.report.record import StepTable, rows_of
 
 
-def run(count: int, **metrics: float) -> Rows:
+def run(count: int, **metrics: float) -> StepTable:
     return rows_of(
         {"step": at, "time": 100.0 + at, "time/step": 1.0, "reward": float(at), **metrics} for at in range(1, count + 1)
     )
 
 
-def drawn(all_rows: list[Rows]) -> dict[str, list[dict[str, object]]]:
+def drawn(all_rows: list[StepTable]) -> dict[str, list[dict[str, object]]]:
     return {curve["title"]: curve["lines"] for group in curves(all_rows) for curve in group["curves"]}
 
 
@@ -44,5 +44,5 @@ def test_compared_runs_have_one_line_each() -> None:
 
 
 def test_what_no_run_tells_has_no_chart() -> None:
-    assert drawn([Rows()]) == {}
+    assert drawn([StepTable()]) == {}
     assert "Loss" not in drawn([run(5)])

@@ -2,15 +2,15 @@ from pathlib import Path
 
 import pytest
 
+from inspection.report.facts import RunFacts
 from inspection.report.figures import Figure
-from inspection.report.gathered import Gathered
 from inspection.report.page import differing_environment, differing_settings, figure_rows, shown, side_by_side
-from inspection.report.record import Rows, RunRecord
+from inspection.report.record import RunRecord, StepTable
 
 
 def record(environment: dict[str, str] | None = None, **settings: object) -> RunRecord:
     keys = {key.replace("__", "."): value for key, value in settings.items()}
-    return RunRecord("r", Path("r"), Rows(), settings=keys, gathered=Gathered(environment=environment or {}))
+    return RunRecord("r", Path("r"), StepTable(), settings=keys, gathered=RunFacts(environment=environment or {}))
 
 
 def test_the_best_is_marked_where_more_or_less_is_better() -> None:

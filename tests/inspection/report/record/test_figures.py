@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 
+from inspection.report.facts import RunFacts, TopicDigest, WorkerActivity
 from inspection.report.figures import common_level, figures_of, reached
-from inspection.report.gathered import Activity, Gathered, TopicFacts
-from inspection.report.record import Rows, RunRecord, rows_of
+from inspection.report.record import RunRecord, StepTable, rows_of
 
 
-def rising(rewards: list[float], **more: float) -> Rows:
+def rising(rewards: list[float], **more: float) -> StepTable:
     return rows_of(
         {"step": at, "time": 100.0 + at, "time/step": 1.0, "reward": reward, **more}
         for at, reward in enumerate(rewards, 1)
@@ -63,8 +63,11 @@ def test_what_a_run_does_not_tell_has_no_figure() -> None:
 
 
 def test_workers_are_busy_only_within_the_run() -> None:
-    workers = {"a": Activity(generating=((90.0, 105.0), (200.0, 300.0))), "b": Activity(generating=((100.0, 110.0),))}
-    facts = TopicFacts(held=1, read=1, workers=workers)
-    record = RunRecord("r", Path("r"), rising([1.0] * 10), gathered=Gathered(topics=facts))
+    workers = {
+        "a": WorkerActivity(generating=((90.0, 105.0), (200.0, 300.0))),
+        "b": WorkerActivity(generating=((100.0, 110.0),)),
+    }
+    facts = TopicDigest(held=1, read=1, workers=workers)
+    record = RunRecord("r", Path("r"), rising([1.0] * 10), gathered=RunFacts(topics=facts))
     assert record.rows.began == 100.0
     assert values(record)["workers_busy"] == pytest.approx(0.75)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from inspection.report.record import Span, read_rows, rows_of
+from inspection.report.record import TrainerSpan, read_rows, rows_of
 
 
 def line(step: int, at: float, **more: object) -> dict[str, object]:
@@ -23,7 +23,7 @@ def test_a_run_begins_with_its_first_span() -> None:
         [line(1, 11, spans=[["optimizer", 10.5, 10.9], ["wait_for_batch", 9.0, 10.0], ["odd"], ["x", 3, 3]])]
     )
     assert rows.began == 9.0
-    assert rows.spans == (Span("wait_for_batch", 9.0, 10.0), Span("optimizer", 10.5, 10.9))
+    assert rows.spans == (TrainerSpan("wait_for_batch", 9.0, 10.0), TrainerSpan("optimizer", 10.5, 10.9))
 
 
 def test_a_line_left_half_written_is_passed_over(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from inspection.terminal.drawing import curve, draw_events, draw_head, draw_rows, preview, row_of, whole
 from inspection.terminal.sections import draw_lag, draw_lengths, draw_loop, draw_split, draw_staleness, draw_workers
 from observability.run_state.snapshot import snapshot
-from observability.run_state.state import LiveState
+from observability.run_state.state import RunState
 from tests.inspection.terminal.made_up_state import MadeUpState
 from tests.schemas.examples import examples
 
@@ -39,7 +39,7 @@ def data(run: MadeUpState) -> dict[str, Any]:
 @pytest.mark.parametrize("name", DRAWINGS)
 @pytest.mark.parametrize("full", [False, True])
 def test_a_drawing_stays_within_its_room(name: str, full: bool, data: dict[str, Any]) -> None:
-    shown = data if full else snapshot(LiveState("empty"), 1_795_000_000.0)
+    shown = data if full else snapshot(RunState("empty"), 1_795_000_000.0)
     for width in (0, 1, 7, 20, 36, 48, 76, 77, 108, 116, 200):
         for height in (0, 1, 2, 4, 5, 6, 12, 40):
             rows = DRAWINGS[name](shown, width, height).plain.split("\n")
@@ -65,10 +65,10 @@ def test_dead_letters_and_skips_are_told_at_the_topic(data: dict[str, Any]) -> N
     assert "2 dead" in draw_loop({**data, "loop": loop}, 76, 6).plain
 
 
-def test_lag_is_what_is_not_finished_else_what_is_not_read() -> None:
-    lag = {"buckets": [0, 1, 2], "unread": [3, 4, 0], "unfinished": [12, None, 0], "seen": [9, 9, 9]}
+def test_lag_is_drawn_by_bucket_and_the_rest_is_summed() -> None:
+    lag = {"buckets": [0, 1, 2], "lag": [12, 4, 0], "seen": [9, 9, 9]}
     rows = draw_lag({"lag": lag}, 60, 5).plain.split("\n")
-    assert [row.split()[-3] for row in rows] == ["12", "4", "0"]
+    assert [row.split()[-1] for row in rows] == ["12", "4", "0"]
     assert rows[0].count("█") > rows[1].count("█") > rows[2].count("█") == 0
     assert "and 2 more buckets: 4" in draw_lag({"lag": lag}, 60, 2).plain
 

@@ -12,7 +12,7 @@ from inspection.terminal import app as screen
 from inspection.terminal.app import INTERRUPTED, TABS, Help, Panel, TopApp
 from observability.run_state import snapshot
 from observability.run_state.pace import OFTEN_S
-from observability.run_state.state import LiveState
+from observability.run_state.state import RunState
 from tests.inspection.terminal.made_up_state import RUN, MadeUpState
 
 SIZES = [(80, 24), (100, 30), (120, 30), (120, 50), (160, 50), (240, 70)]
@@ -93,7 +93,7 @@ async def test_a_terminal_that_is_made_smaller_and_larger_keeps_its_order(run: M
 
 async def test_a_run_of_which_nothing_is_known_is_shown() -> None:
     empty = MadeUpState(1.0)
-    empty.state = LiveState(RUN)
+    empty.state = RunState(RUN)
     async with shown(empty, (80, 24)) as (app, pilot):
         for number in range(1, len(TABS) + 1):
             await pilot.press(str(number))
@@ -190,7 +190,7 @@ async def test_only_what_is_in_sight_is_drawn(run: MadeUpState, monkeypatch: pyt
     asked: list[str] = []
 
     def counted(name: str) -> object:
-        def section(state: LiveState, now: float) -> object:
+        def section(state: RunState, now: float) -> object:
             asked.append(name)
             return snapshot.SECTIONS[name](state, now)
 

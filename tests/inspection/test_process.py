@@ -1,16 +1,21 @@
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from inspection.host import AUTOGROUP, NICENESS
+from inspection.process import AUTOGROUP, NICENESS, tune_garbage_collector
 
-BEGIN = "import os, signal, time; from inspection.host import give_way; give_way(); print(os.getpid(), flush=True); "
+BEGIN = (
+    "import os, signal, time; from inspection.process import lower_priority; lower_priority(); "
+    "print(os.getpid(), flush=True); "
+)
 TEN_MINUTES = "[time.sleep(0.01) for _ in range(60000)]"  # a signal just before one long sleep would wait for its end
 in_autogroups = pytest.mark.skipif(not os.access(AUTOGROUP, os.W_OK), reason="this kernel has no autogroups")
 
@@ -86,3 +91,29 @@ def test_work_does_not_outlive_a_command_that_was_killed() -> None:
     while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.fixture
+def collector_as_before() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
+
+
+class Knot:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_what_is_built_is_left_alone_and_later_cycles_are_still_found(collector_as_before: None) -> None:
+    kept = Knot()
+    tune_garbage_collector()
+    assert gc.get_freeze_count() > 0
+    assert gc.isenabled()
+    later = Knot()
+    later_id = id(later)
+    assert any(id(each) == later_id for each in gc.get_objects())
+    del later
+    assert gc.collect() > 0
+    assert kept.me is kept

@@ -1,17 +1,24 @@
-"""The topics of a run on a real broker, as they stand while it runs: two workers, five steps, some lag."""
+"""A pytest plugin: ``living_run`` is a run of known content on the session's broker, as it stands while it runs.
+
+Two workers, five steps, some lag.
+"""
 
 import time
+
+import pytest_asyncio
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.topic_admin import apply_topics
 from bus.port import Outgoing, TopicPartition
+from inspection.diagnostics.connect import RunConnection
 from schemas.control import WeightsReady
 from schemas.identifiers import PolicyVersion
 from schemas.reports import WorkerState
 from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, STEPS, TRAJECTORIES
 from tests.schemas.examples import SHA256, examples, trajectory
 
+RUN = "living_run"
 PARTITIONS, BUCKETS, STEPS_TAKEN = 8, 4, 5
 METRICS = {
     **{f"kafka/lag/bucket_{bucket}": 1.0 for bucket in range(BUCKETS)},
@@ -21,6 +28,20 @@ METRICS = {
     "num_tokens": 1000.0,
     "off_policy/max": 2.0,
 }
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def written_run(bootstrap_servers: str) -> RunConnection:
+    """Written once; its workers may be silent by now."""
+    await write_run(bootstrap_servers, RUN)
+    return RunConnection(KafkaSettings(bootstrap_servers=bootstrap_servers), RUN)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def living_run(bootstrap_servers: str, written_run: RunConnection) -> RunConnection:
+    """The same run, its workers just heard of."""
+    await beat(bootstrap_servers, RUN)
+    return written_run
 
 
 async def write_run(servers: str, run: str) -> None:
@@ -53,7 +74,7 @@ async def write_run(servers: str, run: str) -> None:
 
 
 async def beat(servers: str, run: str) -> None:
-    """Both workers say that they live, now: a survey forgets those unheard of for a minute."""
+    """Both workers say that they live, now: a status forgets those unheard of for a minute."""
     publisher = await KafkaBus(KafkaSettings(bootstrap_servers=servers)).publisher("writer")
     example = examples()["heartbeat"].replace(sent_at=time.time(), state=WorkerState.READY)
     for number in range(2):

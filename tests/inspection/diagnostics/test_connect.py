@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from bus.kafka.settings import KafkaSettings
-from inspection.diagnostics.connect import Attachment, attach, runs_of
+from inspection.diagnostics.connect import RunConnection, connect, runs_of
 from schemas.errors import SettingsError, UserError
 
 
@@ -26,55 +26,55 @@ def config(tmp_path: Path, kafka: str = "") -> Path:
 
 
 def test_a_broker_alone_is_enough() -> None:
-    found = attach(None, "", "broker:9092")
+    found = connect(None, "", "broker:9092")
     assert (found.address, found.run, found.settings) == ("broker:9092", "", None)
 
 
 def test_a_configuration_names_run_and_broker_and_the_command_line_wins(tmp_path: Path) -> None:
     path = config(tmp_path, 'bootstrap_servers = "a:1"\nsecurity_protocol = "SSL"')
-    assert attach(path, "", None).address == "a:1"
-    found = attach(path, "", "b:2")
+    assert connect(path, "", None).address == "a:1"
+    found = connect(path, "", "b:2")
     assert (found.address, found.run, found.kafka.security_protocol) == ("b:2", "mine", "SSL")
 
 
 def test_a_name_beside_a_broker_is_a_run_s(tmp_path: Path) -> None:
-    assert attach(Path("mine"), "", "b:2").run == "mine"
+    assert connect(Path("mine"), "", "b:2").run == "mine"
 
 
 def test_security_comes_from_the_environment_when_only_a_broker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STREAMRL_KAFKA__SECURITY_PROTOCOL", "SASL_SSL")
-    assert attach(None, "", "b:2").kafka.security_protocol == "SASL_SSL"
+    assert connect(None, "", "b:2").kafka.security_protocol == "SASL_SSL"
     monkeypatch.setenv("STREAMRL_KAFKA__SECURITY_PROTOCOL", "NONE")
     with pytest.raises(SettingsError, match=r"kafka\.security_protocol"):
-        attach(None, "", "b:2")
+        connect(None, "", "b:2")
 
 
 def test_without_any_broker_it_says_how_to_name_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--bootstrap-servers"):
-        attach(None, "", None)
+        connect(None, "", None)
     with pytest.raises(UserError, match=r"run mine, got none: .* name another with --boot"):
-        attach(config(tmp_path), "", None)
+        connect(config(tmp_path), "", None)
     with pytest.raises(UserError, match="name of a run"):
-        attach(None, "No Run!", "b:2")
+        connect(None, "No Run!", "b:2")
 
 
 def test_a_run_that_is_over_is_told_how_to_start_its_broker_again(tmp_path: Path) -> None:
     path = config(tmp_path)
     (tmp_path / "runs/mine/kafka/node-1").mkdir(parents=True)
     with pytest.raises(UserError, match=r"`streamrl kafka up --data-dir runs/mine/kafka`"):
-        attach(path, "", None)
+        connect(path, "", None)
 
 
 def test_only_the_broker_of_the_run_itself_can_be_started_again_by_its_data() -> None:
     data = Path("runs/my bad/kafka")
-    found = Attachment(KafkaSettings(bootstrap_servers="127.0.0.1:21190"), "my-bad", data=data)
+    found = RunConnection(KafkaSettings(bootstrap_servers="127.0.0.1:21190"), "my-bad", data=data)
     assert found.advice == (
         "if run my-bad is over, its broker ended with it: "
         "`streamrl kafka up --data-dir 'runs/my bad/kafka' --port 21190` starts it again"
     )
-    three = Attachment(KafkaSettings(bootstrap_servers="h:1,h:7,h:9"), "my-bad", data=data)
+    three = RunConnection(KafkaSettings(bootstrap_servers="h:1,h:7,h:9"), "my-bad", data=data)
     assert "kafka' --nodes 3` starts" in three.advice
-    assert attach(Path("mine"), "", "b:2").advice == ""
+    assert connect(Path("mine"), "", "b:2").advice == ""
 
 
 def test_runs_are_found_by_their_topics() -> None:
@@ -84,7 +84,7 @@ def test_runs_are_found_by_their_topics() -> None:
 
 @pytest.mark.kafka
 @pytest.mark.asyncio(loop_scope="session")
-async def test_a_run_that_is_not_there_is_told_with_those_that_are(surveyed: Attachment) -> None:
-    assert await surveyed.with_run() is surveyed
-    with pytest.raises(UserError, match="surveyed"):
-        await Attachment(surveyed.kafka, "no-such").with_run()
+async def test_a_run_that_is_not_there_is_told_with_those_that_are(living_run: RunConnection) -> None:
+    assert await living_run.with_run() is living_run
+    with pytest.raises(UserError, match="living_run"):
+        await RunConnection(living_run.kafka, "no-such").with_run()

@@ -1,0 +1,134 @@
+"""A trajectory as displays need it, read from its frame's header alone: no arrays, no validation of the whole record.
+
+That takes about half of the time of decoding it. Whether the record is sound is the trainer's business.
+"""
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+
+from bus.port import Record
+from schemas.codec import MAX_HEADER_BYTES, MAX_ITEMS, refuse_many_items
+from schemas.errors import FrameTooLarge
+from schemas.identifiers import PolicyVersion
+from schemas.trajectories import Trajectory
+
+PREVIEW = 160
+"""Characters of a completion that a list shows."""
+NAME = 256
+"""Characters of a name: whoever wrote the record may have written anything."""
+_PREFIX = struct.Struct("<I")
+_SMALL = 16 << 10
+"""Bytes of a header that cannot hold enough items to exhaust memory, whatever is in it."""
+_SCHEMA = ("schema", Trajectory.SCHEMA.encode())
+
+
+class TrajectorySummary(NamedTuple):
+    """``reward``: sum of the raw rewards, None if there is none. ``oldest`` and ``newest``: weights of its tokens."""
+
+    trajectory_id: str
+    group_id: str
+    worker_id: str
+    bucket: int
+    predicted: int
+    length: int
+    reward: float | None
+    oldest: PolicyVersion
+    newest: PolicyVersion
+    finish_reason: str
+    completion: str
+    started_at: float
+    finished_at: float
+    partition: int
+    offset: int
+
+
+def summary_of(record: Record) -> TrajectorySummary | None:
+    """None if the bytes are not a trajectory's."""
+    fields = _header(record)
+    if fields is None:
+        return None
+    try:
+        versions = [PolicyVersion(*map(_count, span["version"])) for span in fields["version_spans"]]
+        versions = versions or [PolicyVersion(*map(_count, fields["admitted_version"]))]
+        return TrajectorySummary(
+            trajectory_id=_name(fields["trajectory_id"]),
+            group_id=_name(fields["group_id"]),
+            worker_id=_name(fields["worker_id"]),
+            bucket=_count(fields["bucket"]),
+            predicted=_count(fields["predicted_length"]),
+            length=_count(fields["token_ids"]),
+            reward=_total(fields["rewards"]),
+            oldest=min(versions),
+            newest=max(versions),
+            finish_reason=_name(fields["finish_reason"]),
+            completion=_preview(fields["completion_text"]),
+            started_at=_time(fields["started_at"]),
+            finished_at=_time(fields["finished_at"]),
+            partition=record.partition,
+            offset=record.offset,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return None
+
+
+def _header(record: Record) -> Mapping[str, Any] | None:
+    value = record.value
+    if value is None or len(value) < _PREFIX.size or _SCHEMA not in record.headers:
+        return None
+    (size,) = _PREFIX.unpack_from(value)
+    header = value[_PREFIX.size : _PREFIX.size + size]
+    if size > MAX_HEADER_BYTES or len(header) < size:
+        return None
+    try:
+        if size > _SMALL:
+            refuse_many_items(header, MAX_ITEMS)
+        fields = msgpack.unpackb(header, strict_map_key=True)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError, IndexError, FrameTooLarge):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def _total(rewards: Mapping[str, float | None]) -> float | None:
+    values = [value for value in rewards.values() if value is not None]
+    return _time(sum(values)) if values else None
+
+
+def _time(value: Any) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"expected a number, got {value!r}")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected a count, got {value!r}")
+    return value
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a text, got {type(value).__name__}")
+    return value[:NAME]
+
+
+def _preview(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a text, got {type(value).__name__}")
+    return value if len(value) <= PREVIEW else value[:PREVIEW] + "…"
+
+
+MOST, NEWEST = 200, 40
+"""Of what came at once: so many are looked into, the newest of them so many, as lists show those."""
+
+
+def sampled(indices: Sequence[int], most: int = MOST, newest: int = NEWEST) -> set[int]:
+    """Which of many are looked into: all if they are at most ``most``, else the newest and others evenly spread."""
+    if len(indices) <= most:
+        return set(indices)
+    rest = indices[: len(indices) - newest]
+    wanted = most - newest
+    return {*indices[len(indices) - newest :], *(rest[index * len(rest) // wanted] for index in range(wanted))}

@@ -1,0 +1,103 @@
+from observability.run_state.aggregates import KEPT_STEPS
+from observability.run_state.state import RunState, lag_by_bucket
+from schemas.identifiers import PolicyVersion
+from schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
+from tests.coordinator.factories import heartbeat
+
+
+def report(lineage: int, step: int, *, sent_at: float = 0.0, reward: float = 0.5) -> StepReport:
+    return StepReport(
+        algorithm="grpo",
+        step=step,
+        version=PolicyVersion(lineage, step),
+        manifest_sha256="0" * 64,
+        group_ids=("g",),
+        micro_batches=((RecordRef("g/0", 0, step), RecordRef("g/1", 0, step + 100)),),
+        metrics={"reward": reward, "kafka/lag/bucket_1": 7, "kafka/lag/bucket_0": 2, "off_policy/mean": 1.5},
+        sent_at=sent_at,
+    )
+
+
+def test_a_resumed_trainer_replaces_the_steps_that_were_lost() -> None:
+    state = RunState("run")
+    for step in (1, 2, 3):
+        state.observe_message(report(1, step, reward=0.1))
+    state.observe_message(report(2, 2, reward=0.9))
+    state.observe_message(report(1, 4))
+    assert [(entry.step, entry.version.lineage) for entry in state.steps.entries] == [(1, 1), (2, 2)]
+    assert state.metrics["reward"] == 0.9
+
+
+def test_the_first_report_of_a_resumed_trainer_keeps_the_step_it_resumed_from() -> None:
+    state = RunState("run")
+    for step in (1, 2, 3):
+        state.observe_message(report(1, step))
+    state.observe_message(report(2, 2).replace(micro_batches=(), group_ids=()))
+    assert [entry.step for entry in state.steps.entries] == [1, 2]
+
+
+def test_throughput_is_trained_trajectories_over_the_time_between_reports() -> None:
+    state = RunState("run")
+    for step in (1, 2, 3):
+        state.observe_message(report(1, step, sent_at=step * 0.5))
+    assert state.steps.trajectories_per_s() == 4.0
+
+
+def test_skips_are_counted_by_reason() -> None:
+    state = RunState("run")
+    for reason in (SkipReason.STALE, SkipReason.STALE, SkipReason.POISON):
+        state.observe_message(
+            SkipRecord(
+                algorithm="grpo",
+                reason=reason,
+                trajectory_id=None,
+                group_id=None,
+                partition=0,
+                offset=0,
+                step=1,
+                sent_at=0.0,
+            )
+        )
+    assert state.skipped == {"poison": 1, "stale": 2}
+
+
+def test_silent_and_stopped_workers_are_not_living() -> None:
+    state = RunState("run")
+    state.observe_message(heartbeat("a", sent_at=100.0))
+    state.observe_message(heartbeat("b", sent_at=80.0))
+    state.observe_message(heartbeat("c", sent_at=100.0, state="stopped"))
+    assert [beat.worker_id for beat in state.living_workers(now=105.0)] == ["a"]
+
+
+def test_sums_are_over_all_steps_that_were_not_undone() -> None:
+    state = RunState("run")
+    for step in range(1, KEPT_STEPS + 11):
+        state.observe_message(report(1, step, reward=float(step)))
+    assert len(state.steps.entries) == KEPT_STEPS
+    sums = state.steps.sums()
+    assert sums.trajectories == 2 * (KEPT_STEPS + 10)
+    assert sums.staleness / sums.trajectories == 1.5
+    assert [reward for _, reward in state.steps.first_rewards] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    state.observe_message(report(2, KEPT_STEPS + 1, reward=-1.0))
+    assert state.steps.sums().trajectories == 2 * (KEPT_STEPS + 1)
+    assert state.steps.last_rewards()[-2:] == [float(KEPT_STEPS), -1.0]
+
+
+def test_a_trainer_that_falls_back_to_its_beginning_takes_its_first_rewards_back() -> None:
+    state = RunState("run")
+    for step in (1, 2, 3):
+        state.observe_message(report(1, step, reward=0.1))
+    state.observe_message(report(2, 2, reward=0.9))
+    assert state.steps.first_rewards == [(1, 0.1), (2, 0.9)]
+
+
+def test_lag_is_the_committed_one_as_soon_as_somebody_asks_for_it() -> None:
+    state = RunState("run")
+    state.observe_message(report(1, 1))
+    assert state.lag == {0: 2, 1: 7}
+    state.committed_lag = {0: 3, 1: 0}
+    assert state.lag == {0: 3, 1: 0}
+
+
+def test_lag_is_ordered_by_bucket() -> None:
+    assert list(lag_by_bucket({"kafka/lag/bucket_10": 1, "kafka/lag/bucket_2": 3, "reward": 1})) == [2, 10]
