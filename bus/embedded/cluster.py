@@ -1,4 +1,8 @@
-"""A running cluster of one or more nodes: start, stop, kill and restart. Knows nothing of who uses it or of topics."""
+"""A running cluster of one or more nodes: start, stop, kill and restart. Knows nothing of who uses it or of topics.
+
+``kill_node``, ``restart_node`` and ``pids`` have no user in the product: chaos tests break brokers with them, and they
+stand here because they are the inverse of ``start``.
+"""
 
 import signal
 from collections.abc import Iterator, Sequence
@@ -26,7 +30,7 @@ from bus.embedded.runtime import Runtime, prepare
 from schemas.errors import BrokerError
 
 STOP_TIMEOUT_S = 10.0
-PORT_ATTEMPTS = 3
+PORT_ATTEMPTS = 3  # free ports are chosen, then taken: another process may be quicker, hardly three times in a row
 
 
 class Cluster:

@@ -1,12 +1,12 @@
 """A cluster that outlives the command that started it: up, down and status, by a state file in its data folder."""
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bus.embedded.cluster import STOP_TIMEOUT_S, Cluster, start_cluster
@@ -146,6 +146,5 @@ def _state_file(folder: Path) -> Path:
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder / "lock"):
         yield

@@ -1,6 +1,9 @@
 """Kafka's jars: a locked list, a verified copy in the cache, and jgo to download what is missing.
 
 Invariant: every path of a class path handed out has the SHA-256 of the lock.
+
+When Kafka's version changes, ``python -m bus.embedded.jars > new.lock`` resolves and prints a new lock (coordinate,
+SHA-256 and size in bytes, one jar a line); move it to ``kafka.lock`` here.
 """
 
 import hashlib
@@ -16,8 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from jgo.maven import MavenContext
-
 from schemas.errors import BrokerError
 
 KAFKA_VERSION = "4.3.1"
@@ -27,6 +28,14 @@ PARALLEL_DOWNLOADS = 8
 TIMEOUT_S = 30
 MEGABYTE = 1_000_000
 REPORT_EVERY = 5 * MEGABYTE
+
+# What the lock is resolved from. kafka-clients is named because jgo would otherwise settle on an older one that the
+# broker does not start with.
+ROOTS = (
+    f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}",
+    f"org.apache.kafka:kafka-clients:{KAFKA_VERSION}",
+    "org.apache.logging.log4j:log4j-slf4j2-impl:2.25.1",
+)
 
 Progress = Callable[[str], None]
 
@@ -167,19 +176,10 @@ def _quiet(name: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
-# Resolves Kafka's jars with jgo and prints the lock: coordinate, SHA-256 and size in bytes, one jar a line. Run when
-# Kafka's version changes: ``python -m bus.embedded.jars > new.lock``, then move it to ``kafka.lock`` here.
-
-# kafka-clients is named because jgo would otherwise settle on an older one that the broker does not start with.
-ROOTS = (
-    f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}",
-    f"org.apache.kafka:kafka-clients:{KAFKA_VERSION}",
-    "org.apache.logging.log4j:log4j-slf4j2-impl:2.25.1",
-)
-
-
 def locked_lines(repository: Path) -> list[str]:
     """The lock's lines, sorted; jars and poms are downloaded into ``repository``."""
+    from jgo.maven import MavenContext
+
     context = MavenContext(repo_cache=repository)
     inputs, transitive = context.resolver.resolve([context.create_dependency(root) for root in ROOTS])
     needed = [*inputs, *(each for each in transitive if each.scope in ("compile", "runtime"))]

@@ -1,4 +1,7 @@
-"""One Kafka node: formats its folder, starts its process, waits until it serves, explains why it did not."""
+"""One Kafka node: its configuration and folder, the wait until it serves, and why it did not.
+
+Knows no client library: a node is asked over its own protocol, so that waiting for it needs no event loop.
+"""
 
 import base64
 import fcntl
@@ -17,11 +20,19 @@ from pathlib import Path
 from bus.embedded.process import ProcessId
 from schemas.errors import BrokerError
 
-# The text of Kafka's configuration files, from a cluster's plan. Pure: opens no file and no socket.
-
 HOST = "127.0.0.1"
 LARGEST_MESSAGE = 64 * 1024 * 1024
 REPLICATION_AT_MOST = 3
+START_TIMEOUT_S = 90.0
+CLAIM_TIMEOUT_S = 2.0
+_POLL_S = 0.05
+_TELLING = re.compile(r"\b(FATAL|ERROR|Error|[A-Za-z.]*Exception)\b")
+# Below the range from which systems take the ports of outgoing connections: a port given to a node stays its own
+# while the node is down, so that it can come back on it.
+_PORTS = range(20_000, 32_000)
+# A Metadata request, version 1, for no topic: API key, version, correlation id, client id, topics.
+_METADATA_V1 = struct.pack(">hhih", 3, 1, 1, 5) + b"probe" + struct.pack(">i", 0)
+_LARGEST_ANSWER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -60,178 +71,6 @@ class NodeSpec:
         return f"{HOST}:{self.port}"
 
 
-def server_properties(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> str:
-    """``server.properties`` of ``spec`` as a member of ``cluster``: loopback only, tuned for a small machine."""
-    replicas = min(len(cluster), REPLICATION_AT_MOST)
-    in_sync = 2 if replicas > 2 else 1
-    settings: dict[str, str | int] = {
-        **_identity(spec, cluster),
-        **_durability(replicas, in_sync),
-        **_limits(),
-        **_footprint(),
-    }
-    return "".join(f"{key}={value}\n" for key, value in settings.items())
-
-
-def _identity(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> dict[str, str | int]:
-    ours = [("PLAINTEXT", spec.port, spec.advertised_port or spec.port)]
-    if spec.internal_port is not None:
-        ours.append(("INTERNAL", spec.internal_port, spec.internal_port))
-    names = [name for name, *_ in ours]
-    return {
-        "process.roles": "broker,controller",
-        "node.id": spec.node_id,
-        "controller.quorum.voters": ",".join(f"{each.node_id}@{HOST}:{each.controller_port}" for each in cluster),
-        "listeners": ",".join(
-            [*(f"{name}://{HOST}:{port}" for name, port, _ in ours), f"CONTROLLER://{HOST}:{spec.controller_port}"]
-        ),
-        "advertised.listeners": ",".join(f"{name}://{HOST}:{told}" for name, _, told in ours),
-        "controller.listener.names": "CONTROLLER",
-        "inter.broker.listener.name": names[-1],
-        "listener.security.protocol.map": ",".join(
-            ["CONTROLLER:PLAINTEXT", *(f"{name}:PLAINTEXT" for name, *_ in ours)]
-        ),
-        "log.dirs": str(spec.data),
-    }
-
-
-def _durability(replicas: int, in_sync: int) -> dict[str, str | int]:
-    return {
-        "default.replication.factor": replicas,
-        "min.insync.replicas": in_sync,
-        "offsets.topic.replication.factor": replicas,
-        "transaction.state.log.replication.factor": replicas,
-        "transaction.state.log.min.isr": in_sync,
-        "share.coordinator.state.topic.replication.factor": replicas,
-        "share.coordinator.state.topic.min.isr": in_sync,
-        "unclean.leader.election.enable": "false",
-        "auto.create.topics.enable": "false",
-        "transaction.max.timeout.ms": 900_000,
-        # A killed node is let back in only when its old session has run out (default 9 s).
-        "broker.session.timeout.ms": 4_000,
-        "broker.heartbeat.interval.ms": 500,
-    }
-
-
-def _limits() -> dict[str, str | int]:
-    return {
-        "message.max.bytes": LARGEST_MESSAGE,
-        "replica.fetch.max.bytes": LARGEST_MESSAGE,
-        "fetch.max.bytes": LARGEST_MESSAGE,
-        "socket.request.max.bytes": 2 * LARGEST_MESSAGE,
-        "group.initial.rebalance.delay.ms": 0,
-        "group.min.session.timeout.ms": 500,
-    }
-
-
-def _footprint() -> dict[str, str | int]:
-    return {
-        "num.partitions": 1,
-        "offsets.topic.num.partitions": 8,
-        "transaction.state.log.num.partitions": 8,
-        "share.coordinator.state.topic.num.partitions": 8,
-        "num.network.threads": 2,
-        "num.io.threads": 4,
-        "log.segment.bytes": 256 * 1024 * 1024,
-        "log.cleaner.dedupe.buffer.size": 16 * 1024 * 1024,
-    }
-
-
-def logging_properties(spec: NodeSpec) -> str:
-    """Log4j's configuration: warnings and errors to the node's own log file, at most 2 x 8 MB, nothing to stdout."""
-    return f"""status=error
-appender.file.type=RollingFile
-appender.file.name=File
-appender.file.fileName={spec.server_log}
-appender.file.filePattern={spec.server_log}.%i
-appender.file.layout.type=PatternLayout
-appender.file.layout.pattern=%d %p %m (%c)%n
-appender.file.policies.type=SizeBasedTriggeringPolicy
-appender.file.policies.size=8MB
-appender.file.strategy.type=DefaultRolloverStrategy
-appender.file.strategy.max=1
-rootLogger.level=warn
-rootLogger.appenderRef.file.ref=File
-"""
-
-
-# Asks a broker over its own protocol who is in the cluster, and finds ports for new ones. Knows no client library.
-
-# Below the range from which systems take the ports of outgoing connections: a port given to a node stays its own
-# while the node is down, so that it can come back on it.
-_PORTS = range(20_000, 32_000)
-_METADATA_V1 = struct.pack(">hhih", 3, 1, 1, 5) + b"probe" + struct.pack(">i", 0)
-_LARGEST_ANSWER = 1 << 20
-
-
-def live_brokers(port: int, timeout_s: float = 2.0) -> frozenset[int]:
-    """Ids of the brokers that the node at ``port`` knows to be alive; empty before it can serve clients.
-
-    Sends Metadata v1 with no topics. Raises OSError when nothing answers there.
-    """
-    with socket.create_connection((HOST, port), timeout_s) as connection:
-        connection.settimeout(timeout_s)
-        connection.sendall(struct.pack(">i", len(_METADATA_V1)) + _METADATA_V1)
-        (length,) = struct.unpack(">i", _receive(connection, 4))
-        if not 0 <= length <= _LARGEST_ANSWER:
-            raise OSError(f"{HOST}:{port} does not speak Kafka's protocol")
-        return parse_brokers(_receive(connection, length))
-
-
-def parse_brokers(answer: bytes) -> frozenset[int]:
-    """The broker ids of a Metadata v1 answer. Raises OSError when the bytes are not one."""
-    try:
-        _, count = struct.unpack_from(">ii", answer)
-        position, ids = 8, set()
-        for _ in range(count):
-            node_id, host_length = struct.unpack_from(">ih", answer, position)
-            position += 6 + host_length + 4
-            (rack_length,) = struct.unpack_from(">h", answer, position)
-            position += 2 + max(0, rack_length)
-            ids.add(node_id)
-    except struct.error as error:
-        raise OSError("the answer to a Kafka metadata request is cut short") from error
-    return frozenset(ids)
-
-
-def _receive(connection: socket.socket, count: int) -> bytes:
-    received = bytearray()
-    while len(received) < count:
-        chunk = connection.recv(count - len(received))
-        if not chunk:
-            raise ConnectionResetError("the broker closed the connection")
-        received += chunk
-    return bytes(received)
-
-
-def is_free(port: int) -> bool:
-    """Whether a server could listen on this loopback port now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except (OSError, OverflowError):
-            return False
-        return True
-
-
-def free_ports(count: int, but: frozenset[int] = frozenset()) -> tuple[int, ...]:
-    """``count`` different ports that were free a moment ago, none of them in ``but``."""
-    found: list[int] = []
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        if len(found) == count:
-            break
-        if port not in but and is_free(port):
-            found.append(port)
-    return tuple(found)
-
-
-START_TIMEOUT_S = 90.0
-CLAIM_TIMEOUT_S = 2.0
-_POLL_S = 0.05
-_TELLING = re.compile(r"\b(FATAL|ERROR|Error|[A-Za-z.]*Exception)\b")
-
-
 class PortTaken(BrokerError):
     """A port of the node was taken by another process before the node could listen on it."""
 
@@ -248,6 +87,7 @@ def claimed(spec: NodeSpec) -> Iterator[int]:
     """Holds the node's folder for one process; yields the file descriptor that carries the claim over to it.
 
     The claim lasts until every process that inherited the descriptor has ended, so two nodes never write one folder.
+    It is ``flock`` itself, because a ``FileLock`` unlocks at its end, also for those who inherited its descriptor.
     Raises BrokerError when a node already runs there.
     """
     spec.folder.mkdir(parents=True, exist_ok=True)
@@ -328,3 +168,166 @@ def last_words(spec: NodeSpec) -> str:
     lines = [line for line in lines if line and not line.startswith("at ")]
     telling = [line for line in lines if _TELLING.search(line)]
     return f"{(telling or lines or ['it logged nothing'])[-1][:300]} (see {spec.server_log})"
+
+
+# --- Configuration files: pure text from a cluster's plan -------------------------------------------------------------
+
+
+def server_properties(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> str:
+    """``server.properties`` of ``spec`` as a member of ``cluster``: loopback only, tuned for a small machine."""
+    replicas = min(len(cluster), REPLICATION_AT_MOST)
+    in_sync = 2 if replicas > 2 else 1
+    settings: dict[str, str | int] = {
+        **_identity(spec, cluster),
+        **_durability(replicas, in_sync),
+        **_limits(),
+        **_footprint(),
+    }
+    return "".join(f"{key}={value}\n" for key, value in settings.items())
+
+
+def _identity(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> dict[str, str | int]:
+    ours = [("PLAINTEXT", spec.port, spec.advertised_port or spec.port)]
+    if spec.internal_port is not None:
+        ours.append(("INTERNAL", spec.internal_port, spec.internal_port))
+    names = [name for name, *_ in ours]
+    return {
+        "process.roles": "broker,controller",
+        "node.id": spec.node_id,
+        "controller.quorum.voters": ",".join(f"{each.node_id}@{HOST}:{each.controller_port}" for each in cluster),
+        "listeners": ",".join(
+            [*(f"{name}://{HOST}:{port}" for name, port, _ in ours), f"CONTROLLER://{HOST}:{spec.controller_port}"]
+        ),
+        "advertised.listeners": ",".join(f"{name}://{HOST}:{port}" for name, _, port in ours),
+        "controller.listener.names": "CONTROLLER",
+        "inter.broker.listener.name": names[-1],
+        "listener.security.protocol.map": ",".join(
+            ["CONTROLLER:PLAINTEXT", *(f"{name}:PLAINTEXT" for name, *_ in ours)]
+        ),
+        "log.dirs": str(spec.data),
+    }
+
+
+def _durability(replicas: int, in_sync: int) -> dict[str, str | int]:
+    return {
+        "default.replication.factor": replicas,
+        "min.insync.replicas": in_sync,
+        "offsets.topic.replication.factor": replicas,
+        "transaction.state.log.replication.factor": replicas,
+        "transaction.state.log.min.isr": in_sync,
+        "share.coordinator.state.topic.replication.factor": replicas,
+        "share.coordinator.state.topic.min.isr": in_sync,
+        "unclean.leader.election.enable": "false",
+        "auto.create.topics.enable": "false",
+        "transaction.max.timeout.ms": 900_000,
+        # A killed node is let back in only when its old session has run out (default 9 s).
+        "broker.session.timeout.ms": 4_000,
+        "broker.heartbeat.interval.ms": 500,
+    }
+
+
+def _limits() -> dict[str, str | int]:
+    return {
+        "message.max.bytes": LARGEST_MESSAGE,
+        "replica.fetch.max.bytes": LARGEST_MESSAGE,
+        "fetch.max.bytes": LARGEST_MESSAGE,
+        "socket.request.max.bytes": 2 * LARGEST_MESSAGE,
+        "group.initial.rebalance.delay.ms": 0,
+        "group.min.session.timeout.ms": 500,
+    }
+
+
+def _footprint() -> dict[str, str | int]:
+    return {
+        "num.partitions": 1,
+        "offsets.topic.num.partitions": 8,
+        "transaction.state.log.num.partitions": 8,
+        "share.coordinator.state.topic.num.partitions": 8,
+        "num.network.threads": 2,
+        "num.io.threads": 4,
+        "log.segment.bytes": 256 * 1024 * 1024,
+        "log.cleaner.dedupe.buffer.size": 16 * 1024 * 1024,
+    }
+
+
+def logging_properties(spec: NodeSpec) -> str:
+    """Log4j's configuration: warnings and errors to the node's own log file, at most 2 x 8 MB, nothing to stdout."""
+    return f"""status=error
+appender.file.type=RollingFile
+appender.file.name=File
+appender.file.fileName={spec.server_log}
+appender.file.filePattern={spec.server_log}.%i
+appender.file.layout.type=PatternLayout
+appender.file.layout.pattern=%d %p %m (%c)%n
+appender.file.policies.type=SizeBasedTriggeringPolicy
+appender.file.policies.size=8MB
+appender.file.strategy.type=DefaultRolloverStrategy
+appender.file.strategy.max=1
+rootLogger.level=warn
+rootLogger.appenderRef.file.ref=File
+"""
+
+
+# --- Ports, and Kafka's own protocol as far as it tells who serves ----------------------------------------------------
+
+
+def live_brokers(port: int, timeout_s: float = 2.0) -> frozenset[int]:
+    """Ids of the brokers that the node at ``port`` knows to be alive; empty before it can serve clients.
+
+    Sends Metadata v1 with no topics. Raises OSError when nothing answers there.
+    """
+    with socket.create_connection((HOST, port), timeout_s) as connection:
+        connection.settimeout(timeout_s)
+        connection.sendall(struct.pack(">i", len(_METADATA_V1)) + _METADATA_V1)
+        (length,) = struct.unpack(">i", _receive(connection, 4))
+        if not 0 <= length <= _LARGEST_ANSWER:
+            raise OSError(f"{HOST}:{port} does not speak Kafka's protocol")
+        return parse_brokers(_receive(connection, length))
+
+
+def parse_brokers(answer: bytes) -> frozenset[int]:
+    """The broker ids of a Metadata v1 answer. Raises OSError when the bytes are not one."""
+    try:
+        _, count = struct.unpack_from(">ii", answer)
+        position, ids = 8, set()
+        for _ in range(count):
+            node_id, host_length = struct.unpack_from(">ih", answer, position)
+            position += 6 + host_length + 4
+            (rack_length,) = struct.unpack_from(">h", answer, position)
+            position += 2 + max(0, rack_length)
+            ids.add(node_id)
+    except struct.error as error:
+        raise OSError("the answer to a Kafka metadata request is cut short") from error
+    return frozenset(ids)
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        chunk = connection.recv(count - len(received))
+        if not chunk:
+            raise ConnectionResetError("the broker closed the connection")
+        received += chunk
+    return bytes(received)
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on this loopback port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except (OSError, OverflowError):
+            return False
+        return True
+
+
+def free_ports(count: int, but: frozenset[int] = frozenset()) -> tuple[int, ...]:
+    """``count`` different ports that were free a moment ago, none of them in ``but``."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if len(found) == count:
+            break
+        if port not in but and is_free(port):
+            found.append(port)
+    return tuple(found)

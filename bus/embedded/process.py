@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# How a process sees to it that it does not outlive the one that started it. Imports next to nothing.
-
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # opened here, because a process between fork and exec opens no library
 

