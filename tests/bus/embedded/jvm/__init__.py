@@ -1,1 +1,0 @@
-"""Tests of the broker's Java side."""
