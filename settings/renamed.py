@@ -2,6 +2,8 @@
 
 RENAMED = {
     "intake": "ingest",
+    "batching.launch_share": "batching.fixed_cost_fraction",
+    "batching.quadratic_share": "batching.attention_cost_fraction",
     "coordinator.finish_patience_s": "coordinator.finish_timeout_s",
     "dispatch.adoption_patience_s": "dispatch.weight_sync_timeout_s",
     "generation.standstill_s": "generation.fencing_timeout_s",

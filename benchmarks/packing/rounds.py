@@ -8,6 +8,8 @@ Invariants, each with a test of its name:
 
 from collections.abc import Sequence
 
+from consumers.batching.micro_batches import Run
+
 Round = tuple[int | None, ...]
 """The micro-batch of each rank, by its number; none where there was none left."""
 
@@ -25,6 +27,19 @@ def deal(costs: Sequence[float], ranks: int) -> list[Round]:
             loads[rank] += costs[index]
         rounds.append(tuple(dealt))
     return rounds
+
+
+def split_to_multiple(runs: Sequence[Run], ranks: int) -> list[Run]:
+    """As many runs as make whole rounds of ``ranks``: those of the most rows are halved. One-row runs stay whole,
+    so that with fewer samples than needed the last round stays short.
+    """
+    found = sorted(runs, key=lambda run: run.end - run.start)
+    while len(found) % ranks and found[-1].end - found[-1].start > 1:
+        start, end = found.pop()
+        middle = (start + end + 1) // 2
+        found += [Run(start, middle), Run(middle, end)]
+        found.sort(key=lambda run: run.end - run.start)
+    return sorted(found)
 
 
 def waiting_share(costs: Sequence[float], rounds: Sequence[Round]) -> float:

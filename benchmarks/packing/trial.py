@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.packing.rounds import Round, deal, waiting_share
+from benchmarks.packing.rounds import Round, deal, split_to_multiple, waiting_share
 from consumers.batching.micro_batches import (
     CostModel,
     MicroBatch,
@@ -15,7 +15,6 @@ from consumers.batching.micro_batches import (
     TrainingSample,
     cheapest_runs,
     collate,
-    split_to_multiple,
 )
 from consumers.batching.settings import BatchingSettings
 from consumers.training.metrics import PaddingMetrics
@@ -101,7 +100,7 @@ def try_out(way: Way, arrivals: Sequence[TrainingSample], settings: BatchingSett
     for batch in batches:
         padding.observe(batch, shards=1)
     found = padding.summary()
-    costs = [model.of_rows(*batch.input_ids.shape) for batch in batches]
+    costs = [_cost(model, *batch.input_ids.shape) for batch in batches]
     useful = sum(float(model.of_sequences(batch.lengths).sum()) for batch in batches)
     return Waste(
         padding=found["padding/all"],
@@ -135,4 +134,9 @@ def _evened_costs(batches: Sequence[MicroBatch], settings: BatchingSettings, ran
     model = CostModel.of(settings)
     lengths = np.sort(np.concatenate([batch.lengths for batch in batches]))[::-1]
     runs = split_to_multiple(cheapest_runs(lengths, settings.token_budget, model), ranks)
-    return [model.of_rows(run.end - run.start, int(lengths[run.start])) for run in runs]
+    return [_cost(model, run.end - run.start, int(lengths[run.start])) for run in runs]
+
+
+def _cost(model: CostModel, rows: int, width: int) -> float:
+    """Of a micro-batch of so many sequences, padded to ``width`` tokens each."""
+    return model.fixed + rows * (model.linear * width + model.quadratic * width * width)

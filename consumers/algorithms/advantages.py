@@ -1,4 +1,9 @@
-"""Turns a group into training samples: shaped rewards → advantages, and which samples stay out and why. Pure."""
+"""Turns a group into training samples: shaped rewards → advantages, and which samples stay out and why.
+
+Pure numpy: knows no policy. Sources: GRPO (arXiv 2402.03300) for the group baseline and deviation, Dr. GRPO (arXiv
+2503.20783) for leaving the deviation out, RLOO (arXiv 2402.14740) for the leave-one-out baseline, DAPO (arXiv
+2503.14476) for the overlong penalty.
+"""
 
 from dataclasses import dataclass
 
@@ -10,10 +15,6 @@ from consumers.batching.micro_batches import Group, Sample, TrainingSample
 from schemas.reports import SkipReason
 from schemas.trajectories import FinishReason
 
-# Advantages of the samples of one prompt, from their rewards. Pure numpy: knows no tokens and no policy. Sources:
-# GRPO (arXiv 2402.03300) for the group baseline and deviation, Dr. GRPO (arXiv 2503.20783) for leaving the deviation
-# out, RLOO (arXiv 2402.14740) for the leave-one-out baseline, DAPO (arXiv 2503.14476) for the overlong penalty.
-
 SCALE_EPSILON = 1e-4
 """Added to a standard deviation before dividing by it, as TRL does."""
 
@@ -21,7 +22,7 @@ Rewards = NDArray[np.float64]
 
 
 def deviation(rewards: Rewards) -> float:
-    """Sample standard deviation (n - 1 below the line); 0 for fewer than two rewards, exactly 0 if all are equal."""
+    """Sample standard deviation (denominator n - 1); 0 for fewer than two rewards, exactly 0 if all are equal."""
     if rewards.size < 2 or np.ptp(rewards) == 0.0:
         return 0.0
     return float(np.std(rewards, ddof=1))
@@ -83,7 +84,7 @@ def credit_group(group: Group, settings: AlgorithmSettings, limits: ModelLimits)
     kept: list[TrainingSample] = []
     left_out: list[tuple[Sample, str]] = []
     for sample, advantage in zip(group.samples, advantages.tolist(), strict=True):
-        if (detail := _barred(sample, settings, limits)) is None:
+        if (detail := _exclusion(sample, settings, limits)) is None:
             kept.append(TrainingSample(sample, advantage))
         else:
             left_out.append((sample, detail))
@@ -96,7 +97,7 @@ def _advantages(rewards: Rewards, settings: AlgorithmSettings) -> Rewards:
     return group_advantages(rewards, scale=settings.scale_rewards == "group")
 
 
-def refusal_of(credit: Credit, settings: AlgorithmSettings) -> tuple[SkipReason, str] | None:
+def skip_reason_of(credit: Credit, settings: AlgorithmSettings) -> tuple[SkipReason, str] | None:
     """Why none of a group goes into a step, or none if it does."""
     if settings.dynamic_sampling and credit.deviation == 0.0:
         return SkipReason.ZERO_ADVANTAGE, "all rewards of the group are equal"
@@ -105,7 +106,7 @@ def refusal_of(credit: Credit, settings: AlgorithmSettings) -> tuple[SkipReason,
     return None
 
 
-def _barred(sample: Sample, settings: AlgorithmSettings, limits: ModelLimits) -> str | None:
+def _exclusion(sample: Sample, settings: AlgorithmSettings, limits: ModelLimits) -> str | None:
     trajectory = sample.trajectory
     if not trajectory.loss_mask.any():
         return "no token of the completion is to be trained"

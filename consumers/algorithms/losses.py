@@ -25,17 +25,16 @@ from torch.utils.checkpoint import checkpoint
 
 from consumers.algorithms.settings import AlgorithmSettings
 
-# Log-probabilities of completion tokens under a causal model, computed at completion positions only. Right padding
-# needs no attention mask here: a causal model's trained positions never look at what follows them.
-
 MAX_LOGITS = 1 << 26
-"""Logits held at once; above that they are made in pieces, and made again for the gradient."""
+"""Logits held at once, 256 MiB in float32; above that they are made in pieces, and made again for the gradient."""
 
 Head = Callable[[Tensor], Tensor]
 
 
 class CompletionScorer:
-    """Scores the completions of a micro-batch; applies the output layer only where a token is trained.
+    """Log-probabilities of a micro-batch's completions; applies the output layer only where a token is trained.
+
+    Right padding needs no attention mask: a causal model's trained positions never look at what follows them.
 
     Models whose logits are not simply output layer (last hidden state), such as soft-capped ones, are found out by a
     probe, and pay for the logits of every position.
@@ -52,7 +51,7 @@ class CompletionScorer:
     def _head_is_plain(self) -> bool:
         if self._head is None or self._decoder is self._model:
             return False
-        probe = torch.arange(4, device=self._model.device).unsqueeze(0) % self._model.config.vocab_size
+        probe = torch.arange(4, device=self._model.device).unsqueeze(0) % self._vocabulary
         hidden = self._decoder(input_ids=probe, use_cache=False).last_hidden_state
         return torch.allclose(self._head(hidden), self._model(input_ids=probe, use_cache=False).logits, atol=1e-5)
 
@@ -72,7 +71,7 @@ class CompletionScorer:
 
     @property
     def _vocabulary(self) -> int:
-        return int(self._model.config.vocab_size)
+        return int(self._model.config.get_text_config().vocab_size)
 
 
 def _score(

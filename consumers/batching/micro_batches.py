@@ -1,5 +1,10 @@
 """Cuts micro-batches of similar lengths as samples arrive, so that the gradient can start before the batch is whole.
 
+``MicroBatcher`` holds samples sorted by length and cuts runs of neighbours; which run, ``best_run`` and
+``cheapest_runs`` say. A run is padded to its longest sample, so it is the first of a run that sets its width S, and
+rows times S stay within the token budget; a sample over the budget stands alone. Padding is weighed against the fixed
+cost of a micro-batch (``CostModel``). Knows no torch.
+
 Invariant every_sample_is_in_exactly_one_micro_batch: between two flushes, what went in came out once.
 """
 
@@ -15,7 +20,8 @@ from consumers.batching.settings import BatchingSettings
 from schemas.reports import RecordRef
 from schemas.trajectories import Trajectory
 
-# What passes from intake to the trainer: samples, groups, and micro-batches as plain arrays. Knows no torch.
+Lengths = NDArray[np.int64]
+Costs = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +99,15 @@ class MicroBatch:
         """Tokens without padding."""
         return int(self.lengths.sum())
 
-    @property
-    def padding_share(self) -> float:
-        """Share of the B × S positions that hold no token."""
-        return 1.0 - self.num_tokens / self.input_ids.size if self.input_ids.size else 0.0
-
 
 def collate(samples: list[TrainingSample]) -> MicroBatch:
-    """Pad samples to the longest of them."""
+    """B samples as one micro-batch, right-padded to S, the tokens of the longest of them."""
     lengths = np.array([item.sample.length for item in samples], dtype=np.int64)
     shape = (len(samples), int(lengths.max()))
     input_ids = np.zeros(shape, dtype=np.int64)
     loss_mask: NDArray[Any] = np.zeros(shape, dtype=np.float32)
     behaviour: NDArray[Any] = np.zeros(shape, dtype=np.float32)
+    # Row by row, since trajectories are ragged; what no trajectory covers stays 0 and is masked.
     for row, item in enumerate(samples):
         trajectory = item.sample.trajectory
         start, end = len(trajectory.prompt_token_ids), item.sample.length
@@ -125,114 +127,8 @@ def collate(samples: list[TrainingSample]) -> MicroBatch:
     )
 
 
-# What computing a sequence costs, in units of a token's own cost: its length, and its square's share. Pure.
-
-Lengths = NDArray[np.int64]
-Costs = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """cost(L) = linear * L + quadratic * L * L for a sequence of L tokens, and ``launch`` for each micro-batch."""
-
-    linear: float
-    quadratic: float
-    launch: float
-
-    @classmethod
-    def of(cls, settings: BatchingSettings) -> "CostModel":
-        """The units are such that a sequence as long as the token budget costs as much as the budget has tokens."""
-        budget, share = settings.token_budget, settings.quadratic_share
-        return cls(1 - share, share / budget, settings.launch_share * budget)
-
-    def of_sequences(self, lengths: Lengths) -> Costs:
-        """Of each sequence by itself; float64 (N)."""
-        return self.linear * lengths + self.quadratic * np.square(lengths, dtype=np.float64)
-
-    def of_rows(self, rows: int, width: int) -> float:
-        """Of a micro-batch of so many sequences, padded to ``width`` tokens each."""
-        return self.launch + rows * (self.linear * width + self.quadratic * width * width)
-
-
-# Which samples share a micro-batch: neighbours in length, within a token budget, with little padding. Pure. Lengths
-# are given longest first, so that a run of neighbours is padded to its first. Rows times that length stay within the
-# budget; a sample over the budget stands alone. Padding is weighed against the fixed cost of a micro-batch.
-
-
-class Run(NamedTuple):
-    """Samples ``start`` (inclusive) to ``end`` (exclusive) of those given."""
-
-    start: int
-    end: int
-
-
-def best_run(lengths: Lengths, budget: int, costs: CostModel) -> Run:
-    """The micro-batch whose share of useful cost is the largest: the least padding for its fixed cost.
-
-    A run from a given sample on gets better with each neighbour up to a point, and worse from there on; so the best
-    end of all runs is found by bisection at once.
-    """
-    own = costs.of_sequences(lengths)
-    sums = np.concatenate([[0.0], np.cumsum(own)])
-    start = np.arange(len(lengths))
-    rows = np.ones_like(start)
-    most = _most_rows(lengths, budget)
-    while (is_open := rows < most).any():
-        middle = (rows + most) // 2
-        beyond = own[np.minimum(start + middle, len(lengths) - 1)]
-        gains = beyond * (middle * own + costs.launch) > own * (sums[start + middle] - sums[start])
-        rows = np.where(is_open & gains, middle + 1, rows)
-        most = np.where(is_open & ~gains, middle, most)
-    useful = (sums[start + rows] - sums[start]) / (rows * own + costs.launch)
-    best = int(np.argmax(useful))
-    return Run(best, best + int(rows[best]))
-
-
-def cheapest_runs(lengths: Lengths, budget: int, costs: CostModel) -> list[Run]:
-    """All samples in micro-batches of the least total cost, longest first; found by dynamic programming."""
-    count = len(lengths)
-    own = costs.of_sequences(lengths)
-    most = _most_rows(lengths, budget)
-    total = np.full(count + 1, np.inf)
-    total[0] = 0.0
-    came_from = np.zeros(count + 1, dtype=np.int64)
-    steps = np.arange(1, int(most.max(initial=0)) + 1)
-    for start in range(count):
-        reach = slice(start + 1, start + 1 + int(most[start]))
-        offered = total[start] + costs.launch + own[start] * steps[: most[start]]
-        is_better = offered < total[reach]
-        total[reach][is_better] = offered[is_better]
-        came_from[reach][is_better] = start
-    runs: list[Run] = []
-    end = count
-    while end:
-        runs.append(Run(int(came_from[end]), end))
-        end = runs[-1].start
-    return runs[::-1]
-
-
-def split_to_multiple(runs: Sequence[Run], ranks: int) -> list[Run]:
-    """As many runs as make whole rounds of ``ranks``: those of the most rows are halved. One-row runs stay whole,
-    so that with fewer samples than needed the last round stays short.
-    """
-    found = sorted(runs, key=lambda run: run.end - run.start)
-    while len(found) % ranks and found[-1].end - found[-1].start > 1:
-        start, end = found.pop()
-        middle = (start + end + 1) // 2
-        found += [Run(start, middle), Run(middle, end)]
-        found.sort(key=lambda run: run.end - run.start)
-    return sorted(found)
-
-
-def _most_rows(lengths: Lengths, budget: int) -> Lengths:
-    """Rows that a run from each sample on may have."""
-    fitting = np.maximum(1, budget // np.maximum(1, lengths))
-    most: Lengths = np.minimum(fitting, np.arange(len(lengths), 0, -1))
-    return most
-
-
-class _Held(NamedTuple):
-    """A sample in the order of the shelf: longest first, then by name."""
+class _HeldSample(NamedTuple):
+    """Sorts longest first, then by name, so that the order does not depend on the order of arrival."""
 
     minus_length: int
     trajectory_id: str
@@ -248,14 +144,14 @@ class MicroBatcher:
 
     settings: BatchingSettings
     whole_batches: bool = False
-    _held: list[_Held] = field(default_factory=list)
+    _held: list[_HeldSample] = field(default_factory=list)
     _tokens: int = 0
 
     def add(self, samples: Iterable[TrainingSample]) -> list[MicroBatch]:
         """Take samples in; the micro-batches that are due."""
         for item in samples:
             length = item.sample.length
-            insort(self._held, _Held(-length, item.sample.ref.trajectory_id, item))
+            insort(self._held, _HeldSample(-length, item.sample.ref.trajectory_id, item))
             self._tokens += length
         due: list[MicroBatch] = []
         while not self.whole_batches and self._tokens > self.settings.token_budget * self.settings.lookahead:
@@ -289,5 +185,101 @@ class MicroBatcher:
     def _lengths(self) -> Lengths:
         return np.array([-each.minus_length for each in self._held], dtype=np.int64)
 
-    def _collated(self, run: Run) -> MicroBatch:
+    def _collated(self, run: "Run") -> MicroBatch:
         return collate([each.item for each in self._held[run.start : run.end]])
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What computing takes, in units of a token's own cost: ``linear * L + quadratic * L * L`` for a sequence of L
+    tokens (the square is attention's), and ``fixed`` for each micro-batch (launching kernels, the optimizer's hooks).
+
+    A micro-batch of B rows of S tokens costs ``fixed + B * (linear * S + quadratic * S * S)``: padding costs as much
+    as tokens do.
+    """
+
+    linear: float
+    quadratic: float
+    fixed: float
+
+    @classmethod
+    def of(cls, settings: BatchingSettings) -> "CostModel":
+        """The units are such that a sequence as long as the token budget costs as much as the budget has tokens."""
+        budget, share = settings.token_budget, settings.attention_cost_fraction
+        return cls(1 - share, share / budget, settings.fixed_cost_fraction * budget)
+
+    def of_sequences(self, lengths: Lengths) -> Costs:
+        """Of each sequence by itself; float64 [N]."""
+        return self.linear * lengths + self.quadratic * np.square(lengths, dtype=np.float64)
+
+
+class Run(NamedTuple):
+    """Samples ``start`` (inclusive) to ``end`` (exclusive) of those given, which are sorted longest first."""
+
+    start: int
+    end: int
+
+
+def best_run(lengths: Lengths, budget: int, costs: CostModel) -> Run:
+    """The micro-batch with the largest useful share of its cost: the least padding for its fixed cost.
+
+    ``lengths``: int64 [N], N >= 1, longest first; ``budget``: tokens, padding included. With c(i) the cost of sample i
+    by itself, the n samples from s on are padded to the length of s, so that their useful share is
+
+        u(s, n) = (c(s) + ... + c(s + n - 1)) / (n c(s) + fixed).
+
+    One more sample adds c(s + n) above and c(s) below, so it raises u if and only if c(s + n) / c(s) > u(s, n). If it
+    does not, the new u still is at least that ratio, and the ratios of later, shorter samples are no larger: none of
+    them raises u again. So u has one peak in n, and bisection finds it for all s at once, in O(N log N).
+    """
+    own = costs.of_sequences(lengths)  # c, float64 [N], not increasing
+    sums = np.concatenate([[0.0], np.cumsum(own)])  # sums[j] - sums[i] = c(i) + ... + c(j - 1)
+    start = np.arange(len(lengths))
+    # Of each start, the best n is in rows .. most; both are int64 [N].
+    rows = np.ones_like(start)
+    most = _most_rows(lengths, budget)
+    while (is_open := rows < most).any():
+        middle = (rows + most) // 2
+        added = own[np.minimum(start + middle, len(lengths) - 1)]
+        gains = added * (middle * own + costs.fixed) > own * (sums[start + middle] - sums[start])
+        rows = np.where(is_open & gains, middle + 1, rows)
+        most = np.where(is_open & ~gains, middle, most)
+    useful = (sums[start + rows] - sums[start]) / (rows * own + costs.fixed)
+    best = int(np.argmax(useful))
+    return Run(best, best + int(rows[best]))
+
+
+def cheapest_runs(lengths: Lengths, budget: int, costs: CostModel) -> list[Run]:
+    """All samples in micro-batches of the least total cost, longest first.
+
+    Dynamic programming over ends, O(N x longest run): ``total[j]``, the least cost of the first j samples, is the
+    minimum over i of ``total[i] + fixed + (j - i) c(i)``.
+    """
+    count = len(lengths)
+    own = costs.of_sequences(lengths)
+    most = _most_rows(lengths, budget)
+    total = np.full(count + 1, np.inf)
+    total[0] = 0.0
+    came_from = np.zeros(count + 1, dtype=np.int64)
+    row_counts = np.arange(1, int(most.max(initial=0)) + 1)
+    for start in range(count):
+        reach = slice(start + 1, start + 1 + int(most[start]))
+        offered = total[start] + costs.fixed + own[start] * row_counts[: most[start]]
+        is_better = offered < total[reach]
+        total[reach][is_better] = offered[is_better]
+        came_from[reach][is_better] = start
+    runs: list[Run] = []
+    end = count
+    while end:
+        runs.append(Run(int(came_from[end]), end))
+        end = runs[-1].start
+    return runs[::-1]
+
+
+def _most_rows(lengths: Lengths, budget: int) -> Lengths:
+    """Rows that a run from each sample on may have: rows times its length within the budget, at least one, and not
+    more than samples are left.
+    """
+    fitting = np.maximum(1, budget // np.maximum(1, lengths))
+    most: Lengths = np.minimum(fitting, np.arange(len(lengths), 0, -1))
+    return most

@@ -21,7 +21,7 @@ class BatchingSettings(Section):
             "are there; a trainer with nothing to do takes what it has, from one budget's worth on.",
         ),
     ] = 4.0
-    launch_share: Annotated[
+    fixed_cost_fraction: Annotated[
         float,
         Field(
             ge=0,
@@ -30,7 +30,7 @@ class BatchingSettings(Section):
             "padding is preferred to a full one with it.",
         ),
     ] = 0.03
-    quadratic_share: Annotated[
+    attention_cost_fraction: Annotated[
         float,
         Field(
             ge=0,

@@ -1,6 +1,7 @@
-"""Sorts records: what does not decode, what is refused, and what becomes a member of a group.
+"""Decides of each record: undecodable, rejected with a reason, or a usable sample of its group.
 
-Knows neither where records come from nor who takes the groups.
+Knows neither where records come from nor who takes the groups. ``TrajectoryFilter`` is the order of the checks; the
+checks themselves follow it: reward, repeats, staleness, and the breaker that stops a trainer fed with rubbish.
 """
 
 from collections import deque
@@ -9,27 +10,134 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import structlog
+from cachetools import FIFOCache
 
 from bus.port import Record
 from consumers.batching.micro_batches import Group, Sample
-from consumers.ingest.groups import Closed, GroupAssembler, Refusal
+from consumers.ingest.groups import ClosedGroup, GroupAssembler, Rejection
 from consumers.ingest.ledger import Ledger
-from consumers.ingest.measures import IntakeMeasures
-from consumers.ingest.settings import IntakeSettings
+from consumers.ingest.metrics import IngestMetrics
+from consumers.ingest.settings import IngestSettings
 from schemas.errors import BadInput, MalformedFrame, WireError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef, SkipReason
 from schemas.settings import LoopSettings
 from schemas.trajectories import FinishReason, Trajectory
 
-# The reward of one trajectory from its raw rewards, or why it has none. Pure.
+log = structlog.get_logger()
+
+PartitionOffset = tuple[int, int]
+"""Partition and offset of a record."""
+MIN_REMEMBERED_GROUPS = 1_000
+REMEMBERED_ROUNDS = 8
+"""Groups whose names and ids are remembered: so many times what may be in flight, since a repeat that comes later than
+that is refused as stale; never fewer than a thousand, which cost a few megabytes."""
+
+
+class TrajectoryFilter:
+    """The checks in their order: decodes, belongs to its group, no repeat, in time, fresh enough, rewarded.
+
+    ``finished``: ids of a checkpoint, with their places on the topic.
+    """
+
+    def __init__(
+        self,
+        loop: LoopSettings,
+        settings: IngestSettings,
+        *,
+        reward_weights: Mapping[str, float],
+        current_version: Callable[[], PolicyVersion],
+        ledger: Ledger,
+        metrics: IngestMetrics,
+        finished: Mapping[str, PartitionOffset],
+    ) -> None:
+        groups = max(MIN_REMEMBERED_GROUPS, REMEMBERED_ROUNDS * loop.max_groups_in_flight)
+        self.rule = StalenessRule(loop.staleness_bound, settings.orphan_lineage, current_version())
+        self.dedupe = DedupeWindow(groups * loop.num_generations)
+        self.dedupe.restore(finished)
+        self.assembler = GroupAssembler(settings.group_timeout_s, groups)
+        self.assembler.restore(finished)
+        self._weights = reward_weights
+        self._current_version = current_version
+        self._ledger = ledger
+        self._metrics = metrics
+        limit = settings.max_consecutive_poison
+        self._undecodable = CircuitBreaker("undecodable records", limit, settings.max_undecodable_share)
+        self._unrewarded = CircuitBreaker("trajectories without reward", limit, settings.max_unrewarded_share)
+
+    def process(self, record: Record, now: float) -> ClosedGroup | None:
+        """Check a record that is new to the ledger; the group that it made whole, if any.
+
+        ``now``: as for ``GroupAssembler.add``.
+
+        Raises:
+            BadInput: too much of the input is bad.
+        """
+        trajectory = self._decode(record)
+        if trajectory is None:
+            return None
+        self._metrics.observe_trajectory(trajectory)
+        ref = RecordRef(trajectory.trajectory_id, record.partition, record.offset)
+        if (objection := self._objection(trajectory, ref)) is not None:
+            self._ledger.skip(Rejection(ref, *objection), trajectory.group_id)
+            return None
+        if self.assembler.is_closed(trajectory.group_id):
+            late = Rejection(ref, SkipReason.GROUP_INCOMPLETE, "its group was closed before it came")
+            self._ledger.skip_late(late, trajectory.group_id)
+            return None
+        outcome = self._evaluate(trajectory, ref, len(record.value or b""))
+        if isinstance(outcome, Rejection):
+            self._ledger.release(ref)
+        return self.assembler.add(trajectory, outcome, now)
+
+    def outdated(self, group: Group) -> list[Rejection]:
+        """The samples that were not too old when they were read, and are now."""
+        current = self._current_version()
+        found = ((sample.ref, self.rule.violation(sample.trajectory, current)) for sample in group.samples)
+        return [Rejection(ref, *violation) for ref, violation in found if violation is not None]
+
+    def _decode(self, record: Record) -> Trajectory | None:
+        try:
+            message = record.message()
+            if not isinstance(message, Trajectory):
+                raise MalformedFrame(f"expected a trajectory, got a {message.SCHEMA}")
+        except WireError as error:
+            where = f"{record.topic}[{record.partition}]@{record.offset}"
+            log.warning("undecodable record dead-lettered", where=where, error=str(error))
+            self._ledger.rejections.dead_letter(record, error)
+            ref = RecordRef("", record.partition, record.offset)
+            self._ledger.skip(Rejection(ref, SkipReason.POISON, str(error)), record.key)
+            self._undecodable.failed(f"{where}: {error}")
+            return None
+        self._undecodable.good()
+        return message
+
+    def _objection(self, trajectory: Trajectory, ref: RecordRef) -> tuple[SkipReason, str] | None:
+        """Why the record is no sample of its group, whatever it contains."""
+        objection = self.assembler.objection(trajectory)
+        if objection is None and not self.dedupe.accept(trajectory.trajectory_id, (ref.partition, ref.offset)):
+            return SkipReason.DUPLICATE, "this trajectory was accepted before"
+        return objection
+
+    def _evaluate(self, trajectory: Trajectory, ref: RecordRef, size: int) -> Sample | Rejection:
+        if (violation := self.rule.violation(trajectory, self._current_version())) is not None:
+            return Rejection(ref, *violation)
+        if trajectory.finish_reason is FinishReason.ABORT:
+            tokens = len(trajectory.token_ids)
+            return Rejection(ref, SkipReason.POISON, f"generation was aborted after {tokens} tokens")
+        reward, fault = weighted_reward(trajectory, self._weights)
+        if fault is not None:
+            self._unrewarded.failed(f"{trajectory.trajectory_id}: {fault}")
+            return Rejection(ref, SkipReason.POISON, fault)
+        self._unrewarded.good()
+        return Sample(trajectory, ref, reward, size)
 
 
 def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tuple[float, str | None]:
     """The weighted sum of the rewards that apply (TRL's rule: ``None`` is left out), and what is wrong with it.
 
     A function without a weight counts once. A trajectory that a function failed on has no reward at all, for its
-    siblings were judged by more.
+    siblings were scored by more functions than it.
     """
     if trajectory.reward_errors:
         return 0.0, "; ".join(f"reward {name}: {text}" for name, text in sorted(trajectory.reward_errors.items()))
@@ -39,36 +147,28 @@ def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tup
     return sum(weights.get(name, 1.0) * value for name, value in given.items()), None
 
 
-# Remembers the trajectory ids that were accepted, and where, within a bounded window. Pure. The window is exact as
-# long as it holds more ids than can be in flight within the staleness bound: a later repeat of the same tokens is
-# refused as stale.
-
-Place = tuple[int, int]
-"""Partition and offset."""
-
-
-@dataclass
 class DedupeWindow:
-    """The last ``capacity`` accepted ids with their places, oldest first."""
+    """The last ``capacity`` accepted trajectory ids with their places on the topic, oldest first.
 
-    capacity: int
-    ids: dict[str, Place] = field(default_factory=dict)
+    Exact as long as it holds more ids than can be in flight within the staleness bound: a later repeat of the same
+    tokens is refused as stale.
+    """
 
-    def accept(self, trajectory_id: str, place: Place) -> bool:
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.ids: FIFOCache[str, PartitionOffset] = FIFOCache(capacity)
+
+    def accept(self, trajectory_id: str, place: PartitionOffset) -> bool:
         """Remember an id; false if it was accepted before, from whatever place."""
         if trajectory_id in self.ids:
             return False
         self.ids[trajectory_id] = place
-        if len(self.ids) > self.capacity:
-            del self.ids[next(iter(self.ids))]
         return True
 
-    def restore(self, ids: Mapping[str, Place]) -> None:
-        """Start from the finished ids of a checkpoint."""
-        self.ids = {name: (int(place[0]), int(place[1])) for name, place in ids.items()}
-
-
-# Keep a trajectory or skip it, given the trainer's version and the bound. Pure.
+    def restore(self, ids: Mapping[str, PartitionOffset]) -> None:
+        """Start from the finished ids of a checkpoint: all of them, though the window may have been larger then."""
+        self.ids = FIFOCache(max(self._capacity, len(ids)))
+        self.ids.update({name: (int(place[0]), int(place[1])) for name, place in ids.items()})
 
 
 @dataclass(frozen=True)
@@ -83,7 +183,7 @@ class StalenessRule:
     orphan_lineage: Literal["train", "skip"]
     origin: PolicyVersion
 
-    def verdict(self, trajectory: Trajectory, current: PolicyVersion) -> tuple[SkipReason, str] | None:
+    def violation(self, trajectory: Trajectory, current: PolicyVersion) -> tuple[SkipReason, str] | None:
         """Why the trajectory must be skipped, or none if it may be trained."""
         age = staleness(trajectory, current)
         if age > self.max_staleness:
@@ -107,22 +207,23 @@ def staleness(trajectory: Trajectory, current: PolicyVersion) -> int:
     return max(0, current.number - oldest)
 
 
-# Stops the trainer when so much input is bad that the fault must lie elsewhere. Pure.
-
-WINDOW = 1000
-MIN_SEEN = 100
+BREAKER_WINDOW = 1000
+BREAKER_MIN_SEEN = 100
+"""Below so many records a share says nothing: one bad record of ten would already be a tenth."""
 
 
 @dataclass
 class CircuitBreaker:
-    """Trips at too many bad records in a row, or too large a share of the last 1000, judged from 100 records on."""
+    """Trips when so much input is bad that the fault must lie elsewhere: too many bad records in a row, or too large
+    a share of the last ``BREAKER_WINDOW``.
+    """
 
     fault: str
     max_consecutive: int
     max_share: float
     consecutive: int = 0
     bad: int = 0
-    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=BREAKER_WINDOW))
 
     def good(self) -> None:
         """Note a record without this fault."""
@@ -138,111 +239,14 @@ class CircuitBreaker:
         self._note(is_bad=True)
         self.consecutive += 1
         seen = len(self.recent)
-        if self.consecutive > self.max_consecutive or (seen >= MIN_SEEN and self.bad / seen > self.max_share):
+        if self.consecutive > self.max_consecutive or (seen >= BREAKER_MIN_SEEN and self.bad / seen > self.max_share):
             raise BadInput(
                 f"expected few {self.fault}, got {self.consecutive} in a row and {self.bad} among the last {seen}, "
-                f"the latest: {detail}; mend what writes them, or raise the limits in [intake]"
+                f"the latest: {detail}; mend what writes them, or raise the limits in [ingest]"
             )
 
     def _note(self, *, is_bad: bool) -> None:
-        if len(self.recent) == WINDOW:
-            self.bad -= self.recent[0]
+        if len(self.recent) == BREAKER_WINDOW:
+            self.bad -= self.recent[0]  # about to fall out of the window
         self.recent.append(is_bad)
         self.bad += is_bad
-
-
-log = structlog.get_logger()
-
-
-class Sorter:
-    """The judgements in their order: decode, belongs, known, late, old, rewarded. ``finished``: ids of a checkpoint."""
-
-    def __init__(
-        self,
-        loop: LoopSettings,
-        settings: IntakeSettings,
-        *,
-        reward_weights: Mapping[str, float],
-        current_version: Callable[[], PolicyVersion],
-        ledger: Ledger,
-        measures: IntakeMeasures,
-        finished: Mapping[str, Place],
-    ) -> None:
-        groups = max(1_000, 8 * loop.max_groups_in_flight)
-        self.rule = StalenessRule(loop.staleness_bound, settings.orphan_lineage, current_version())
-        self.dedupe = DedupeWindow(groups * loop.num_generations)
-        self.dedupe.restore(finished)
-        self.assembler = GroupAssembler(settings.group_timeout_s, groups)
-        self.assembler.restore(finished)
-        self._weights = reward_weights
-        self._current_version = current_version
-        self._ledger = ledger
-        self._measures = measures
-        limit = settings.max_consecutive_poison
-        self._undecodable = CircuitBreaker("undecodable records", limit, settings.max_undecodable_share)
-        self._unrewarded = CircuitBreaker("trajectories without reward", limit, settings.max_unrewarded_share)
-
-    def take(self, record: Record, now: float) -> Closed | None:
-        """Judge a record that is new to the books; the group that it made whole, if any. ``now``: see the assembler.
-
-        Raises:
-            BadInput: too much of it is bad.
-        """
-        trajectory = self._decoded(record)
-        if trajectory is None:
-            return None
-        self._measures.observe_trajectory(trajectory)
-        ref = RecordRef(trajectory.trajectory_id, record.partition, record.offset)
-        if (objection := self._foreign(trajectory, ref)) is not None:
-            self._ledger.skip(Refusal(ref, *objection), trajectory.group_id)
-            return None
-        if self.assembler.is_closed(trajectory.group_id):
-            late = Refusal(ref, SkipReason.GROUP_INCOMPLETE, "its group was closed before it came")
-            self._ledger.skip_late(late, trajectory.group_id)
-            return None
-        outcome = self._judged(trajectory, ref, len(record.value or b""))
-        if isinstance(outcome, Refusal):
-            self._ledger.release(ref)
-        return self.assembler.add(trajectory, outcome, now)
-
-    def outdated(self, group: Group) -> list[Refusal]:
-        """The samples that were not too old when they were read, and are now."""
-        current = self._current_version()
-        verdicts = ((sample.ref, self.rule.verdict(sample.trajectory, current)) for sample in group.samples)
-        return [Refusal(ref, *verdict) for ref, verdict in verdicts if verdict is not None]
-
-    def _decoded(self, record: Record) -> Trajectory | None:
-        try:
-            message = record.message()
-            if not isinstance(message, Trajectory):
-                raise MalformedFrame(f"expected a trajectory, got a {message.SCHEMA}")
-        except WireError as error:
-            where = f"{record.topic}[{record.partition}]@{record.offset}"
-            log.warning("undecodable record dead-lettered", where=where, error=str(error))
-            self._ledger.rejects.dead_letter(record, error)
-            ref = RecordRef("", record.partition, record.offset)
-            self._ledger.skip(Refusal(ref, SkipReason.POISON, str(error)), record.key)
-            self._undecodable.failed(f"{where}: {error}")
-            return None
-        self._undecodable.good()
-        return message
-
-    def _foreign(self, trajectory: Trajectory, ref: RecordRef) -> tuple[SkipReason, str] | None:
-        """Why the record is no sample of its group, whatever it contains."""
-        objection = self.assembler.objection(trajectory)
-        if objection is None and not self.dedupe.accept(trajectory.trajectory_id, (ref.partition, ref.offset)):
-            return SkipReason.DUPLICATE, "this trajectory was accepted before"
-        return objection
-
-    def _judged(self, trajectory: Trajectory, ref: RecordRef, size: int) -> Sample | Refusal:
-        if (verdict := self.rule.verdict(trajectory, self._current_version())) is not None:
-            return Refusal(ref, *verdict)
-        if trajectory.finish_reason is FinishReason.ABORT:
-            tokens = len(trajectory.token_ids)
-            return Refusal(ref, SkipReason.POISON, f"generation was aborted after {tokens} tokens")
-        reward, fault = weighted_reward(trajectory, self._weights)
-        if fault is not None:
-            self._unrewarded.failed(f"{trajectory.trajectory_id}: {fault}")
-            return Refusal(ref, SkipReason.POISON, fault)
-        self._unrewarded.good()
-        return Sample(trajectory, ref, reward, size)

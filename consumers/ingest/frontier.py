@@ -45,12 +45,14 @@ class PartitionFrontier:
         self.passed.append((first, end))
         self.position = max(self.position, end)
         self._advance()
+        # The stretch covers these offsets now; keeping them too would only make the checkpoint larger.
         self.done = {offset for offset in self.done if not first <= offset < end}
 
     def unfinished_stretches(self, first: int, end: int) -> list[tuple[int, int]]:
         """The stretches from ``first`` up to, not including, ``end`` that are not finished."""
         found: list[tuple[int, int]] = []
         start = max(first, self.low)
+        # The finished stretches in order; what lies between the end of one and the beginning of the next is unfinished.
         for done_from, done_to in sorted([*((offset, offset + 1) for offset in self.done), *self.passed]):
             if start < min(done_from, end):
                 found.append((start, min(done_from, end)))
@@ -58,6 +60,9 @@ class PartitionFrontier:
         return [*found, (start, end)] if start < end else found
 
     def _advance(self) -> None:
+        # ``read`` holds what was read and lies at or above ``low``, so its head is the lowest offset that can still
+        # be unfinished. Without one, everything below ``position`` is finished: offsets between two records read do
+        # not exist (compaction, transaction markers), and so they do not hold the low mark.
         while self.read and self.read[0] in self.done:
             self.done.remove(self.read.popleft())
         self.low = max(self.low, self.read[0] if self.read else self.position)

@@ -1,38 +1,43 @@
-"""The fate of every record: pending, trained, or skipped with a reason. Decides nothing and waits for nothing.
+"""Where every record stands: pending, trained, or skipped with a reason. Decides nothing and waits for nothing.
 
 Invariants, each with a test of its name:
-- every_record_meets_one_fate: read = trained + skipped + pending, and a fate is final;
-- records_of_a_group_are_finished_together: refused siblings are withheld until the group ends, so that a restart
+- every_record_has_one_outcome: read = trained + skipped + pending, and an outcome is final;
+- records_of_a_group_are_finished_together: rejected siblings are withheld until the group ends, so that a restart
   never finds a part of it;
-- the_end_of_an_untrained_group_is_told: with samples that never came, a row says that the whole group ended.
+- the_end_of_an_untrained_group_is_reported: with samples that never came, a row says that the whole group ended.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Annotated
+
+from pydantic import Field
 
 from bus.port import Record
 from consumers.batching.micro_batches import Group
 from consumers.ingest.frontier import Frontier
-from consumers.ingest.groups import Closed, Refusal
-from consumers.ingest.rejections import Rejects
+from consumers.ingest.groups import ClosedGroup, Rejection
+from consumers.ingest.rejections import RejectionWriter
 from schemas.errors import LifecycleError
+from schemas.identifiers import group_id_of
+from schemas.identifiers import group_id_of
 from schemas.reports import RecordRef, SkipReason
+from schemas.trajectories import Part
 
 WHOLE_GROUP = frozenset({SkipReason.GROUP_INCOMPLETE, SkipReason.ZERO_ADVANTAGE})
 """Reasons from which readers conclude that a group is over, whatever they know of its other samples."""
 
 
-class Anchor(NamedTuple):
-    """A finished record by which a topic is known again: the highest of its partition."""
+class KnownRecord(Part):
+    """The highest finished record of a partition: if the topic shows another one there, it was created anew."""
 
-    offset: int
+    offset: Annotated[int, Field(ge=0)]
     trajectory_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Fates:
-    """Records read by this process, and what became of them."""
+class RecordCounts:
+    """Records read by this process, by where they stand."""
 
     read: int
     trained: int
@@ -41,57 +46,61 @@ class Fates:
 
 
 @dataclass(slots=True)
-class _Ending:
-    """A closed group that is not finished: its usable samples still to be, and the rows withheld until then."""
+class _UnfinishedGroup:
+    """A closed group: how many of its usable samples are not finished, and the rows withheld until all are."""
 
-    closed: Closed
+    closed: ClosedGroup
     remaining: int
-    withheld: list[Refusal]
+    withheld: list[Rejection]
     is_trained: bool = False
 
-    def rows(self, last: list[Refusal]) -> list[Refusal]:
+    def rows(self, last: list[Rejection]) -> list[Rejection]:
         """What is to be written now that the last usable samples were skipped."""
         rows = last + self.withheld
         missing = self.closed.missing
         if self.is_trained or missing <= 0 or not rows or any(row.reason in WHOLE_GROUP for row in rows):
             return rows
+        # No row tells yet that samples which never came are over too, and the dispatcher would wait for them: the
+        # first row is given the reason that says so, and keeps its own in the detail.
         first = rows[0]
         detail = f"{first.reason.value}: {first.detail}; {missing} of {self.closed.wanted} samples never came"
         return [replace(first, reason=SkipReason.GROUP_INCOMPLETE, detail=detail), *rows[1:]]
 
 
 class Ledger:
-    """Books of one intake. ``current_step``: of the trainer, for the rows.
+    """The accounts of one reader. ``current_step``: of the trainer, for the rows.
 
+    ``frontier`` is the live one: what the weights in memory contain, and what was skipped; copy it to keep it.
+    ``pending_bytes``: of trajectories held, in groups that are incomplete, ready, or handed out and not finished.
     ``prompt_cursor``: all prompts whose groups ended lie below this position of the prompt source.
     """
 
     def __init__(
         self,
         frontier: Frontier,
-        rejects: Rejects,
+        rejections: RejectionWriter,
         current_step: Callable[[], int],
-        anchors: Mapping[int, Anchor] | None = None,
+        known_records: Mapping[int, KnownRecord] | None = None,
         prompt_cursor: int = 0,
     ) -> None:
         self.frontier = frontier
-        self.rejects = rejects
-        self.anchors = dict(anchors or {})
+        self.rejections = rejections
+        self.known_records = dict(known_records or {})
         self.prompt_cursor = prompt_cursor
         self.pending_bytes = 0
         self._current_step = current_step
-        self._pending: dict[tuple[int, int], int] = {}
-        self._endings: dict[str, _Ending] = {}
+        self._pending: dict[tuple[int, int], int] = {}  # bytes held, by partition and offset
+        self._unfinished: dict[str, _UnfinishedGroup] = {}
         self._read = 0
         self._trained = 0
         self._skipped = 0
 
-    def fates(self) -> Fates:
-        """The books so far."""
-        return Fates(self._read, self._trained, self._skipped, len(self._pending))
+    def counts(self) -> RecordCounts:
+        """The sums so far."""
+        return RecordCounts(self._read, self._trained, self._skipped, len(self._pending))
 
-    def read(self, record: Record) -> bool:
-        """Take a record into the books; false if it is finished or was read before."""
+    def record_read(self, record: Record) -> bool:
+        """Enter a record as pending; false if it is finished or was read before."""
         if not self.frontier.mark_read(record.partition, record.offset):
             return False
         size = len(record.value or b"")
@@ -105,75 +114,84 @@ class Ledger:
         self.pending_bytes -= self._pending[ref.partition, ref.offset]
         self._pending[ref.partition, ref.offset] = 0
 
-    def skip(self, refusal: Refusal, group_id: str | None) -> None:
+    def skip(self, rejection: Rejection, group_id: str | None) -> None:
         """Write a row and finish the record."""
-        self._finish(refusal.ref)
-        self.rejects.skip(refusal.ref, group_id, refusal.reason, refusal.detail, self._current_step())
+        self._finish(rejection.ref)
+        self.rejections.skip(rejection.ref, group_id, rejection.reason, rejection.detail, self._current_step())
         self._skipped += 1
 
-    def lose(self, partition: int, first: int, end: int) -> None:
+    def record_loss(self, partition: int, first: int, end: int) -> None:
         """The broker deleted these records before they were read: rows for those that were not finished."""
         detail = f"retention deleted offsets {first} to {end - 1} before they were trained; the loss was accepted"
         for start, stop in self.frontier.partition(partition).unfinished_stretches(first, end):
             ref = RecordRef("", partition, start)
-            self.rejects.skip(ref, None, SkipReason.RETENTION_EXPIRED, detail, self._current_step(), stop)
+            self.rejections.skip(ref, None, SkipReason.RETENTION_EXPIRED, detail, self._current_step(), stop)
         self.frontier.partition(partition).pass_over(first, end)
 
-    def hold(self, closed: Closed) -> None:
-        """A group was closed; its records are finished by ``mark_trained`` and ``skip_samples``."""
-        self._endings[closed.group.group_id] = _Ending(closed, len(closed.group.samples), list(closed.refusals))
+    def hold(self, closed: ClosedGroup) -> None:
+        """A group was closed; its records are finished by ``mark_trained`` and ``mark_skipped``."""
+        group = closed.group
+        self._unfinished[group.group_id] = _UnfinishedGroup(closed, len(group.samples), list(closed.rejections))
 
-    def skip_late(self, refusal: Refusal, group_id: str) -> None:
+    def skip_late(self, rejection: Rejection, group_id: str) -> None:
         """A sample came after its group was closed: its row waits for the end of the group if that is to come."""
-        if group_id in self._endings:
-            self.release(refusal.ref)
-            self._endings[group_id].withheld.append(refusal)
+        if group_id in self._unfinished:
+            self.release(rejection.ref)
+            self._unfinished[group_id].withheld.append(rejection)
         else:
-            self.skip(refusal, group_id)
+            self.skip(rejection, group_id)
 
-    def refuse(self, group: Group, refusals: Sequence[Refusal]) -> bool:
+    def withhold(self, group: Group, rejections: Sequence[Rejection]) -> bool:
         """Samples of a held group are not usable after all; whether enough of it is left. Their rows are withheld."""
-        ending = self._ending_of(group.group_id)
-        for refusal in refusals:
-            self.release(refusal.ref)
-        ending.withheld += refusals
-        ending.remaining -= len(refusals)
-        return ending.closed.would_be_usable(ending.remaining)
+        held = self._held(group.group_id)
+        for rejection in rejections:
+            self.release(rejection.ref)
+        held.withheld += rejections
+        held.remaining -= len(rejections)
+        return held.closed.would_be_usable(held.remaining)
 
-    def skip_samples(self, group: Group, reason: SkipReason, detail: str) -> None:
-        """Finish samples of a held group without training them."""
-        ending = self._ending_of(group.group_id)
-        ending.remaining -= len(group.samples)
-        rows = [Refusal(sample.ref, reason, detail) for sample in group.samples]
-        if ending.remaining == 0:
-            rows = ending.rows(rows)
-            self._end(ending)
+    def mark_skipped(self, group: Group, reason: SkipReason, detail: str) -> None:
+        """Finish samples of a held group that are not trained: rows are written.
+
+        Raises:
+            LifecycleError: they are finished already.
+        """
+        held = self._held(group.group_id)
+        held.remaining -= len(group.samples)
+        rows = [Rejection(sample.ref, reason, detail) for sample in group.samples]
+        if held.remaining == 0:
+            rows = held.rows(rows)
+            self._end(held)
         for row in rows:
             self.skip(row, group.group_id)
 
     def mark_trained(self, refs: Iterable[RecordRef]) -> None:
-        """Finish samples of held groups that are in the weights now, and write the rows withheld for them."""
+        """Finish samples of held groups that are in the weights now, and write the rows withheld for them.
+
+        Raises:
+            LifecycleError: one of them is finished already.
+        """
         for ref in refs:
-            group_id = ref.trajectory_id.rpartition("/")[0]
-            ending = self._ending_of(group_id)
+            group_id = group_id_of(ref.trajectory_id)
+            held = self._held(group_id)
             self._finish(ref)
             self._trained += 1
-            ending.is_trained = True
-            ending.remaining -= 1
-            if ending.remaining == 0:
-                self._end(ending)
-                for refusal in ending.withheld:
-                    self.skip(refusal, group_id)
+            held.is_trained = True
+            held.remaining -= 1
+            if held.remaining == 0:
+                self._end(held)
+                for rejection in held.withheld:
+                    self.skip(rejection, group_id)
 
-    def _end(self, ending: _Ending) -> None:
-        del self._endings[ending.closed.group.group_id]
-        self.prompt_cursor = max(self.prompt_cursor, ending.closed.position + 1)
+    def _end(self, held: _UnfinishedGroup) -> None:
+        del self._unfinished[held.closed.group.group_id]
+        self.prompt_cursor = max(self.prompt_cursor, held.closed.position + 1)
 
-    def _ending_of(self, group_id: str) -> _Ending:
-        ending = self._endings.get(group_id)
-        if ending is None:
+    def _held(self, group_id: str) -> _UnfinishedGroup:
+        held = self._unfinished.get(group_id)
+        if held is None:
             raise LifecycleError(f"expected a group that was handed out and is not finished, got {group_id}")
-        return ending
+        return held
 
     def _finish(self, ref: RecordRef) -> None:
         size = self._pending.pop((ref.partition, ref.offset), None)
@@ -181,6 +199,7 @@ class Ledger:
             raise LifecycleError(f"expected a pending record, got {ref}, which was never read or is finished")
         self.pending_bytes -= size
         self.frontier.mark_done((ref,))
-        anchor = self.anchors.get(ref.partition)
-        if ref.trajectory_id and (anchor is None or ref.offset > anchor.offset):
-            self.anchors[ref.partition] = Anchor(ref.offset, ref.trajectory_id)
+        known = self.known_records.get(ref.partition)
+        # A record without a name did not decode; there is nothing to know it again by.
+        if ref.trajectory_id and (known is None or ref.offset > known.offset):
+            self.known_records[ref.partition] = KnownRecord(offset=ref.offset, trajectory_id=ref.trajectory_id)

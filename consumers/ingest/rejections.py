@@ -1,8 +1,10 @@
 """Writes down what is not trained: rows on the skips topic, undecodable bytes on the dead-letters topic.
 
-A row enters the books at once and without waiting, so that no moment exists at which a record is half finished; it
-travels to the broker afterwards. Invariant no_row_is_lost: ``settled`` returns only when the broker has every row
-that was written before; one whose fate is unknown is sent again (readers tell repeats by lineage and sequence).
+A row counts at once and without waiting, so that no moment exists at which a record is half finished; it travels to
+the broker afterwards. Invariants:
+- no_row_is_lost: ``flush`` returns only when the broker has every row that was written before; one of unknown outcome
+  is sent again (readers tell repeats by lineage and sequence);
+- a_row_has_one_number: the rows of a lineage are numbered from 1 without gaps, in the order in which they count.
 """
 
 import asyncio
@@ -14,31 +16,29 @@ from functools import partial
 import structlog
 import xxhash
 
-from bus.port import Outgoing, Position, Publisher, Record
+from bus.port import Bus, Outgoing, Position, Publisher, Record
 from schemas.codec import Headers
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, WireError
 from schemas.reports import RecordRef, SkipReason, SkipRecord
 from schemas.topics import DEAD_LETTERS, SKIPS
 from schemas.trajectories import Trajectory
 
-# Numbers the skip rows of a lineage, and sums them up for the checkpoint's manifest. Pure. Invariant
-# a_row_has_one_number: rows of a lineage are numbered from 1 without gaps, in the order of the books.
+log = structlog.get_logger()
 
-
-def chained(before: str, row: SkipRecord) -> str:
-    """The next rolling hash: xxh3-128, in hex, over the one before and what the row is about, not how it is encoded."""
-    identity = f"{row.lineage}/{row.sequence} {row.reason.value} {row.partition}@{row.offset}-{end_of(row)}"
-    return xxhash.xxh3_128_hexdigest(f"{before}\n{identity}".encode())
-
-
-def end_of(row: SkipRecord) -> int:
-    """The offset after the last record that a row stands for."""
-    return row.offset + 1 if row.end_offset is None else row.end_offset
+DETAIL_LIMIT = 1000
+"""Characters of an explanation: enough for a message, while a row stays small whatever a reward function printed."""
+KEY_LIMIT = 256
+HEADERS_LIMIT = 32 << 10
+"""Bytes of a bad record's own headers that are kept: with the reason added, Kafka must still take the record."""
+ATTEMPTS = 5
+"""Sendings of one row without an answer, each with the producer's own delivery time-out, before ``flush`` gives up."""
 
 
 @dataclass
 class SkipTally:
-    """``count`` rows of ``lineage``; ``hash`` and ``reasons`` (records by reason) go on from the parent's."""
+    """Numbers the rows of ``lineage`` and sums them up for the manifest: ``count`` rows, and since the run's beginning
+    their rolling ``hash`` and ``reasons`` (records by reason).
+    """
 
     lineage: int
     count: int = 0
@@ -66,16 +66,19 @@ class SkipTally:
         return SkipTally(lineage, 0, self.hash, Counter(self.reasons))
 
 
-log = structlog.get_logger()
+def chained(before: str, row: SkipRecord) -> str:
+    """The next rolling hash: xxh3-128, in hex, over the one before and what the row is about, not how it is encoded."""
+    identity = f"{row.lineage}/{row.sequence} {row.reason.value} {row.partition}@{row.offset}-{end_of(row)}"
+    return xxhash.xxh3_128_hexdigest(f"{before}\n{identity}".encode())
 
-DETAIL_LIMIT = 1000
-KEY_LIMIT = 256
-HEADERS_LIMIT = 32 << 10
-ATTEMPTS = 5
+
+def end_of(row: SkipRecord) -> int:
+    """The offset after the last record that a row stands for."""
+    return row.offset + 1 if row.end_offset is None else row.end_offset
 
 
 @dataclass(eq=False, slots=True)
-class _Row:
+class _Pending:
     """One record on its way, and how often its sending failed."""
 
     record: Outgoing
@@ -83,8 +86,8 @@ class _Row:
 
 
 @dataclass
-class Rejects:
-    """``counts``: records by reason since this process started. ``publisher`` is set once it is open."""
+class RejectionWriter:
+    """``counts``: records by reason since this process started; ``refused_by``: the broker will never take some row."""
 
     run_name: str
     algorithm: str
@@ -93,10 +96,18 @@ class Rejects:
     publisher: Publisher | None = None
     counts: Counter[str] = field(default_factory=Counter)
     dead_letters: int = 0
-    refused: BusError | None = None
-    _outbox: deque[_Row] = field(default_factory=deque)
-    _under_way: "dict[asyncio.Future[Position], _Row]" = field(default_factory=dict)
+    refused_by: BusError | None = None
+    _outbox: deque[_Pending] = field(default_factory=deque)
+    _in_flight: "dict[asyncio.Future[Position], _Pending]" = field(default_factory=dict)
     _sending: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def open(self, bus: Bus, client_id: str) -> None:
+        """Open the publisher; rows may be written before, and wait for it.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+        self.publisher = await bus.publisher(client_id)
 
     def skip(
         self,
@@ -123,7 +134,7 @@ class Rejects:
             sent_at=self.clock(),
         )
         record = Outgoing.of(SKIPS.full_name(self.run_name), row, key=ref.trajectory_id or None)
-        self._outbox.append(_Row(record))
+        self._outbox.append(_Pending(record))
         self.tally.add(row)
         self.counts[reason.value] += end_of(row) - row.offset
 
@@ -147,12 +158,12 @@ class Rejects:
         written = sum(len(name) + len(content or b"") for name, content in record.headers)
         kept = record.headers if written <= HEADERS_LIMIT else ()
         key = record.key and _printable(record.key, KEY_LIMIT)
-        letter = Outgoing(DEAD_LETTERS.full_name(self.run_name), value, key, 0, (*kept, *reason))
-        self._outbox.append(_Row(letter))
+        dead = Outgoing(DEAD_LETTERS.full_name(self.run_name), value, key, 0, (*kept, *reason))
+        self._outbox.append(_Pending(dead))
         self.dead_letters += 1
 
     async def send(self) -> None:
-        """Hand the rows to the publisher; those whose fate is unknown once more.
+        """Hand the rows to the publisher; those of unknown outcome once more.
 
         Raises:
             BusError: the broker refused a row for good.
@@ -160,49 +171,60 @@ class Rejects:
         assert self.publisher is not None, "opened before anything is sent"
         async with self._sending:
             while self._outbox:
-                if self.refused is not None:
-                    raise self.refused
+                if self.refused_by is not None:
+                    raise self.refused_by
                 row = self._outbox[0]
                 future = await self.publisher.submit(row.record)
                 self._outbox.popleft()
-                self._under_way[future] = row
+                self._in_flight[future] = row
                 future.add_done_callback(partial(self._landed, row))
-        if self.refused is not None:
-            raise self.refused
+        if self.refused_by is not None:
+            raise self.refused_by
 
-    async def settled(self) -> None:
-        """Wait until the broker has every row written so far.
+    async def flush(self) -> None:
+        """Wait until the broker has every row written so far; not for rows that are written while this waits.
 
         Raises:
             BusError: it refused one.
             DeliveryUnknown: it did not answer, however often it was asked.
         """
-        waited_for = {row: row.failures + ATTEMPTS for row in (*self._outbox, *self._under_way.values())}
-        while waited_for := self._still_open(waited_for):
+        # Each row gets its attempts counted from now on: one that failed often before has not failed this call.
+        waited_for = {row: row.failures + ATTEMPTS for row in (*self._outbox, *self._in_flight.values())}
+        while waited_for := self._unsettled(waited_for):
             if overdue := sum(row.failures >= limit for row, limit in waited_for.items()):
                 raise DeliveryUnknown(
                     f"expected the broker to take {overdue} rows on skipped trajectories, got no answer {ATTEMPTS} "
                     "times; check the broker, then start again: a checkpoint must not go without them"
                 )
             await self.send()
-            if mine := [future for future, row in self._under_way.items() if row in waited_for]:
+            if mine := [future for future, row in self._in_flight.items() if row in waited_for]:
                 await asyncio.wait(mine)
-        if self.refused is not None:
-            raise self.refused
+        if self.refused_by is not None:
+            raise self.refused_by
 
-    def _still_open(self, rows: dict[_Row, int]) -> dict[_Row, int]:
-        missing = {*self._outbox, *self._under_way.values()}
+    async def close(self) -> None:
+        """Release the publisher; whatever ended the reading, the rows that say why go out first."""
+        if self.publisher is None:
+            return
+        try:
+            await self.send()
+        except BusError as error:
+            log.warning("rows on skipped trajectories not sent", rows=len(self._outbox), error=str(error))
+        await self.publisher.close()
+
+    def _unsettled(self, rows: dict[_Pending, int]) -> dict[_Pending, int]:
+        missing = {*self._outbox, *self._in_flight.values()}
         return {row: limit for row, limit in rows.items() if row in missing}
 
-    def _landed(self, row: _Row, future: "asyncio.Future[Position]") -> None:
-        self._under_way.pop(future, None)
+    def _landed(self, row: _Pending, future: "asyncio.Future[Position]") -> None:
+        self._in_flight.pop(future, None)
         error = None if future.cancelled() else future.exception()
         if future.cancelled() or isinstance(error, DeliveryUnknown | BusUnavailable):
             log.warning("a row on a skipped trajectory is sent again", error=str(error))
             row.failures += 1
             self._outbox.append(row)
         elif error is not None:
-            self.refused = error if isinstance(error, BusError) else BusError(f"a row was refused: {error!r}")
+            self.refused_by = error if isinstance(error, BusError) else BusError(f"a row was refused: {error!r}")
 
 
 def _printable(text: str, limit: int) -> str:

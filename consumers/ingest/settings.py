@@ -1,4 +1,4 @@
-"""``[intake]``: how much is read ahead, how long a group may take, and when bad input stops the trainer."""
+"""``[ingest]``: how much is read ahead, how long a group may take, and when bad input stops the trainer."""
 
 from typing import Annotated, Literal, Self
 
@@ -7,8 +7,8 @@ from pydantic import Field, model_validator
 from schemas.settings import Section
 
 
-class IntakeSettings(Section):
-    """``[intake]``."""
+class IngestSettings(Section):
+    """``[ingest]``."""
 
     max_poll_records: Annotated[int, Field(ge=1, description="Most records taken from the bus at once.")] = 500
     high_water_bytes: Annotated[
@@ -46,7 +46,7 @@ class IntakeSettings(Section):
     def _ordered(self) -> Self:
         if self.low_water_bytes >= self.high_water_bytes:
             raise ValueError(
-                f"intake.low_water_bytes must be below intake.high_water_bytes ({self.high_water_bytes}), "
+                f"ingest.low_water_bytes must be below ingest.high_water_bytes ({self.high_water_bytes}), "
                 f"got {self.low_water_bytes}"
             )
         return self

@@ -31,7 +31,7 @@ async def nobody_else() -> None:
     """The check before a lineage is claimed."""
 
 
-class Announcer(Protocol):
+class StepAnnouncer(Protocol):
     """One way to announce."""
 
     def guard_with(self, check: Check) -> None:
@@ -68,11 +68,11 @@ class TransactionalAnnouncer:
     _was_fenced: bool = False
 
     def guard_with(self, check: Check) -> None:
-        """See ``Announcer``."""
+        """See ``StepAnnouncer``."""
         self.check = check
 
     async def announce(self, records: Sequence[Outgoing], offsets: Offsets) -> None:
-        """See ``Announcer``. After an unknown outcome the same records go into a new transaction."""
+        """See ``StepAnnouncer``. After an unknown outcome the same records go into a new transaction."""
         failures = 0
         while True:
             try:
@@ -122,11 +122,11 @@ class PlainAnnouncer:
     check: Check = field(default=nobody_else)
 
     def guard_with(self, check: Check) -> None:
-        """See ``Announcer``."""
+        """See ``StepAnnouncer``."""
         self.check = check
 
     async def announce(self, records: Sequence[Outgoing], offsets: Offsets) -> None:
-        """See ``Announcer``."""
+        """See ``StepAnnouncer``."""
         await self.check()
         for record in records:
             await self._publish(record)
@@ -148,7 +148,9 @@ class PlainAnnouncer:
         await self.publisher.close()
 
 
-async def open_announcer(bus: Bus, kind: Literal["transaction", "plain"], run_name: str, algorithm: str) -> Announcer:
+async def open_announcer(
+    bus: Bus, kind: Literal["transaction", "plain"], run_name: str, algorithm: str
+) -> StepAnnouncer:
     """An announcer of a run's algorithm. In transactions, this fences older trainers of it.
 
     Raises:
@@ -167,7 +169,7 @@ async def open_announcer(bus: Bus, kind: Literal["transaction", "plain"], run_na
 class Announcements:
     """``done`` is called after each one."""
 
-    announcer: Announcer
+    announcer: StepAnnouncer
     done: Callable[[], None]
     under_way: "asyncio.Task[None] | None" = None
 
@@ -175,8 +177,8 @@ class Announcements:
         """Announce once the one before is settled; returns while this one is under way.
 
         Raises:
-            Superseded: see ``Announcer``, for the one before.
-            BusError: see ``Announcer``, for the one before.
+            Superseded: see ``StepAnnouncer``, for the one before.
+            BusError: see ``StepAnnouncer``, for the one before.
         """
         await self.settled()
         self.under_way = asyncio.create_task(self._announce(records, offsets))
@@ -189,8 +191,8 @@ class Announcements:
         """Wait for the one under way.
 
         Raises:
-            Superseded: see ``Announcer``.
-            BusError: see ``Announcer``.
+            Superseded: see ``StepAnnouncer``.
+            BusError: see ``StepAnnouncer``.
         """
         if self.under_way is not None:
             await asyncio.wait({self.under_way})

@@ -21,14 +21,12 @@ from consumers.ingest.filters import staleness
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason, Trajectory
 
-# Where the time of one step went: seconds by name, and when each stretch began and ended. Knows no trainer.
-
 GAP_S = 1e-3
-"""Stretches of one name that are nearer than that are one."""
+"""Two spans of one phase that are nearer than that are one: a step's many micro-batches are one bar in a display."""
 
 
-class Span(NamedTuple):
-    """What was done from ``start`` to ``end``, in seconds on the trainer's clock (since the epoch)."""
+class PhaseSpan(NamedTuple):
+    """A phase of a step from ``start`` to ``end``, in seconds on the trainer's clock (since the epoch)."""
 
     name: str
     start: float
@@ -36,13 +34,16 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Stopwatch:
-    """``clock`` tells the time of day; durations are measured on a clock that nobody sets."""
+class StepTimer:
+    """Where the time of one step goes: seconds by phase, and when each phase began and ended.
+
+    ``clock`` tells the time of day; durations are measured on a clock that nobody sets.
+    """
 
     clock: Callable[[], float] = time.time
     began: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[PhaseSpan] = field(default_factory=list)
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -53,9 +54,9 @@ class Stopwatch:
         finally:
             taken = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + taken
-            self._add(Span(name, at, at + taken))
+            self._add(PhaseSpan(name, at, at + taken))
 
-    def _add(self, span: Span) -> None:
+    def _add(self, span: PhaseSpan) -> None:
         last = self.spans[-1] if self.spans else None
         if last is not None and last.name == span.name and span.start - last.end < GAP_S:
             self.spans[-1] = last._replace(end=span.end)
@@ -63,7 +64,7 @@ class Stopwatch:
             self.spans.append(span)
 
     def since_start(self) -> float:
-        """Seconds since this stopwatch was made."""
+        """Seconds since this timer was made."""
         return time.perf_counter() - self.began
 
 
@@ -158,9 +159,11 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
-def append_metrics(path: Path, step: int, now: float, metrics: Mapping[str, float], spans: Iterable[Span] = ()) -> None:
+def append_metrics(
+    path: Path, step: int, now: float, metrics: Mapping[str, float], spans: Iterable[PhaseSpan] = ()
+) -> None:
     """Add one line of JSON: ``step``, ``time`` (since the epoch), the metrics, ``spans`` as [name, start, end]."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    stretches = [[span.name, round(span.start, 4), round(span.end, 4)] for span in spans]
+    rows = [[span.name, round(span.start, 4), round(span.end, 4)] for span in spans]
     with path.open("a") as file:
-        file.write(json.dumps({"step": step, "time": now, **finite(metrics), "spans": stretches}) + "\n")
+        file.write(json.dumps({"step": step, "time": now, **finite(metrics), "spans": rows}) + "\n")

@@ -92,7 +92,7 @@ def named_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def with_floats_as(dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, those of numbers with a point as ``dtype``."""
+    """The same tensors, the floating-point ones as ``dtype``."""
     return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 

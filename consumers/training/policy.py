@@ -1,13 +1,15 @@
 """The policy being trained, with everything that touches its tensors: learning, checkpoints, export.
 
-All of it runs in the trainer's one compute thread. Knows no bus and no event loop.
+All of it runs in the trainer's one compute thread, so that the event loop goes on polling. Knows no bus.
 """
 
+import asyncio
 import copy
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import structlog
 import torch
@@ -21,7 +23,7 @@ from consumers.batching.micro_batches import MicroBatch
 from consumers.training.checkpoints.catalogue import Lineage
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from consumers.training.checkpoints.storage import CheckpointLocation, remove_leftovers
-from consumers.training.checkpoints.store import CheckpointStore, Restored, TrainerState
+from consumers.training.checkpoints.store import CheckpointStore, TrainerState, VerifiedCheckpoint
 from consumers.training.model import (
     copy_tokenizer,
     load_model,
@@ -30,8 +32,7 @@ from consumers.training.model import (
     resolve_device,
     with_floats_as,
 )
-from consumers.training.ports import Lineage as Claim
-from consumers.training.ports import StepOutcome
+from consumers.training.ports import LineageClaim, StepOutcome
 from consumers.training.settings import TrainingSettings
 from consumers.training.step import PolicyLearner
 from consumers.training.weight_export import WEIGHTS, WeightStore
@@ -39,11 +40,15 @@ from schemas.identifiers import PolicyVersion
 
 log = structlog.get_logger()
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 NO_LIMIT = 1 << 30
+"""Positions of a model whose configuration names no limit, such as one without position embeddings."""
 
 
 @dataclass(frozen=True)
-class PolicyPlaces:
+class PolicyPaths:
     """Where the initial model is, and where checkpoints and weight versions go."""
 
     model: str
@@ -56,11 +61,11 @@ class TrainedPolicy:
 
     def __init__(
         self,
-        places: PolicyPlaces,
+        paths: PolicyPaths,
         algorithm: AlgorithmSettings,
         training: TrainingSettings,
         max_completion_length: int,
-        restored: Restored | None,
+        restored: VerifiedCheckpoint | None,
         seed: int = 0,
     ) -> None:
         """Load the model, from the checkpoint if there is one, and put the learner back where it was.
@@ -71,19 +76,19 @@ class TrainedPolicy:
         device = resolve_device(training)
         torch.manual_seed(seed)
         model = load_model(
-            restored.directory if restored else places.model,
+            restored.directory if restored else paths.model,
             device,
             gradient_checkpointing=training.gradient_checkpointing,
         )
-        reference = load_reference(places.model, device) if algorithm.beta > 0 else None
+        reference = load_reference(paths.model, device) if algorithm.beta > 0 else None
         self.learner = PolicyLearner(model, reference, algorithm, training, max_completion_length)
-        remove_leftovers(places.weights)
+        remove_leftovers(paths.weights)
         self._named: dict[str, Tensor] | None = None
         self._texts_by_dtype: dict[str, dict[str, str]] = {}
-        self._places = places
+        self._paths = paths
         self._training = training
-        self._checkpoints = CheckpointStore(places.checkpoints, training.keep_checkpoints)
-        self._weights = WeightStore(places.weights, training.keep_weight_versions)
+        self._checkpoints = CheckpointStore(paths.checkpoints, training.keep_checkpoints)
+        self._weights = WeightStore(paths.weights, training.keep_weight_versions)
         if restored is not None:
             self.learner.step = restored.state.manifest.step
             self.learner.load_optimizer_tensors(restored.state.optimizer)
@@ -97,9 +102,7 @@ class TrainedPolicy:
     @property
     def limits(self) -> ModelLimits:
         """What the model can take."""
-        config = self.learner.model.config
-        positions = getattr(config, "max_position_embeddings", None) or NO_LIMIT
-        return ModelLimits(vocabulary=int(config.vocab_size), positions=int(positions))
+        return limits_of(self.learner.model.config)
 
     def accumulate(self, batch: MicroBatch) -> None:
         """Add the gradient of a micro-batch."""
@@ -120,10 +123,12 @@ class TrainedPolicy:
         tensors = with_floats_as(getattr(torch, self._training.dtype), self._tensors())
         return self._weights.export(tensors, self._texts(self._training.dtype), version, self.step, now)
 
-    def checkpoint(self, manifest: CheckpointManifest, intake: Mapping[str, Any], report: bytes, lineage: Claim) -> str:
+    def checkpoint(
+        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
+    ) -> str:
         """Write a checkpoint of this moment; where it is."""
         assert isinstance(lineage, Lineage), "claimed from the same store"
-        state = TrainerState(manifest, self.learner.optimizer_tensors(), _rng_tensors(), dict(intake), report)
+        state = TrainerState(manifest, self.learner.optimizer_tensors(), _rng_tensors(), dict(reader), report)
         return self._checkpoints.write(state, self._write_model, lineage)
 
     def digests(self) -> dict[str, str]:
@@ -140,7 +145,7 @@ class TrainedPolicy:
         save_file(self._tensors(), directory / WEIGHTS, metadata={"format": "pt"})
         for name, text in self._texts("float32").items():
             (directory / name).write_text(text)
-        copy_tokenizer(self._places.model, directory)
+        copy_tokenizer(self._paths.model, directory)
 
     def _texts(self, dtype: str) -> dict[str, str]:
         """The configuration files that go with weights of this type; training changes none of them."""
@@ -159,8 +164,15 @@ class TrainedPolicy:
         return {name: to_text() for name, to_text in texts.items()}
 
 
+def limits_of(config: Any) -> ModelLimits:
+    """What a model of this configuration can take; a multimodal one keeps its language model's part apart."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or NO_LIMIT
+    return ModelLimits(vocabulary=int(text.vocab_size), positions=int(positions))
+
+
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """xxh3-128, in hex, of the little-endian bytes of each tensor of numbers with a point."""
+    """xxh3-128, in hex, of the little-endian bytes of each floating-point tensor."""
     return {
         name: xxhash.xxh3_128_hexdigest(_little_endian(tensor))
         for name, tensor in sorted(tensors.items())
@@ -182,3 +194,25 @@ def _restore_rng(states: dict[str, Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+class ComputeThread:
+    """Runs calls one after the other in its own thread."""
+
+    def __init__(self, threads: int) -> None:
+        """``threads``: CPU threads of one torch operation; 0 leaves torch's choice."""
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=self._prepare)
+
+    def _prepare(self) -> None:
+        # OpenMP keeps this number per calling thread, so it is set here and not in the main thread.
+        if self._threads:
+            torch.set_num_threads(self._threads)
+
+    async def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The call's result; what it raises is raised here."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
+
+    def close(self) -> None:
+        """Wait for the call in progress, and end the thread."""
+        self._pool.shutdown(wait=True, cancel_futures=True)

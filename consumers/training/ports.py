@@ -25,7 +25,7 @@ class StepOutcome:
     metrics: dict[str, float]
 
 
-class Lineage(Protocol):
+class LineageClaim(Protocol):
     """A claimed lineage number, from 1."""
 
     @property
@@ -51,8 +51,8 @@ class RestoredState(Protocol):
         ...
 
     @property
-    def intake(self) -> Mapping[str, Any]:
-        """The intake's own snapshot."""
+    def reader(self) -> Mapping[str, Any]:
+        """The part of the reader's snapshot that is too large for the manifest."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class RestoredState(Protocol):
         ...
 
 
-class Restored(Protocol):
+class RestoredCheckpoint(Protocol):
     """A verified checkpoint. What else it holds is between its store and the policy."""
 
     @property
@@ -73,11 +73,11 @@ class Restored(Protocol):
 class Checkpoints(Protocol):
     """Where checkpoints are kept. Its calls may block: they run where the policy computes."""
 
-    def claim_lineage(self, *, now: float) -> Lineage:
+    def claim_lineage(self, *, now: float) -> LineageClaim:
         """Take the run over: the next number, greater than that of every claim and every checkpoint."""
         ...
 
-    def newest(self) -> Restored | None:
+    def newest(self) -> RestoredCheckpoint | None:
         """The newest checkpoint that verifies, or none if there is no checkpoint.
 
         Raises:
@@ -120,7 +120,7 @@ class Policy(Protocol):
         ...
 
     def checkpoint(
-        self, manifest: CheckpointManifest, intake: Mapping[str, Any], report: bytes, lineage: Lineage
+        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
     ) -> str:
         """Write a checkpoint of this moment; where it is.
 
@@ -143,5 +143,5 @@ class Compute(Protocol):
         ...
 
 
-OpenPolicy = Callable[[Restored | None], Policy]
+OpenPolicy = Callable[[RestoredCheckpoint | None], Policy]
 OpenCompute = Callable[[], Compute]

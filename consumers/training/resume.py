@@ -1,67 +1,21 @@
-"""The stream's part of a checkpoint, there and back. Knows no tensors."""
+"""The reader's part of a checkpoint, there and back, and whether a checkpoint is one to go on from. Knows no tensors.
+
+``manifest.anchors`` are the ledger's known records; ``intake.json`` holds what is too large for the manifest.
+"""
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
-from enum import StrEnum
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
 
 from consumers.ingest.frontier import Frontier
-from consumers.ingest.ledger import Anchor
-from consumers.ingest.reader import IntakeStart
+from consumers.ingest.reader import ReaderSnapshot
 from consumers.ingest.rejections import SkipTally
-from consumers.training.checkpoints.manifest import Anchor as KeptAnchor
-from consumers.training.checkpoints.manifest import CheckpointManifest
-from consumers.training.checkpoints.manifest import SkipTally as KeptTally
+from consumers.training.checkpoints.manifest import CheckpointManifest, SkipSummary
 from schemas.errors import CheckpointError
 from schemas.settings import Section
-
-# The named points of the trainer's work. A process that dies at any of them is resumed without loss or repeat.
-
-
-class Point(StrEnum):
-    """In the order in which a life passes them; each names what was just done."""
-
-    FENCED = "fenced"
-    LINEAGE_CLAIMED = "lineage_claimed"
-    RESTORED = "restored"
-    POLICY_OPENED = "policy_opened"
-    START_EXPORTED = "start_exported"
-    START_ANNOUNCED = "start_announced"
-
-    GROUP_TAKEN = "group_taken"
-    GROUP_SKIPPED = "group_skipped"
-    GROUP_CREDITED = "group_credited"
-    GRADIENT_ADDED = "gradient_added"
-    BATCH_GATHERED = "batch_gathered"
-    STEP_APPLIED = "step_applied"
-    STEP_REFUSED = "step_refused"
-    TRAINED_MARKED = "trained_marked"
-    LEFT_OUT_SKIPPED = "left_out_skipped"
-    WEIGHTS_EXPORTED = "weights_exported"
-    DIGESTS_MADE = "digests_made"
-    REPORT_MADE = "report_made"
-    SNAPSHOT_TAKEN = "snapshot_taken"
-    ROWS_SETTLED = "rows_settled"
-    CHECKPOINT_WRITTEN = "checkpoint_written"
-    ANNOUNCING = "announcing"
-    ANNOUNCED = "announced"
-    METRICS_WRITTEN = "metrics_written"
-
-    STOP_SEEN = "stop_seen"
-    GRADIENT_DROPPED = "gradient_dropped"
-    LAST_ANNOUNCED = "last_announced"
-    READING_ENDED = "reading_ended"
-
-
-Reached = Callable[[Point], None]
-
-
-def ignore(_point: Point) -> None:
-    """What a trainer does with its points unless somebody watches."""
-
 
 log = structlog.get_logger()
 
@@ -69,35 +23,32 @@ DIGITS = 12
 """Hex digits of a section's checksum: enough to notice a change."""
 
 
-def stream_fields(snapshot: IntakeStart) -> dict[str, Any]:
+def stream_fields(snapshot: ReaderSnapshot) -> dict[str, Any]:
     """The manifest's fields that say where in the stream it stands."""
     tally = snapshot.tally
     return {
         "frontier": snapshot.frontier.to_json(),
-        "anchors": {
-            str(number): KeptAnchor(offset=anchor.offset, trajectory_id=anchor.trajectory_id)
-            for number, anchor in snapshot.anchors.items()
-        },
-        "skips": KeptTally(count=tally.count, hash=tally.hash, by_reason=dict(tally.reasons)),
+        "anchors": {str(number): record for number, record in snapshot.known_records.items()},
+        "skips": SkipSummary(count=tally.count, hash=tally.hash, by_reason=dict(tally.reasons)),
         "prompt_cursor": snapshot.prompt_cursor,
     }
 
 
-def intake_document(snapshot: IntakeStart) -> dict[str, Any]:
-    """What of the intake is too large for the manifest."""
+def reader_document(snapshot: ReaderSnapshot) -> dict[str, Any]:
+    """What of the snapshot is too large for the manifest: an id and a place for every sample of many groups."""
     return {"dedupe": dict(snapshot.dedupe)}
 
 
-def intake_start(manifest: CheckpointManifest | None, document: Mapping[str, Any], lineage: int) -> IntakeStart:
-    """Where the intake of a new lineage begins; at the beginning without a manifest."""
+def reader_snapshot(manifest: CheckpointManifest | None, document: Mapping[str, Any], lineage: int) -> ReaderSnapshot:
+    """Where the reader of a new lineage begins; at the beginning without a manifest."""
     if manifest is None:
-        return IntakeStart(tally=SkipTally(lineage))
+        return ReaderSnapshot(tally=SkipTally(lineage))
     skips = manifest.skips
     before = SkipTally(manifest.lineage, skips.count, skips.hash, Counter(skips.by_reason))
-    return IntakeStart(
+    return ReaderSnapshot(
         frontier=Frontier.from_json(manifest.frontier),
         dedupe={name: (int(place[0]), int(place[1])) for name, place in document.get("dedupe", {}).items()},
-        anchors={int(n): Anchor(found.offset, found.trajectory_id) for n, found in manifest.anchors.items()},
+        known_records={int(number): record for number, record in manifest.anchors.items()},
         tally=before.succeeded_by(lineage),
         prompt_cursor=manifest.prompt_cursor,
     )

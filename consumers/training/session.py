@@ -1,39 +1,44 @@
-"""One life of the trainer: how it begins, its lineage, and the acts that touch both the policy and the stream.
+"""What one process of the trainer holds of the run: its lineage, its policy, its reader of the stream.
 
-Invariants:
+The session is opened once and does whatever touches both the policy and the stream. Invariants:
 - the_checkpoint_is_the_truth: stream position and weights are taken at the same moment; the rows they rest on, and
   the reports before, are on the topics before the manifest is;
 - a_checkpoint_is_announced_after_it_is_written: its report is in it, so that a restart can announce it again.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
 from bus.port import Bus, Outgoing
+from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import MicroBatcher
 from consumers.batching.settings import BatchingSettings
-from consumers.ingest.reader import Intake, IntakeStart
+from consumers.ingest.reader import TrajectoryReader
+from consumers.ingest.settings import IngestSettings
 from consumers.training.announcer import Announcements, open_announcer
 from consumers.training.checkpoints.manifest import CheckpointManifest
-from consumers.training.ports import Checkpoints, Compute, Lineage, OpenPolicy, Policy, Restored
-from consumers.training.resume import (
-    Point,
-    Reached,
-    check_continues,
-    config_marks,
-    intake_document,
-    intake_start,
-    stream_fields,
+from consumers.training.failpoints import Failpoint, FailpointHook, no_failpoint
+from consumers.training.ports import (
+    Checkpoints,
+    Compute,
+    LineageClaim,
+    OpenCompute,
+    OpenPolicy,
+    Policy,
+    RestoredCheckpoint,
 )
+from consumers.training.resume import check_continues, config_marks, reader_document, reader_snapshot, stream_fields
 from consumers.training.settings import TrainingSettings
-from consumers.training.step_report import Ancestry, Weights, first_report
+from consumers.training.step_report import Ancestry, PublishedWeights, first_report
 from schemas.codec import encode, headers_of
-from schemas.errors import CheckpointError
+from schemas.errors import CheckpointError, SettingsError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RefusedStep, StepReport
-from schemas.settings import Section
+from schemas.settings import LoopSettings
 from schemas.topics import STEPS
 
 log = structlog.get_logger()
@@ -43,31 +48,137 @@ OFFSETS_INTERVAL_S = 1.0
 
 
 @dataclass
-class Incarnation:
+class TrainerContext:
+    """What a trainer is given: made once, and the same object for all that takes part in training.
+
+    ``run_dir`` gets ``metrics.jsonl``; ``failpoint`` is called at each failpoint.
+    """
+
+    bus: Bus
+    run_name: str
+    loop: LoopSettings
+    algorithm: AlgorithmSettings
+    training: TrainingSettings
+    ingest: IngestSettings
+    batching: BatchingSettings
+    reward_weights: Mapping[str, float]
+    open_policy: OpenPolicy
+    open_compute: OpenCompute
+    checkpoints: Checkpoints
+    run_dir: Path | None = None
+    clock: Callable[[], float] = time.time
+    failpoint: FailpointHook = no_failpoint
+
+    def __post_init__(self) -> None:
+        if self.training.weight_sync_steps > self.loop.staleness_bound + 1:
+            raise SettingsError(
+                f"expected training.weight_sync_steps of at most the staleness bound (loop.mode, loop.max_staleness) "
+                f"+ 1 = {self.loop.staleness_bound + 1}, got {self.training.weight_sync_steps}: "
+                "generation would wait for weights that are never exported; lower it"
+            )
+        if self.loop.num_generations == 1 and self.algorithm.dynamic_sampling:
+            raise SettingsError(
+                "expected loop.num_generations of at least 2 with algorithm.dynamic_sampling, got 1: a group of one "
+                "sample has equal rewards, so every group would be skipped; raise the one or switch off the other"
+            )
+
+    @property
+    def config_marks(self) -> str:
+        """Checksums of the settings that shape training, to notice a resume under others."""
+        return config_marks(
+            {
+                "loop": self.loop,
+                "algorithm": self.algorithm,
+                "ingest": self.ingest,
+                "training": self.training,
+                "batching": self.batching,
+            }
+        )
+
+
+async def open_announcements(context: TrainerContext) -> Announcements:
+    """The way to the steps topic. Opening its transactional id fences older trainers.
+
+    Raises:
+        BusUnavailable: no broker answers.
+    """
+    announcer = await open_announcer(context.bus, context.training.announce, context.run_name, context.algorithm.name)
+    return Announcements(announcer, lambda: context.failpoint(Failpoint.ANNOUNCED))
+
+
+async def open_session(context: TrainerContext, compute: Compute, announcements: Announcements) -> "TrainerSession":
+    """Claim the next lineage, restore the newest checkpoint, open the policy, and announce where it goes on.
+
+    In this order, so that an older trainer is kept out before anything is read that it might still change: Kafka has
+    fenced its transactions (``open_announcements``), then its lineage is no longer the newest, and only then is the
+    checkpoint chosen.
+
+    Raises:
+        CheckpointError: no checkpoint verifies, or it is of another run.
+        Superseded: a newer trainer has taken over meanwhile.
+    """
+    context.failpoint(Failpoint.FENCED)
+    lineage = await compute(lambda: context.checkpoints.claim_lineage(now=context.clock()))
+    announcements.announcer.guard_with(lambda: compute(lineage.check))
+    context.failpoint(Failpoint.LINEAGE_CLAIMED)
+    restored = await compute(context.checkpoints.newest)
+    if restored is not None:
+        check_continues(restored.state.manifest, context.run_name, context.algorithm.name, context.config_marks)
+    context.failpoint(Failpoint.RESTORED)
+    policy = await compute(context.open_policy, restored)
+    context.failpoint(Failpoint.POLICY_OPENED)
+    session = TrainerSession(context, compute, announcements, lineage, policy, restored)
+    await session.announce_start(restored)
+    log.info("trainer ready", version=str(session.version), resumed=restored is not None)
+    return session
+
+
+class TrainerSession:
     """``version`` is that of the weights in memory, and changes on the event loop only.
 
-    The durable frontier is the newest manifest's, where a restart goes on; the live one is ``Intake.frontier``.
+    The durable frontier is the newest manifest's, where a restart goes on; the live one is ``reader.ledger.frontier``.
     ``report``: of the last step taken; ``refused_in_a_row``: gradients since then that were not applied.
     """
 
-    run_name: str
-    algorithm: str
-    training: TrainingSettings
-    config_marks: str
-    lineage: Lineage
-    ancestry: Ancestry
-    compute: Compute
-    policy: Policy
-    batcher: MicroBatcher
-    announcements: Announcements
-    clock: Callable[[], float]
-    reached: Reached
-    version: PolicyVersion
-    checkpointed_step: int
-    tokens_seen: int = 0
-    report: StepReport | None = None
-    refused_in_a_row: int = 0
-    offsets_told_at: float = 0.0
+    def __init__(
+        self,
+        context: TrainerContext,
+        compute: Compute,
+        announcements: Announcements,
+        lineage: LineageClaim,
+        policy: Policy,
+        restored: RestoredCheckpoint | None,
+    ) -> None:
+        manifest = restored.state.manifest if restored else None
+        self.context = context
+        self.compute = compute
+        self.announcements = announcements
+        self.lineage = lineage
+        self.policy = policy
+        self.version = PolicyVersion(lineage.number, policy.step)
+        self.tokens_seen = manifest.tokens_seen if manifest else 0
+        self.report: StepReport | None = None
+        self.refused_in_a_row = 0
+        self.batcher = MicroBatcher(context.batching, whole_batches=context.loop.mode == "synchronous")
+        self.reader = TrajectoryReader(
+            context.bus,
+            context.run_name,
+            context.loop,
+            context.ingest,
+            reward_weights=context.reward_weights,
+            algorithm=context.algorithm.name,
+            current_version=lambda: self.version,
+            start=reader_snapshot(manifest, restored.state.reader if restored else {}, lineage.number),
+            clock=context.clock,
+        )
+        self._ancestry = Ancestry(manifest.policy_version, manifest.skips.count) if manifest else Ancestry(None, 0)
+        self._checkpointed_step = policy.step
+        self._offsets_announced_at = 0.0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last step was taken."""
+        return self.policy.step >= self.context.training.max_steps
 
     def advance(self, tokens: int) -> None:
         """Name the weights after the step just taken, with the tokens it was computed of."""
@@ -75,46 +186,44 @@ class Incarnation:
         self.tokens_seen += tokens
         self.refused_in_a_row = 0
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the last step was taken."""
-        return self.policy.step >= self.training.max_steps
+    async def announce_start(self, restored: RestoredCheckpoint | None) -> None:
+        """Announce the checkpoint's report again, and that this lineage goes on from there."""
+        name, clock = self.context.algorithm.name, self.context.clock
+        sha256 = await self._export()
+        self.context.failpoint(Failpoint.START_EXPORTED)
+        topic, weights = STEPS.full_name(self.context.run_name), await self.published_weights(sha256)
+        first = first_report(name, weights, self._ancestry, self.reader.ledger.prompt_cursor, clock())
+        records = [Outgoing.of(topic, first, key=name)]
+        if restored is not None and restored.state.report:
+            # The crash may have come between the checkpoint and its announcement; readers ignore a repeat.
+            again = Outgoing(topic, restored.state.report, name, headers=headers_of(StepReport))
+            records.insert(0, again)
+        await self.announcements.post(records, {})
+        await self.announcements.settled()
+        self.context.failpoint(Failpoint.START_ANNOUNCED)
 
-    async def export(self) -> str | None:
+    async def export_if_due(self) -> str | None:
         """Put the weights into the store if they are due; the sha256 of their manifest.
 
         Raises:
             Superseded: a newer lineage exists; its trainer removes what it finds half written.
         """
-        if self.policy.step % self.training.weight_sync_steps and not self.is_finished:
+        if self.policy.step % self.context.training.weight_sync_steps and not self.is_finished:
             return None
-        return await self._exported()
+        return await self._export()
 
-    async def _exported(self) -> str:
+    async def _export(self) -> str:
         try:
-            return await self.compute(self.policy.export, self.version, self.clock())
+            return await self.compute(self.policy.export, self.version, self.context.clock())
         except Exception:
+            # A newer trainer clears the leftovers of this one's export: that must be told from a broken disk.
             await self.check_lineage()
             raise
 
-    async def weights(self, manifest_sha256: str | None) -> Weights:
+    async def published_weights(self, manifest_sha256: str | None) -> PublishedWeights:
         """What the weights in memory are known by; checksums only if they are wanted."""
-        digests = await self.compute(self.policy.digests) if self.training.tensor_digests else {}
-        return Weights(self.version, manifest_sha256, digests, self.is_finished)
-
-    async def begin(self, restored: Restored | None, start: IntakeStart) -> None:
-        """Announce the checkpoint's report again, and that this lineage goes on from there."""
-        sha256 = await self._exported()
-        self.reached(Point.START_EXPORTED)
-        topic, weights = STEPS.full_name(self.run_name), await self.weights(sha256)
-        own = first_report(self.algorithm, weights, self.ancestry, start.prompt_cursor, self.clock())
-        records = [Outgoing.of(topic, own, key=self.algorithm)]
-        if restored is not None and restored.state.report:
-            again = Outgoing(topic, restored.state.report, self.algorithm, headers=headers_of(StepReport))
-            records.insert(0, again)
-        await self.announcements.post(records, {})
-        await self.announcements.settled()
-        self.reached(Point.START_ANNOUNCED)
+        digests = await self.compute(self.policy.digests) if self.context.training.tensor_digests else {}
+        return PublishedWeights(self.version, manifest_sha256, digests, self.is_finished)
 
     async def check_lineage(self) -> None:
         """Make sure that nobody has taken over; what cannot be asked now is asked before anything is kept.
@@ -127,53 +236,20 @@ class Incarnation:
         except CheckpointError as error:
             log.warning("lineage claims not readable", error=str(error))
 
-    async def announce(self, message: StepReport | RefusedStep, intake: Intake) -> None:
-        """Tell the steps topic, after what was told before; goes on while the trainer does."""
-        record = Outgoing.of(STEPS.full_name(self.run_name), message, key=self.algorithm)
-        self.reached(Point.ANNOUNCING)
-        await self.announcements.post([record], intake.offsets() if self._tells_offsets() else {})
+    async def announce(self, message: StepReport | RefusedStep) -> None:
+        """Put a report on the steps topic, after those before it; goes on while the trainer does."""
+        record = Outgoing.of(STEPS.full_name(self.context.run_name), message, key=self.context.algorithm.name)
+        self.context.failpoint(Failpoint.ANNOUNCING)
+        await self.announcements.post([record], self.reader.offsets() if self._are_offsets_due() else {})
 
-    def _tells_offsets(self) -> bool:
-        now = self.clock()
-        if 0 <= now - self.offsets_told_at < OFFSETS_INTERVAL_S and not self.is_finished:
+    def _are_offsets_due(self) -> bool:
+        now = self.context.clock()
+        if 0 <= now - self._offsets_announced_at < OFFSETS_INTERVAL_S and not self.is_finished:
             return False
-        self.offsets_told_at = now
+        self._offsets_announced_at = now
         return True
 
-    async def checkpoint(self, intake: Intake) -> None:
-        """Write a checkpoint of this moment, unless this step has one already.
-
-        Raises:
-            CheckpointError: it could not be written; older ones are as they were.
-            Superseded: a newer trainer has taken over.
-            BusError: the broker does not take what the checkpoint rests on.
-        """
-        if self.policy.step == self.checkpointed_step or self.report is None:
-            return
-        snapshot = intake.snapshot()
-        self.reached(Point.SNAPSHOT_TAKEN)
-        await self.announcements.settled()
-        await intake.settled()
-        self.reached(Point.ROWS_SETTLED)
-        manifest = CheckpointManifest(
-            run=self.run_name,
-            algorithm=self.algorithm,
-            lineage=self.lineage.number,
-            parent=self.ancestry.parent,
-            step=self.policy.step,
-            policy_version=self.version,
-            tokens_seen=self.tokens_seen,
-            config_hash=self.config_marks,
-            created_at=self.clock(),
-            **stream_fields(snapshot),
-        )
-        document = intake_document(snapshot)
-        place = await self.compute(self.policy.checkpoint, manifest, document, encode(self.report), self.lineage)
-        self.checkpointed_step = self.policy.step
-        self.reached(Point.CHECKPOINT_WRITTEN)
-        log.info("checkpoint written", step=self.policy.step, place=place)
-
-    async def checkpoint_if_due(self, intake: Intake) -> bool:
+    async def checkpoint_if_due(self) -> bool:
         """Write a checkpoint when the step just taken is to be kept; false if that failed and may fail.
 
         Raises:
@@ -181,77 +257,51 @@ class Incarnation:
                 would end without it.
             Superseded: a newer trainer has taken over.
         """
-        if self.policy.step % self.training.checkpoint_every and not self.is_finished:
+        training = self.context.training
+        if self.policy.step % training.checkpoint_every and not self.is_finished:
             return True
         try:
-            await self.checkpoint(intake)
+            await self.checkpoint()
         except CheckpointError as error:
-            if self.training.on_checkpoint_failure == "stop" or self.is_finished:
+            if training.on_checkpoint_failure == "stop" or self.is_finished:
                 raise
             log.error("checkpoint failed, going on without it", step=self.policy.step, error=str(error))
             return False
         return True
 
+    async def checkpoint(self) -> None:
+        """Write a checkpoint of this moment, unless this step has one already.
 
-@dataclass
-class Beginning:
-    """Opens what a life needs, in the order in which older trainers are kept out. ``sections``: to notice changes."""
+        The snapshot comes first, before anything is awaited: reading goes on meanwhile, and what it finishes later is
+        not in it. Then everything that the snapshot claims is made sure of, and the manifest is written last.
 
-    bus: Bus
-    run_name: str
-    algorithm: str
-    training: TrainingSettings
-    batching: BatchingSettings
-    whole_batches: bool
-    sections: dict[str, Section]
-    checkpoints: Checkpoints
-    open_policy: OpenPolicy
-    clock: Callable[[], float]
-    reached: Reached
-    announcements: Announcements | None = None
-
-    async def begin(self, compute: Compute) -> tuple[Incarnation, IntakeStart]:
-        """Fence older trainers, take the next lineage, restore, and announce; where the intake goes on."""
-        announcer = await open_announcer(self.bus, self.training.announce, self.run_name, self.algorithm)
-        announcements = self.announcements = Announcements(announcer, lambda: self.reached(Point.ANNOUNCED))
-        self.reached(Point.FENCED)
-        lineage = await compute(self._claim)
-        announcer.guard_with(lambda: compute(lineage.check))
-        self.reached(Point.LINEAGE_CLAIMED)
-        restored = await compute(self.checkpoints.newest)
-        manifest = restored.state.manifest if restored else None
-        marks = config_marks({**self.sections, "training": self.training, "batching": self.batching})
-        if manifest is not None:
-            check_continues(manifest, self.run_name, self.algorithm, marks)
-        self.reached(Point.RESTORED)
-        policy = await compute(self.open_policy, restored)
-        self.reached(Point.POLICY_OPENED)
-        start = intake_start(manifest, restored.state.intake if restored else {}, lineage.number)
-        life = Incarnation(
-            run_name=self.run_name,
-            algorithm=self.algorithm,
-            training=self.training,
-            config_marks=marks,
-            lineage=lineage,
-            ancestry=Ancestry(manifest.policy_version, manifest.skips.count) if manifest else Ancestry(None, 0),
-            compute=compute,
-            policy=policy,
-            batcher=MicroBatcher(self.batching, self.whole_batches),
-            announcements=announcements,
-            clock=self.clock,
-            reached=self.reached,
-            version=PolicyVersion(lineage.number, policy.step),
-            checkpointed_step=policy.step,
-            tokens_seen=manifest.tokens_seen if manifest else 0,
+        Raises:
+            CheckpointError: it could not be written; older ones are as they were.
+            Superseded: a newer trainer has taken over.
+            BusError: the broker does not take what the checkpoint rests on.
+        """
+        if self.policy.step == self._checkpointed_step or self.report is None:
+            return
+        context = self.context
+        snapshot = self.reader.snapshot()
+        context.failpoint(Failpoint.SNAPSHOT_TAKEN)
+        await self.announcements.settled()
+        await self.reader.flush()
+        context.failpoint(Failpoint.ROWS_SETTLED)
+        manifest = CheckpointManifest(
+            run=context.run_name,
+            algorithm=context.algorithm.name,
+            lineage=self.lineage.number,
+            parent=self._ancestry.parent,
+            step=self.policy.step,
+            policy_version=self.version,
+            tokens_seen=self.tokens_seen,
+            config_hash=context.config_marks,
+            created_at=context.clock(),
+            **stream_fields(snapshot),
         )
-        await life.begin(restored, start)
-        log.info("trainer ready", version=str(life.version), resumed=restored is not None)
-        return life, start
-
-    def _claim(self) -> Lineage:
-        return self.checkpoints.claim_lineage(now=self.clock())
-
-    async def close(self) -> None:
-        """Release what was opened."""
-        if self.announcements is not None:
-            await self.announcements.close()
+        document = reader_document(snapshot)
+        place = await self.compute(self.policy.checkpoint, manifest, document, encode(self.report), self.lineage)
+        self._checkpointed_step = self.policy.step
+        context.failpoint(Failpoint.CHECKPOINT_WRITTEN)
+        log.info("checkpoint written", step=self.policy.step, place=place)

@@ -44,11 +44,11 @@ class TrainingSettings(Section):
         Field(description="Step reports in Kafka transactions, which fence older trainers, or as single records."),
     ] = "transaction"
     tensor_digests: Annotated[bool, Field(description="Checksums of all weights in each step report.")] = True
-    grad_norm_spike: Annotated[
+    max_grad_norm_ratio: Annotated[
         float,
         Field(ge=0, description="A gradient norm above this many times the recent median is not applied; 0: it is."),
     ] = 100.0
-    max_refused_steps: Annotated[
+    max_skipped_steps: Annotated[
         int, Field(ge=1, description="Gradients in a row that may be unfit to be applied before the trainer ends.")
     ] = 20
     dtype: Annotated[

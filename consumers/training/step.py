@@ -1,6 +1,9 @@
 """One optimizer step: gradients of micro-batches are summed un-normalised, then scaled, clipped and applied.
 
-Knows no bus and no files. Invariants:
+What the losses average over (sequences or tokens of the whole batch, a deviation of all its rewards) is known only
+when the last micro-batch is in. Since a gradient is linear in its loss, the division may come then: each micro-batch
+adds the gradient of a plain sum, and ``finish_step`` multiplies the total by one number. Shapes: B rows of S tokens,
+of which A rows are active. Knows no bus and no files. Invariants:
 - accumulated_micro_batches_equal_one_batch: the step does not depend on how its batch was split;
 - a_bad_gradient_changes_nothing: NaN or infinity in loss or gradient, or a norm far above the recent ones, leaves
   weights, moments and step as they were.
@@ -23,8 +26,10 @@ from consumers.training.settings import TrainingSettings
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 RECENT_NORMS = "recent_grad_norms"
-RECENT, FEW = 50, 10
-"""Applied gradient norms that are remembered, and how many of them a judgement needs."""
+RECENT_STEPS = 50
+MIN_RECENT_STEPS = 10
+"""Applied gradient norms whose median a new one is compared with, and how many of them that takes: at the beginning,
+and after a warm-up of few steps, norms change by much."""
 
 
 def learning_rate_at(step: int, settings: TrainingSettings) -> float:
@@ -56,13 +61,13 @@ class PolicyLearner:
         self._scorer = CompletionScorer(model)
         self._reference = None if reference is None else CompletionScorer(reference)
         self._optimizer = _adamw(model, training)
-        self._recent_norms: deque[float] = deque(maxlen=RECENT)
-        self._forget()
+        self._recent_norms: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._reset_sums()
 
-    def _forget(self) -> None:
-        self._sequences = 0
-        self._tokens = 0
-        self._computed_tokens = 0
+    def _reset_sums(self) -> None:
+        self._sequences = 0  # with at least one trained token
+        self._tokens = 0  # trained ones, for the denominator
+        self._computed_tokens = 0  # of these, those that had a gradient to be computed
         self._loss = torch.zeros((), device=self.model.device)
         self._sums: dict[str, list[Tensor]] = defaultdict(list)
 
@@ -71,11 +76,11 @@ class PolicyLearner:
 
         Samples whose advantage is 0 have no gradient unless there is a KL term; they count, but are not computed.
         """
-        mask = torch.tensor(batch.loss_mask)
+        mask = torch.tensor(batch.loss_mask)  # float32 [B, S]
         mask[:, 0] = 0.0  # the first token has nothing before it to be predicted from
         self._sequences += int((mask.sum(dim=1) > 0).sum())
         self._tokens += int(mask.sum())
-        active = mask.sum(dim=1) > 0
+        active = mask.sum(dim=1) > 0  # bool [B]
         if self._algorithm.beta == 0:
             active &= torch.as_tensor(batch.advantages) != 0
         if active.any():
@@ -83,16 +88,18 @@ class PolicyLearner:
 
     def _backward(self, batch: MicroBatch, mask: Tensor, active: Tensor) -> None:
         device = self.model.device
+        # The longest of the rows that are left, which may be shorter than the micro-batch was padded to.
         width = int(torch.as_tensor(batch.lengths)[active].max())
 
         def rows(array: Any) -> Tensor:
+            """[B, S] becomes [A, width], [B] becomes [A]."""
             tensor = torch.as_tensor(array)[active]
             return (tensor[:, :width] if tensor.ndim == 2 else tensor).to(device)
 
         input_ids, mask, temperatures = rows(batch.input_ids), rows(mask), rows(batch.temperatures)
         with torch.autocast(device.type, torch.bfloat16, enabled=self._training.dtype == "bfloat16"):
             reference = self._reference_logprobs(input_ids, mask, temperatures)
-            logprobs, entropy = self._scorer(input_ids, mask, temperatures)
+            logprobs, entropy = self._scorer(input_ids, mask, temperatures)  # [A, width] in nats, and a sum
         sums = token_losses(
             self._algorithm, logprobs, rows(batch.behaviour_logprobs), rows(batch.advantages), mask, reference
         )
@@ -111,11 +118,14 @@ class PolicyLearner:
     def discard(self) -> None:
         """Drop the gathered gradient."""
         self._optimizer.zero_grad(set_to_none=True)
-        self._forget()
+        self._reset_sums()
 
     def finish_step(self, reward_deviation: float) -> StepOutcome:
         """Normalise, clip and apply the gathered gradient; ``reward_deviation`` is of all rewards of the batch."""
         totals = BatchTotals(self._sequences, self._tokens)
+        # loss = sum of token losses / denominator, and with ``scale_rewards="batch"`` all advantages, which were only
+        # centred so far, are divided by the deviation too: a token loss is linear in its advantage, and this is
+        # refused together with a KL term, which is not. So one factor turns the summed gradient into that of the loss.
         scale = 1.0 / denominator(self._algorithm, totals, self._max_completion_length)
         if self._algorithm.scale_rewards == "batch":
             scale /= reward_deviation + SCALE_EPSILON
@@ -136,18 +146,17 @@ class PolicyLearner:
         """Why the gradient must not be applied; empty if it may be."""
         if not math.isfinite(loss + norm):
             return f"expected a finite loss and gradient, got {loss} and {norm}"
-        factor = self._training.grad_norm_spike
-        if not factor or len(self._recent_norms) < FEW:
+        factor = self._training.max_grad_norm_ratio
+        if not factor or len(self._recent_norms) < MIN_RECENT_STEPS:
             return ""
         usual = max(median(self._recent_norms), self._training.max_grad_norm)  # below that nothing is clipped either
-        return (
-            f"expected a gradient norm of at most {factor} x {usual:.3g}, got {norm:.6g}"
-            if norm > factor * usual
-            else ""
-        )
+        if norm <= factor * usual:
+            return ""
+        return f"expected a gradient norm of at most {factor} x {usual:.3g}, got {norm:.6g}"
 
     def _apply(self, norm: float) -> None:
         self._recent_norms.append(norm)
+        # The norm is known already; ``clip_grad_norm_`` would compute it a second time.
         nn.utils.clip_grads_with_norm_(self.model.parameters(), self._training.max_grad_norm, torch.tensor(norm))
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate_at(self.step, self._training)
@@ -155,12 +164,9 @@ class PolicyLearner:
         self.step += 1
 
     def _metrics(self, scale: float, norm: float) -> dict[str, float]:
-        loss = float(self._loss) * scale
         metrics = {
-            "loss": loss,
-            "loss/mean": loss,
+            "loss": float(self._loss) * scale,
             "grad_norm": norm,
-            "optim/grad_norm": norm,
             "optim/lr": learning_rate_at(self.step, self._training),
             "tokens/trained": float(self._tokens),
             "tokens/computed": float(self._computed_tokens),
@@ -179,7 +185,6 @@ class PolicyLearner:
         named = {
             "ratio": mean["ratio"],
             "entropy": mean["entropy"],
-            "entropy/all/mean": mean["entropy"],
             "mismatch_kl/all/mean": mean["mismatch_kl"],
             "clip_ratio/low_mean": mean["clip_low"],
             "clip_ratio/high_mean": mean["clip_high"],
@@ -211,6 +216,7 @@ class PolicyLearner:
 
 def _adamw(model: Any, settings: TrainingSettings) -> torch.optim.AdamW:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # As usual, biases and the scales of norms are not decayed: pulling those to 0 regularises nothing.
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},

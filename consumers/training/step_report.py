@@ -1,4 +1,4 @@
-"""The messages in which the trainer answers for its steps. Sends nothing."""
+"""What an optimizer step has gathered, and the messages in which the trainer answers for it. Sends nothing."""
 
 from dataclasses import dataclass, field, replace
 
@@ -6,11 +6,9 @@ import numpy as np
 
 from consumers.algorithms.advantages import Credit, deviation
 from consumers.batching.micro_batches import Group, MicroBatch, Sample
-from consumers.training.metrics import PaddingMetrics, StepMetrics, Stopwatch, finite
+from consumers.training.metrics import PaddingMetrics, StepMetrics, StepTimer, finite
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef, RefusedStep, StepReport
-
-# What one optimizer step has gathered so far: its groups, what entered the gradient, and where the time went. Pure.
 
 
 @dataclass
@@ -18,7 +16,7 @@ class GatheredStep:
     """Grows group by group; ``version`` is of the weights that the gradient is computed with."""
 
     version: PolicyVersion
-    watch: Stopwatch = field(default_factory=Stopwatch)
+    timer: StepTimer = field(default_factory=StepTimer)
     groups: list[Group] = field(default_factory=list)
     left_out: list[tuple[Group, str]] = field(default_factory=list)
     micro_batches: list[tuple[RecordRef, ...]] = field(default_factory=list)
@@ -37,7 +35,7 @@ class GatheredStep:
             by_detail.setdefault(detail, []).append(sample)
         self.left_out += [(replace(group, samples=tuple(found)), detail) for detail, found in by_detail.items()]
 
-    def trained(self, batch: MicroBatch, shards: int) -> None:
+    def add_trained(self, batch: MicroBatch, shards: int) -> None:
         """A micro-batch entered the gradient; ``shards``: partitions of a length bucket."""
         self.micro_batches.append(tuple(batch.refs))
         self.tokens += batch.num_tokens
@@ -60,23 +58,22 @@ class GatheredStep:
 
     def timings(self) -> dict[str, float]:
         """Where the step's time went so far, in seconds, and the share of it that was training."""
-        seconds = self.watch.seconds
-        step = max(self.watch.since_start(), 1e-9)
+        seconds = self.timer.seconds
+        step = max(self.timer.since_start(), 1e-9)
         training = seconds.get("forward_backward", 0.0) + seconds.get("optimizer", 0.0)
         return {f"time/{name}": value for name, value in seconds.items()} | {
             "time/step": step,
-            "step_time": step,
             "time/train_share": training / step,
             "training_tok/s": self.tokens / step,
-            "perf/throughput": self.tokens / step,
         }
 
 
 PROBLEM_LIMIT = 4096
+"""Characters of a problem that a report carries."""
 
 
 @dataclass(frozen=True)
-class Weights:
+class PublishedWeights:
     """What the weights in memory are known by. ``manifest_sha256`` None: they were not exported."""
 
     version: PolicyVersion
@@ -93,7 +90,9 @@ class Ancestry:
     parent_skips: int
 
 
-def first_report(algorithm: str, weights: Weights, ancestry: Ancestry, prompt_cursor: int, now: float) -> StepReport:
+def first_report(
+    algorithm: str, weights: PublishedWeights, ancestry: Ancestry, prompt_cursor: int, now: float
+) -> StepReport:
     """That a lineage exists, and what it went on from."""
     return StepReport(
         algorithm=algorithm,
@@ -114,7 +113,7 @@ def first_report(algorithm: str, weights: Weights, ancestry: Ancestry, prompt_cu
 
 def step_report(
     algorithm: str,
-    weights: Weights,
+    weights: PublishedWeights,
     gathered: GatheredStep,
     metrics: dict[str, float],
     prompt_cursor: int,

@@ -1,13 +1,14 @@
 """The trainer's driver: groups in, weight versions and step reports out. Knows no torch, no threads and no files.
 
-A life begins so: fence older trainers in Kafka (by the transactional id), claim the next lineage, restore the newest
-checkpoint, open the policy, export its weights, announce the checkpoint's report again and then the lineage's first.
+A process begins so (``open_session``): fence older trainers in Kafka (by the transactional id), claim the next
+lineage, restore the newest checkpoint, open the policy, export its weights, announce the checkpoint's report again
+and then the lineage's first.
 
 One optimizer step, in this order:
  1. take a group, oldest first;
  2. give its samples their advantages, or skip it;
- 3. form micro-batches and add up their gradients while further groups arrive (``gatherer``);
- 4. at ``groups_per_step`` groups: normalise, clip, apply; or refuse, skip the groups, and say so;
+ 3. form micro-batches and add up their gradients while further groups arrive;
+ 4. at ``groups_per_step`` groups: normalise, clip, apply; or refuse, skip the groups, and report that;
  5. mark the step's records as finished on the live frontier;
  6. export the weights;
  7. make the step's report;
@@ -15,224 +16,252 @@ One optimizer step, in this order:
  9. announce: the report, and once a second the offsets, in one short transaction, which may last while the next
     groups are taken.
 So whatever is announced as kept is kept, a restart announces again what a crash cut off, and what was announced and
-not kept belongs to an orphaned lineage. Nothing here waits for a worker. ``resuming/points.py`` names the points
-between these acts; a process that dies at any of them is resumed without loss or repeat.
+not kept belongs to an orphaned lineage. Nothing here waits for a worker. ``failpoints.py`` names the moments between
+these acts; a process that dies at any of them is resumed without loss or repeat.
+
+``Trainer`` drives; ``Gatherer`` does numbers 1 to 3. What the modes of the loop differ in here is when a micro-batch
+is cut: ``synchronous`` takes all groups of the step before its first one; the others begin as soon as there is one
+worth computing, and never let the device wait for a better one.
 """
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 
-from bus.port import Bus
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.settings import BatchingSettings
-from consumers.ingest.reader import Intake
-from consumers.ingest.settings import IntakeSettings
-from consumers.training.gatherer import Gatherer
-from consumers.training.metrics import Span, append_metrics, finite
-from consumers.training.ports import Checkpoints, OpenCompute, OpenPolicy, StepOutcome
-from consumers.training.resume import Point, Reached, ignore
-from consumers.training.session import Beginning, Incarnation
-from consumers.training.settings import TrainingSettings
+from consumers.algorithms.advantages import credit_group, skip_reason_of
+from consumers.batching.micro_batches import Group, MicroBatch
+from consumers.training.failpoints import Failpoint
+from consumers.training.metrics import PhaseSpan, StepTimer, append_metrics, finite
+from consumers.training.ports import StepOutcome
+from consumers.training.session import TrainerContext, TrainerSession, open_announcements, open_session
 from consumers.training.step_report import GatheredStep, refused_step, step_report
-from schemas.errors import SettingsError, StreamRLError
+from schemas.errors import StreamRLError
 from schemas.reports import SkipReason
-from schemas.settings import LoopSettings
 
 log = structlog.get_logger()
 
+IDLE_S = 5.0
+"""How long a trainer waits for a group before it asks whether another has taken over: rare enough for object stores."""
 
-@dataclass
-class Trainer:
-    """One consumer of the stream. ``run_dir`` gets ``metrics.jsonl``; ``reached`` is called at each named point."""
 
-    bus: Bus
-    run_name: str
-    loop: LoopSettings
-    algorithm: AlgorithmSettings
-    training: TrainingSettings
-    intake: IntakeSettings
-    batching: BatchingSettings
-    reward_weights: Mapping[str, float]
-    open_policy: OpenPolicy
-    open_compute: OpenCompute
-    checkpoints: Checkpoints
-    run_dir: Path | None = None
-    clock: Callable[[], float] = time.time
-    reached: Reached = ignore
-
-    def __post_init__(self) -> None:
-        if self.training.weight_sync_steps > self.loop.staleness_bound + 1:
-            raise SettingsError(
-                f"expected training.weight_sync_steps of at most the staleness bound (loop.mode, loop.max_staleness) "
-                f"+ 1 = {self.loop.staleness_bound + 1}, got {self.training.weight_sync_steps}: "
-                "generation would wait for weights that are never exported; lower it"
-            )
-        if self.loop.num_generations == 1 and self.algorithm.dynamic_sampling:
-            raise SettingsError(
-                "expected loop.num_generations of at least 2 with algorithm.dynamic_sampling, got 1: a group of one "
-                "sample has equal rewards, so every group would be skipped; raise the one or switch off the other"
-            )
+class Trainer(TrainerContext):
+    """One consumer of the stream, of what its context holds."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until stopped.
 
-        Consumes: trajectories, through the intake.
-        Produces: steps, skips and dead-letters; weight versions, checkpoints, ``metrics.jsonl``.
+        Consumes: trajectories, through the reader.
+        Produces: steps, skips and dead letters; weight versions, checkpoints, ``metrics.jsonl``.
         Waits for: groups of samples.
         On failure: raises; a restart goes on from the newest checkpoint under the next lineage.
         On stop: finishes the step if its batch is complete, drops its gradient otherwise, writes a checkpoint.
         """
-        if self.loop.num_generations == 1 and self.training.backend == "torch":
-            log.warning("groups of one sample have no baseline: all advantages are 0, and only a KL term learns")
         compute = self.open_compute()
-        beginning = Beginning(
-            bus=self.bus,
-            run_name=self.run_name,
-            algorithm=self.algorithm.name,
-            training=self.training,
-            batching=self.batching,
-            whole_batches=self.loop.mode == "synchronous",
-            sections={"loop": self.loop, "algorithm": self.algorithm, "intake": self.intake},
-            checkpoints=self.checkpoints,
-            open_policy=self.open_policy,
-            clock=self.clock,
-            reached=self.reached,
-        )
         try:
-            life, start = await beginning.begin(compute)
-            intake = Intake(
-                self.bus,
-                self.run_name,
-                self.loop,
-                self.intake,
-                reward_weights=self.reward_weights,
-                algorithm=self.algorithm.name,
-                current_version=lambda: life.version,
-                start=start,
-                clock=self.clock,
-            )
-            await self._read_and_train(life, intake, stop)
+            announcements = await open_announcements(self)
+            try:
+                session = await open_session(self, compute, announcements)
+                await self._read_and_train(session, stop)
+            finally:
+                await announcements.close()
         finally:
-            await beginning.close()
             compute.close()
 
-    async def _read_and_train(self, life: Incarnation, intake: Intake, stop: asyncio.Event) -> None:
+    async def _read_and_train(self, session: TrainerSession, stop: asyncio.Event) -> None:
         stop_reading = asyncio.Event()
-        reading = asyncio.create_task(intake.run(stop_reading))
+        reading = asyncio.create_task(session.reader.run(stop_reading))
         try:
-            await self._steps_loop(life, intake, stop)
-            await life.checkpoint(intake)
-            await life.announcements.settled()
-            self.reached(Point.LAST_ANNOUNCED)
+            await self._steps_loop(session, stop)
+            await session.checkpoint()
+            await session.announcements.settled()
+            self.failpoint(Failpoint.LAST_ANNOUNCED)
         finally:
             stop_reading.set()
             await asyncio.wait({reading})
             if not reading.cancelled() and (error := reading.exception()) is not None:
                 log.error("reading trajectories failed", error=str(error))
-        self.reached(Point.READING_ENDED)
-        log.info("trainer ended", step=life.policy.step, finished=life.is_finished)
+        self.failpoint(Failpoint.READING_ENDED)
+        log.info("trainer ended", step=session.policy.step, finished=session.is_finished)
 
-    async def _steps_loop(self, life: Incarnation, intake: Intake, stop: asyncio.Event) -> None:
+    async def _steps_loop(self, session: TrainerSession, stop: asyncio.Event) -> None:
         """Take optimizer steps.
 
         Consumes: groups. Produces: what ``run`` says. Waits for: groups.
         On failure: raises to ``run``. On stop: drops the gradient of an incomplete batch and returns.
         """
-        gatherer = Gatherer(life, intake, self.loop, self.algorithm, self.clock)
-        while not life.is_finished:
+        gatherer = Gatherer(session)
+        while not session.is_finished:
             gathered = await gatherer.gather(stop)
             if gathered is None:
                 return
-            with gathered.watch.measure("optimizer"):
-                outcome = await life.compute(life.policy.finish_step, gathered.reward_deviation)
-            self.reached(Point.STEP_APPLIED)
+            with gathered.timer.measure("optimizer"):
+                outcome = await session.compute(session.policy.finish_step, gathered.reward_deviation)
+            self.failpoint(Failpoint.STEP_APPLIED)
             if outcome.applied:
-                await self._finish_step(life, intake, gathered, outcome)
+                await self._finish_step(session, gathered, outcome)
             else:
-                await self._refuse_step(life, intake, gathered, outcome)
+                await self._refuse_step(session, gathered, outcome)
 
-    async def _refuse_step(
-        self, life: Incarnation, intake: Intake, gathered: GatheredStep, outcome: StepOutcome
-    ) -> None:
+    async def _refuse_step(self, session: TrainerSession, gathered: GatheredStep, outcome: StepOutcome) -> None:
         """Number 4, when the gradient is not fit to be applied."""
-        life.refused_in_a_row += 1
-        log.error("step not taken, its groups are skipped", step=life.policy.step + 1, problem=outcome.problem)
+        session.refused_in_a_row += 1
+        log.error("step not taken, its groups are skipped", step=session.policy.step + 1, problem=outcome.problem)
         for group in gathered.groups:
-            intake.mark_skipped(group, SkipReason.FILTERED, outcome.problem)
-        self.reached(Point.STEP_REFUSED)
-        problem, metrics = outcome.problem, outcome.metrics
-        refused = refused_step(self.algorithm.name, life.version, gathered, problem, metrics, self.clock())
-        await life.announce(refused, intake)
-        if life.refused_in_a_row >= self.training.max_refused_steps:
-            await life.announcements.settled()
+            session.reader.ledger.mark_skipped(group, SkipReason.FILTERED, outcome.problem)
+        self.failpoint(Failpoint.STEP_REFUSED)
+        name, problem = self.algorithm.name, outcome.problem
+        await session.announce(refused_step(name, session.version, gathered, problem, outcome.metrics, self.clock()))
+        if session.refused_in_a_row >= self.training.max_skipped_steps:
+            await session.announcements.settled()
             raise StreamRLError(
-                f"expected gradients that can be applied, got {life.refused_in_a_row} in a row that cannot, the last "
-                f"one at step {life.policy.step + 1}: {outcome.problem}; their groups are named on the steps topic; "
-                "lower training.learning_rate, or raise training.max_refused_steps or training.grad_norm_spike"
+                f"expected gradients that can be applied, got {session.refused_in_a_row} in a row that cannot, the "
+                f"last one at step {session.policy.step + 1}: {problem}; their groups are named on the steps topic; "
+                "lower training.learning_rate, or raise training.max_skipped_steps or training.max_grad_norm_ratio"
             )
 
-    async def _finish_step(
-        self, life: Incarnation, intake: Intake, gathered: GatheredStep, outcome: StepOutcome
-    ) -> None:
+    async def _finish_step(self, session: TrainerSession, gathered: GatheredStep, outcome: StepOutcome) -> None:
         """Numbers 5 to 9."""
-        life.advance(gathered.tokens)
-        intake.mark_trained(ref for batch in gathered.micro_batches for ref in batch)
-        self.reached(Point.TRAINED_MARKED)
+        session.advance(gathered.tokens)
+        ledger, timer = session.reader.ledger, gathered.timer
+        ledger.mark_trained(ref for batch in gathered.micro_batches for ref in batch)
+        self.failpoint(Failpoint.TRAINED_MARKED)
         for part, detail in gathered.left_out:
-            intake.mark_skipped(part, SkipReason.FILTERED, detail)
-        self.reached(Point.LEFT_OUT_SKIPPED)
-        with gathered.watch.measure("broadcast_weights"):
-            manifest_sha256 = await life.export()
-        self.reached(Point.WEIGHTS_EXPORTED)
-        with gathered.watch.measure("digests"):
-            weights = await life.weights(manifest_sha256)
-        self.reached(Point.DIGESTS_MADE)
-        metrics = finite(await self._metrics(life, intake, gathered, outcome.metrics))
-        name, cursor = self.algorithm.name, intake.prompt_cursor
-        life.report = step_report(name, weights, gathered, metrics, cursor, self.clock())
-        self.reached(Point.REPORT_MADE)
-        with gathered.watch.measure("save_ckpt"):
-            is_kept = await life.checkpoint_if_due(intake)
+            ledger.mark_skipped(part, SkipReason.FILTERED, detail)
+        self.failpoint(Failpoint.LEFT_OUT_SKIPPED)
+        with timer.measure("broadcast_weights"):
+            manifest_sha256 = await session.export_if_due()
+        self.failpoint(Failpoint.WEIGHTS_EXPORTED)
+        with timer.measure("digests"):
+            weights = await session.published_weights(manifest_sha256)
+        self.failpoint(Failpoint.DIGESTS_MADE)
+        metrics = finite(await _metrics(session, gathered, outcome.metrics))
+        session.report = step_report(
+            self.algorithm.name, weights, gathered, metrics, ledger.prompt_cursor, self.clock()
+        )
+        self.failpoint(Failpoint.REPORT_MADE)
+        with timer.measure("save_ckpt"):
+            is_kept = await session.checkpoint_if_due()
         if not is_kept:
             metrics["checkpoint/failed"] = 1.0
-            life.report = life.report.replace(metrics=metrics)
-        with gathered.watch.measure("announce"):
-            await life.announce(life.report, intake)
+            session.report = session.report.replace(metrics=metrics)
+        with timer.measure("announce"):
+            await session.announce(session.report)
             if self.training.announce == "plain":
-                await intake.commit()
-        late = {f"time/{act}": gathered.watch.seconds[act] for act in ("save_ckpt", "announce")}
-        self._write_metrics(life, metrics | late, gathered.watch.spans)
-        self.reached(Point.METRICS_WRITTEN)
-        log.info("step", step=life.policy.step, reward=round(metrics.get("reward", 0.0), 4), version=str(life.version))
+                await session.reader.commit()
+        # The report was made before these two phases, so only the file has their times.
+        late = {f"time/{phase}": timer.seconds[phase] for phase in ("save_ckpt", "announce")}
+        self._write_metrics(session.policy.step, metrics | late, timer.spans)
+        self.failpoint(Failpoint.METRICS_WRITTEN)
+        reward = round(metrics.get("reward", 0.0), 4)
+        log.info("step", step=session.policy.step, reward=reward, version=str(session.version))
 
-    def _write_metrics(self, life: Incarnation, metrics: dict[str, float], spans: Sequence[Span]) -> None:
+    def _write_metrics(self, step: int, metrics: dict[str, float], spans: Sequence[PhaseSpan]) -> None:
         """For displays; the report has them too, so a full disk is not worth the step."""
         if self.run_dir is None:
             return
         try:
-            append_metrics(self.run_dir / "metrics.jsonl", life.policy.step, self.clock(), metrics, spans)
+            append_metrics(self.run_dir / "metrics.jsonl", step, self.clock(), metrics, spans)
         except OSError as error:
-            log.error("metrics not written", step=life.policy.step, error=str(error))
+            log.error("metrics not written", step=step, error=str(error))
 
-    async def _metrics(
-        self, life: Incarnation, intake: Intake, gathered: GatheredStep, learned: dict[str, float]
-    ) -> dict[str, float]:
-        timings = gathered.timings()
-        return {
-            **gathered.metrics.summary(),
-            **gathered.padding.summary(),
-            **learned,
-            **timings,
-            **await intake.metrics(),
-            "weight_sync_time_s": timings["time/broadcast_weights"],
-            "num_tokens": float(life.tokens_seen),
-            "ledger/trained": float(sum(len(batch) for batch in gathered.micro_batches)),
-            "ledger/groups": float(len(gathered.groups)),
-            "lineage/number": float(life.lineage.number),
-            "progress/step": float(life.policy.step),
-        }
+
+async def _metrics(session: TrainerSession, gathered: GatheredStep, learned: dict[str, float]) -> dict[str, float]:
+    return {
+        **gathered.metrics.summary(),
+        **gathered.padding.summary(),
+        **learned,
+        **gathered.timings(),
+        **await session.reader.metrics(),
+        "num_tokens": float(session.tokens_seen),
+        "ledger/trained": float(sum(len(batch) for batch in gathered.micro_batches)),
+        "ledger/groups": float(len(gathered.groups)),
+        "lineage/number": float(session.lineage.number),
+        "progress/step": float(session.policy.step),
+    }
+
+
+@dataclass(frozen=True)
+class Gatherer:
+    """Takes the groups of one step and adds up their gradients. Applies nothing, announces nothing."""
+
+    session: TrainerSession
+
+    async def gather(self, stop: asyncio.Event) -> GatheredStep | None:
+        """A whole batch, its gradient gathered in the policy; none if stopped before that."""
+        session, context = self.session, self.session.context
+        gathered = GatheredStep(session.version, StepTimer(context.clock))
+        limits = session.policy.limits
+        while len(gathered.groups) < context.loop.groups_per_step:
+            group = await self._next_group(gathered, stop)
+            if group is None:
+                await self._drop()
+                return None
+            context.failpoint(Failpoint.GROUP_TAKEN)
+            credit = credit_group(group, context.algorithm, limits)
+            if (reason := skip_reason_of(credit, context.algorithm)) is not None:
+                session.reader.ledger.mark_skipped(group, *reason)
+                context.failpoint(Failpoint.GROUP_SKIPPED)
+                continue
+            gathered.add(group, credit)
+            context.failpoint(Failpoint.GROUP_CREDITED)
+            for batch in session.batcher.add(credit.training_samples):
+                await self._backward(gathered, batch)
+        for batch in session.batcher.flush():
+            await self._backward(gathered, batch)
+        context.failpoint(Failpoint.BATCH_GATHERED)
+        return gathered
+
+    async def _next_group(self, gathered: GatheredStep, stop: asyncio.Event) -> Group | None:
+        """The next group, or none once stopped. While none is ready, the device gets what is held."""
+        while not stop.is_set():
+            await asyncio.sleep(0)  # lets the reader in: without it, ready groups would starve reading
+            if (group := self.session.reader.ready_group()) is not None:
+                return group
+            batch = self.session.batcher.cut_for_idle()
+            if batch is None:
+                with gathered.timer.measure("wait_for_batch"):
+                    return await self._wait_for_group(stop)
+            await self._backward(gathered, batch)
+        return None
+
+    async def _wait_for_group(self, stop: asyncio.Event) -> Group | None:
+        """The next group, or none once stopped.
+
+        Meanwhile a failed announcement is raised, and a newer trainer is noticed.
+        """
+        session = self.session
+        while not stop.is_set():
+            getting = asyncio.ensure_future(session.reader.next_group())
+            stopping = asyncio.ensure_future(stop.wait())
+            announcing = session.announcements.under_way
+            try:
+                waited_for = {getting, stopping} if announcing is None else {getting, stopping, announcing}
+                finished, _ = await asyncio.wait(waited_for, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
+                if getting.done():
+                    return getting.result()
+                if announcing is not None and announcing.done():
+                    await session.announcements.settled()
+                if not finished:
+                    await session.check_lineage()
+                if getting.done():  # it took a group while something else was waited for
+                    return getting.result()
+            finally:
+                for waiting in (getting, stopping):
+                    waiting.cancel()
+        return None
+
+    async def _backward(self, gathered: GatheredStep, batch: MicroBatch) -> None:
+        session = self.session
+        with gathered.timer.measure("forward_backward"):
+            await session.compute(session.policy.accumulate, batch)
+        gathered.add_trained(batch, session.context.loop.shards)
+        session.context.failpoint(Failpoint.GRADIENT_ADDED)
+
+    async def _drop(self) -> None:
+        session = self.session
+        session.context.failpoint(Failpoint.STOP_SEEN)
+        session.batcher.clear()
+        await session.compute(session.policy.discard)
+        session.context.failpoint(Failpoint.GRADIENT_DROPPED)

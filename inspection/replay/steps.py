@@ -7,7 +7,7 @@ import numpy as np
 
 from bus.history import History
 from bus.port import Record, TopicPartition
-from consumers.algorithms.advantages import Credit, ModelLimits, credit_group, deviation, refusal_of
+from consumers.algorithms.advantages import Credit, ModelLimits, credit_group, deviation, skip_reason_of
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import Group, MicroBatch, MicroBatcher, Sample, TrainingSample, collate
 from consumers.batching.settings import BatchingSettings
@@ -184,7 +184,7 @@ def rows_of(batch: MicroBatch, wanted: set[str]) -> MicroBatch | None:
 def _credits(groups: Iterable[Group], algorithm: AlgorithmSettings, limits: ModelLimits) -> list[Credit]:
     """Of the groups that these settings let into a step."""
     credits = [credit_group(group, algorithm, limits) for group in groups]
-    return [credit for credit in credits if refusal_of(credit, algorithm) is None]
+    return [credit for credit in credits if skip_reason_of(credit, algorithm) is None]
 
 
 def _samples(credits: Iterable[Credit]) -> dict[str, TrainingSample]:

@@ -7,9 +7,11 @@ LOOP_LINES = ("Consumes:", "Produces:", "Waits for:", "On failure:", "On stop:")
 LONG = {
     "consumers/training/checkpoints/storage.py": "two kinds of place behind one protocol",
     "planning/simulation.py": "the loop in virtual time: its parts know each other",
+    "producers/generation/engines/slots.py": "what one decode step does: slots, the model over its cache, the sampler",
 }
 """Files of over 500 lines, and why."""
 FEW = {
+    "consumers/batching": "one mechanism, read as a whole: samples in, micro-batches out; and its settings",
     "deploy/images": "what runs inside a container, beside the files it is built of",
     "streamrl/init": "the templates and the checks have nothing in common but the moment they are for",
 }

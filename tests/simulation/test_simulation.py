@@ -12,7 +12,7 @@ from bus.port import Start
 from consumers.ingest.filters import DedupeWindow
 from consumers.ingest.frontier import PartitionFrontier
 from consumers.ingest.groups import GroupAssembler
-from consumers.ingest.rejections import Rejects
+from consumers.ingest.rejections import RejectionWriter
 from consumers.training.checkpoints.catalogue import Lineage
 from tests.simulation.bus.reading import SimSubscription
 from tests.simulation.bus.sim_bus import SimBus
@@ -108,11 +108,11 @@ def test_without_the_lineage_check_zombies_are_found_in_the_checkpoints(monkeypa
 
 
 def test_rows_that_are_not_sent_again_are_found_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    landed = Rejects._landed
+    landed = RejectionWriter._landed
 
-    def forget(self: Rejects, row: Any, future: Any) -> None:
+    def forget(self: RejectionWriter, row: Any, future: Any) -> None:
         landed(self, row, future)
         self._outbox.clear()
 
-    monkeypatch.setattr(Rejects, "_landed", forget)
+    monkeypatch.setattr(RejectionWriter, "_landed", forget)
     assert "lost" in rules_broken("poison", {"lost"})

@@ -1,6 +1,7 @@
-"""Which checkpoints a location holds, by their manifests alone: listing, order, and which may go. Knows no tensors.
+"""Lineages, and which checkpoints a location holds, by their manifests alone: their order, and which may go.
 
-Invariants:
+A lineage numbers one trainer process of a run. The newest number owns the run; an older holder must stop. Invariants:
+- a_lineage_is_given_once: a number is claimed by creating something that must not exist;
 - the_newest_lineage_leads: checkpoints are ordered by (lineage, step);
 - nothing_of_a_newer_lineage_is_forgotten: a writer removes what its own chain has left behind, and nothing else.
 """
@@ -16,13 +17,12 @@ from consumers.training.checkpoints.manifest import CheckpointManifest, decode_m
 from consumers.training.checkpoints.storage import CheckpointLocation, Slot, open_location
 from schemas.errors import CheckpointError, Superseded
 
-# Numbers the incarnations of a run's trainer. The newest number owns the run; an older holder must stop. Invariant
-# a_lineage_is_given_once: a number is claimed by creating something that must not exist.
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """A claimed number (from 1) and where it was claimed."""
+    """A claimed number, from 1, and where it was claimed."""
 
     number: int
     location: CheckpointLocation
@@ -63,11 +63,8 @@ def claim_lineage(location: CheckpointLocation, *, at_least: int, now: float) ->
     return Lineage(number, location)
 
 
-log = structlog.get_logger()
-
-
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """A slot with what its manifest says; ``manifest`` None: there is no sound one, and ``problem`` says why."""
 
     slot: Slot
@@ -82,7 +79,7 @@ class Entry:
         return self.slot.lineage or 0, self.slot.step
 
 
-def read_entries(location: CheckpointLocation) -> list[Entry]:
+def read_entries(location: CheckpointLocation) -> list[CheckpointEntry]:
     """Everything at the location that is named as a checkpoint, newest first.
 
     Raises:
@@ -111,7 +108,7 @@ def read_manifests(location: CheckpointLocation | str | Path) -> list[Checkpoint
     return [entry.manifest for entry in entries if entry.manifest is not None]
 
 
-def superfluous(entries: Iterable[Entry], written: CheckpointManifest, keep: int) -> list[Slot]:
+def superfluous(entries: Iterable[CheckpointEntry], written: CheckpointManifest, keep: int) -> list[Slot]:
     """What may go after ``written``: abandoned futures, all but the newest ``keep``, and damaged ones around them.
 
     ``entries``: newest first, ``written`` among them.
@@ -143,15 +140,17 @@ class _Chain:
         return manifest.lineage > min(self._last_steps) or manifest.step > min(self._last_steps.values())
 
 
-def _read(location: CheckpointLocation, slot: Slot) -> Entry:
+def _read(location: CheckpointLocation, slot: Slot) -> CheckpointEntry:
     address = location.address(slot)
     data = location.manifest(slot)
     if data is None:
-        return Entry(slot, None, f"expected a manifest in {address}, found none")
+        return CheckpointEntry(slot, None, f"expected a manifest in {address}, found none")
     try:
         manifest = decode_manifest(data)
     except CheckpointError as error:
-        return Entry(slot, None, f"{address}: {error}")
+        return CheckpointEntry(slot, None, f"{address}: {error}")
     if location.slot(manifest.lineage, manifest.step) != slot:
-        return Entry(slot, None, f"expected {address} to hold its own checkpoint, got that of step {manifest.step}")
-    return Entry(slot, manifest)
+        return CheckpointEntry(
+            slot, None, f"expected {address} to hold its own checkpoint, got that of step {manifest.step}"
+        )
+    return CheckpointEntry(slot, manifest)

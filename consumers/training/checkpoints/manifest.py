@@ -1,6 +1,8 @@
 """What a checkpoint is of, and the sealed file that says so. Knows no tensors and no storage.
 
 The file is JSON whose last member is the sha256 of every byte before it, so that no byte of it can change unnoticed.
+It also lists every other file with its checksum. So it is written last: once it is there, all that it vouches for is,
+and until then nothing is taken for a checkpoint.
 """
 
 import hashlib
@@ -8,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
+from consumers.ingest.ledger import KnownRecord
 from schemas.errors import CheckpointError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import Part
@@ -16,6 +19,7 @@ from schemas.weights import Sha256
 STATE = "trainer_state"
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
+"""Far above any frontier's size; what is larger is not read into memory."""
 
 _SEAL, _END = b',\n "sha256": "', b'"\n}'
 _SEAL_BYTES = 64 + len(_END)
@@ -36,19 +40,12 @@ class CheckpointFile(Part):
     sha256: Sha256
 
 
-class SkipTally(Part):
+class SkipSummary(Part):
     """Skip rows: how many this lineage has written, their rolling hash, and counts by reason over the whole chain."""
 
     count: Annotated[int, Field(ge=0)] = 0
     hash: str = ""
     by_reason: dict[str, int] = Field(default_factory=dict)
-
-
-class Anchor(Part):
-    """A finished record below the frontier: if the topic shows another one there, it was made anew."""
-
-    offset: Annotated[int, Field(ge=0)]
-    trajectory_id: str
 
 
 class CheckpointManifest(Part):
@@ -66,8 +63,8 @@ class CheckpointManifest(Part):
     step: Annotated[int, Field(ge=0)]
     policy_version: PolicyVersion
     frontier: dict[str, JsonValue]
-    anchors: dict[str, Anchor] = Field(default_factory=dict)
-    skips: SkipTally = Field(default_factory=SkipTally)
+    anchors: dict[str, KnownRecord] = Field(default_factory=dict)
+    skips: SkipSummary = Field(default_factory=SkipSummary)
     tokens_seen: Annotated[int, Field(ge=0)] = 0
     prompt_cursor: Annotated[int, Field(ge=0)] = 0
     config_hash: str

@@ -1,11 +1,14 @@
-"""Checkpoints in an object store (S3, Google Cloud Storage, Azure, memory), by way of obstore.
+"""Where checkpoints live: a local directory, or an object store (S3, Google Cloud Storage, Azure, memory; by obstore).
 
-    {prefix}/lineages/{L}.json
-    {prefix}/lineage_{L}/step_{N}/config.json, model.safetensors, trainer_state/manifest.json …
+    {root}/lineages/{L}.json                         {prefix}/lineages/{L}.json
+    {root}/step_{N}/config.json, model.safetensors,  {prefix}/lineage_{L}/step_{N}/config.json …
+           trainer_state/manifest.json …
 
-Invariants:
-- the_manifest_comes_last: a checkpoint without a manifest is none;
-- no_lineage_writes_over_another: keys begin with the writer's lineage.
+Both are a ``CheckpointLocation``; ``open_location`` tells which text names which. Knows no tensors. Invariants:
+- a_checkpoint_appears_whole: in a directory it is written aside, synced, and gets its name by one rename; an object
+  store has no rename, so there the manifest is created last, and a checkpoint without a manifest is none;
+- a_newer_checkpoint_is_never_written_over: a rename onto an existing checkpoint fails, and keys in an object store
+  begin with the writer's lineage.
 """
 
 import hashlib
@@ -39,9 +42,8 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
 
-# Directories that appear whole or not at all, and checksums of files.
-
 TEMPORARY = ".tmp-"
+"""How names begin of what is not there yet, or not any more."""
 
 
 def sha256_of(path: Path) -> str:
@@ -83,8 +85,6 @@ def remove_leftovers(parent: Path) -> None:
     for path in parent.glob(f"{TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
 
-
-# Where checkpoints live: what the store asks of such a place, and which text names which. Knows no tensors.
 
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://.*")
 
@@ -156,13 +156,8 @@ def open_location(location: str | Path, cache: Path) -> CheckpointLocation:
     """
     if isinstance(location, str) and REMOTE.fullmatch(location):
         return open_objects(location, cache)
-
     return LocalLocation(Path(location))
 
-
-# Checkpoints in a local directory: ``step_{N}`` is a Hugging Face model directory, ``lineages/`` holds the claims.
-# Invariants: - a_checkpoint_appears_whole: it is written aside, synced, and gets its name by one rename; -
-# a_newer_checkpoint_is_never_written_over: a rename onto an existing checkpoint fails.
 
 CLAIMS = "lineages"
 REPLACED = f"{TEMPORARY}old-"
@@ -249,6 +244,7 @@ class LocalLocation:
         """Sync what names the files, then rename the directory in; what an abandoned lineage left there goes."""
         written = staged / STATE / MANIFEST
         written.write_bytes(encode_manifest(manifest))
+        # The manifest, then the directories that name the files: after this only the rename is missing.
         for path in (written, *(path for path in staged.rglob("*") if path.is_dir()), staged):
             sync(path)
         fence()
@@ -257,7 +253,7 @@ class LocalLocation:
             shutil.rmtree(aside, ignore_errors=True)
             target.rename(aside)
         try:
-            fence()
+            fence()  # again: moving the old one aside may have taken long
             staged.rename(target)
         except Exception:
             if aside.exists() and not target.exists():
@@ -283,7 +279,9 @@ class LocalLocation:
 
 SCHEMES = ("s3://", "gs://", "az://")
 LEAST_PART, MOST_PARTS = 8 << 20, 9_000
+"""Bytes of a part of an upload, and how many there may be: S3 takes 10,000 parts of one object."""
 RETRY = timedelta(seconds=60)
+"""How long a request is tried again: a checkpoint may be late, but the trainer waits for it."""
 CHECKPOINT = re.compile(r"lineage_([0-9]+)/step_([0-9]+)/(.+)")
 RESTORED = "restored"
 MEMORY = "memory://"
@@ -309,11 +307,6 @@ def open_objects(url: str, cache: Path) -> "ObjectLocation":
             f"expected a directory or an s3://, gs:// or az:// URL of an object store, got {url!r}: {_line(error)}"
         ) from error
     return ObjectLocation(store, url, cache)
-
-
-def forget_memory(url: str) -> None:
-    """Drop a ``memory://`` location with everything in it."""
-    _memories.pop(url.rstrip("/"), None)
 
 
 @dataclass(frozen=True)
@@ -399,6 +392,7 @@ class ObjectLocation:
                 obstore.put(self.store, f"{slot.name}/{file.path}", staged / file.path, chunk_size=part)
         content = encode_manifest(manifest)
         fence()
+        # A create that was answered too late may have been retried and found its own manifest: that is success.
         if not self._create(_manifest_key(slot), content) and self.manifest(slot) != content:
             raise FileExistsError(f"another writer's manifest is at {self.address(slot)}")
 

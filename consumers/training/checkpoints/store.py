@@ -3,6 +3,9 @@
     step_{N}/config.json, model.safetensors, tokenizer files …
     step_{N}/trainer_state/{optimizer,rng}.safetensors, intake.json, report.bin, manifest.json
 
+The order of a write is stage, secure, checksum, fence, publish the manifest. Whoever dies before the last of these has
+written nothing that anybody takes for a checkpoint, and whoever dies after it has written a whole one: the manifest
+names every file with its checksum, so it can only be made, and is only made visible, when all of them are durable.
 Invariants:
 - the_checkpoint_is_the_truth: weights, optimizer and stream position of one moment, under one manifest written last;
 - a_checkpoint_that_does_not_verify_is_never_loaded: every file has its sha256 in the manifest;
@@ -30,18 +33,18 @@ from schemas.errors import CheckpointError
 
 log = structlog.get_logger()
 
-OPTIMIZER, RNG, INTAKE, REPORT = (
+OPTIMIZER, RNG, READER, REPORT = (
     f"{STATE}/{name}" for name in ("optimizer.safetensors", "rng.safetensors", "intake.json", "report.bin")
 )
 TENSORS = ".safetensors"
 SECURING_THREADS = 4
 """Files forced to the disk at once share its flushes."""
-_INTAKE = TypeAdapter(dict[str, JsonValue])
+_READER = TypeAdapter(dict[str, JsonValue])
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a checkpoint holds besides the model: ``intake`` is the intake's own snapshot.
+    """What a checkpoint holds besides the model. ``reader``: what of its snapshot is not in the manifest.
 
     ``report``: the encoded step report of this step, so that a restart can announce it again.
     """
@@ -49,7 +52,7 @@ class TrainerState:
     manifest: CheckpointManifest
     optimizer: dict[str, Tensor]
     rng: dict[str, Tensor]
-    intake: dict[str, JsonValue]
+    reader: dict[str, JsonValue]
     report: bytes = b""
 
     @property
@@ -59,7 +62,7 @@ class TrainerState:
 
 
 @dataclass(frozen=True)
-class Restored:
+class VerifiedCheckpoint:
     """A verified checkpoint: where its model is, on this machine, and the rest of its state."""
 
     directory: Path
@@ -125,7 +128,7 @@ class CheckpointStore:
                 pass  # raises what the disk did
         return files
 
-    def newest(self) -> Restored | None:
+    def newest(self) -> VerifiedCheckpoint | None:
         """The newest checkpoint that verifies, by lineage and then step, or none if there is no checkpoint.
 
         Raises:
@@ -151,7 +154,7 @@ class CheckpointStore:
         """The sound manifests, newest first; the files they name are not verified."""
         return read_manifests(self.location)
 
-    def load(self, manifest: CheckpointManifest) -> Restored:
+    def load(self, manifest: CheckpointManifest) -> VerifiedCheckpoint:
         """Fetch, verify and read the checkpoint of a manifest.
 
         Raises:
@@ -196,7 +199,7 @@ class CheckpointStore:
         return shutil.disk_usage(existing).free
 
 
-def load_checkpoint(directory: Path) -> Restored:
+def load_checkpoint(directory: Path) -> VerifiedCheckpoint:
     """Verify and read a checkpoint on this machine; the model itself is left to the caller.
 
     Raises:
@@ -209,25 +212,25 @@ def load_checkpoint(directory: Path) -> Restored:
             manifest=manifest,
             optimizer=load_file(directory / OPTIMIZER),
             rng=load_file(directory / RNG),
-            intake=_INTAKE.validate_json((directory / INTAKE).read_bytes()),
+            reader=_READER.validate_json((directory / READER).read_bytes()),
             report=(directory / REPORT).read_bytes(),
         )
     except (OSError, SafetensorError, ValueError, CheckpointError) as error:
         raise CheckpointError(f"expected a whole checkpoint at {directory}, got: {error}") from error
-    return Restored(directory, state)
+    return VerifiedCheckpoint(directory, state)
 
 
 def _write_state(directory: Path, state: TrainerState) -> None:
     (directory / STATE).mkdir()
     save_file(state.optimizer, directory / OPTIMIZER)
     save_file(state.rng, directory / RNG)
-    (directory / INTAKE).write_bytes(_INTAKE.dump_json(state.intake))
+    (directory / READER).write_bytes(_READER.dump_json(state.reader))
     (directory / REPORT).write_bytes(state.report)
 
 
 def _verify(directory: Path, manifest: CheckpointManifest) -> None:
     listed = {file.path for file in manifest.files}
-    missing = sorted({OPTIMIZER, RNG, INTAKE, REPORT} - listed)
+    missing = sorted({OPTIMIZER, RNG, READER, REPORT} - listed)
     if missing:
         raise CheckpointError(f"a manifest that does not list {missing[0]}")
     if not any(path.endswith(TENSORS) and not path.startswith(f"{STATE}/") for path in listed):

@@ -8,7 +8,7 @@ from tests.consumers.factories import training_sample
 
 Shape = tuple[int, int]
 shapes = st.tuples(st.integers(1, 6), st.integers(0, 40))
-FULL = {"launch_share": 0.9}
+FULL = {"fixed_cost_fraction": 0.9}
 """Padding hardly matters: micro-batches are as full as they can be."""
 
 
@@ -66,7 +66,7 @@ def test_whole_batches_are_cut_only_when_all_of_it_is_there() -> None:
 def test_samples_of_similar_length_share_a_micro_batch() -> None:
     early, rest = run([[(1, 39), (1, 1)] * 4], budget=160, lookahead=4.0)
     assert early == []
-    assert [batch.padding_share for batch in rest] == [0.0, 0.0]
+    assert [batch.num_tokens for batch in rest] == [batch.input_ids.size for batch in rest]
 
 
 def test_padding_stays_low_on_lengths_as_they_come() -> None:
@@ -86,7 +86,7 @@ def test_the_cut_does_not_depend_on_anything_but_the_samples() -> None:
 
 
 def test_a_trainer_with_nothing_to_do_gets_what_is_held_from_one_budget_on() -> None:
-    batcher = MicroBatcher(BatchingSettings(token_budget=20, lookahead=4.0, launch_share=0.9))
+    batcher = MicroBatcher(BatchingSettings(token_budget=20, lookahead=4.0, fixed_cost_fraction=0.9))
     batcher.add([training_sample(number, prompt=1, tokens=4) for number in range(3)])
     assert batcher.cut_for_idle() is None
     batcher.add([training_sample(number, prompt=1, tokens=4) for number in range(3, 5)])

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.batching.micro_batches import CostModel, Lengths, Run, best_run, cheapest_runs, split_to_multiple
+from consumers.batching.micro_batches import CostModel, Lengths, Run, best_run, cheapest_runs
 
-MODEL = CostModel(linear=1.0, quadratic=0.01, launch=8.0)
+MODEL = CostModel(linear=1.0, quadratic=0.01, fixed=8.0)
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=12).map(lambda found: sorted(found, reverse=True))
 budgets = st.integers(1, 130)
 
@@ -21,13 +21,18 @@ def is_within(run: Run, found: list[int], budget: int) -> bool:
     return rows == 1 or rows * found[run.start] <= budget
 
 
+def cost(rows: int, width: int) -> float:
+    """What the model says of a micro-batch in which padding costs as much as tokens."""
+    return MODEL.fixed + rows * (MODEL.linear * width + MODEL.quadratic * width * width)
+
+
 def useful_share(run: Run, found: list[int]) -> float:
     useful = MODEL.of_sequences(array(found[run.start : run.end])).sum()
-    return float(useful) / MODEL.of_rows(run.end - run.start, found[run.start])
+    return float(useful) / cost(run.end - run.start, found[run.start])
 
 
 def total_cost(runs: list[Run], found: list[int]) -> float:
-    return sum(MODEL.of_rows(run.end - run.start, found[run.start]) for run in runs)
+    return sum(cost(run.end - run.start, found[run.start]) for run in runs)
 
 
 @given(lengths, budgets)
@@ -63,11 +68,3 @@ def test_without_samples_there_are_no_runs() -> None:
 
 def test_a_long_sample_is_not_padded_with_short_ones() -> None:
     assert best_run(array([60, 5, 5, 5, 5, 5, 5, 5]), 120, MODEL) == Run(0, 1)
-
-
-@given(lengths, budgets, st.integers(1, 4))
-def test_splitting_makes_whole_rounds_of_the_same_samples(found: list[int], budget: int, ranks: int) -> None:
-    runs = split_to_multiple(cheapest_runs(array(found), budget, MODEL), ranks)
-    assert [index for run in runs for index in range(run.start, run.end)] == list(range(len(found)))
-    assert all(is_within(run, found, budget) for run in runs)
-    assert len(runs) % ranks == 0 or len(runs) == len(found)

@@ -31,7 +31,7 @@ def test_arrays_have_the_promised_types() -> None:
 
 def test_padding_is_counted() -> None:
     batch = collate([training_sample(0, prompt=1, tokens=3), training_sample(1, prompt=1, tokens=1)])
-    assert (batch.num_tokens, batch.padding_share) == (6, 0.25)
+    assert (batch.num_tokens, batch.input_ids.size) == (6, 8)
 
 
 def test_tokens_that_are_not_to_be_trained_stay_masked() -> None:

@@ -1,4 +1,4 @@
-"""An intake on a bus in memory, with a clock and a policy version that tests set."""
+"""A reader on a bus in memory, with a clock and a policy version that tests set."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -9,8 +9,8 @@ from typing import Any
 from bus.memory import MemoryBus
 from bus.port import Outgoing, Record
 from consumers.ingest.frontier import Frontier
-from consumers.ingest.reader import Intake, IntakeStart
-from consumers.ingest.settings import IntakeSettings
+from consumers.ingest.reader import ReaderSnapshot, TrajectoryReader
+from consumers.ingest.settings import IngestSettings
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef, SkipReason, SkipRecord
 from schemas.settings import LoopSettings
@@ -24,7 +24,7 @@ LOOP = LoopSettings(groups_per_step=2, num_generations=2, max_staleness=2, bucke
 
 @dataclass
 class Scene:
-    """``after`` starts an intake where another one would have been checkpointed."""
+    """``after`` starts a reader where another one would have been checkpointed."""
 
     bus: MemoryBus = field(default_factory=MemoryBus)
     now: float = 1000.0
@@ -34,18 +34,18 @@ class Scene:
         for topic in CATALOGUE:
             self.bus.create_topic(topic.full_name(RUN), topic.partition_count(LOOP.trajectory_partitions))
 
-    def intake(
+    def reader(
         self,
-        after: IntakeStart | None = None,
+        after: ReaderSnapshot | None = None,
         weights: dict[str, float] | None = None,
         algorithm: str = "grpo",
         **settings: Any,
-    ) -> Intake:
-        return Intake(
+    ) -> TrajectoryReader:
+        return TrajectoryReader(
             self.bus,
             RUN,
             LOOP,
-            IntakeSettings(**settings),
+            IngestSettings(**settings),
             reward_weights=weights or {},
             algorithm=algorithm,
             current_version=lambda: self.version,
@@ -54,11 +54,11 @@ class Scene:
         )
 
     @asynccontextmanager
-    async def running(self, intake: Intake) -> AsyncIterator[Intake]:
+    async def running(self, reader: TrajectoryReader) -> AsyncIterator[TrajectoryReader]:
         stop = asyncio.Event()
-        task = asyncio.create_task(intake.run(stop))
+        task = asyncio.create_task(reader.run(stop))
         try:
-            yield intake
+            yield reader
         finally:
             stop.set()
             await asyncio.wait({task})
@@ -100,19 +100,19 @@ class Scene:
             while not condition():
                 await asyncio.sleep(0.005)
 
-    async def until_read(self, intake: Intake, count: int) -> None:
-        await self.until(lambda: intake.fates().read >= count)
+    async def until_read(self, reader: TrajectoryReader, count: int) -> None:
+        await self.until(lambda: reader.ledger.counts().read >= count)
 
 
 def refs_of(*groups: Any) -> list[RecordRef]:
     return [sample.ref for group in groups for sample in group.samples]
 
 
-def checkpoint(intake: Intake) -> IntakeStart:
-    """What the trainer keeps of an intake, through the JSON it is kept in."""
-    kept = intake.snapshot()
+def checkpoint(reader: TrajectoryReader) -> ReaderSnapshot:
+    """What the trainer keeps of a reader, through the JSON it is kept in."""
+    kept = reader.snapshot()
     return replace(kept, frontier=Frontier.from_json(kept.frontier.to_json()))
 
 
-async def next_group(intake: Intake) -> Any:
-    return await asyncio.wait_for(intake.next_group(), 5)
+async def next_group(reader: TrajectoryReader) -> Any:
+    return await asyncio.wait_for(reader.next_group(), 5)

@@ -5,164 +5,164 @@ import pytest
 from bus.port import Record
 from consumers.batching.micro_batches import Group, Sample
 from consumers.ingest.frontier import Frontier
-from consumers.ingest.groups import Closed, Refusal
-from consumers.ingest.ledger import Anchor, Ledger
-from consumers.ingest.rejections import Rejects, SkipTally
+from consumers.ingest.groups import ClosedGroup, Rejection
+from consumers.ingest.ledger import KnownRecord, Ledger
+from consumers.ingest.rejections import RejectionWriter, SkipTally
 from schemas.errors import LifecycleError
 from schemas.reports import RecordRef, SkipReason
 from tests.consumers.factories import sample
 from tests.consumers.ingest.scene import RUN, Scene
 
 
-async def books(scene: Scene) -> Ledger:
-    rejects = Rejects(RUN, "grpo", lambda: 0.0, SkipTally(1), await scene.bus.publisher("intake"))
-    return Ledger(Frontier(), rejects, lambda: 7)
+async def a_ledger(scene: Scene) -> Ledger:
+    rejections = RejectionWriter(RUN, "grpo", lambda: 0.0, SkipTally(1), await scene.bus.publisher("reader"))
+    return Ledger(Frontier(), rejections, lambda: 7)
 
 
 def read(ledger: Ledger, *samples: Sample) -> None:
     for found in samples:
-        assert ledger.read(Record("t", 0, found.ref.offset, None, b"x" * 10, (), 0.0))
+        assert ledger.record_read(Record("t", 0, found.ref.offset, None, b"x" * 10, (), 0.0))
 
 
-def closed(samples: list[Sample], refusals: list[Refusal], wanted: int) -> Closed:
-    return Closed(Group("d/0/0", 0.0, tuple(samples)), tuple(refusals), wanted)
+def closed(samples: list[Sample], rejections: list[Rejection], wanted: int) -> ClosedGroup:
+    return ClosedGroup(Group("d/0/0", 0.0, tuple(samples)), tuple(rejections), wanted)
 
 
 def members(count: int) -> list[Sample]:
     return [sample("d/0/0", index, of=8, offset=index) for index in range(count)]
 
 
-def poison(found: Sample) -> Refusal:
-    return Refusal(found.ref, SkipReason.POISON, "no reward")
+def poison(found: Sample) -> Rejection:
+    return Rejection(found.ref, SkipReason.POISON, "no reward")
 
 
-async def test_every_record_meets_one_fate() -> None:
+async def test_every_record_has_one_outcome() -> None:
     scene = Scene()
-    ledger = await books(scene)
+    ledger = await a_ledger(scene)
     first, second, third = found = members(3)
     read(ledger, *found)
     ledger.hold(closed([first, second], [poison(third)], 3))
     ledger.mark_trained([first.ref])
     with pytest.raises(LifecycleError, match="is finished"):
         ledger.mark_trained([first.ref])
-    fates = ledger.fates()
-    assert fates.read == fates.trained + fates.skipped + fates.pending == 3
+    counts = ledger.counts()
+    assert counts.read == counts.trained + counts.skipped + counts.pending == 3
 
 
 async def test_a_group_that_was_not_handed_out_cannot_be_finished() -> None:
-    ledger = await books(Scene())
+    ledger = await a_ledger(Scene())
     (found,) = members(1)
     read(ledger, found)
     with pytest.raises(LifecycleError, match="handed out"):
         ledger.mark_trained([found.ref])
     with pytest.raises(LifecycleError, match="handed out"):
-        ledger.skip_samples(Group("d/0/0", 0.0, (found,)), SkipReason.STALE, "")
+        ledger.mark_skipped(Group("d/0/0", 0.0, (found,)), SkipReason.STALE, "")
 
 
 async def test_records_of_a_group_are_finished_together() -> None:
     scene = Scene()
-    ledger = await books(scene)
+    ledger = await a_ledger(scene)
     good, cut, bad, late = found = members(4)
     read(ledger, *found)
     ledger.release(bad.ref)
     ledger.hold(closed([good, cut], [poison(bad)], 4))
-    ledger.skip_late(Refusal(late.ref, SkipReason.GROUP_INCOMPLETE, "late"), "d/0/0")
+    ledger.skip_late(Rejection(late.ref, SkipReason.GROUP_INCOMPLETE, "late"), "d/0/0")
     ledger.mark_trained([good.ref])
-    assert ledger.rejects.tally.count == 0
-    ledger.skip_samples(Group("d/0/0", 0.0, (cut,)), SkipReason.FILTERED, "cut")
-    await ledger.rejects.settled()
+    assert ledger.rejections.tally.count == 0
+    ledger.mark_skipped(Group("d/0/0", 0.0, (cut,)), SkipReason.FILTERED, "cut")
+    await ledger.rejections.flush()
     assert scene.reasons() == {
         "d/0/0/1": SkipReason.FILTERED,
         "d/0/0/2": SkipReason.POISON,
         "d/0/0/3": SkipReason.GROUP_INCOMPLETE,
     }
-    assert (ledger.pending_bytes, ledger.fates().pending, ledger.frontier.lows()) == (0, 0, {0: 4})
+    assert (ledger.pending_bytes, ledger.counts().pending, ledger.frontier.lows()) == (0, 0, {0: 4})
 
 
-async def test_the_end_of_an_untrained_group_is_told() -> None:
+async def test_the_end_of_an_untrained_group_is_reported() -> None:
     """Readers count rows against the ordered samples, so a group with missing ones needs a row that ends it."""
     scene = Scene()
-    ledger = await books(scene)
+    ledger = await a_ledger(scene)
     found = members(3)
     read(ledger, *found)
     ledger.hold(closed(found[:2], [poison(found[2])], 8))
-    ledger.skip_samples(Group("d/0/0", 0.0, tuple(found[:2])), SkipReason.STALE, "too old")
-    await ledger.rejects.settled()
+    ledger.mark_skipped(Group("d/0/0", 0.0, tuple(found[:2])), SkipReason.STALE, "too old")
+    await ledger.rejections.flush()
     assert list(scene.reasons().values()) == [SkipReason.GROUP_INCOMPLETE, SkipReason.STALE, SkipReason.POISON]
     assert scene.skips()[0].detail == "stale: too old; 5 of 8 samples never came"
 
 
-async def test_a_group_of_refused_samples_only_is_told_too() -> None:
+async def test_a_group_of_refused_samples_only_is_reported_too() -> None:
     scene = Scene()
-    ledger = await books(scene)
+    ledger = await a_ledger(scene)
     found = members(2)
     read(ledger, *found)
     ledger.hold(closed([], [poison(item) for item in found], 3))
-    ledger.skip_samples(Group("d/0/0", 0.0, ()), SkipReason.GROUP_INCOMPLETE, "")
-    await ledger.rejects.settled()
+    ledger.mark_skipped(Group("d/0/0", 0.0, ()), SkipReason.GROUP_INCOMPLETE, "")
+    await ledger.rejections.flush()
     assert list(scene.reasons().values()) == [SkipReason.GROUP_INCOMPLETE, SkipReason.POISON]
 
 
 async def test_a_whole_group_keeps_its_reasons() -> None:
     scene = Scene()
-    ledger = await books(scene)
+    ledger = await a_ledger(scene)
     found = members(2)
     read(ledger, *found)
     ledger.hold(closed(found, [], 2))
-    ledger.skip_samples(Group("d/0/0", 0.0, tuple(found)), SkipReason.STALE, "too old")
-    await ledger.rejects.settled()
+    ledger.mark_skipped(Group("d/0/0", 0.0, tuple(found)), SkipReason.STALE, "too old")
+    await ledger.rejections.flush()
     assert set(scene.reasons().values()) == {SkipReason.STALE}
     assert {skip.step for skip in scene.skips()} == {7}
 
 
-async def test_what_is_finished_is_not_read_into_the_books() -> None:
-    ledger = await books(Scene())
+async def test_what_is_finished_is_not_entered_again() -> None:
+    ledger = await a_ledger(Scene())
     ledger.frontier.mark_done([RecordRef("t", 0, 0)])
-    assert not ledger.read(Record("t", 0, 0, None, b"", (), 0.0))
-    assert ledger.fates().read == 0
+    assert not ledger.record_read(Record("t", 0, 0, None, b"", (), 0.0))
+    assert ledger.counts().read == 0
 
 
 async def test_a_row_and_the_end_of_its_record_are_one_act() -> None:
     """A checkpoint between them would count the row and read the record again."""
     scene = Scene()
-    ledger = await books(scene)
+    ledger = await a_ledger(scene)
     good, also, bad = found = members(3)
     read(ledger, *found)
     ledger.hold(closed([good, also], [poison(bad)], 3))
     ledger.mark_trained([good.ref, also.ref])
-    assert (ledger.rejects.tally.count, ledger.frontier.lows()) == (1, {0: 3})
+    assert (ledger.rejections.tally.count, ledger.frontier.lows()) == (1, {0: 3})
     assert scene.skips() == []
-    await ledger.rejects.settled()
+    await ledger.rejections.flush()
     assert scene.reasons() == {"d/0/0/2": SkipReason.POISON}
 
 
 async def test_samples_that_became_too_old_leave_the_group_and_wait_for_its_end() -> None:
     scene = Scene()
-    ledger = await books(scene)
+    ledger = await a_ledger(scene)
     found = members(3)
     read(ledger, *found)
     ledger.hold(closed(found, [], 3))
     group = Group("d/0/0", 0.0, tuple(found))
-    assert ledger.refuse(group, [Refusal(found[0].ref, SkipReason.STALE, "old")])
-    assert (ledger.rejects.tally.count, ledger.frontier.lows()) == (0, {0: 0})
+    assert ledger.withhold(group, [Rejection(found[0].ref, SkipReason.STALE, "old")])
+    assert (ledger.rejections.tally.count, ledger.frontier.lows()) == (0, {0: 0})
     ledger.mark_trained([item.ref for item in found[1:]])
-    await ledger.rejects.settled()
+    await ledger.rejections.flush()
     assert scene.reasons() == {"d/0/0/0": SkipReason.STALE}
-    assert ledger.fates().pending == 0
+    assert ledger.counts().pending == 0
 
 
 async def test_the_highest_finished_record_with_a_name_is_the_anchor() -> None:
-    ledger = await books(Scene())
+    ledger = await a_ledger(Scene())
     found = members(3)
     read(ledger, *found)
     for item in (found[1], found[0]):
         ledger.skip(poison(item), "d/0/0")
-    ledger.skip(Refusal(found[2].ref._replace(trajectory_id=""), SkipReason.POISON, "junk"), None)
-    assert ledger.anchors == {0: Anchor(1, "d/0/0/1")}
+    ledger.skip(Rejection(found[2].ref._replace(trajectory_id=""), SkipReason.POISON, "junk"), None)
+    assert ledger.known_records == {0: KnownRecord(offset=1, trajectory_id="d/0/0/1")}
 
 
 async def test_the_prompt_cursor_follows_the_groups_that_ended() -> None:
-    ledger = await books(Scene())
+    ledger = await a_ledger(Scene())
     found = members(2)
     read(ledger, *found)
     ledger.hold(replace(closed(found, [], 2), position=41))
@@ -174,14 +174,14 @@ async def test_the_prompt_cursor_follows_the_groups_that_ended() -> None:
 
 async def test_a_lost_stretch_gets_a_row_for_each_part_that_was_not_finished() -> None:
     scene = Scene()
-    ledger = await books(scene)
+    ledger = await a_ledger(scene)
     ledger.frontier = Frontier.from_json({"0": {"low": 2, "done": [4, 5, 8]}})
-    ledger.lose(0, 2, 10)
-    await ledger.rejects.settled()
+    ledger.record_loss(0, 2, 10)
+    await ledger.rejections.flush()
     assert [(skip.offset, skip.end_offset, skip.reason) for skip in scene.skips()] == [
         (2, 4, SkipReason.RETENTION_EXPIRED),
         (6, 8, SkipReason.RETENTION_EXPIRED),
         (9, 10, SkipReason.RETENTION_EXPIRED),
     ]
     assert (ledger.frontier.lows(), ledger.frontier.positions()) == ({0: 10}, {0: 10})
-    assert ledger.rejects.counts == {"retention_expired": 5}
+    assert ledger.rejections.counts == {"retention_expired": 5}

@@ -1,4 +1,4 @@
-"""What an intake does when the topic is not as its checkpoint left it."""
+"""What a reader does when the topic is not as its checkpoint left it."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 
 from bus.memory import MemoryBus, MemorySubscription
 from bus.port import TopicPartition
-from consumers.ingest.reader import IntakeStart
+from consumers.ingest.reader import ReaderSnapshot
 from schemas.errors import DataLossRefused
 from schemas.reports import SkipReason
 from tests.consumers.ingest.scene import Scene, checkpoint, next_group, refs_of
@@ -49,14 +49,14 @@ class ExpiringSubscription(MemorySubscription):
         return {tp: self.bus.first.get(tp.partition, 0) for tp in self.offsets}
 
 
-async def after_two_groups(scene: Scene) -> IntakeStart:
+async def after_two_groups(scene: Scene) -> ReaderSnapshot:
     """Groups 0 and 1 are finished, group 2 is read and not."""
     for number in range(3):
         await scene.publish_group(number)
-    async with scene.running(scene.intake()) as intake:
-        intake.mark_trained(refs_of(await next_group(intake), await next_group(intake)))
-        await scene.until_read(intake, 6)
-        return checkpoint(intake)
+    async with scene.running(scene.reader()) as reader:
+        reader.ledger.mark_trained(refs_of(await next_group(reader), await next_group(reader)))
+        await scene.until_read(reader, 6)
+        return checkpoint(reader)
 
 
 async def test_records_that_retention_deleted_unread_end_the_trainer() -> None:
@@ -64,12 +64,12 @@ async def test_records_that_retention_deleted_unread_end_the_trainer() -> None:
     scene = Scene(bus)
     kept = await after_two_groups(scene)
     bus.first[0] = 6
-    intake = scene.intake(kept)
-    async with scene.running(intake):
+    reader = scene.reader(kept)
+    async with scene.running(reader):
         with pytest.raises(
-            DataLossRefused, match=r"r.trajectories/0 offsets 4 to 5 .*--intake.accept_loss true"
+            DataLossRefused, match=r"r.trajectories/0 offsets 4 to 5 .*--ingest.accept_loss true"
         ) as told:
-            await next_group(intake)
+            await next_group(reader)
     assert (told.value.exit_code, told.value.holes) == (4, ((scene.topic, 0, 4, 6),))
     assert scene.skips() == []
 
@@ -80,10 +80,10 @@ async def test_an_accepted_hole_gets_one_row_and_reading_goes_on_behind_it() -> 
     kept = await after_two_groups(scene)
     bus.first[0] = 6
     await scene.publish_group(3)
-    async with scene.running(scene.intake(kept, accept_loss=True)) as intake:
-        intake.mark_trained(refs_of(await next_group(intake)))
-        await intake.settled()
-        assert intake.frontier().lows()[0] == 8
+    async with scene.running(scene.reader(kept, accept_loss=True)) as reader:
+        reader.ledger.mark_trained(refs_of(await next_group(reader)))
+        await reader.flush()
+        assert reader.ledger.frontier.lows()[0] == 8
     (skip,) = scene.skips()
     assert (skip.reason, skip.offset, skip.end_offset) == (SkipReason.RETENTION_EXPIRED, 4, 6)
     assert (skip.trajectory_id, skip.group_id) == (None, None)
@@ -93,9 +93,9 @@ async def test_an_accepted_hole_gets_one_row_and_reading_goes_on_behind_it() -> 
 async def test_a_hole_that_opens_while_reading_is_treated_alike(accepted: bool) -> None:
     bus = ExpiringBus()
     scene = Scene(bus)
-    async with scene.running(scene.intake(accept_loss=accepted)) as intake:
+    async with scene.running(scene.reader(accept_loss=accepted)) as reader:
         await scene.publish_group(0)
-        group = await next_group(intake)
+        group = await next_group(reader)
         bus.is_silent = True
         await asyncio.sleep(0.02)
         for number in range(1, 4):
@@ -103,15 +103,15 @@ async def test_a_hole_that_opens_while_reading_is_treated_alike(accepted: bool) 
         bus.first[0], bus.is_silent = 6, False
         if not accepted:
             with pytest.raises(DataLossRefused, match="offsets 2 to 5"):
-                await next_group(intake)
+                await next_group(reader)
             return
-        other = await next_group(intake)
+        other = await next_group(reader)
         assert other.group_id == "d/3/0"
-        kept = checkpoint(intake)
+        kept = checkpoint(reader)
         assert kept.frontier.to_json()["0"] == {"low": 0, "done": [], "passed": [[2, 6]]}
-        intake.mark_trained(refs_of(group, other))
-        assert intake.frontier().lows()[0] == 8
-        await intake.settled()
+        reader.ledger.mark_trained(refs_of(group, other))
+        assert reader.ledger.frontier.lows()[0] == 8
+        await reader.flush()
     assert [(skip.offset, skip.end_offset) for skip in scene.skips()] == [(2, 6)]
 
 
@@ -121,12 +121,12 @@ async def test_a_topic_made_anew_is_told_by_a_record_below_the_frontier() -> Non
     scene.bus.logs[scene.topic].partitions[0].clear()
     for number in range(10, 14):
         await scene.publish_group(number)
-    intake = scene.intake(kept, accept_loss=True)
-    async with scene.running(intake):
+    reader = scene.reader(kept, accept_loss=True)
+    async with scene.running(reader):
         with pytest.raises(
             DataLossRefused, match=r"'d/1/0/1' at offset 3 .*'d/11/0/1'.* deleted and recreated"
         ) as told:
-            await next_group(intake)
+            await next_group(reader)
     assert told.value.exit_code == 4
 
 
@@ -134,10 +134,10 @@ async def test_a_topic_that_ends_before_the_frontier_was_made_anew() -> None:
     scene = Scene()
     kept = await after_two_groups(scene)
     scene.bus.logs[scene.topic].partitions[0].clear()
-    intake = scene.intake(kept, accept_loss=True)
-    async with scene.running(intake):
+    reader = scene.reader(kept, accept_loss=True)
+    async with scene.running(reader):
         with pytest.raises(DataLossRefused, match=r"expected 4 records in r.trajectories/0.*got 0: .*recreated"):
-            await next_group(intake)
+            await next_group(reader)
 
 
 async def test_an_anchor_that_retention_deleted_is_not_looked_for() -> None:
@@ -145,9 +145,9 @@ async def test_an_anchor_that_retention_deleted_is_not_looked_for() -> None:
     scene = Scene(bus)
     kept = await after_two_groups(scene)
     bus.first[0] = 4
-    async with scene.running(scene.intake(kept)) as intake:
-        assert (await next_group(intake)).group_id == "d/2/0"
-    assert kept.anchors[0].offset == 3
+    async with scene.running(scene.reader(kept)) as reader:
+        assert (await next_group(reader)).group_id == "d/2/0"
+    assert kept.known_records[0].offset == 3
 
 
 @pytest.mark.parametrize("accepted", [True, False])
@@ -157,11 +157,11 @@ async def test_what_retention_deleted_of_a_partition_that_nobody_read_is_missed_
     for number in range(3):
         await scene.publish_group(number, partition=2)
     bus.first[2] = 4
-    async with scene.running(scene.intake(accept_loss=accepted)) as intake:
+    async with scene.running(scene.reader(accept_loss=accepted)) as reader:
         if not accepted:
             with pytest.raises(DataLossRefused, match="offsets 0 to 3"):
-                await next_group(intake)
+                await next_group(reader)
             return
-        assert (await next_group(intake)).group_id == "d/2/0"
-        await intake.settled()
+        assert (await next_group(reader)).group_id == "d/2/0"
+        await reader.flush()
     assert [(skip.partition, skip.offset, skip.end_offset) for skip in scene.skips()] == [(2, 0, 4)]

@@ -6,7 +6,7 @@ import pytest
 
 from bus.memory import MemoryBus, MemorySubscription
 from bus.port import Outgoing, Record, TopicPartition
-from consumers.ingest.settings import IntakeSettings
+from consumers.ingest.settings import IngestSettings
 from schemas.errors import BadInput, BusUnavailable, LifecycleError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import SkipReason
@@ -18,98 +18,98 @@ async def test_groups_are_handed_out_oldest_first_whatever_their_arrival() -> No
     scene = Scene()
     for number in (3, 1, 2):
         await scene.publish_group(number, partition=number)
-    async with scene.running(scene.intake()) as intake:
-        await scene.until_read(intake, 6)
-        assert [(await next_group(intake)).group_id for _ in range(3)] == ["d/1/0", "d/2/0", "d/3/0"]
+    async with scene.running(scene.reader()) as reader:
+        await scene.until_read(reader, 6)
+        assert [(await next_group(reader)).group_id for _ in range(3)] == ["d/1/0", "d/2/0", "d/3/0"]
 
 
 async def test_interleaved_groups_come_whole_and_in_sample_order() -> None:
     scene = Scene()
     order = [(0, 3), (1, 0), (0, 1), (1, 2), (0, 0), (1, 3), (1, 1), (0, 2)]
     await scene.publish(*(trajectory(f"d/{group}/0", index, of=4) for group, index in order))
-    async with scene.running(scene.intake()) as intake:
+    async with scene.running(scene.reader()) as reader:
         for _ in range(2):
-            group = await next_group(intake)
+            group = await next_group(reader)
             assert [found.trajectory.sample_index for found in group.samples] == [0, 1, 2, 3]
             assert {found.trajectory.group_id for found in group.samples} == {group.group_id}
 
 
 async def test_a_group_is_closed_after_the_time_out_and_late_samples_are_skipped() -> None:
     scene = Scene()
-    async with scene.running(scene.intake(group_timeout_s=3.0)) as intake:
+    async with scene.running(scene.reader(group_timeout_s=3.0)) as reader:
         await scene.publish(*(trajectory("d/0/0", index, of=4) for index in (0, 1)), trajectory("d/1/0", 0, of=4))
-        await scene.until_read(intake, 3)
+        await scene.until_read(reader, 3)
         scene.now += 4.0
-        group = await next_group(intake)
+        group = await next_group(reader)
         assert len(group.samples) == 2
         await scene.until(lambda: scene.reasons() == {"d/1/0/0": SkipReason.GROUP_INCOMPLETE})
         await scene.publish(trajectory("d/0/0", 2, of=4), trajectory("d/1/0", 1, of=4))
         await scene.until(lambda: len(scene.skips()) == 2)
-        intake.mark_trained(refs_of(group))
-        await intake.settled()
+        reader.ledger.mark_trained(refs_of(group))
+        await reader.flush()
     assert scene.reasons() == dict.fromkeys(("d/1/0/0", "d/1/0/1", "d/0/0/2"), SkipReason.GROUP_INCOMPLETE)
-    assert intake.fates().pending == 0
+    assert reader.ledger.counts().pending == 0
 
 
 async def test_a_stall_of_this_process_closes_no_group() -> None:
     scene = Scene()
-    async with scene.running(scene.intake(group_timeout_s=60.0)) as intake:
+    async with scene.running(scene.reader(group_timeout_s=60.0)) as reader:
         await scene.publish(trajectory("d/0/0", 0))
-        await scene.until_read(intake, 1)
+        await scene.until_read(reader, 1)
         scene.now += 3600.0
         await asyncio.sleep(0.3)
         await scene.publish(trajectory("d/0/0", 1))
-        assert len((await next_group(intake)).samples) == 2
+        assert len((await next_group(reader)).samples) == 2
 
 
 async def test_a_group_that_became_too_old_is_skipped_at_hand_out() -> None:
     scene = Scene()
-    async with scene.running(scene.intake()) as intake:
+    async with scene.running(scene.reader()) as reader:
         await scene.publish_group(0, versions=(PolicyVersion(1, 0), PolicyVersion(1, 1)))
         await scene.publish_group(1, versions=(PolicyVersion(1, 1),))
-        await scene.until_read(intake, 4)
+        await scene.until_read(reader, 4)
         scene.version = PolicyVersion(1, 3)
-        assert (await next_group(intake)).group_id == "d/1/0"
+        assert (await next_group(reader)).group_id == "d/1/0"
     assert scene.reasons() == {"d/0/0/0": SkipReason.STALE, "d/0/0/1": SkipReason.STALE}
 
 
 async def test_every_record_read_is_trained_skipped_or_pending() -> None:
     scene = Scene()
-    async with scene.running(scene.intake(max_undecodable_share=1.0)) as intake:
+    async with scene.running(scene.reader(max_undecodable_share=1.0)) as reader:
         for number in range(6):
             await scene.publish_group(number, partition=number % LOOP.trajectory_partitions)
         await scene.send(Outgoing(scene.topic, b"junk", None, 1))
         await scene.publish_group(0)
         await scene.publish(trajectory("d/9/0", 0))
-        intake.mark_trained(refs_of(await next_group(intake)))
-        intake.mark_skipped(await next_group(intake), SkipReason.ZERO_ADVANTAGE, "equal")
-        await scene.until_read(intake, 16)
-        await intake.settled()
-        fates = intake.fates()
-        assert (fates.read, fates.trained, fates.skipped, fates.pending) == (16, 2, 5, 9)
-        assert intake.counts_by_reason == {"zero_advantage": 2, "poison": 1, "duplicate": 2}
-        assert fates.read == sum(len(log) for log in scene.bus.log(scene.topic).partitions)
-        assert len(scene.skips()) == fates.skipped
+        reader.ledger.mark_trained(refs_of(await next_group(reader)))
+        reader.ledger.mark_skipped(await next_group(reader), SkipReason.ZERO_ADVANTAGE, "equal")
+        await scene.until_read(reader, 16)
+        await reader.flush()
+        counts = reader.ledger.counts()
+        assert (counts.read, counts.trained, counts.skipped, counts.pending) == (16, 2, 5, 9)
+        assert reader.ledger.rejections.counts == {"zero_advantage": 2, "poison": 1, "duplicate": 2}
+        assert counts.read == sum(len(log) for log in scene.bus.log(scene.topic).partitions)
+        assert len(scene.skips()) == counts.skipped
 
 
-async def test_a_resumed_intake_neither_repeats_nor_loses() -> None:
+async def test_a_resumed_reader_neither_repeats_nor_loses() -> None:
     scene = Scene()
     names = [f"d/{number}/0" for number in range(8)]
     # Siblings lie far apart, so that groups end out of order.
     for index in (0, 1):
         await scene.publish(*(trajectory(name, index, created_at=float(at)) for at, name in enumerate(names)))
-    async with scene.running(scene.intake()) as first:
+    async with scene.running(scene.reader()) as first:
         await scene.until_read(first, 16)
         trained = [await next_group(first) for _ in range(3)]
-        first.mark_trained(refs_of(trained[0], trained[2]))
-        first.mark_skipped(trained[1], SkipReason.ZERO_ADVANTAGE, "equal")
-        await first.settled()
+        first.ledger.mark_trained(refs_of(trained[0], trained[2]))
+        first.ledger.mark_skipped(trained[1], SkipReason.ZERO_ADVANTAGE, "equal")
+        await first.flush()
         kept = checkpoint(first)
-        first.mark_trained(refs_of(await next_group(first)))
-    async with scene.running(scene.intake(kept)) as second:
+        first.ledger.mark_trained(refs_of(await next_group(first)))
+    async with scene.running(scene.reader(kept)) as second:
         groups = [await next_group(second) for _ in range(5)]
         await scene.publish(trajectory("d/0/0", 1), trajectory("d/1/0", 1))
-        await scene.until(lambda: second.fates().skipped == 2)
+        await scene.until(lambda: second.ledger.counts().skipped == 2)
     assert [group.group_id for group in groups] == names[3:]
     assert [skip.reason for skip in scene.skips()[-2:]] == [SkipReason.DUPLICATE] * 2
 
@@ -118,28 +118,28 @@ async def test_a_restart_finds_no_part_of_a_group() -> None:
     """A refused sibling and a late one are read again together with the group they belong to."""
     scene = Scene()
     bad = trajectory("d/0/0", 0, of=3, rewards={})
-    async with scene.running(scene.intake()) as first:
+    async with scene.running(scene.reader()) as first:
         await scene.publish(bad, trajectory("d/0/0", 1, of=3), trajectory("d/0/0", 2, of=3))
         assert len((await next_group(first)).samples) == 2
-        await first.settled()
+        await first.flush()
         kept = checkpoint(first)
     assert kept.frontier.lows()[0] == 0
-    async with scene.running(scene.intake(kept)) as second:
+    async with scene.running(scene.reader(kept)) as second:
         assert len((await next_group(second)).samples) == 2
     assert scene.skips() == []
 
 
 async def test_a_late_sibling_of_a_finished_group_founds_no_second_group() -> None:
     scene = Scene()
-    async with scene.running(scene.intake(group_timeout_s=3.0)) as first:
+    async with scene.running(scene.reader(group_timeout_s=3.0)) as first:
         await scene.publish(*(trajectory("d/0/0", index, of=4) for index in (0, 1)))
         await scene.until_read(first, 2)
         scene.now += 4.0
-        first.mark_trained(refs_of(await next_group(first)))
+        first.ledger.mark_trained(refs_of(await next_group(first)))
         kept = checkpoint(first)
-    async with scene.running(scene.intake(kept)) as second:
+    async with scene.running(scene.reader(kept)) as second:
         await scene.publish(*(trajectory("d/0/0", index, of=4) for index in (2, 3)))
-        await scene.until(lambda: second.fates().skipped == 2)
+        await scene.until(lambda: second.ledger.counts().skipped == 2)
     assert set(scene.reasons().values()) == {SkipReason.GROUP_INCOMPLETE}
 
 
@@ -149,25 +149,25 @@ async def test_reading_pauses_above_the_high_water_mark() -> None:
         await scene.publish_group(number)
     one = len(scene.bus.log(scene.topic).partitions[0][0].value or b"")
     settings: dict[str, Any] = {"high_water_bytes": 7 * one, "low_water_bytes": 3 * one, "max_poll_records": 2}
-    async with scene.running(scene.intake(**settings)) as intake:
-        await scene.until_read(intake, 8)
+    async with scene.running(scene.reader(**settings)) as reader:
+        await scene.until_read(reader, 8)
         await asyncio.sleep(0.3)
-        assert intake.fates().read <= 8
-        assert intake.pending_bytes > 7 * one
+        assert reader.ledger.counts().read <= 8
+        assert reader.ledger.pending_bytes > 7 * one
         for _ in range(3):
-            intake.mark_trained(refs_of(await next_group(intake)))
-        await scene.until_read(intake, 10)
+            reader.ledger.mark_trained(refs_of(await next_group(reader)))
+        await scene.until_read(reader, 10)
         for _ in range(17):
-            intake.mark_trained(refs_of(await next_group(intake)))
-        assert (intake.pending_bytes, intake.fates().pending) == (0, 0)
+            reader.ledger.mark_trained(refs_of(await next_group(reader)))
+        assert (reader.ledger.pending_bytes, reader.ledger.counts().pending) == (0, 0)
 
 
 async def test_a_memory_full_of_incomplete_groups_is_read_over() -> None:
     scene = Scene()
     for index in (0, 1):
         await scene.publish(*(trajectory(f"d/{number}/0", index) for number in range(20)))
-    async with scene.running(scene.intake(high_water_bytes=2, low_water_bytes=1, max_poll_records=2)) as intake:
-        names = {(await next_group(intake)).group_id for _ in range(20)}
+    async with scene.running(scene.reader(high_water_bytes=2, low_water_bytes=1, max_poll_records=2)) as reader:
+        names = {(await next_group(reader)).group_id for _ in range(20)}
     assert len(names) == 20
 
 
@@ -181,20 +181,20 @@ async def test_no_group_times_out_while_its_siblings_cannot_be_read() -> None:
         "max_poll_records": 3,
         "group_timeout_s": 3.0,
     }
-    async with scene.running(scene.intake(**settings)) as intake:
-        await scene.until_read(intake, 3)
+    async with scene.running(scene.reader(**settings)) as reader:
+        await scene.until_read(reader, 3)
         await scene.publish(trajectory("d/0/0", 1))
         for _ in range(3):
             await asyncio.sleep(0.21)
             scene.now += 4.0
-        assert intake.fates().read == 3
-        intake.mark_trained(refs_of(await next_group(intake)))
-        assert len((await next_group(intake)).samples) == 2
+        assert reader.ledger.counts().read == 3
+        reader.ledger.mark_trained(refs_of(await next_group(reader)))
+        assert len((await next_group(reader)).samples) == 2
     assert scene.skips() == []
 
 
 def test_pausing_needs_a_ready_group_and_lasts_until_the_low_mark() -> None:
-    settings = IntakeSettings(high_water_bytes=100, low_water_bytes=50)
+    settings = IngestSettings(high_water_bytes=100, low_water_bytes=50)
     cases = {(False, 101, True): True, (False, 100, True): False, (True, 50, True): True, (True, 49, True): False}
     for (paused, held, ready), expected in cases.items():
         assert settings.should_pause(paused, held, has_ready=ready) is expected
@@ -203,46 +203,46 @@ def test_pausing_needs_a_ready_group_and_lasts_until_the_low_mark() -> None:
 
 async def test_the_reader_s_failure_reaches_the_trainer_as_it_was() -> None:
     scene = Scene()
-    intake = scene.intake(max_consecutive_poison=3)
-    async with scene.running(intake):
-        waiting = asyncio.create_task(intake.next_group())
+    reader = scene.reader(max_consecutive_poison=3)
+    async with scene.running(reader):
+        waiting = asyncio.create_task(reader.next_group())
         for _ in range(4):
             await scene.publish(trajectory(rewards={}, group_id=f"d/{_}/0"))
         with pytest.raises(BadInput, match="trajectories without reward, got 4 in a row"):
             await asyncio.wait_for(waiting, 5)
         with pytest.raises(BadInput, match="in a row"):
-            await next_group(intake)
+            await next_group(reader)
 
 
 async def test_a_topic_that_is_not_there_reaches_the_trainer() -> None:
     scene = Scene()
     del scene.bus.logs[scene.topic]
-    intake = scene.intake()
-    async with scene.running(intake):
+    reader = scene.reader()
+    async with scene.running(reader):
         with pytest.raises(BusUnavailable):
-            await next_group(intake)
+            await next_group(reader)
 
 
-async def test_a_stopped_intake_hands_out_nothing() -> None:
+async def test_a_stopped_reader_hands_out_nothing() -> None:
     scene = Scene()
     await scene.publish_group(0)
-    async with scene.running(scene.intake()) as intake:
-        await scene.until_read(intake, 2)
+    async with scene.running(scene.reader()) as reader:
+        await scene.until_read(reader, 2)
     with pytest.raises(LifecycleError, match="stopped"):
-        await next_group(intake)
+        await next_group(reader)
 
 
 async def test_lag_counts_what_is_not_finished_by_partition_and_bucket() -> None:
     scene = Scene()
     await scene.publish_group(0, partition=3)
     await scene.publish_group(1, partition=0)
-    async with scene.running(scene.intake()) as intake:
-        intake.mark_trained(refs_of(await next_group(intake)))
-        await scene.until_read(intake, 4)
-        assert await intake.lag() == {TopicPartition(scene.topic, number): 2 * (number == 0) for number in range(4)}
-        metrics = await intake.metrics()
+    async with scene.running(scene.reader()) as reader:
+        reader.ledger.mark_trained(refs_of(await next_group(reader)))
+        await scene.until_read(reader, 4)
+        assert await reader.lag() == {TopicPartition(scene.topic, number): 2 * (number == 0) for number in range(4)}
+        metrics = await reader.metrics()
         assert (metrics["kafka/lag/bucket_0"], metrics["kafka/lag/bucket_1"]) == (2.0, 0.0)
-        await intake.commit()
+        await reader.commit()
     assert scene.bus.committed == {("r.grpo", TopicPartition(scene.topic, 3)): 2}
 
 
@@ -255,10 +255,10 @@ async def test_a_record_costs_the_event_loop_little_beyond_its_decoding() -> Non
     for record in records:
         record.message()
     decoding = time.process_time() - began
-    async with scene.running(scene.intake()) as intake:
+    async with scene.running(scene.reader()) as reader:
         began = time.process_time()
         for _ in range(1000):
-            intake.mark_trained(refs_of(await next_group(intake)))
+            reader.ledger.mark_trained(refs_of(await next_group(reader)))
         spent = time.process_time() - began
     per_record = (spent - decoding) / len(records)
     assert per_record < 200e-6, f"{per_record * 1e6:.0f} us"
@@ -281,24 +281,24 @@ async def test_nothing_is_handed_out_before_what_was_there_was_read() -> None:
     scene = Scene(SlowBus())
     for number in (5, 4, 3, 2):
         await scene.publish_group(number)
-    async with scene.running(scene.intake()) as intake:
-        assert (await next_group(intake)).group_id == "d/2/0"
-        assert intake.fates().read == 8
+    async with scene.running(scene.reader()) as reader:
+        assert (await next_group(reader)).group_id == "d/2/0"
+        assert reader.ledger.counts().read == 8
 
 
 async def test_a_group_for_a_later_step_waits_for_it() -> None:
     """Whole first and created first, it leaves the step to come to the group that is for it."""
     scene = Scene()
-    async with scene.running(scene.intake()) as intake:
+    async with scene.running(scene.reader()) as reader:
         await scene.publish_group(1, due_step=2)
-        await scene.until_read(intake, 2)
+        await scene.until_read(reader, 2)
         await asyncio.sleep(0.05)
-        assert intake.ready_group() is None
+        assert reader.ready_group() is None
         await scene.publish_group(2, due_step=1)
-        assert (await next_group(intake)).group_id == "d/2/0"
-        assert intake.ready_group() is None
+        assert (await next_group(reader)).group_id == "d/2/0"
+        assert reader.ready_group() is None
         scene.version = PolicyVersion(1, 1)
-        assert (await next_group(intake)).group_id == "d/1/0"
+        assert (await next_group(reader)).group_id == "d/1/0"
 
 
 async def test_a_memory_full_of_groups_for_later_steps_is_read_over() -> None:
@@ -306,16 +306,16 @@ async def test_a_memory_full_of_groups_for_later_steps_is_read_over() -> None:
     for number in range(5):
         await scene.publish_group(number, due_step=2)
     await scene.publish_group(9, due_step=1)
-    async with scene.running(scene.intake(high_water_bytes=2, low_water_bytes=1, max_poll_records=2)) as intake:
-        assert (await next_group(intake)).group_id == "d/9/0"
+    async with scene.running(scene.reader(high_water_bytes=2, low_water_bytes=1, max_poll_records=2)) as reader:
+        assert (await next_group(reader)).group_id == "d/9/0"
 
 
 async def test_a_full_memory_ends_the_waiting_for_what_was_there() -> None:
     scene = Scene(SlowBus())
     for number in (5, 4, 3, 2):
         await scene.publish_group(number)
-    async with scene.running(scene.intake(high_water_bytes=2, low_water_bytes=1)) as intake:
-        assert (await next_group(intake)).group_id == "d/5/0"
+    async with scene.running(scene.reader(high_water_bytes=2, low_water_bytes=1)) as reader:
+        assert (await next_group(reader)).group_id == "d/5/0"
 
 
 async def test_the_samples_left_of_a_group_do_not_depend_on_when_it_was_read() -> None:
@@ -324,13 +324,13 @@ async def test_the_samples_left_of_a_group_do_not_depend_on_when_it_was_read() -
     for becomes_old_while_held in (True, False):
         scene = Scene(version=PolicyVersion(1, 2 if becomes_old_while_held else 3))
         await scene.publish(*(trajectory("d/0/0", i, of=4, versions=old if i < 2 else new) for i in range(4)))
-        async with scene.running(scene.intake()) as intake:
-            await scene.until_read(intake, 4)
+        async with scene.running(scene.reader()) as reader:
+            await scene.until_read(reader, 4)
             scene.version = PolicyVersion(1, 3)
-            group = await next_group(intake)
+            group = await next_group(reader)
             assert [found.trajectory.sample_index for found in group.samples] == [2, 3]
-            intake.mark_trained(refs_of(group))
-            await intake.settled()
+            reader.ledger.mark_trained(refs_of(group))
+            await reader.flush()
         assert scene.reasons() == dict.fromkeys(("d/0/0/0", "d/0/0/1"), SkipReason.STALE)
 
 
@@ -338,9 +338,9 @@ async def test_a_group_of_which_one_sample_is_left_is_skipped_whole() -> None:
     scene = Scene(version=PolicyVersion(1, 2))
     await scene.publish(*(trajectory("d/0/0", i, versions=(PolicyVersion(1, 2 * i),)) for i in (0, 1)))
     await scene.publish_group(1, versions=(PolicyVersion(1, 3),))
-    async with scene.running(scene.intake()) as intake:
-        await scene.until_read(intake, 4)
+    async with scene.running(scene.reader()) as reader:
+        await scene.until_read(reader, 4)
         scene.version = PolicyVersion(1, 3)
-        assert (await next_group(intake)).group_id == "d/1/0"
-        await intake.settled()
+        assert (await next_group(reader)).group_id == "d/1/0"
+        await reader.flush()
     assert scene.reasons() == {"d/0/0/0": SkipReason.STALE, "d/0/0/1": SkipReason.GROUP_INCOMPLETE}

@@ -1,4 +1,4 @@
-"""Random inputs through two lives of an intake: the books agree with the topics, record by record."""
+"""Random inputs through two runs of a reader: the accounts agree with the topics, record by record."""
 
 import asyncio
 from collections import Counter
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bus.memory import MemoryBus, MemorySubscription
 from bus.port import Outgoing, Record
 from consumers.batching.micro_batches import Group
-from consumers.ingest.reader import Intake, IntakeStart
+from consumers.ingest.reader import ReaderSnapshot, TrajectoryReader
 from schemas.identifiers import PolicyVersion
 from schemas.reports import SkipReason
 from schemas.trajectories import FinishReason
@@ -44,7 +44,7 @@ events = st.tuples(
     st.integers(0, 2),
     st.integers(0, LOOP.trajectory_partitions - 1),
 )
-fates = st.sampled_from(["train", "train", "skip", "cut", "hold"])
+outcomes = st.sampled_from(["train", "train", "skip", "cut", "hold"])
 
 
 class ImpatientSubscription(MemorySubscription):
@@ -66,18 +66,18 @@ class Trainer:
 
     trained: list[tuple[int, int]] = field(default_factory=list)
 
-    async def deal_with(self, intake: Intake, group: Group, fate: str) -> None:
+    async def deal_with(self, reader: TrajectoryReader, group: Group, fate: str) -> None:
         if fate == "skip":
-            intake.mark_skipped(group, SkipReason.ZERO_ADVANTAGE, "equal")
+            reader.ledger.mark_skipped(group, SkipReason.ZERO_ADVANTAGE, "equal")
         elif fate == "cut":
-            self._train(intake, Group(group.group_id, group.created_at, group.samples[1:]))
+            self._train(reader, Group(group.group_id, group.created_at, group.samples[1:]))
             cut = Group(group.group_id, group.created_at, group.samples[:1])
-            intake.mark_skipped(cut, SkipReason.FILTERED, "cut")
+            reader.ledger.mark_skipped(cut, SkipReason.FILTERED, "cut")
         elif fate == "train":
-            self._train(intake, group)
+            self._train(reader, group)
 
-    def _train(self, intake: Intake, group: Group) -> None:
-        intake.mark_trained(refs_of(group))
+    def _train(self, reader: TrajectoryReader, group: Group) -> None:
+        reader.ledger.mark_trained(refs_of(group))
         self.trained += [(ref.partition, ref.offset) for ref in refs_of(group)]
 
 
@@ -95,23 +95,25 @@ async def publish(scene: Scene, plan: list[Event]) -> dict[tuple[int, int], str]
     return written
 
 
-async def live(scene: Scene, start: IntakeStart | None, count: int, chosen: list[str], trainer: Trainer) -> IntakeStart:
-    """One life of an intake, until it is killed: reads ``count`` records, closes what is incomplete, trains."""
-    intake = scene.intake(start, **SETTINGS)
-    reading = asyncio.create_task(intake.run(asyncio.Event()))
-    await scene.until_read(intake, count)
+async def live(
+    scene: Scene, start: ReaderSnapshot | None, count: int, chosen: list[str], trainer: Trainer
+) -> ReaderSnapshot:
+    """One life of a reader, until it is killed: reads ``count`` records, closes what is incomplete, trains."""
+    reader = scene.reader(start, **SETTINGS)
+    reading = asyncio.create_task(reader.run(asyncio.Event()))
+    await scene.until_read(reader, count)
     await asyncio.sleep(0.01)
     scene.now += 4.0
     await asyncio.sleep(0.02)
     try:
         while True:
-            group = await asyncio.wait_for(intake.next_group(), 0.03)
-            await trainer.deal_with(intake, group, chosen.pop(0) if chosen else "train")
+            group = await asyncio.wait_for(reader.next_group(), 0.03)
+            await trainer.deal_with(reader, group, chosen.pop(0) if chosen else "train")
     except TimeoutError:
-        await intake.settled()
-    found = intake.fates()
+        await reader.flush()
+    found = reader.ledger.counts()
     assert found.read == count == found.trained + found.skipped + found.pending
-    kept = checkpoint(intake)
+    kept = checkpoint(reader)
     reading.cancel()
     await asyncio.wait({reading})
     return kept
@@ -126,8 +128,8 @@ async def check(plan: list[Event], chosen: list[str]) -> None:
     skipped = {(skip.partition, skip.offset) for skip in scene.skips()}
     assert finished == set(trainer.trained) | skipped
     await live(scene, kept, len(written) - len(finished), [], trainer)
-    books = Counter(trainer.trained) + Counter((skip.partition, skip.offset) for skip in scene.skips())
-    assert books == Counter(list(written)), "every record has one fate, across both lives"
+    accounts = Counter(trainer.trained) + Counter((skip.partition, skip.offset) for skip in scene.skips())
+    assert accounts == Counter(list(written)), "every record has one outcome, across both runs"
     assert all(written[place] in TRAINABLE for place in trainer.trained)
     junk = [place for place, kind in written.items() if kind == "junk"]
     assert len(scene.dead_letters()) == len(junk)
@@ -136,12 +138,12 @@ async def check(plan: list[Event], chosen: list[str]) -> None:
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(st.lists(events, max_size=30), st.lists(fates, max_size=5))
+@given(st.lists(events, max_size=30), st.lists(outcomes, max_size=5))
 def test_produced_is_trained_and_skipped_and_pending(plan: list[Event], chosen: list[str]) -> None:
     asyncio.run(check(plan, chosen))
 
 
-def test_every_kind_of_record_meets_the_fate_it_deserves() -> None:
+def test_every_kind_of_record_has_the_outcome_it_deserves() -> None:
     plan: list[Event] = [
         *(("good", 0, index, 0) for index in range(3)),
         ("good", 0, 1, 1),

@@ -1,4 +1,4 @@
-"""An intake on a bus that fails: the trainer learns of it, and displays do without."""
+"""A reader on a bus that fails: the trainer learns of it, and displays do without."""
 
 import asyncio
 from collections import Counter
@@ -9,7 +9,7 @@ import pytest
 
 from bus.memory import MemoryBus, MemoryPublisher, MemorySubscription
 from bus.port import Outgoing, Position, Record, TopicPartition
-from consumers.ingest.measures import LOOK_S, SILENCE_S
+from consumers.ingest.metrics import LOOK_S, SILENCE_S
 from schemas.errors import BusError, BusUnavailable, LifecycleError, StreamRLError
 from schemas.reports import SkipReason
 from schemas.topics import SKIPS
@@ -81,8 +81,8 @@ async def test_whatever_ends_the_reader_ends_the_wait_for_a_group(
     error: Exception, expected: type[StreamRLError], text: str
 ) -> None:
     scene, bus = failing_scene()
-    async with scene.running(scene.intake()) as intake:
-        waiting = asyncio.create_task(intake.next_group())
+    async with scene.running(scene.reader()) as reader:
+        waiting = asyncio.create_task(reader.next_group())
         await asyncio.sleep(0.02)
         bus.errors["poll"] = error
         with pytest.raises(expected, match=text):
@@ -91,9 +91,9 @@ async def test_whatever_ends_the_reader_ends_the_wait_for_a_group(
 
 async def test_a_cancelled_reader_ends_the_wait_for_a_group() -> None:
     scene = Scene()
-    intake = scene.intake()
-    reading = asyncio.create_task(intake.run(asyncio.Event()))
-    waiting = asyncio.create_task(intake.next_group())
+    reader = scene.reader()
+    reading = asyncio.create_task(reader.run(asyncio.Event()))
+    waiting = asyncio.create_task(reader.next_group())
     await asyncio.sleep(0.02)
     reading.cancel()
     with pytest.raises(StreamRLError, match="CancelledError"):
@@ -102,61 +102,61 @@ async def test_a_cancelled_reader_ends_the_wait_for_a_group() -> None:
     assert reading.cancelled()
 
 
-async def test_a_failed_intake_refuses_even_the_groups_that_are_ready() -> None:
+async def test_a_failed_reader_refuses_even_the_groups_that_are_ready() -> None:
     """What is trained after the reader died could never be accounted for."""
     scene, bus = failing_scene()
-    async with scene.running(scene.intake()) as intake:
+    async with scene.running(scene.reader()) as reader:
         await scene.publish_group(0)
-        await scene.until_read(intake, 2)
+        await scene.until_read(reader, 2)
         bus.errors["poll"] = BusUnavailable("gone")
         await asyncio.sleep(0.05)
         with pytest.raises(BusUnavailable):
-            await next_group(intake)
+            await next_group(reader)
 
 
 async def test_no_checkpoint_can_be_taken_of_a_row_that_cannot_be_written() -> None:
     scene, bus = failing_scene()
     bus.errors["skips"] = BusUnavailable("no room")
-    async with scene.running(scene.intake()) as intake:
+    async with scene.running(scene.reader()) as reader:
         await scene.publish(trajectory("d/0/0", 0), trajectory("d/0/0", 0))
         with pytest.raises(BusUnavailable, match="no room"):
-            await next_group(intake)
+            await next_group(reader)
         with pytest.raises(BusUnavailable, match="no room"):
-            await intake.settled()
+            await reader.flush()
     assert scene.skips() == []
 
 
 async def test_a_silent_broker_costs_only_the_lag_display() -> None:
     scene, bus = failing_scene()
-    async with scene.running(scene.intake()) as intake:
+    async with scene.running(scene.reader()) as reader:
         await scene.publish_group(0)
-        await scene.until_read(intake, 2)
+        await scene.until_read(reader, 2)
         bus.errors |= {"end_offsets": BusUnavailable("silent"), "commit": BusUnavailable("silent")}
         scene.now += LOOK_S
         await scene.publish_group(1)
         for _ in range(2):
-            intake.mark_trained(refs_of(await next_group(intake)))
-        assert set((await intake.lag()).values()) == {0}
-        await intake.commit()
+            reader.ledger.mark_trained(refs_of(await next_group(reader)))
+        assert set((await reader.lag()).values()) == {0}
+        await reader.commit()
         assert bus.committed == {}
         asked = bus.asked["end_offsets"]
         bus.errors.clear()
         await scene.publish_group(2)
-        await next_group(intake)
+        await next_group(reader)
         assert bus.asked["end_offsets"] == asked  # reading does not wait for it again at once
         scene.now += SILENCE_S
         await scene.until(lambda: bus.asked["end_offsets"] > asked)
-        await intake.commit()
+        await reader.commit()
     assert bus.committed == {("r.grpo", TopicPartition(scene.topic, 0)): 4}
 
 
 async def test_what_the_trainer_measures_asks_the_broker_nothing() -> None:
     scene, bus = failing_scene()
-    async with scene.running(scene.intake()) as intake:
+    async with scene.running(scene.reader()) as reader:
         await scene.publish_group(0)
-        await next_group(intake)
+        await next_group(reader)
         asked = dict(bus.asked)
-        measured = intake.metrics()
+        measured = reader.metrics()
         with pytest.raises(StopIteration):
             measured.send(None)  # it never lets go of the event loop
         assert bus.asked == asked
@@ -164,22 +164,22 @@ async def test_what_the_trainer_measures_asks_the_broker_nothing() -> None:
 
 async def test_a_group_is_finished_once_and_only_if_it_was_handed_out() -> None:
     scene = Scene()
-    async with scene.running(scene.intake()) as intake:
+    async with scene.running(scene.reader()) as reader:
         await scene.publish_group(0)
-        group = await next_group(intake)
-        intake.mark_skipped(group, SkipReason.ZERO_ADVANTAGE, "equal")
+        group = await next_group(reader)
+        reader.ledger.mark_skipped(group, SkipReason.ZERO_ADVANTAGE, "equal")
         with pytest.raises(LifecycleError, match="handed out"):
-            intake.mark_trained(refs_of(group))
+            reader.ledger.mark_trained(refs_of(group))
         with pytest.raises(LifecycleError, match="handed out"):
-            intake.mark_skipped(group, SkipReason.STALE, "again")
-        assert (intake.fates().skipped, intake.fates().trained) == (2, 0)
+            reader.ledger.mark_skipped(group, SkipReason.STALE, "again")
+        assert (reader.ledger.counts().skipped, reader.ledger.counts().trained) == (2, 0)
 
 
 async def test_when_too_much_is_bad_the_rows_that_say_why_are_on_the_topic() -> None:
     scene = Scene()
-    async with scene.running(scene.intake(max_consecutive_poison=3)) as intake:
+    async with scene.running(scene.reader(max_consecutive_poison=3)) as reader:
         for _ in range(4):
             await scene.send(Outgoing(scene.topic, b"junk", None, 0))
         with pytest.raises(StreamRLError, match="undecodable"):
-            await next_group(intake)
+            await next_group(reader)
     assert [skip.reason for skip in scene.skips()] == [SkipReason.POISON] * 4

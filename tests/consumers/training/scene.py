@@ -13,11 +13,10 @@ from bus.memory import MemoryBus
 from bus.port import Outgoing
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
-from consumers.ingest.settings import IntakeSettings
+from consumers.ingest.settings import IngestSettings
 from consumers.training.checkpoints.storage import open_location
 from consumers.training.checkpoints.store import CheckpointStore
-from consumers.training.compute import ComputeThread
-from consumers.training.policy import PolicyPlaces, TrainedPolicy
+from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
 from consumers.training.settings import TrainingSettings
 from consumers.training.trainer import Trainer
 from schemas.identifiers import PolicyVersion
@@ -56,7 +55,7 @@ class Scene:
         location = open_location(self.root / "checkpoints", self.root / "cache")
 
         def open_policy(restored: Any) -> TrainedPolicy:
-            places = PolicyPlaces(str(self.model_path), location, self.root / "weights")
+            places = PolicyPaths(str(self.model_path), location, self.root / "weights")
             return TrainedPolicy(places, algorithm, training, LOOP.max_completion_length, restored)
 
         options: dict[str, Any] = {
@@ -65,7 +64,7 @@ class Scene:
             "loop": LOOP,
             "algorithm": algorithm,
             "training": training,
-            "intake": IntakeSettings(group_timeout_s=1.0),
+            "ingest": IngestSettings(group_timeout_s=1.0),
             "batching": BatchingSettings(token_budget=24),
             "reward_weights": {},
             "open_policy": open_policy,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
-from consumers.training.resume import Point
+from consumers.training.failpoints import Failpoint
 from schemas.errors import SettingsError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import StepReport
@@ -30,13 +30,13 @@ NARROW = BatchingSettings(token_budget=48, lookahead=1.0)
 class Passed:
     """The points that a trainer passed."""
 
-    points: list[Point] = field(default_factory=list)
+    points: list[Failpoint] = field(default_factory=list)
 
-    def __call__(self, point: Point) -> None:
+    def __call__(self, point: Failpoint) -> None:
         self.points.append(point)
 
     def groups_before_the_first_gradient(self) -> int:
-        return self.points[: self.points.index(Point.GRADIENT_ADDED)].count(Point.GROUP_TAKEN)
+        return self.points[: self.points.index(Failpoint.GRADIENT_ADDED)].count(Failpoint.GROUP_TAKEN)
 
 
 def loop(mode: str, **changes: Any) -> Any:
@@ -72,7 +72,7 @@ async def trained(
         algorithm=algorithm,
         training=TRAINING.model_copy(update={"max_steps": STEPS}),
         batching=NARROW,
-        reached=passed,
+        failpoint=passed,
     )
     async with scene.running(trainer):
         await scene.until_version(1, STEPS)
@@ -107,19 +107,19 @@ async def test_stream_trains_what_synchronous_does_and_its_gradient_equals_it(
 @pytest.mark.parametrize("mode", ["stream", "one_step_async", "trajectory_async"])
 async def test_training_starts_on_the_first_trajectories(tmp_path: Path, model_path: Path, mode: str) -> None:
     scene, passed = Scene.make(tmp_path, model_path), Passed()
-    async with scene.running(scene.trainer(loop=loop(mode), batching=NARROW, reached=passed)):
+    async with scene.running(scene.trainer(loop=loop(mode), batching=NARROW, failpoint=passed)):
         for number in range(GROUPS - 1):
             await scene.publish(*trajectories(number))
-        await scene.until(lambda: Point.GRADIENT_ADDED in passed.points)
+        await scene.until(lambda: Failpoint.GRADIENT_ADDED in passed.points)
 
 
 async def test_synchronous_waits_for_the_last_trajectory(tmp_path: Path, model_path: Path) -> None:
     scene, passed = Scene.make(tmp_path, model_path), Passed()
-    async with scene.running(scene.trainer(loop=loop("synchronous"), batching=NARROW, reached=passed)):
+    async with scene.running(scene.trainer(loop=loop("synchronous"), batching=NARROW, failpoint=passed)):
         for number in range(GROUPS - 1):
             await scene.publish(*trajectories(number))
-        await scene.until(lambda: passed.points.count(Point.GROUP_TAKEN) == GROUPS - 1)
-        assert Point.GRADIENT_ADDED not in passed.points
+        await scene.until(lambda: passed.points.count(Failpoint.GROUP_TAKEN) == GROUPS - 1)
+        assert Failpoint.GRADIENT_ADDED not in passed.points
         await scene.publish(*trajectories(GROUPS - 1))
         await scene.until_version(1, 1)
 

@@ -10,8 +10,8 @@ import pytest
 
 from bus.port import Outgoing
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.ingest.settings import IntakeSettings
-from consumers.training.resume import Point
+from consumers.ingest.settings import IngestSettings
+from consumers.training.failpoints import Failpoint
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason
 from tests.consumers.training.scene import LOOP, TRAINING, Scene, group
@@ -20,7 +20,7 @@ from tests.consumers.training.surviving import Surviving, surviving
 ALGORITHM = AlgorithmSettings(dynamic_sampling=True, mask_truncated_completions=True, importance_sampling_cap=None)
 SHORT = TRAINING.model_copy(update={"max_steps": 6, "checkpoint_every": 2})
 STRICT = LOOP.model_copy(update={"max_staleness": 2})
-ON_STOP = {Point.STOP_SEEN, Point.GRADIENT_DROPPED}
+ON_STOP = {Failpoint.STOP_SEEN, Failpoint.GRADIENT_DROPPED}
 
 
 class Killed(BaseException):
@@ -28,18 +28,18 @@ class Killed(BaseException):
 
 
 @dataclass
-class Fate:
+class CrashPlan:
     """Kills its trainer at the given occurrence of a point, and asks it to stop at the given group."""
 
-    point: Point | None = None
+    point: Failpoint | None = None
     occurrence: int = 1
     stop_at_group: int = 1 << 30
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    passed: list[Point] = field(default_factory=list)
+    passed: list[Failpoint] = field(default_factory=list)
 
-    def __call__(self, point: Point) -> None:
+    def __call__(self, point: Failpoint) -> None:
         self.passed.append(point)
-        if self.passed.count(Point.GROUP_TAKEN) == self.stop_at_group:
+        if self.passed.count(Failpoint.GROUP_TAKEN) == self.stop_at_group:
             self.stop.set()
         if point is self.point and self.passed.count(point) == self.occurrence:
             raise Killed(point)
@@ -63,10 +63,10 @@ async def fill(scene: Scene) -> None:
             await publisher.publish(Outgoing("r.trajectories", b"junk", "p/0/0", number % 2))
 
 
-async def live(scene: Scene, fate: Fate) -> None:
-    intake = IntakeSettings(max_undecodable_share=1.0)
-    trainer = scene.trainer(algorithm=ALGORITHM, training=SHORT, loop=STRICT, intake=intake, reached=fate)
-    await asyncio.wait_for(trainer.run(fate.stop), 20)
+async def live(scene: Scene, plan: CrashPlan) -> None:
+    ingest = IngestSettings(max_undecodable_share=1.0)
+    trainer = scene.trainer(algorithm=ALGORITHM, training=SHORT, loop=STRICT, ingest=ingest, failpoint=plan)
+    await asyncio.wait_for(trainer.run(plan.stop), 20)
 
 
 def outcome(scene: Scene) -> Surviving:
@@ -77,16 +77,16 @@ def outcome(scene: Scene) -> Surviving:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> tuple[Surviving, list[Point]]:
+def straight(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> tuple[Surviving, list[Failpoint]]:
     """A run that nothing happened to, and the points it passed."""
-    scene, fate = Scene.make(tmp_path_factory.mktemp("straight"), model_path), Fate()
+    scene, plan = Scene.make(tmp_path_factory.mktemp("straight"), model_path), CrashPlan()
 
     async def scenario() -> None:
         await fill(scene)
-        await live(scene, fate)
+        await live(scene, plan)
 
     asyncio.run(scenario())
-    return outcome(scene), fate.passed
+    return outcome(scene), plan.passed
 
 
 def assert_same(found: Surviving, expected: Surviving) -> None:
@@ -96,40 +96,40 @@ def assert_same(found: Surviving, expected: Surviving) -> None:
     assert [report.prompt_cursor for report in found.steps] == [report.prompt_cursor for report in expected.steps]
 
 
-def test_a_straight_run_meets_every_kind_of_record(straight: tuple[Surviving, list[Point]]) -> None:
+def test_a_straight_run_meets_every_kind_of_record(straight: tuple[Surviving, list[Failpoint]]) -> None:
     found, passed = straight
     assert set(found.skips.values()) == {"zero_advantage", "filtered", "duplicate", "poison", "stale"}
-    assert set(passed) == set(Point) - ON_STOP
+    assert set(passed) == set(Failpoint) - ON_STOP
     assert all(report.digests for report in found.steps)
     assert found.steps[-1].prompt_cursor > 14
 
 
-@pytest.mark.parametrize("point", list(Point))
+@pytest.mark.parametrize("point", list(Failpoint))
 async def test_a_life_that_ends_at_any_point_is_resumed_without_loss_or_repeat(
-    point: Point, straight: tuple[Surviving, list[Point]], tmp_path: Path, model_path: Path
+    point: Failpoint, straight: tuple[Surviving, list[Failpoint]], tmp_path: Path, model_path: Path
 ) -> None:
     scene = Scene.make(tmp_path, model_path)
     await fill(scene)
     with pytest.raises(Killed):
-        await live(scene, Fate(Point.STEP_APPLIED, 4))
+        await live(scene, CrashPlan(Failpoint.STEP_APPLIED, 4))
     with pytest.raises(Killed):
-        await live(scene, Fate(point, stop_at_group=3 if point in ON_STOP else 1 << 30))
-    await live(scene, Fate())
+        await live(scene, CrashPlan(point, stop_at_group=3 if point in ON_STOP else 1 << 30))
+    await live(scene, CrashPlan())
     assert_same(outcome(scene), straight[0])
 
 
 @pytest.mark.parametrize("occurrence", [2, 5])
 async def test_many_short_lives_learn_the_same(
-    occurrence: int, straight: tuple[Surviving, list[Point]], tmp_path: Path, model_path: Path
+    occurrence: int, straight: tuple[Surviving, list[Failpoint]], tmp_path: Path, model_path: Path
 ) -> None:
     """Killed again and again within one step, then stopped in order within the next."""
     scene = Scene.make(tmp_path, model_path)
     await fill(scene)
     for _ in range(3):
         with suppress(Killed):
-            await live(scene, Fate(Point.GRADIENT_ADDED, occurrence))
-    await live(scene, Fate(stop_at_group=occurrence))
-    await live(scene, Fate())
+            await live(scene, CrashPlan(Failpoint.GRADIENT_ADDED, occurrence))
+    await live(scene, CrashPlan(stop_at_group=occurrence))
+    await live(scene, CrashPlan())
     assert_same(outcome(scene), straight[0])
 
 
@@ -137,8 +137,8 @@ async def test_the_checkpoint_s_own_account_agrees_with_the_topics(tmp_path: Pat
     scene = Scene.make(tmp_path, model_path)
     await fill(scene)
     with pytest.raises(Killed):
-        await live(scene, Fate(Point.STEP_APPLIED, 4))
-    await live(scene, Fate())
+        await live(scene, CrashPlan(Failpoint.STEP_APPLIED, 4))
+    await live(scene, CrashPlan())
     found = outcome(scene)
     newest, *_ = scene.store().manifests()
     own = [skip for skip in scene.skips() if skip.lineage == newest.lineage]

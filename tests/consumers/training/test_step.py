@@ -160,11 +160,11 @@ def with_history(path: Path, norms: Sequence[float], **changes: float) -> Policy
 @pytest.mark.parametrize(
     ("norms", "changes", "applied"),
     [
-        ([1e-3] * 10, {"grad_norm_spike": 5.0}, False),
-        ([1e-3] * 10, {"grad_norm_spike": 1000.0}, True),
-        ([1e-3] * 10, {"grad_norm_spike": 0.0}, True),
-        ([1e-3] * 9, {"grad_norm_spike": 5.0}, True),
-        ([1e-3] * 4 + [5.0] * 6, {"grad_norm_spike": 5.0}, True),
+        ([1e-3] * 10, {"max_grad_norm_ratio": 5.0}, False),
+        ([1e-3] * 10, {"max_grad_norm_ratio": 1000.0}, True),
+        ([1e-3] * 10, {"max_grad_norm_ratio": 0.0}, True),
+        ([1e-3] * 9, {"max_grad_norm_ratio": 5.0}, True),
+        ([1e-3] * 4 + [5.0] * 6, {"max_grad_norm_ratio": 5.0}, True),
     ],
 )
 def test_a_spiking_gradient_is_not_applied(

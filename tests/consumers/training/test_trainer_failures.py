@@ -18,12 +18,12 @@ from bus.memory import MemoryBus
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.training.checkpoints.storage import open_location, remove_leftovers
 from consumers.training.checkpoints.store import CheckpointStore
-from consumers.training.policy import PolicyPlaces, TrainedPolicy
-from consumers.training.resume import Point
+from consumers.training.failpoints import Failpoint
+from consumers.training.policy import PolicyPaths, TrainedPolicy
 from schemas.errors import CheckpointError, DeliveryUnknown, StreamRLError, Superseded
 from schemas.identifiers import PolicyVersion
 from schemas.reports import StepReport
-from tests.consumers.training.announcing.fakes import MoodyBus
+from tests.consumers.training.moody_bus import MoodyBus
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
 
 UNCAPPED = AlgorithmSettings(importance_sampling_cap=None)
@@ -66,13 +66,13 @@ async def test_a_restart_announces_the_checkpoint_s_report_again_and_then_its_ow
 
 
 async def test_a_checkpoint_is_written_before_its_step_is_announced(scene: Scene) -> None:
-    passed: list[Point] = []
+    passed: list[Failpoint] = []
     for number in range(4):
         await scene.publish_group(number)
-    await run(scene.trainer(training=training(max_steps=2), reached=passed.append))
-    written = passed.index(Point.CHECKPOINT_WRITTEN)
-    assert passed[:written].count(Point.ANNOUNCED) == 2, "the first report and that of step 1"
-    assert passed[written:].count(Point.ANNOUNCED) == 1
+    await run(scene.trainer(training=training(max_steps=2), failpoint=passed.append))
+    written = passed.index(Failpoint.CHECKPOINT_WRITTEN)
+    assert passed[:written].count(Failpoint.ANNOUNCED) == 2, "the first report and that of step 1"
+    assert passed[written:].count(Failpoint.ANNOUNCED) == 1
 
 
 async def test_rows_of_the_parent_s_checkpoint_are_counted_in_the_first_report(scene: Scene) -> None:
@@ -108,7 +108,7 @@ async def test_a_refused_step_names_its_records_and_the_next_one_counts_anew(sce
     await publish_impossible(scene, 0)
     for number in (1, 2, 3):
         await scene.publish_group(number)
-    await run(scene.trainer(algorithm=UNCAPPED, training=training(max_steps=1, max_refused_steps=2)))
+    await run(scene.trainer(algorithm=UNCAPPED, training=training(max_steps=1, max_skipped_steps=2)))
     (refused,) = scene.refused()
     assert (refused.step, refused.version, refused.group_ids) == (1, PolicyVersion(1, 0), ("p/0/0", "p/1/0"))
     assert sorted(ref.trajectory_id for batch in refused.micro_batches for ref in batch) == [
@@ -122,7 +122,7 @@ async def test_too_many_refused_steps_in_a_row_end_the_trainer(scene: Scene) -> 
     for number in range(6):
         await publish_impossible(scene, number)
     with pytest.raises(StreamRLError, match=r"got 2 in a row that cannot, the last one at step 1: .*finite"):
-        await run(scene.trainer(algorithm=UNCAPPED, training=training(max_refused_steps=2)))
+        await run(scene.trainer(algorithm=UNCAPPED, training=training(max_skipped_steps=2)))
     assert len(scene.refused()) == 2
 
 
@@ -149,7 +149,7 @@ async def test_a_checkpoint_that_fails_ends_the_trainer_or_is_tried_again_when_d
     location = open_location(scene.root / "checkpoints", scene.root / "cache")
 
     def open_policy(restored: Any) -> TrainedPolicy:
-        places = PolicyPlaces(str(scene.model_path), location, scene.root / "weights")
+        places = PolicyPaths(str(scene.model_path), location, scene.root / "weights")
         return FullDiskPolicy(places, AlgorithmSettings(), settings, LOOP.max_completion_length, restored)
 
     trainer = scene.trainer(training=settings, open_policy=open_policy)
@@ -234,7 +234,7 @@ def test_the_driver_needs_no_torch() -> None:
 async def test_a_trainer_that_waits_in_vain_notices_that_another_has_taken_over(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consumers.training.gatherer.IDLE_S", 0.05)
+    monkeypatch.setattr("consumers.training.trainer.IDLE_S", 0.05)
     older = asyncio.create_task(scene.trainer().run(asyncio.Event()))
     await scene.until_version(1, 0)
     scene.store().claim_lineage(now=0.0)

@@ -12,7 +12,7 @@ from deploy.local.run import going_on_line, is_over, over_line, resumed_step, ru
 from settings.loading import as_toml, validated
 from settings.run_directory import RunDirectory
 from settings.tree import Settings
-from tests.consumers.training.persistence.scene import write
+from tests.consumers.training.checkpoints.scene import write
 
 
 def settings_of(tmp_path: Path, *, max_steps: int = 100, **sections: Any) -> Settings:

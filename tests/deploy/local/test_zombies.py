@@ -47,7 +47,7 @@ async def until_claimed(run: Processes, count: int) -> list[str]:
 async def test_a_worker_that_stood_still_while_another_took_its_id_ends_superseded(
     tmp_path: Path, bootstrap_servers: str
 ) -> None:
-    async with processes(tmp_path, bootstrap_servers, generation={"standstill_s": 1.0}) as run:
+    async with processes(tmp_path, bootstrap_servers, generation={"fencing_timeout_s": 1.0}) as run:
         await run.start("coordinator")
         zombie = await run.start("worker-0")
         (former,) = await until_claimed(run, 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from bus.port import Outgoing
-from consumers.training.checkpoints.manifest import Anchor
+from consumers.training.checkpoints.manifest import KnownRecord
 from inspection.audit.checks import balance
 from inspection.audit.verdict import EXPLAINED, Offence, Verdict
 from schemas.codec import decode, encode
@@ -128,13 +128,13 @@ def a_duplicate_trained_too(world: World) -> Planted:
 
 def trained_and_skipped(world: World) -> Planted:
     victim = refs_of(surviving_steps(world)[0])[0]
-    world.skip((victim.partition, victim.offset), SkipReason.OPERATOR)
+    world.skip((victim.partition, victim.offset), SkipReason.FILTERED)
     return Planted(Offence.TWO_FATES, victim.trajectory_id, world.audit())
 
 
 def skipped_by_two_rows(world: World) -> Planted:
     row = surviving_rows(world)[0]
-    world.skip((row.partition, row.offset), SkipReason.OPERATOR)
+    world.skip((row.partition, row.offset), SkipReason.FILTERED)
     return Planted(Offence.SKIPPED_TWICE, row.trajectory_id, world.audit())
 
 
@@ -198,7 +198,7 @@ def the_log_is_shorter_than_the_frontier(world: World) -> Planted:
 
 def the_topic_was_made_anew(world: World) -> Planted:
     manifest = world.saved[-1].manifest
-    anchors = {**manifest.anchors, "0": Anchor(offset=0, trajectory_id="of/another/topic/0")}
+    anchors = {**manifest.anchors, "0": KnownRecord(offset=0, trajectory_id="of/another/topic/0")}
     world.saved[-1].manifest = manifest.model_copy(update={"anchors": anchors})
     return Planted(Offence.ORPHAN_FRONTIER, "of/another/topic/0", world.audit())
 

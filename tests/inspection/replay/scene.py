@@ -13,8 +13,8 @@ import pytest
 from bus.history import BusHistory
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
-from consumers.training.compute import ComputeThread
-from consumers.training.resume import Point
+from consumers.training.failpoints import Failpoint
+from consumers.training.policy import ComputeThread
 from consumers.training.settings import TrainingSettings
 from inspection.replay.replayer import Replayer, Wanted
 from inspection.replay.results import StepReplay
@@ -33,16 +33,16 @@ class Crash(Exception):
     """Stands for SIGKILL: the trainer gets no chance to do anything more."""
 
 
-def crash_after(step: int) -> Callable[[Point], None]:
+def crash_after(step: int) -> Callable[[Failpoint], None]:
     """Die as soon as this many steps were announced."""
-    seen: list[Point] = []
+    seen: list[Failpoint] = []
 
-    def reached(point: Point) -> None:
+    def failpoint(point: Failpoint) -> None:
         seen.append(point)
-        if seen.count(Point.METRICS_WRITTEN) == step:
+        if seen.count(Failpoint.METRICS_WRITTEN) == step:
             raise Crash
 
-    return reached
+    return failpoint
 
 
 def members(number: int, step: int, size: int = 3) -> list[Trajectory]:
@@ -123,7 +123,7 @@ async def record(
     options = {"algorithm": recorded.algorithm, "training": training, **changes}
     if crash_at is not None:
         with pytest.raises(Crash):
-            await scene.trainer(**options, reached=crash_after(crash_at)).run(asyncio.Event())
+            await scene.trainer(**options, failpoint=crash_after(crash_at)).run(asyncio.Event())
     await asyncio.wait_for(scene.trainer(**options).run(asyncio.Event()), 60)
     return recorded
 

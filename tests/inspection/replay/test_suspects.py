@@ -23,7 +23,7 @@ async def poisoned(tmp_path: Path, model_path: Path, *, spike: float, reward: fl
     bad = groups[group][index]
     groups[group][index] = bad.replace(logprobs=bad.logprobs - np.float32(9.0), rewards={"exact": reward})
     assert bad.trajectory_id == CULPRIT
-    training = KEPT.model_copy(update={"grad_norm_spike": spike})
+    training = KEPT.model_copy(update={"max_grad_norm_ratio": spike})
     if spike:  # two groups never make a step
         groups += usual_groups(STEPS + 1)[-2:]
     return await record(tmp_path, model_path, groups, algorithm=UNGUARDED, training=training, steps=STEPS)

@@ -23,10 +23,10 @@ BeforeWrite = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SavedPieces:
-    """What a checkpoint holds: the model's contents, the intake's snapshot, the report."""
+    """What a checkpoint holds: the model's contents, the reader's snapshot, the report."""
 
     contents: Contents
-    intake: str
+    reader: str
     report: bytes
 
 
@@ -118,7 +118,7 @@ class MemoryPlace:
             staged = self.pieces.setdefault(slot.name, {})
             before_write("remove manifest")
             staged.pop("manifest", None)
-        for name in ("contents", "intake", "report"):
+        for name in ("contents", "reader", "report"):
             before_write(name)
             staged[name] = getattr(saved, name)
         fence()
@@ -153,9 +153,9 @@ class SimState:
     saved: SavedPieces
 
     @property
-    def intake(self) -> Mapping[str, Any]:
-        """The intake's snapshot."""
-        found: Mapping[str, Any] = json.loads(self.saved.intake)
+    def reader(self) -> Mapping[str, Any]:
+        """The reader's snapshot."""
+        found: Mapping[str, Any] = json.loads(self.saved.reader)
         return found
 
     @property
@@ -200,7 +200,7 @@ class SimCheckpoints:
         for entry in entries:
             if entry.manifest is not None:
                 found = self.place.pieces[entry.slot.name]
-                pieces = SavedPieces(found["contents"], found["intake"], found["report"])
+                pieces = SavedPieces(found["contents"], found["reader"], found["report"])
                 return SimRestored(SimState(entry.manifest, pieces))
         if entries:
             raise CheckpointError(f"expected a checkpoint that verifies, got: {entries[0].problem}")

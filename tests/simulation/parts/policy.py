@@ -15,7 +15,7 @@ import xxhash
 from consumers.algorithms.advantages import ModelLimits
 from consumers.batching.micro_batches import MicroBatch
 from consumers.training.checkpoints.manifest import CheckpointManifest
-from consumers.training.ports import Lineage, StepOutcome
+from consumers.training.ports import LineageClaim, StepOutcome
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
 from tests.simulation.parts.checkpoints import SavedPieces, SimCheckpoints
@@ -71,10 +71,10 @@ class SimPolicy:
         return self.shelf.put(version, str(len(self.contents)))
 
     def checkpoint(
-        self, manifest: CheckpointManifest, intake: Mapping[str, Any], report: bytes, lineage: Lineage
+        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
     ) -> str:
         """Write a checkpoint of this moment."""
-        return self.store.write(SavedPieces(tuple(self.contents), json.dumps(intake), report), manifest, lineage)
+        return self.store.write(SavedPieces(tuple(self.contents), json.dumps(reader), report), manifest, lineage)
 
 
 @dataclass

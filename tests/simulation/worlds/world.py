@@ -9,7 +9,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from random import Random
 
-from consumers.training.resume import Point
+from consumers.training.failpoints import Failpoint
 from schemas.control import RunFinished, WeightsReady
 from schemas.errors import DataLossRefused, LifecycleError, StreamRLError, Superseded
 from schemas.topics import CONTROL
@@ -114,7 +114,7 @@ class World:
             self.kill(life, f"before write of {name}")
             raise Killed
 
-    def _reach(self, life: Incarnation, points: "_Counter", point: Point) -> None:
+    def _reach(self, life: Incarnation, points: "_Counter", point: Failpoint) -> None:
         """At a named point of the trainer."""
         if life.process.is_dead:
             raise Killed

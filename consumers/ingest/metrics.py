@@ -1,0 +1,96 @@
+"""What reading measures: rates, lag per length bucket, latency."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import structlog
+
+from bus.port import Subscription, TopicPartition
+from consumers.ingest.frontier import Frontier
+from schemas.errors import BusError
+from schemas.reports import SkipReason
+from schemas.settings import LoopSettings
+from schemas.trajectories import Trajectory
+
+log = structlog.get_logger()
+
+LOOK_S = 0.5
+"""Between two questions for the ends of the topic: a display shows about one a second."""
+SILENCE_S = 10.0
+"""After a silence the broker is not asked again at once: reading must not wait for a display."""
+
+
+@dataclass
+class IngestMetrics:
+    """Counts since the last summary."""
+
+    loop: LoopSettings
+    clock: Callable[[], float]
+    records: int = 0
+    bytes_read: int = 0
+    latency_s: float = 0.0
+    trajectories: int = 0
+    since: float = field(init=False)
+    ask_again_at: float = 0.0
+    ends: dict[TopicPartition, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.since = self.clock()
+
+    def observe_record(self, size: int) -> None:
+        """A record was read."""
+        self.records += 1
+        self.bytes_read += size
+
+    def observe_trajectory(self, trajectory: Trajectory) -> None:
+        """A trajectory was decoded."""
+        self.trajectories += 1
+        self.latency_s += max(0.0, self.clock() - trajectory.finished_at)
+
+    def summary(
+        self, *, lag: Mapping[TopicPartition, int], pending_bytes: int, skipped: Mapping[str, int], dead_letters: int
+    ) -> dict[str, float]:
+        """Metrics since the last call; the counters start again. Skips and dead letters count from the start."""
+        now = self.clock()
+        elapsed = max(1e-3, now - self.since)
+        found = {
+            "kafka/records_per_s": self.records / elapsed,
+            "kafka/bytes_per_s": self.bytes_read / elapsed,
+            "kafka/intake_latency_s": self.latency_s / self.trajectories if self.trajectories else 0.0,
+            "kafka/pending_bytes": float(pending_bytes),
+            "kafka/dead_letters": float(dead_letters),
+            "off_policy/dropped": float(skipped.get(SkipReason.STALE, 0) + skipped.get(SkipReason.ORPHAN_LINEAGE, 0)),
+            **{f"kafka/lag/bucket_{bucket}": float(count) for bucket, count in self._by_bucket(lag).items()},
+            **{f"ledger/skipped/{reason}": float(count) for reason, count in sorted(skipped.items())},
+        }
+        self.records = self.bytes_read = self.trajectories = 0
+        self.latency_s, self.since = 0.0, now
+        return found
+
+    async def look_at_ends(self, subscription: Subscription) -> None:
+        """Ask the broker how far the topic goes, now and then; for whoever reads, never for whoever trains.
+
+        The answer to this question waits in line behind a read that the broker holds because it finds nothing.
+        """
+        if self.clock() < self.ask_again_at:
+            return
+        try:
+            self.ends = await subscription.end_offsets()
+            self.ask_again_at = self.clock() + LOOK_S
+        except BusError as error:
+            self.ask_again_at = self.clock() + SILENCE_S
+            log.warning("lag not known", error=str(error))
+
+    def lag(self, positions: Mapping[TopicPartition, int], frontier: Frontier) -> dict[TopicPartition, int]:
+        """Records on the topic, as far as it is known, that are not finished, read or not; by partition."""
+        return {
+            tp: max(0, end - positions.get(tp, 0)) + frontier.partition(tp.partition).unfinished()
+            for tp, end in self.ends.items()
+        }
+
+    def _by_bucket(self, lag: Mapping[TopicPartition, int]) -> dict[int, int]:
+        found: dict[int, int] = defaultdict(int)
+        for tp, count in lag.items():
+            found[tp.partition // self.loop.shards] += count
+        return dict(sorted(found.items()))

@@ -1,0 +1,171 @@
+"""Training that only takes time: a device, the place where calls for it are made, and a policy that learns nothing.
+
+Checkpoints, lineages and weight versions are real, so that relays, workers and restarts do what they always do; the
+weights are the number of their step. As on a real device, micro-batches are launched and then waited for: the caller
+may be a little ahead, so that its own work, and a late wake-up, leave no gap between two of them. Invariant
+work_in_a_row_takes_the_sum_of_its_durations.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from consumers.algorithms.advantages import ModelLimits
+from consumers.batching.micro_batches import MicroBatch
+from consumers.training.checkpoints.catalogue import Lineage
+from consumers.training.checkpoints.manifest import CheckpointManifest
+from consumers.training.checkpoints.storage import remove_leftovers
+from consumers.training.checkpoints.store import CheckpointStore, TrainerState
+from consumers.training.ports import LineageClaim, RestoredCheckpoint, StepOutcome
+from consumers.training.weight_export import WEIGHTS, WeightStore
+from schemas.identifiers import PolicyVersion
+from schemas.profiles import TrainingCosts
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+RUN_AHEAD_S = 0.02
+"""Launched work that need not be done when a call returns; seconds of the wall clock: longer than a late wake-up."""
+
+
+class EmulatedDevice:
+    """Works on one thing after the other; ``time_scale`` emulated seconds take one second."""
+
+    def __init__(self, time_scale: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._time_scale = time_scale
+        self._monotonic = monotonic
+        self._free_at = self._returns_at = monotonic()
+
+    def launch(self, seconds: float) -> None:
+        """Work for so many emulated seconds, after what was launched before."""
+        self._free_at = max(self._free_at, self._monotonic()) + seconds / self._time_scale
+        self._returns_at = max(self._returns_at, self._free_at - RUN_AHEAD_S)
+
+    def finish(self, seconds: float) -> None:
+        """The same, and the call that does it returns when everything is done."""
+        self.launch(seconds)
+        self._returns_at = self._free_at
+
+    def wall_s_to_wait(self) -> float:
+        """Seconds of the wall clock until the caller may go on."""
+        return self._returns_at - self._monotonic()
+
+
+class EmulatedCompute:
+    """A ``Compute``: makes calls in a thread, for their files' sake, and then waits for the device."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self._device = device
+        self._turn = asyncio.Lock()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
+
+    async def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The call's result, when the device is done with it; what it raises is raised here."""
+        loop = asyncio.get_running_loop()
+        async with self._turn:
+            result = await loop.run_in_executor(self._pool, lambda: call(*args, **kwargs))
+            if (wait_s := self._device.wall_s_to_wait()) > 0:
+                await asyncio.sleep(wait_s)
+            return result
+
+    def close(self) -> None:
+        """Wait for the call in progress, and end the thread."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+NO_LIMIT = 1 << 30
+"""Above any vocabulary and any length: this policy looks at no token."""
+CONFIG = json.dumps({"model_type": "emulated"})
+
+
+class EmulatedPolicy:
+    """A ``Policy`` whose calls take their time on a device."""
+
+    def __init__(
+        self,
+        durations: TrainingCosts,
+        device: EmulatedDevice,
+        weights: WeightStore,
+        checkpoints: CheckpointStore,
+        restored: RestoredCheckpoint | None,
+    ) -> None:
+        self._durations = durations
+        self._device = device
+        self._weights = weights
+        self._checkpoints = checkpoints
+        self._step = restored.state.manifest.step if restored else 0
+        self._gathered_s = 0.0
+        remove_leftovers(weights.root)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken since the beginning of the run."""
+        return self._step
+
+    @property
+    def limits(self) -> ModelLimits:
+        """None."""
+        return ModelLimits(vocabulary=NO_LIMIT, positions=NO_LIMIT)
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        """Launch a forward and backward pass."""
+        seconds = forward_backward_s(batch, self._durations)
+        self._gathered_s += seconds
+        self._device.launch(seconds)
+
+    def discard(self) -> None:
+        """Nothing is undone: what was launched still takes its time."""
+        self._gathered_s = 0.0
+
+    def finish_step(self, reward_deviation: float) -> StepOutcome:
+        """Wait for the micro-batches, and for the optimizer."""
+        self._device.finish(self._durations.optimizer_step_s)
+        self._step += 1
+        train_s, self._gathered_s = self._gathered_s + self._durations.optimizer_step_s, 0.0
+        return StepOutcome(True, "", {"loss": 0.0, "emulated/train_s": train_s})
+
+    def digests(self) -> dict[str, str]:
+        """None are made: there is nothing to compare."""
+        return {}
+
+    def export(self, version: PolicyVersion, now: float) -> str:
+        """Put the weights into the store; the sha256 of their manifest."""
+        self._device.finish(self._durations.export_s)
+        return self._weights.export(self._tensors(), {"config.json": CONFIG}, version, self._step, now)
+
+    def checkpoint(
+        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
+    ) -> str:
+        """Write a checkpoint of this moment; where it is."""
+        assert isinstance(lineage, Lineage), "claimed from the same store"
+        self._device.finish(self._durations.checkpoint_s)
+        state = TrainerState(manifest, optimizer={}, rng={}, reader=dict(reader), report=report)
+        return self._checkpoints.write(state, self._write_model, lineage)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"step": torch.tensor([self._step], dtype=torch.int64)}
+
+    def _write_model(self, directory: Path) -> None:
+        save_file(self._tensors(), directory / WEIGHTS)
+        (directory / "config.json").write_text(CONFIG)
+
+
+def forward_backward_s(batch: MicroBatch, durations: TrainingCosts) -> float:
+    """Emulated seconds of a micro-batch's forward and backward pass."""
+    rows, width = batch.input_ids.shape
+    tokens, squares = batch.num_tokens, int((batch.lengths.astype("int64") ** 2).sum())
+    if durations.padding_counts:
+        tokens, squares = rows * width, rows * width * width
+    return (
+        durations.forward_backward_s_per_micro_batch
+        + durations.forward_backward_s_per_token * tokens
+        + durations.forward_backward_s_per_squared_token * squares
+    )

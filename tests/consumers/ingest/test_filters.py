@@ -1,0 +1,152 @@
+"""What becomes of single records, seen from the topics."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bus.port import Outgoing
+from schemas.codec import encode, headers_of
+from schemas.identifiers import PolicyVersion
+from schemas.reports import Heartbeat, SkipReason, WorkerState
+from schemas.trajectories import FinishReason, Trajectory
+from tests.consumers.factories import V0, trajectory
+from tests.consumers.ingest.scene import Scene, next_group, refs_of
+
+
+def heartbeat() -> Heartbeat:
+    return Heartbeat(
+        worker_id="w", incarnation="a", state=WorkerState.READY, engine="e", version=V0, capacity=1, running=0,
+        waiting=0, generated_tokens=0, finished_trajectories=0, tokens_per_s=0.0, sequence=0, sent_at=0.0,
+    )  # fmt: skip
+
+
+async def test_undecodable_bytes_are_dead_lettered_and_nothing_else_is_lost() -> None:
+    scene = Scene()
+    good = trajectory("d/0/0", 0)
+    bad: list[Outgoing] = [
+        Outgoing(scene.topic, b"\x00garbage", "d/0/0", 0, (("schema", b"trajectory"), ("schema-version", b"1"))),
+        Outgoing(scene.topic, encode(good)[:-3], "d/0/0", 0, headers_of(good)),
+        Outgoing(scene.topic, encode(good), "d/0/0", 0, ()),
+        Outgoing(scene.topic, None, None, 0, headers_of(good)),
+        Outgoing.of(scene.topic, heartbeat(), key="k" * 400, partition=0),
+    ]
+    async with scene.running(scene.reader()) as reader:
+        await scene.publish(good)
+        for record in bad:
+            await scene.send(record)
+        await scene.publish(trajectory("d/0/0", 1))
+        group = await next_group(reader)
+    assert [ref.offset for ref in refs_of(group)] == [0, 6]
+    assert {(skip.reason, skip.trajectory_id, skip.offset) for skip in scene.skips()} == {
+        (SkipReason.POISON, None, offset) for offset in range(1, 6)
+    }
+    letters = scene.dead_letters()
+    assert [letter.value for letter in letters] == [record.value for record in bad]
+    assert [letter.headers[: len(record.headers)] for letter, record in zip(letters, bad, strict=True)] == [
+        record.headers for record in bad
+    ]
+    first = dict(letters[0].headers)
+    assert (first["dlq-topic"], first["dlq-partition"], first["dlq-offset"]) == (scene.topic.encode(), b"0", b"1")
+    assert (first["dlq-error-class"], first["dlq-ts"], first["schema"]) == (
+        b"FrameTooLarge",
+        b"1000.000",
+        b"trajectory",
+    )
+    assert b"expected a trajectory, got a heartbeat" in dict(letters[4].headers)["dlq-error"]
+
+
+async def test_bytes_larger_than_any_frame_are_dead_lettered_cut() -> None:
+    scene = Scene()
+    async with scene.running(scene.reader()) as reader:
+        huge = b"\x00" * (Trajectory.MAX_BYTES + 1)
+        await scene.send(Outgoing(scene.topic, huge, None, 0, (("junk", b"x" * 100_000),)))
+        await scene.until(lambda: reader.ledger.counts().skipped == 1)
+    (letter,) = scene.dead_letters()
+    assert letter.value is not None
+    assert len(letter.value) == Trajectory.MAX_BYTES
+    assert dict(letter.headers)["dlq-cut-from"] == str(len(huge)).encode()
+    assert "junk" not in dict(letter.headers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "detail"),
+    [
+        ({"rewards": {"exact": None}, "reward_errors": {"exact": "KeyError: 'x'"}}, SkipReason.POISON, "KeyError"),
+        ({"rewards": {"exact": None}}, SkipReason.POISON, "no reward applies"),
+        ({"tokens": 0, "finish_reason": FinishReason.ABORT, "rewards": {}}, SkipReason.POISON, "aborted after 0"),
+        ({"versions": (PolicyVersion(1, 2), PolicyVersion(1, 4))}, SkipReason.STALE, "at most 2 steps"),
+    ],
+)
+async def test_an_unusable_sample_is_skipped_with_its_reason_and_its_group_goes_on(
+    changes: dict[str, Any], reason: SkipReason, detail: str
+) -> None:
+    scene = Scene(version=PolicyVersion(1, 5))
+    fresh: dict[str, Any] = {"versions": (PolicyVersion(1, 5),)}
+    async with scene.running(scene.reader()) as reader:
+        await scene.publish(*(trajectory("d/0/0", index, of=3, **fresh) for index in (0, 2)))
+        await scene.publish(trajectory("d/0/0", 1, of=3, **(fresh | changes)))
+        group = await next_group(reader)
+        assert [found.trajectory.sample_index for found in group.samples] == [0, 2]
+        assert reader.ledger.pending_bytes == sum(found.size_bytes for found in group.samples)
+        assert scene.skips() == []
+        reader.ledger.mark_trained(refs_of(group))
+        await reader.flush()
+        (skip,) = scene.skips()
+    assert (skip.trajectory_id, skip.reason, skip.step) == ("d/0/0/1", reason, 5)
+    assert detail in skip.detail
+
+
+async def test_rewards_are_weighted_by_name() -> None:
+    scene = Scene()
+    async with scene.running(scene.reader(weights={"exact": 2.0})) as reader:
+        await scene.publish_group(0, rewards={"exact": 1.0, "format": 0.25, "other": None})
+        group = await next_group(reader)
+    assert [found.reward for found in group.samples] == [2.25, 2.25]
+
+
+async def test_repeats_are_skipped_as_duplicates_wherever_they_come() -> None:
+    scene = Scene()
+    async with scene.running(scene.reader()) as reader:
+        await scene.publish(trajectory("d/0/0", 0))
+        await scene.publish(trajectory("d/0/0", 0), partition=1)
+        await scene.publish(trajectory("d/0/0", 1))
+        group = await next_group(reader)
+        reader.ledger.mark_trained(refs_of(group))
+        await scene.publish(trajectory("d/0/0", 1, attempt=1))
+        await scene.until(lambda: len(scene.skips()) == 2)
+        assert reader.ledger.counts().pending == 0
+    assert [(skip.reason, skip.partition, skip.offset) for skip in scene.skips()] == [
+        (SkipReason.DUPLICATE, 1, 0),
+        (SkipReason.DUPLICATE, 0, 2),
+    ]
+
+
+@pytest.mark.parametrize("policy", ["train", "skip"])
+async def test_orphans_are_trained_or_skipped_as_the_settings_say(policy: str) -> None:
+    scene = Scene(version=PolicyVersion(2, 3))
+    async with scene.running(scene.reader(orphan_lineage=policy)) as reader:
+        await scene.publish_group(0, versions=(PolicyVersion(1, 4),))
+        if policy == "train":
+            assert len((await next_group(reader)).samples) == 2
+        else:
+            await scene.until(lambda: reader.ledger.counts().skipped == 2)
+            assert set(scene.reasons().values()) == {SkipReason.ORPHAN_LINEAGE}
+
+
+async def test_a_sample_that_cannot_belong_to_its_group_is_poison_and_does_not_count() -> None:
+    scene = Scene()
+    async with scene.running(scene.reader()) as reader:
+        await scene.publish(trajectory("d/0/0", 0), trajectory("d/0/0", 5, of=2), trajectory("d/0/0", 1))
+        group = await next_group(reader)
+        assert len(group.samples) == 2
+    assert scene.reasons() == {"d/0/0/5": SkipReason.POISON}
+
+
+async def test_samples_with_every_field_at_its_edge_are_taken() -> None:
+    scene = Scene()
+    async with scene.running(scene.reader()) as reader:
+        await scene.publish_group(0, tokens=0, prompt=0, finish_reason=FinishReason.LENGTH)
+        group = await next_group(reader)
+    assert all(found.trajectory.token_ids.size == 0 for found in group.samples)
+    assert np.all([found.size_bytes > 0 for found in group.samples])

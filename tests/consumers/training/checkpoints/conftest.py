@@ -1,0 +1,37 @@
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.consumers.training.checkpoints.scene import Place, make_bucket, s3_environment, s3_server
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    with s3_server() as endpoint:
+        make_bucket(endpoint, "bucket")
+        yield endpoint
+
+
+@pytest.fixture
+def s3_place(s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    for name, value in s3_environment(s3_endpoint).items():
+        monkeypatch.setenv(name, value)
+    return Place(f"s3://bucket{tmp_path}", tmp_path)
+
+
+@pytest.fixture
+def local_place(tmp_path: Path) -> Place:
+    return Place(tmp_path / "checkpoints", tmp_path)
+
+
+@pytest.fixture
+def memory_place(tmp_path: Path) -> Place:
+    return Place(f"memory://{uuid.uuid4().hex}", tmp_path)
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def place(request: pytest.FixtureRequest) -> Place:
+    found: Place = request.getfixturevalue(f"{request.param}_place")
+    return found

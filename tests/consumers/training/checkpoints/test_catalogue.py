@@ -1,0 +1,86 @@
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from consumers.training.checkpoints.catalogue import CheckpointEntry, claim_lineage, read_manifests, superfluous
+from consumers.training.checkpoints.storage import Slot
+from schemas.errors import SettingsError
+from schemas.identifiers import PolicyVersion
+from tests.consumers.training.checkpoints.scene import Place, manifest_of, versions, write
+
+
+def entry(lineage: int, step: int, parent: tuple[int, int] | None = None) -> CheckpointEntry:
+    manifest = manifest_of(lineage, step, PolicyVersion(*parent) if parent else None)
+    return CheckpointEntry(Slot(f"{lineage}-{step}", step, lineage), manifest)
+
+
+def gone(entries: list[CheckpointEntry], written: CheckpointEntry, keep: int = 2) -> list[str]:
+    assert written.manifest is not None
+    listed = sorted([*entries, written], key=lambda item: item.order, reverse=True)
+    return sorted(slot.name for slot in superfluous(listed, written.manifest, keep))
+
+
+def test_the_newest_are_kept_by_number() -> None:
+    assert gone([entry(1, 8), entry(1, 9)], entry(1, 10)) == ["1-8"]
+
+
+def test_the_newest_lineage_leads(place: Place) -> None:
+    first = claim_lineage(place.open(), at_least=1, now=0.0)
+    write(place.open(), 4, first)
+    second = claim_lineage(place.open(), at_least=1, now=0.0)
+    write(place.open(), 5, second, PolicyVersion(1, 4))
+    assert versions(place.open()) == [(2, 5), (1, 4)]
+    assert [found.step for found in read_manifests(place.open())] == [5, 4]
+
+
+def test_a_future_that_the_chain_left_behind_goes_before_an_older_step_of_the_chain() -> None:
+    history = [entry(1, 2), entry(1, 4)]
+    assert gone(history, entry(2, 6, (1, 2))) == ["1-4"]
+
+
+def test_a_lineage_that_no_one_went_on_from_goes() -> None:
+    history = [entry(1, 2), entry(2, 4, (1, 2))]
+    assert gone(history, entry(3, 6, (1, 2))) == ["2-4"]
+
+
+def test_what_is_older_than_all_that_is_known_of_the_chain_stays() -> None:
+    history = [entry(1, 2), entry(3, 9, (2, 6))]
+    assert gone(history, entry(4, 10, (3, 9)), keep=3) == []
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), unique=True), st.integers(2, 4))
+def test_nothing_of_a_newer_lineage_is_forgotten(found: list[tuple[int, int]], keep: int) -> None:
+    written = entry(3, 5, (1, 4))
+    names = gone([entry(*pair) for pair in found if pair != (3, 5)], written, keep)
+    assert "3-5" not in names
+    assert not [name for name in names if int(name.partition("-")[0]) > 3]
+
+
+def test_a_damaged_one_goes_once_it_is_older_than_those_kept() -> None:
+    damaged = [CheckpointEntry(Slot("step_2", 2), None, "…"), CheckpointEntry(Slot("step_5", 5), None, "…")]
+    assert gone([*damaged, entry(1, 4)], entry(1, 6)) == ["step_2"]
+
+
+def test_a_checkpoint_in_the_place_of_another_is_none(local_place: Place) -> None:
+    write(local_place.open(), 4, claim_lineage(local_place.open(), at_least=1, now=0.0))
+    root = local_place.root / "checkpoints"
+    (root / "step_4").rename(root / "step_9")
+    assert read_manifests(str(root)) == []
+
+
+def test_reading_manifests_loads_no_tensor_library() -> None:
+    code = (
+        "import sys, consumers.training.checkpoints.catalogue, consumers.training.checkpoints.storage\n"
+        "import consumers.training.checkpoints.storage, consumers.training.checkpoints.catalogue\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("url", ["ftp://host/x", "https://host/x", "s3://", "file:///tmp/x"])
+def test_a_url_of_no_known_store_is_the_users_to_mend(url: str) -> None:
+    with pytest.raises(SettingsError, match="s3://"):
+        read_manifests(url)

@@ -1,0 +1,75 @@
+import json
+from collections import Counter
+
+import pytest
+
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.ingest.frontier import Frontier
+from consumers.ingest.ledger import KnownRecord
+from consumers.ingest.reader import ReaderSnapshot
+from consumers.ingest.rejections import SkipTally
+from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
+from consumers.training.resume import (
+    changed_sections,
+    check_continues,
+    config_marks,
+    reader_document,
+    reader_snapshot,
+    stream_fields,
+)
+from consumers.training.settings import TrainingSettings
+from schemas.errors import CheckpointError
+from schemas.identifiers import PolicyVersion
+
+SNAPSHOT = ReaderSnapshot(
+    frontier=Frontier.from_json({"0": {"low": 4, "done": [7]}, "1": {"low": 0, "done": [], "passed": [[3, 9]]}}),
+    dedupe={"p/0/0/0": (0, 3)},
+    known_records={0: KnownRecord(offset=7, trajectory_id="p/0/0/1")},
+    tally=SkipTally(2, 5, "ab", Counter(stale=7)),
+    prompt_cursor=12,
+)
+
+
+def manifest(snapshot: ReaderSnapshot = SNAPSHOT) -> CheckpointManifest:
+    return CheckpointManifest(
+        run="r",
+        algorithm="grpo",
+        lineage=2,
+        step=3,
+        policy_version=PolicyVersion(2, 3),
+        config_hash="",
+        created_at=0.0,
+        **stream_fields(snapshot),
+    )
+
+
+def test_a_reader_goes_on_where_the_checkpoint_was_taken_with_rows_of_its_own() -> None:
+    kept = decode_manifest(encode_manifest(manifest()))
+    found = reader_snapshot(kept, json.loads(json.dumps(reader_document(SNAPSHOT))), lineage=3)
+    assert found.frontier.to_json() == SNAPSHOT.frontier.to_json()
+    assert (found.dedupe, found.known_records, found.prompt_cursor) == (SNAPSHOT.dedupe, SNAPSHOT.known_records, 12)
+    assert found.tally == SkipTally(3, 0, "ab", Counter(stale=7))
+
+
+def test_without_a_checkpoint_a_reader_begins_at_the_beginning() -> None:
+    assert reader_snapshot(None, {}, lineage=1) == ReaderSnapshot(tally=SkipTally(1))
+
+
+def test_the_config_marks_change_with_the_settings() -> None:
+    assert config_marks({"algorithm": AlgorithmSettings()}) == config_marks({"algorithm": AlgorithmSettings()})
+    assert config_marks({"algorithm": AlgorithmSettings()}) != config_marks({"algorithm": AlgorithmSettings(beta=0.1)})
+
+
+def test_changed_settings_are_named_by_their_section() -> None:
+    before = config_marks({"algorithm": AlgorithmSettings(), "training": TrainingSettings()})
+    after = config_marks({"algorithm": AlgorithmSettings(), "training": TrainingSettings(max_steps=7)})
+    assert changed_sections(before, after) == ["training"]
+    assert changed_sections(before, before) == []
+    assert changed_sections("0123", after) == ["algorithm", "training"]
+
+
+@pytest.mark.parametrize(("run", "algorithm"), [("other", "grpo"), ("r", "rloo")])
+def test_a_checkpoint_of_another_run_or_algorithm_is_refused(run: str, algorithm: str) -> None:
+    check_continues(manifest(), "r", "grpo", "changed")
+    with pytest.raises(CheckpointError, match="another run directory"):
+        check_continues(manifest(), run, algorithm, "")

@@ -1,0 +1,37 @@
+from consumers.algorithms.advantages import ModelLimits, credit_group
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.batching.micro_batches import Group, Sample
+from consumers.training.step_report import PROBLEM_LIMIT, GatheredStep, PublishedWeights, refused_step, step_report
+from schemas.identifiers import PolicyVersion
+from schemas.reports import RecordRef
+from tests.consumers.training.factories import make_micro_batch, make_trajectory
+
+
+def gathered() -> GatheredStep:
+    """Two samples of three are in the gradient."""
+    step = GatheredStep(PolicyVersion(1, 4))
+    samples = tuple(
+        Sample(make_trajectory("p/0/0", i, tokens=tokens), RecordRef(f"p/0/0/{i}", 0, i), float(i), 1)
+        for i, tokens in enumerate(([4], [], [5]))
+    )
+    found = Group("p/0/0", 0.0, samples)
+    step.add(found, credit_group(found, AlgorithmSettings(), ModelLimits(vocabulary=20, positions=20)))
+    step.add_trained(make_micro_batch(2), 1)
+    return step
+
+
+def test_a_report_names_what_was_trained_and_what_was_left_out() -> None:
+    step = gathered()
+    weights = PublishedWeights(PolicyVersion(1, 5), None, {"w": "00"}, is_last=True)
+    report = step_report("grpo", weights, step, {"loss": 1.0}, 7, 0.0)
+    assert (report.step, report.version, report.finished) == (5, PolicyVersion(1, 5), True)
+    assert report.micro_batches == tuple(step.micro_batches)
+    assert report.left_out == (RecordRef("p/0/0/1", 0, 1),)
+    assert (report.digests, report.prompt_cursor) == ({"w": "00"}, 7)
+
+
+def test_a_refused_step_is_the_one_after_the_weights_it_was_computed_with() -> None:
+    refused = refused_step("grpo", PolicyVersion(1, 4), gathered(), "x" * 9999, {"loss": float("nan"), "a": 1.0}, 0.0)
+    assert (refused.step, refused.version, refused.metrics) == (5, PolicyVersion(1, 4), {"a": 1.0})
+    assert refused.left_out == (RecordRef("p/0/0/1", 0, 1),)
+    assert len(refused.problem) == PROBLEM_LIMIT
