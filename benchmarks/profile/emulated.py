@@ -1,4 +1,4 @@
-"""The batch on the emulated engine's timeline: pure, in no time."""
+"""When the profiled batch would end on the emulated engine: pure, in no time."""
 
 from collections.abc import Sequence as Sizes
 
@@ -8,9 +8,11 @@ from schemas.profiles import DecodeCurve, DecodeSettings
 
 def finishes(decode: DecodeSettings, slots: int, sizes: Sizes[tuple[int, int]]) -> list[float]:
     """When each request is over, in seconds after they all arrived."""
-    timeline: EmulatedBatch[int] = EmulatedBatch(DecodeCurve(decode), slots, 0)
+    batch: EmulatedBatch[int] = EmulatedBatch(DecodeCurve(decode), slots, 0)
     sequences = [EmulatedSequence(prompt, length) for prompt, length in sizes]
     for sequence in sequences:
-        timeline.arrive(sequence, 0.0)
-    over = {event.sequence: event.at for event in timeline.advance(1e9) if isinstance(event, TokensSampled) and event.is_over}
+        batch.arrive(sequence, 0.0)
+    over = {
+        event.sequence: event.at for event in batch.advance(1e9) if isinstance(event, TokensSampled) and event.is_over
+    }
     return [over[sequence] for sequence in sequences]

@@ -1,10 +1,10 @@
-"""When completions really end that wait in given queues: the emulated engine's own timeline, without waiting."""
+"""When completions really end that wait in given queues: the emulated engine's own batch, without waiting."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from producers.generation.engines.emulated import EmulatedSequence as Completion
 from producers.generation.engines.emulated import EmulatedBatch, TokensSampled
+from producers.generation.engines.emulated import EmulatedSequence as Completion
 from schemas.profiles import DecodeCurve
 
 FOREVER_S = 1e9
@@ -20,11 +20,13 @@ class Queue:
 
 def finish_times(queue: Queue, curve: DecodeCurve) -> list[float]:
     """Seconds from the start to each completion's end, in the order of the queue."""
-    timeline = EmulatedBatch(curve, max(1, queue.slots), 0)
+    batch = EmulatedBatch(curve, max(1, queue.slots), 0)
     completions = [Completion(0, length) for length in queue.lengths]
     for completion in completions:
-        timeline.arrive(completion, 0.0)
-    ended = {id(one.sequence): one.at for one in timeline.advance(FOREVER_S) if isinstance(one, TokensSampled) and one.is_over}
+        batch.arrive(completion, 0.0)
+    ended = {
+        id(one.sequence): one.at for one in batch.advance(FOREVER_S) if isinstance(one, TokensSampled) and one.is_over
+    }
     return [ended[id(completion)] for completion in completions]
 
 

@@ -1,8 +1,13 @@
-"""The engine port over a timeline: real waiting, in place of a model. Knows no tensors and needs no thread.
+"""The engine port without a model: real waiting for as long as sampling would take. Knows no tensors, needs no thread.
 
-Emulated time runs ``time_scale`` times as fast as the wall clock, from the start of the engine on. The timeline is
-never told when the event loop really woke up: a late wake-up hands over late, and the steps after it are on time again.
-Invariants: a_late_wake_up_delays_no_later_step; closing_the_iterator_frees_the_slot; every_delta_is_of_one_version.
+``EmulatedEngine`` keeps callers and the event loop's timer; ``EmulatedBatch`` computes who gets how many tokens when.
+Emulated time runs ``time_scale`` times as fast as the wall clock, from the start of the engine on. The batch is never
+told when the event loop really woke up: a late wake-up hands over late, and the steps after it are on time again.
+
+``FillerTokenizer`` and ``ConstantRewards`` take the places of the tokenizer and of the rewards.
+
+Invariants: a_late_wake_up_delays_no_later_step; closing_the_iterator_frees_the_slot; every_delta_is_of_one_version;
+fast_forward_equals_step_by_step; every_token_belongs_to_the_version_of_its_step.
 """
 
 import asyncio
@@ -27,15 +32,17 @@ from schemas.identifiers import PolicyVersion
 from schemas.profiles import DecodeCurve, DecodeSettings
 from schemas.trajectories import FinishReason, Prompt
 
-# Continuous batching in emulated time: who runs in which decode step, and when each boundary between steps comes.
-# Pure: knows no clock. It is told what happens and when, and advanced to a moment; steps between which nothing
-# changes are taken in one go. At a boundary, in this order: completions that have all their tokens leave; dropped
-# ones leave; new weights are taken, each for ``adopt_s``; waiting ones are admitted in order of arrival, each for
-# ``prefill_s_per_token`` a token. What arrives while that lasts is looked at before the next step begins. Then every
-# running completion gets one token. Invariants: fast_forward_equals_step_by_step;
-# every_token_belongs_to_the_version_of_its_step.
+log = structlog.get_logger()
 
 V = TypeVar("V")
+
+FILLER_ID = 1
+FILLER_LOGPROB = -1.0
+REWARD = 1.0
+SHORTEST_SLEEP_S = 0.0005
+"""Timers of the event loop may ring up to this much early."""
+_UNPUBLISHED = PolicyVersion(0, 0)
+"""Before the first weights; trainers count lineages from 1."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +59,7 @@ class EmulatedSequence:
 
 @dataclass(frozen=True, slots=True)
 class TokensSampled(Generic[V]):
-    """Tokens to hand over, by the versions that sampled them; ``is_over``: these were the last."""
+    """Tokens to hand over: how many, by the versions that sampled them; ``is_over``: these were the last."""
 
     sequence: EmulatedSequence
     at: float
@@ -76,9 +83,22 @@ class _Abort:
 
 @dataclass
 class EmulatedBatch(Generic[V]):
-    """``at``: the boundary reached, in seconds; ``steps``: decode steps taken; ``context``: tokens in all caches.
+    """Continuous batching in emulated time: who runs in which decode step, and when each boundary between steps comes.
 
-    What is told carries its time, never earlier than that of what was told before. ``version``: of the first step.
+    Pure: knows no clock. It is told what happens and when, never earlier than what it was told before, and advanced to
+    a moment; steps between which nothing changes are taken in one go. At a boundary, in this order:
+
+    1. completions that have all their tokens leave;
+    2. aborted ones leave;
+    3. new weights are taken, each for ``adopt_s``;
+    4. waiting ones are admitted in order of arrival, each for ``prefill_s_per_token`` a token.
+
+    What arrives while that lasts is looked at before the next step begins. Then every running completion gets a token.
+
+    ``at``: the boundary reached, in seconds; ``steps``: decode steps taken; ``context``: tokens in all caches;
+    ``version``: of the first step. ``_changes``: aborts and adoptions that no boundary has taken in yet;
+    ``_adopting``: adoptions taken in that have not ended; ``_due``: a heap of (step, order of entry, sequence), when
+    tokens are to be handed over next; ``_since[i]``: the step from which on ``_versions[i]`` samples.
     """
 
     curve: DecodeCurve
@@ -89,10 +109,10 @@ class EmulatedBatch(Generic[V]):
     running: int = 0
     context: int = 0
     _waiting: deque[EmulatedSequence] = field(default_factory=deque)
-    _orders: "deque[_Abort | WeightsAdopted[V]]" = field(default_factory=deque)
+    _changes: "deque[_Abort | WeightsAdopted[V]]" = field(default_factory=deque)
     _adopting: "deque[WeightsAdopted[V]]" = field(default_factory=deque)
     _due: list[tuple[int, int, EmulatedSequence]] = field(default_factory=list)
-    _admitted: int = 0
+    _entries: int = 0
 
     def __post_init__(self) -> None:
         self._since, self._versions = [0], [self.version]
@@ -102,34 +122,35 @@ class EmulatedBatch(Generic[V]):
         sequence.arrived_at = at
         self._waiting.append(sequence)
 
-    def drop(self, sequence: EmulatedSequence, at: float) -> None:
-        """A completion is not wanted any more."""
-        self._orders.append(_Abort(at, sequence))
+    def abort(self, sequence: EmulatedSequence, at: float) -> None:
+        """A completion is not wanted any more: it leaves at the next boundary."""
+        self._changes.append(_Abort(at, sequence))
 
     def adopt(self, version: V, at: float) -> None:
         """New weights are there."""
-        self._orders.append(WeightsAdopted(version, at))
+        self._changes.append(WeightsAdopted(version, at))
 
     def advance(self, until: float) -> list[TokensSampled[V] | WeightsAdopted[V]]:
         """Go to the last boundary not after ``until``; what happened on the way."""
-        happened: list[TokensSampled[V] | WeightsAdopted[V]] = []
+        events: list[TokensSampled[V] | WeightsAdopted[V]] = []
         while (news := self._next_news()) is not None or self.running:
             if not self.running and news is not None:
                 self.at = max(self.at, news)
             if self.at > until:
                 break
-            self._take_in()
+            self._take_in_news()
             if self.at > until or not self.running:
                 continue
             wanted = self._steps_to_go()
+            # Whole steps only: the one that would end after until is taken at a later call, from the same boundary.
             taken = min(wanted, self.curve.steps_by(until, self.at, self.running, self.context))
             self._decode(taken)
-            self._collect(happened)
+            self._hand_over(events)
             if taken < wanted:
                 break
         while self._adopting and self._adopting[0].at <= until:
-            happened.append(self._adopting.popleft())
-        return happened
+            events.append(self._adopting.popleft())
+        return events
 
     def next_wake(self) -> float | None:
         """When to advance next: something may be handed over then, or a boundary takes in what was told."""
@@ -143,27 +164,28 @@ class EmulatedBatch(Generic[V]):
 
     def _next_news(self) -> float | None:
         """When the first thing was told that a boundary has yet to take in."""
-        order = self._orders[0].at if self._orders else None
+        change = self._changes[0].at if self._changes else None
         if not self._waiting or self.running >= self.slots:
-            return order
+            return change
         arrival = self._waiting[0].arrived_at
-        return arrival if order is None else min(order, arrival)
+        return arrival if change is None else min(change, arrival)
 
-    def _take_in(self) -> None:
+    def _take_in_news(self) -> None:
         while (news := self._next_news()) is not None and news <= self.at:
-            self.at += self._obeyed_s() + self._admitted_s()
+            self.at += self._take_changes_s() + self._admit_s()
 
-    def _obeyed_s(self) -> float:
+    def _take_changes_s(self) -> float:
         stall = 0.0
-        while self._orders and self._orders[0].at <= self.at:
-            order = self._orders.popleft()
-            if isinstance(order, _Abort):
-                self._release(order.sequence)
+        while self._changes and self._changes[0].at <= self.at:
+            change = self._changes.popleft()
+            if isinstance(change, _Abort):
+                self._release(change.sequence)
                 continue
             stall += self.curve.settings.adopt_s
+            # Running completions go on with their cache: only tokens of the steps to come are of this version.
             self._since.append(self.steps)
-            self._versions.append(order.version)
-            self._adopting.append(WeightsAdopted(order.version, self.at + stall))
+            self._versions.append(change.version)
+            self._adopting.append(WeightsAdopted(change.version, self.at + stall))
         return stall
 
     def _release(self, sequence: EmulatedSequence) -> None:
@@ -174,28 +196,30 @@ class EmulatedBatch(Generic[V]):
             self._waiting.remove(sequence)
         else:
             self.running -= 1
+            # What it holds in the cache: its prompt, and one token for each step since it came in.
             self.context -= sequence.prompt_tokens + self.steps - sequence.first_step
 
-    def _admitted_s(self) -> float:
+    def _admit_s(self) -> float:
         stall = 0.0
         while self.running < self.slots and self._waiting and self._waiting[0].arrived_at <= self.at:
             sequence = self._waiting.popleft()
             sequence.first_step = self.steps
             self.running += 1
             self.context += sequence.prompt_tokens
-            self._expect(sequence)
+            self._schedule(sequence)
             stall += sequence.prompt_tokens * self.curve.settings.prefill_s_per_token
         return stall
 
-    def _expect(self, sequence: EmulatedSequence) -> None:
+    def _schedule(self, sequence: EmulatedSequence) -> None:
         assert sequence.first_step is not None
         chunk = self.curve.settings.chunk_tokens or sequence.length
         due = sequence.first_step + min(sequence.length, sequence.handed + chunk)
-        self._admitted += 1
-        heapq.heappush(self._due, (due, self._admitted, sequence))
+        self._entries += 1
+        heapq.heappush(self._due, (due, self._entries, sequence))
 
     def _steps_to_go(self) -> int:
         """Decode steps until somebody is due, or until the boundary that takes in what was told meanwhile."""
+        # Never 0: a step under way is finished before the boundary behind it takes anything in.
         steps = self._due[0][0] - self.steps
         if (news := self._next_news()) is not None:
             steps = min(steps, max(1, self.curve.steps_until(news, self.at, self.running, self.context)))
@@ -206,20 +230,20 @@ class EmulatedBatch(Generic[V]):
         self.steps += steps
         self.context += self.running * steps
 
-    def _collect(self, happened: list[TokensSampled[V] | WeightsAdopted[V]]) -> None:
+    def _hand_over(self, events: list[TokensSampled[V] | WeightsAdopted[V]]) -> None:
         while self._due and self._due[0][0] <= self.steps:
             sequence = heapq.heappop(self._due)[2]
             if sequence.is_gone:
                 continue
-            parts = self._parts(sequence)
+            parts = self._new_tokens(sequence)
             is_over = sequence.handed == sequence.length
-            happened.append(TokensSampled(sequence, self.at, parts, is_over))
+            events.append(TokensSampled(sequence, self.at, parts, is_over))
             if is_over:
                 self._release(sequence)
             else:
-                self._expect(sequence)
+                self._schedule(sequence)
 
-    def _parts(self, sequence: EmulatedSequence) -> tuple[tuple[V, int], ...]:
+    def _new_tokens(self, sequence: EmulatedSequence) -> tuple[tuple[V, int], ...]:
         """Tokens not handed over yet, by version."""
         assert sequence.first_step is not None
         start = sequence.first_step + sequence.handed
@@ -232,15 +256,6 @@ class EmulatedBatch(Generic[V]):
                 parts.append((version, end - start))
                 start = end
         return tuple(parts)
-
-
-log = structlog.get_logger()
-
-FILLER_ID = 1
-FILLER_LOGPROB = -1.0
-SHORTEST_SLEEP_S = 0.0005
-"""Timers of the event loop may ring up to this much early."""
-_UNPUBLISHED = PolicyVersion(0, 0)
 
 
 @dataclass(frozen=True)
@@ -310,11 +325,11 @@ class EmulatedEngine:
             EngineError: the engine is closed, or the prompt does not fit ``max_model_len``.
             DataError: the length trace has no length for it.
         """
-        timeline, clock = self._started()
+        batch, clock = self._started()
         length, reason = self._length(request)
         sequence, reply = EmulatedSequence(len(request.prompt_token_ids), length), _Reply(reason)
         self._replies[sequence] = reply
-        timeline.arrive(sequence, clock.now())
+        batch.arrive(sequence, clock.now())
         self._wake_at(None)
         try:
             while sequence in self._replies or not reply.mailbox.empty():
@@ -324,7 +339,7 @@ class EmulatedEngine:
                 yield delta
         finally:
             if self._replies.pop(sequence, None) is not None and self._running is not None:
-                timeline.drop(sequence, clock.now())
+                batch.abort(sequence, clock.now())
                 self._wake_at(None)
 
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
@@ -336,10 +351,10 @@ class EmulatedEngine:
         """
         if not await asyncio.to_thread(_has_weights, directory):
             raise WeightsError(f"expected a .safetensors file for {version} in {directory}, got none")
-        timeline, clock = self._started()
+        batch, clock = self._started()
         adopted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._adopting.setdefault(version, []).append(adopted)
-        timeline.adopt(version, clock.now())
+        batch.adopt(version, clock.now())
         self._wake_at(None)
         await adopted
 
@@ -366,23 +381,23 @@ class EmulatedEngine:
         return (length, FinishReason.STOP) if length <= limit else (limit, FinishReason.LENGTH)
 
     def _wake_at(self, at: float | None) -> None:
-        """Turn at an emulated moment, or as soon as everybody has spoken who speaks in this turn of the loop."""
+        """Advance at an emulated moment, or (None) once all callbacks of this turn of the event loop have run."""
         if self._timer is not None:
             self._timer.cancel()
         loop = asyncio.get_running_loop()
         if at is None:
-            self._timer = loop.call_soon(self._turn)
+            self._timer = loop.call_soon(self._advance)
         else:
             _, clock = self._started()
-            self._timer = loop.call_later(max(SHORTEST_SLEEP_S, clock.wall_s_until(at)), self._turn)
+            self._timer = loop.call_later(max(SHORTEST_SLEEP_S, clock.wall_s_until(at)), self._advance)
 
-    def _turn(self) -> None:
+    def _advance(self) -> None:
         self._timer = None
         if self._running is None:
             return
-        timeline, clock = self._running
+        batch, clock = self._running
         try:
-            for event in timeline.advance(clock.now()):
+            for event in batch.advance(clock.now()):
                 if isinstance(event, WeightsAdopted):
                     self._settle(event)
                 else:
@@ -391,7 +406,7 @@ class EmulatedEngine:
             log.exception("emulation failed", running=len(self._replies))
             self._end(f"expected decode steps, got {type(error).__name__}: {error}")
             return
-        if (wake := timeline.next_wake()) is not None:
+        if (wake := batch.next_wake()) is not None:
             self._wake_at(wake)
 
     def _settle(self, adopted: WeightsAdopted[PolicyVersion]) -> None:
@@ -399,15 +414,15 @@ class EmulatedEngine:
             if not waiting.done():
                 waiting.set_result(None)
 
-    def _hand_over(self, grown: TokensSampled[PolicyVersion]) -> None:
-        reply = self._replies.get(grown.sequence)
+    def _hand_over(self, sampled: TokensSampled[PolicyVersion]) -> None:
+        reply = self._replies.get(sampled.sequence)
         if reply is None:
             return
-        for number, (version, tokens) in enumerate(grown.parts, start=1):
-            is_last = grown.is_over and number == len(grown.parts)
+        for number, (version, tokens) in enumerate(sampled.parts, start=1):
+            is_last = sampled.is_over and number == len(sampled.parts)
             reply.mailbox.put_nowait(self._delta(version, tokens, reply.finish_reason if is_last else None))
-        if grown.is_over:
-            del self._replies[grown.sequence]
+        if sampled.is_over:
+            del self._replies[sampled.sequence]
 
     def _delta(self, version: PolicyVersion, tokens: int, reason: FinishReason | None) -> TokenDelta:
         if len(self._filler) < tokens:
@@ -430,11 +445,6 @@ class EmulatedEngine:
 
 def _has_weights(directory: Path) -> bool:
     return any(directory.glob("*.safetensors"))
-
-
-# What stands in for a tokenizer and for rewards where there is no model: filler ids, and a constant.
-
-REWARD = 1.0
 
 
 class FillerTokenizer:

@@ -1,7 +1,15 @@
-"""Key-value cache of a batch whose rows have different lengths: row r holds the tokens of one completion from 0 on.
+"""The transformers decoder: completions in slots, one decode step for all, refilled as they end.
 
-Knows nothing of requests. Rows in use are always the first ones, so that attention reads nothing else; unused memory
-is zero, never uninitialised, because masked positions are still multiplied.
+``SlotDecoder`` schedules: which completion has which row, and when waiting ones are prefilled. ``SlotModel`` runs the
+model over a ``SlotCache``, whose rows have different lengths, and ``RowSampler`` draws a token for each row.
+
+Only the prompt's prefix is prefilled; its last token goes through the first decode step, so that there is one place
+where tokens are sampled. Samples of one prompt that start together share one prefill. A prefill costs about half a
+decode step however small it is, so freed slots are refilled once they have idled for as much as that.
+
+Invariants:
+- logprobs_are_of_the_distribution_sampled_from (temperature, then top-k, then top-p, renormalised);
+- a_model_whose_attention_is_not_standard_is_refused: its slot decoding is compared with a plain forward pass at load.
 """
 
 import math
@@ -23,357 +31,21 @@ from producers.generation.settings import GenerationSettings
 from schemas.errors import EngineError, ModelError
 from schemas.trajectories import FinishReason, SamplingParams
 
-_SMALLEST = 64
-
-
-class WritePositions:
-    """Where the next decode step writes, shared by all layers: position p of row r for each of n rows."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.longest = 0
-        self.room = (0, 0)
-        self._positions = torch.empty(0)
-        self._flat: dict[tuple[int, int], torch.Tensor] = {}
-
-    def set(self, positions: torch.Tensor, longest: int) -> None:
-        """The tokens of the next step stand at these positions (n); the last of them is ``longest - 1``."""
-        self._positions, self.rows, self.longest = positions, len(positions), longest
-        self._flat.clear()
-
-    def flat(self, heads: int, capacity: int) -> torch.Tensor:
-        """Indices (n × heads) of those positions in a cache flattened to (rows × heads × capacity)."""
-        key = (heads, capacity)
-        if key not in self._flat:
-            lines = torch.arange(self.rows * heads, device=self._positions.device) * capacity
-            self._flat[key] = lines + self._positions.repeat_interleave(heads)
-        return self._flat[key]
-
-
-class SlotLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Keys and values of one layer, each (rows, heads, capacity, head size)."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def __init__(self, place: WritePositions) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.place = place
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate for the room that was reserved, with the shapes of the model's own states."""
-        rows, capacity = self.place.room
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one token of each row; returns all rows in use, up to the longest."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self._write(self.keys, key_states)
-        self._write(self.values, value_states)
-        rows, longest = self.place.rows, self.place.longest
-        return self.keys[:rows, :, :longest], self.values[:rows, :, :longest]
-
-    def resize(self, rows: int, length: int) -> None:
-        """Move to the reserved room; the first rows × length are kept."""
-        if not self.is_initialized:
-            return
-        old_keys, old_values = self.keys, self.values
-        self.lazy_initialization(old_keys, old_values)
-        self.keys[:rows, :, :length] = old_keys[:rows, :, :length]
-        self.values[:rows, :, :length] = old_values[:rows, :, :length]
-
-    def fill(self, first: int, last: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Start rows first..last-1 with the same keys and values (heads, length, head size)."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys.unsqueeze(0), values.unsqueeze(0))
-        self.keys[first:last, :, : keys.shape[1]] = keys
-        self.values[first:last, :, : values.shape[1]] = values
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy one row over another."""
-        if self.is_initialized:
-            self.keys[target, :, :length] = self.keys[source, :, :length]
-            self.values[target, :, :length] = self.values[source, :, :length]
-
-    def _write(self, cache: torch.Tensor, states: torch.Tensor) -> None:
-        _, heads, capacity, size = cache.shape
-        flat = self.place.flat(heads, capacity)
-        cache.view(-1, size).index_copy_(0, flat, states.reshape(-1, size))
-
-
-class SlotCache(Cache):
-    """The cache that is passed to the model as ``past_key_values`` at every decode step."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.place = WritePositions()
-        self._slots = [SlotLayer(self.place) for _ in range(num_layers)]
-        super().__init__(layers=list(self._slots))
-
-    def reserve(self, rows: int, length: int, used_rows: int, used_length: int) -> None:
-        """Make room for rows × length; grows by doubling, shrinks when a quarter would do."""
-        room = (_room(rows, self.place.room[0], 1), _room(length, self.place.room[1], _SMALLEST))
-        if room != self.place.room:
-            self.place.room = room
-            for layer in self._slots:
-                layer.resize(used_rows, used_length)
-
-    def fill(self, first: int, last: int, prefilled: Cache, index: int, length: int) -> None:
-        """Start rows first..last-1 from row ``index`` of a prefilled cache, of which ``length`` tokens are real."""
-        for layer, source in zip(self._slots, prefilled.layers, strict=True):
-            if not isinstance(source, DynamicLayer) or source.keys is None or source.values is None:
-                raise TypeError(f"a {type(source).__name__} cache layer")
-            layer.fill(first, last, source.keys[index, :, :length], source.values[index, :, :length])
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy one row over another in all layers."""
-        for layer in self._slots:
-            layer.move(source, target, length)
-
-    def release(self) -> None:
-        """Give all memory back."""
-        self.place.room = (0, 0)
-        for layer in self._slots:
-            layer.keys = layer.values = torch.empty(0)
-            layer.is_initialized = False
-
-
-def _room(needed: int, current: int, smallest: int) -> int:
-    if needed > current:
-        return max(needed, 2 * current, smallest)
-    if current > max(4 * needed, smallest):
-        return max(2 * needed, smallest)
-    return current
-
-
-# Draws one token per row from logits, all rows at once; knows neither models nor requests. A row's random numbers
-# depend on its seed and on how many it has drawn, never on the other rows. Invariant:
-# logprobs_are_of_the_distribution_sampled_from (temperature, then top-k, then top-p, renormalised).
-
 GREEDY_BELOW = 1e-5
 """Temperatures below this take the most likely token; its log-probability is then that at temperature 1."""
-
-_WEYL = np.uint64(0x9E3779B97F4A7C15)
 _ALL_MASS = 2.0
 """A top-p that no cumulative probability reaches, rounding included."""
-
-
-def uniforms(seeds: npt.NDArray[np.uint64], drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Number ``drawn`` of each seed's stream, in [0, 1 - 2^-48] (splitmix64; Steele, Lea and Flood, 2014)."""
-    with np.errstate(over="ignore"):
-        mixed = _mix(_mix(seeds * _WEYL) + (drawn + np.uint64(1)) * _WEYL)
-    return (mixed >> np.uint64(16)).astype(np.float64) * 2.0**-48
-
-
-def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
-
-
-@dataclass(slots=True)
-class RowSampler:
-    """Sampling parameters of n rows as columns of shape (n, 1); ``None`` where no row asks for it."""
-
-    temperature: torch.Tensor | None
-    greedy: torch.Tensor | None
-    top_k: torch.Tensor | None
-    top_p: torch.Tensor | None
-    seeds: npt.NDArray[np.uint64]
-    drawn: npt.NDArray[np.uint64]
-
-    @classmethod
-    def of(
-        cls, params: Sequence[SamplingParams], seeds: Sequence[int], drawn: Sequence[int], device: torch.device
-    ) -> "RowSampler":
-        """Columns of these rows: parameters, seed (any integer) and numbers drawn so far."""
-        greedy = [row.temperature < GREEDY_BELOW for row in params]
-        heat = [1.0 if cold else row.temperature for row, cold in zip(params, greedy, strict=True)]
-
-        def column(values: Sequence[float | bool], wanted: bool) -> torch.Tensor | None:
-            return torch.tensor(values, device=device).unsqueeze(1) if wanted else None
-
-        return cls(
-            temperature=column(heat, any(value != 1.0 for value in heat)),
-            greedy=column(greedy, any(greedy)),
-            top_k=column([row.top_k or 1 << 30 for row in params], any(row.top_k for row in params)),
-            top_p=column(
-                [row.top_p if row.top_p < 1.0 else _ALL_MASS for row in params], any(row.top_p < 1.0 for row in params)
-            ),
-            seeds=np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64),
-            drawn=np.array(drawn, dtype=np.uint64),
-        )
-
-    def sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token per row of logits (n, vocabulary).
-
-        Returns:
-            Token ids, int64 (n), and their log-probabilities in nats, float32 (n).
-        """
-        scaled = logits.float() if self.temperature is None else logits.float() / self.temperature
-        if self.top_k is not None or self.top_p is not None:
-            scaled = self._restrict(scaled)
-        logprobs = torch.log_softmax(scaled, dim=-1)
-        choice = self._draw(logprobs)
-        if self.greedy is not None:
-            choice = torch.where(self.greedy, logprobs.argmax(dim=-1, keepdim=True), choice)
-        return choice.squeeze(1), logprobs.gather(1, choice).squeeze(1)
-
-    def _draw(self, logprobs: torch.Tensor) -> torch.Tensor:
-        points = torch.from_numpy(uniforms(self.seeds, self.drawn)).to(logprobs.device).unsqueeze(1)
-        self.drawn += np.uint64(1)
-        mass = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-        return torch.searchsorted(mass, points * mass[:, -1:], right=True)
-
-    def _restrict(self, scaled: torch.Tensor) -> torch.Tensor:
-        ordered, tokens = scaled.sort(dim=-1, descending=True)
-        if self.top_k is not None:
-            ranks = torch.arange(ordered.shape[1], device=ordered.device)
-            ordered = ordered.masked_fill(ranks >= self.top_k, -torch.inf)
-        if self.top_p is not None:
-            probabilities = ordered.softmax(dim=-1)
-            mass_before = probabilities.cumsum(dim=-1) - probabilities
-            ordered = ordered.masked_fill(mass_before >= self.top_p, -torch.inf)
-        return torch.empty_like(scaled).scatter_(1, tokens, ordered)
-
-
-# A causal language model with a slot cache: prefill, decode, weights in place. Knows nothing of requests or sampling.
-# Invariant: a_model_whose_attention_is_not_standard_is_refused (its slot decoding is compared with a plain forward
-# pass at load).
-
-
-class SlotModel:
-    """Model and cache on one device."""
-
-    def __init__(self, model_path: str, facts: ModelFacts, settings: GenerationSettings) -> None:
-        self.device = _device(settings.device)
-        dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
-        except Exception as error:
-            raise ModelError(
-                f"expected loadable weights at {model_path}, got: {one_line(error)}; "
-                f"set the model to a complete model directory"
-            ) from error
-        self._model = model.to(self.device).eval().requires_grad_(False)
-        self._lowest = torch.finfo(self._model.dtype).min
-        self.cache = SlotCache(facts.config.get_text_config().num_hidden_layers)
-        self._indices = torch.arange(1, device=self.device)
-        check_reach(model_path, facts)
-        self._check_attention(model_path, facts)
-
-    def prefill(self, prefixes: Sequence[Sequence[int]], rows: Sequence[range]) -> None:
-        """Run prompt prefixes, each once, and start its rows of the cache from it. Room must have been reserved."""
-        longest = max(len(prefix) for prefix in prefixes)
-        padded = torch.tensor([[*prefix, *[0] * (longest - len(prefix))] for prefix in prefixes], device=self.device)
-        prefilled = DynamicCache(config=self._model.config)
-        positions = torch.arange(longest, device=self.device).unsqueeze(0)
-        self._model(
-            input_ids=padded, position_ids=positions, past_key_values=prefilled, use_cache=True, logits_to_keep=1
-        )
-        for index, (prefix, span) in enumerate(zip(prefixes, rows, strict=True)):
-            self.cache.fill(span.start, span.stop, prefilled, index, len(prefix))
-
-    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
-        """Feed one token per row.
-
-        Args:
-            tokens: int64 (n), the token of rows 0..n-1.
-            positions: int64 (n), where they stand.
-            longest: the largest position plus one.
-
-        Returns:
-            Logits (n, vocabulary).
-        """
-        self.cache.place.set(positions, longest)
-        if len(self._indices) < longest:
-            self._indices = torch.arange(2 * longest, device=self.device)
-        column = positions.unsqueeze(1)
-        hidden = self._indices[:longest] > column
-        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self.device).masked_fill_(hidden, self._lowest)
-        output = self._model(
-            input_ids=tokens.unsqueeze(1),
-            attention_mask=mask[:, None, None, :],
-            position_ids=column,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
-
-    def adopt(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy checked weights over the model's, tensor by tensor."""
-        present = self._model.state_dict()
-        with torch.no_grad():
-            for name, tensor in weights.items():
-                present[name].copy_(tensor)
-
-    @torch.inference_mode()
-    def _check_attention(self, model_path: str, facts: ModelFacts) -> None:
-        length = min(6, facts.max_length)
-        prompts = torch.arange(2 * length, device=self.device).remainder(facts.vocab_size).view(2, length)
-        lengths = (length, length - 1)
-        try:
-            expected = self._model(input_ids=prompts).logits.float().log_softmax(-1)
-            self.cache.reserve(2, length, 0, 0)
-            self.prefill(
-                [row[: end - 1].tolist() for row, end in zip(prompts, lengths, strict=True)], (range(1), range(1, 2))
-            )
-            last = torch.tensor(lengths, device=self.device) - 1
-            rows = torch.arange(2, device=self.device)
-            found = self.decode(prompts[rows, last], last, length).float().log_softmax(-1)
-            difference = (found - expected[rows, last]).abs().mean().item()
-        except Exception as error:
-            raise _unsupported(model_path, one_line(error)) from error
-        finally:
-            self.cache.release()
-        if not difference < (1e-3 if self._model.dtype == torch.float32 else 0.1):
-            raise _unsupported(model_path, f"log-probs that differ by {difference:.3g} from a plain forward pass")
-
-
-def check_reach(model_path: str, facts: ModelFacts) -> None:
-    """Raises ModelError for a model some of whose layers do not see the whole context."""
-    text = facts.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention", "sliding_attention"])
-    window = getattr(text, "sliding_window", None)
-    if "sliding_attention" in kinds and window and window < facts.max_length:
-        raise _unsupported(
-            model_path, f"a sliding window of {window} tokens (generation.max_model_len may be lowered to it)"
-        )
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
-        raise _unsupported(model_path, f"layers of kind {', '.join(sorted(unknown))}")
-
-
-def _unsupported(model_path: str, got: str) -> ModelError:
-    return ModelError(
-        f"expected a model with standard causal attention at {model_path}, got {got}; use the vllm engine for it"
-    )
-
-
-def _device(wanted: str) -> torch.device:
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise ModelError("expected a CUDA device (generation.device), got none; set generation.device to auto or cpu")
-    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Tensors of the running rows; rebuilt when rows come or go."""
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    longest: int
-    sampler: RowSampler
+_WEYL = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 over the golden ratio, made odd: splitmix64's increment."""
+_SMALLEST = 64
+"""Fewest positions that are allocated: growing from 1 by doubling would copy six times for nothing."""
 
 
 class SlotDecoder:
-    """A ``Decoder`` over transformers models, on a CPU or CUDA device."""
+    """A ``Decoder`` over transformers models, on a CPU or CUDA device.
+
+    ``_rows[r]`` is the completion in slot r. ``_idle_slots`` sums, over decode steps, the slots that stood empty.
+    """
 
     name = "transformers"
 
@@ -441,6 +113,7 @@ class SlotDecoder:
         batch.positions = batch.positions + 1
         batch.longest += 1
         self._batch = batch
+        # One copy from the device a step; float64 holds every token id exactly.
         sampled, chosen = torch.stack((batch.tokens.double(), logprobs.double())).tolist()
         if not math.isfinite(sum(chosen)):
             raise EngineError("expected finite log-probabilities, got NaN or infinity; check the weights in use")
@@ -464,6 +137,7 @@ class SlotDecoder:
         return advanced
 
     def _vacate(self, ended: Sequence[int]) -> None:
+        """Free these rows, given in ascending order; each is filled by the then last one, so that no gap remains."""
         for row in reversed(ended):
             last = self._rows.pop()
             if row < len(self._rows):
@@ -475,8 +149,10 @@ class SlotDecoder:
             self._model.cache.release()
 
     def _admit(self) -> None:
+        """Prefill waiting completions into free slots, if that pays by now."""
         free = self._settings.max_num_seqs - len(self._rows)
         self._idle_slots += free
+        # A prefill holds all slots up for about half a decode step: it pays once as many slot-steps have been idle.
         if not free or not self._waiting or (self._rows and 2 * self._idle_slots < self._settings.max_num_seqs):
             return
         self._idle_slots = 0
@@ -485,6 +161,7 @@ class SlotDecoder:
         for _ in range(room):
             completion = self._waiting.popleft()
             groups.setdefault(tuple(completion.request.prompt_token_ids[:-1]), []).append(completion)
+        # Samples of one prompt share a prefill: ``groups`` by the prompt less its last token, ``spans`` their rows.
         used = max((completion.position for completion in self._rows), default=0)
         longest = max(used, *(len(prefix) for prefix in groups)) + 1
         self._model.cache.reserve(len(self._rows) + room, longest, len(self._rows), used)
@@ -497,6 +174,7 @@ class SlotDecoder:
         self._batch = None
 
     def _chunks(self, prefixes: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        """Prefixes, shortest first, in batches of at most ``max_num_batched_tokens`` with their padding."""
         chunk: list[tuple[int, ...]] = []
         for prefix in prefixes:
             if chunk and len(prefix) * (len(chunk) + 1) > self._settings.max_num_batched_tokens:
@@ -506,7 +184,7 @@ class SlotDecoder:
         if chunk:
             yield chunk
 
-    def _gather(self) -> _Batch:
+    def _gather(self) -> "_Batch":
         rows, device = self._rows, self._model.device
         positions = [completion.position for completion in rows]
         return _Batch(
@@ -520,3 +198,376 @@ class SlotDecoder:
                 device,
             ),
         )
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Tensors of the running rows; rebuilt when rows come or go."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    longest: int
+    sampler: "RowSampler"
+
+
+class SlotModel:
+    """A causal language model and its slot cache on one device: prefill, decode, weights in place.
+
+    Knows nothing of requests or sampling.
+    """
+
+    def __init__(self, model_path: str, facts: ModelFacts, settings: GenerationSettings) -> None:
+        self.device = _device(settings.device)
+        dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+        except Exception as error:
+            raise ModelError(
+                f"expected loadable weights at {model_path}, got: {one_line(error)}; "
+                f"set the model to a complete model directory"
+            ) from error
+        self._model = model.to(self.device).eval().requires_grad_(False)
+        self._lowest = torch.finfo(self._model.dtype).min
+        self.cache = SlotCache(facts.config.get_text_config().num_hidden_layers)
+        self._indices = torch.arange(1, device=self.device)
+        check_reach(model_path, facts)
+        self._check_attention(model_path, facts)
+
+    def prefill(self, prefixes: Sequence[Sequence[int]], rows: Sequence[range]) -> None:
+        """Run prompt prefixes, each once, and start its rows of the cache from it. Room must have been reserved."""
+        longest = max(len(prefix) for prefix in prefixes)
+        # Right-padded [prompts, longest]: causal attention hides the padding from every real token, so no mask is
+        # needed, and what belongs to the padding is not copied into the cache.
+        padded = torch.tensor([[*prefix, *[0] * (longest - len(prefix))] for prefix in prefixes], device=self.device)
+        prefilled = DynamicCache(config=self._model.config)
+        positions = torch.arange(longest, device=self.device).unsqueeze(0)
+        self._model(
+            input_ids=padded, position_ids=positions, past_key_values=prefilled, use_cache=True, logits_to_keep=1
+        )
+        for index, (prefix, span) in enumerate(zip(prefixes, rows, strict=True)):
+            self.cache.fill(span.start, span.stop, prefilled, index, len(prefix))
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
+        """Feed one token per row.
+
+        Args:
+            tokens: int64 [n], the token of rows 0..n-1.
+            positions: int64 [n], where they stand.
+            longest: the largest position plus one.
+
+        Returns:
+            Logits [n, vocabulary].
+        """
+        self.cache.positions.set(positions, longest)
+        if len(self._indices) < longest:
+            self._indices = torch.arange(2 * longest, device=self.device)
+        # Added to attention's scores [n, heads, 1, longest]: 0 up to a row's own position, the lowest number behind it.
+        column = positions.unsqueeze(1)
+        hidden = self._indices[:longest] > column
+        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self.device).masked_fill_(hidden, self._lowest)
+        output = self._model(
+            input_ids=tokens.unsqueeze(1),
+            attention_mask=mask[:, None, None, :],
+            position_ids=column,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def adopt(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy checked weights over the model's, tensor by tensor."""
+        present = self._model.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                present[name].copy_(tensor)
+
+    @torch.inference_mode()
+    def _check_attention(self, model_path: str, facts: ModelFacts) -> None:
+        """Decode the last tokens of two short prompts, of different lengths, through slots and without them."""
+        length = min(6, facts.max_length)
+        prompts = torch.arange(2 * length, device=self.device).remainder(facts.vocab_size).view(2, length)
+        lengths = (length, length - 1)
+        try:
+            expected = self._model(input_ids=prompts).logits.float().log_softmax(-1)
+            self.cache.reserve(2, length, 0, 0)
+            self.prefill(
+                [row[: end - 1].tolist() for row, end in zip(prompts, lengths, strict=True)], (range(1), range(1, 2))
+            )
+            last = torch.tensor(lengths, device=self.device) - 1
+            rows = torch.arange(2, device=self.device)
+            found = self.decode(prompts[rows, last], last, length).float().log_softmax(-1)
+            difference = (found - expected[rows, last]).abs().mean().item()
+        except Exception as error:
+            raise _unsupported(model_path, one_line(error)) from error
+        finally:
+            self.cache.release()
+        # Nats, averaged over the vocabulary: what rounding may do, in float32 and in half precision.
+        if not difference < (1e-3 if self._model.dtype == torch.float32 else 0.1):
+            raise _unsupported(model_path, f"log-probs that differ by {difference:.3g} from a plain forward pass")
+
+
+def check_reach(model_path: str, facts: ModelFacts) -> None:
+    """Refuse a model some of whose layers do not see the whole context.
+
+    Raises:
+        ModelError: it has a sliding window shorter than the context, or layers without attention.
+    """
+    text = facts.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention", "sliding_attention"])
+    window = getattr(text, "sliding_window", None)
+    if "sliding_attention" in kinds and window and window < facts.max_length:
+        raise _unsupported(
+            model_path, f"a sliding window of {window} tokens (generation.max_model_len may be lowered to it)"
+        )
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        raise _unsupported(model_path, f"layers of kind {', '.join(sorted(unknown))}")
+
+
+def _unsupported(model_path: str, got: str) -> ModelError:
+    return ModelError(
+        f"expected a model with standard causal attention at {model_path}, got {got}; use the vllm engine for it"
+    )
+
+
+def _device(wanted: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ModelError("expected a CUDA device (generation.device), got none; set generation.device to auto or cpu")
+    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+
+
+class SlotCache(Cache):
+    """Key-value cache of a batch whose rows have different lengths: row r holds one completion's tokens from 0 on.
+
+    It is passed to the model as ``past_key_values`` at every decode step. Rows in use are always the first ones, so
+    that attention reads nothing else; unused memory is zero, never uninitialised, because masked positions are still
+    multiplied, and zero times NaN is NaN.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.positions = WritePositions()
+        self._slots = [SlotLayer(self.positions) for _ in range(num_layers)]
+        super().__init__(layers=list(self._slots))
+
+    def reserve(self, rows: int, length: int, used_rows: int, used_length: int) -> None:
+        """Make room for rows × length; grows by doubling, shrinks when a quarter would do."""
+        room = (_room(rows, self.positions.room[0], 1), _room(length, self.positions.room[1], _SMALLEST))
+        if room != self.positions.room:
+            self.positions.room = room
+            for layer in self._slots:
+                layer.resize(used_rows, used_length)
+
+    def fill(self, first: int, last: int, prefilled: Cache, index: int, length: int) -> None:
+        """Start rows first..last-1 from row ``index`` of a prefilled cache, of which ``length`` tokens are real."""
+        for layer, source in zip(self._slots, prefilled.layers, strict=True):
+            if not isinstance(source, DynamicLayer) or source.keys is None or source.values is None:
+                raise TypeError(f"a {type(source).__name__} cache layer")
+            layer.fill(first, last, source.keys[index, :, :length], source.values[index, :, :length])
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy one row over another in all layers."""
+        for layer in self._slots:
+            layer.move(source, target, length)
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self.positions.room = (0, 0)
+        for layer in self._slots:
+            layer.keys = layer.values = torch.empty(0)
+            layer.is_initialized = False
+
+
+class SlotLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer, each [rows, heads, capacity, head size]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, positions: "WritePositions") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.positions = positions
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate for the room that was reserved, with the shapes of the model's own states."""
+        rows, capacity = self.positions.room
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one token of each row; what attention reads: all rows in use, up to the longest.
+
+        The states are [rows, heads, 1, head size]; returned are views of the cache, [rows, heads, longest, head size].
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._write(self.keys, key_states)
+        self._write(self.values, value_states)
+        rows, longest = self.positions.rows, self.positions.longest
+        return self.keys[:rows, :, :longest], self.values[:rows, :, :longest]
+
+    def resize(self, rows: int, length: int) -> None:
+        """Move to the reserved room; the first rows × length are kept."""
+        if not self.is_initialized:
+            return
+        old_keys, old_values = self.keys, self.values
+        self.lazy_initialization(old_keys, old_values)
+        self.keys[:rows, :, :length] = old_keys[:rows, :, :length]
+        self.values[:rows, :, :length] = old_values[:rows, :, :length]
+
+    def fill(self, first: int, last: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Start rows first..last-1 with the same keys and values [heads, length, head size]."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys.unsqueeze(0), values.unsqueeze(0))
+        self.keys[first:last, :, : keys.shape[1]] = keys
+        self.values[first:last, :, : values.shape[1]] = values
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy one row over another."""
+        if self.is_initialized:
+            self.keys[target, :, :length] = self.keys[source, :, :length]
+            self.values[target, :, :length] = self.values[source, :, :length]
+
+    def _write(self, cache: torch.Tensor, states: torch.Tensor) -> None:
+        # One scatter over a flat view [rows * heads * capacity, head size]: a row writes at a position of its own.
+        _, heads, capacity, size = cache.shape
+        flat = self.positions.flat(heads, capacity)
+        cache.view(-1, size).index_copy_(0, flat, states.reshape(-1, size))
+
+
+class WritePositions:
+    """Where the next decode step writes, shared by all layers: position p of row r for each of n rows.
+
+    ``rows`` and ``longest``: what is in use, rows × positions. ``room``: what is allocated, rows × positions.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.longest = 0
+        self.room = (0, 0)
+        self._positions = torch.empty(0)
+        self._flat: dict[tuple[int, int], torch.Tensor] = {}
+
+    def set(self, positions: torch.Tensor, longest: int) -> None:
+        """The tokens of the next step stand at these positions (n); the last of them is ``longest - 1``."""
+        self._positions, self.rows, self.longest = positions, len(positions), longest
+        self._flat.clear()
+
+    def flat(self, heads: int, capacity: int) -> torch.Tensor:
+        """Indices (n × heads) of those positions in a cache flattened to (rows × heads × capacity)."""
+        # Position p of head h of row r lies at line (r * heads + h) * capacity + p. Layers may differ in their number
+        # of heads; all layers of one number share the indices of a step.
+        key = (heads, capacity)
+        if key not in self._flat:
+            first = torch.arange(self.rows * heads, device=self._positions.device) * capacity
+            self._flat[key] = first + self._positions.repeat_interleave(heads)
+        return self._flat[key]
+
+
+def _room(needed: int, current: int, smallest: int) -> int:
+    """Growth doubles, so that its copies cost each token a constant; shrinking waits for a quarter, not to swing."""
+    if needed > current:
+        return max(needed, 2 * current, smallest)
+    if current > max(4 * needed, smallest):
+        return max(2 * needed, smallest)
+    return current
+
+
+@dataclass(slots=True)
+class RowSampler:
+    """Draws one token per row from logits, all rows at once.
+
+    Sampling parameters of n rows are columns [n, 1], ``None`` where no row asks for one; ``seeds`` and ``drawn`` are
+    [n]. A row's random numbers depend on its seed and on how many it has drawn, never on the other rows.
+    """
+
+    temperature: torch.Tensor | None
+    greedy: torch.Tensor | None
+    top_k: torch.Tensor | None
+    top_p: torch.Tensor | None
+    seeds: npt.NDArray[np.uint64]
+    drawn: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], seeds: Sequence[int], drawn: Sequence[int], device: torch.device
+    ) -> "RowSampler":
+        """Columns of these rows: parameters, seed (any integer) and numbers drawn so far."""
+        greedy = [row.temperature < GREEDY_BELOW for row in params]
+        heat = [1.0 if cold else row.temperature for row, cold in zip(params, greedy, strict=True)]
+
+        def column(values: Sequence[float | bool], wanted: bool) -> torch.Tensor | None:
+            return torch.tensor(values, device=device).unsqueeze(1) if wanted else None
+
+        return cls(
+            temperature=column(heat, any(value != 1.0 for value in heat)),
+            greedy=column(greedy, any(greedy)),
+            top_k=column([row.top_k or 1 << 30 for row in params], any(row.top_k for row in params)),
+            top_p=column(
+                [row.top_p if row.top_p < 1.0 else _ALL_MASS for row in params], any(row.top_p < 1.0 for row in params)
+            ),
+            seeds=np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64),
+            drawn=np.array(drawn, dtype=np.uint64),
+        )
+
+    def sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token per row of logits [n, vocabulary].
+
+        Returns:
+            Token ids, int64 [n], and their log-probabilities in nats, float32 [n].
+        """
+        scaled = logits.float() if self.temperature is None else logits.float() / self.temperature
+        if self.top_k is not None or self.top_p is not None:
+            scaled = self._restrict(scaled)
+        logprobs = torch.log_softmax(scaled, dim=-1)
+        choice = self._draw(logprobs)
+        if self.greedy is not None:
+            choice = torch.where(self.greedy, logprobs.argmax(dim=-1, keepdim=True), choice)
+        return choice.squeeze(1), logprobs.gather(1, choice).squeeze(1)
+
+    def _draw(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """Inverse of the distribution function: the first token up to which the probabilities sum to more than u.
+
+        u is scaled by the last sum, which rounding leaves beside 1; so no u lies beyond the last token.
+        """
+        points = torch.from_numpy(uniforms(self.seeds, self.drawn)).to(logprobs.device).unsqueeze(1)
+        self.drawn += np.uint64(1)
+        mass = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+        return torch.searchsorted(mass, points * mass[:, -1:], right=True)
+
+    def _restrict(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocabulary] with minus infinity where top-k or top-p leave a token out.
+
+        Top-p keeps a token if the probabilities of all more likely ones, after top-k, sum to less than p: so the most
+        likely token always stays, as in vLLM and transformers.
+        """
+        ordered, tokens = scaled.sort(dim=-1, descending=True)
+        if self.top_k is not None:
+            ranks = torch.arange(ordered.shape[1], device=ordered.device)
+            ordered = ordered.masked_fill(ranks >= self.top_k, -torch.inf)
+        if self.top_p is not None:
+            probabilities = ordered.softmax(dim=-1)
+            mass_before = probabilities.cumsum(dim=-1) - probabilities
+            ordered = ordered.masked_fill(mass_before >= self.top_p, -torch.inf)
+        return torch.empty_like(scaled).scatter_(1, tokens, ordered)
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Number ``drawn`` of each seed's stream, in [0, 1 - 2^-48], float64 [n].
+
+    The stream is counted, not stepped: number k of seed s is mix(mix(s * g) + (k + 1) * g) with splitmix64's finaliser
+    and its increment g (Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195).
+    """
+    with np.errstate(over="ignore"):
+        mixed = _mix(_mix(seeds * _WEYL) + (drawn + np.uint64(1)) * _WEYL)
+    return (mixed >> np.uint64(16)).astype(np.float64) * 2.0**-48
+
+
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))

@@ -26,113 +26,10 @@ log = structlog.get_logger()
 
 WeightsT = TypeVar("WeightsT")
 
-
-class ActiveCompletion:
-    """A completion that grows: the request, and the tokens that were not handed over yet.
-
-    ``limit`` is the most tokens it may have; ``seed`` drives its random numbers; ``mailbox`` belongs to the event loop.
-    """
-
-    __slots__ = (
-        "finish_reason",
-        "generated",
-        "last_token",
-        "limit",
-        "logprobs",
-        "mailbox",
-        "request",
-        "seed",
-        "tokens",
-    )
-
-    def __init__(self, request: GenerationRequest, limit: int, seed: int) -> None:
-        self.request = request
-        self.limit = limit
-        self.seed = seed
-        self.mailbox: asyncio.Queue[TokenDelta | EngineError] = asyncio.Queue()
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.last_token = request.prompt_token_ids[-1]
-        self.generated = 0
-        self.finish_reason: FinishReason | None = None
-
-    @property
-    def position(self) -> int:
-        """Where the token that is fed next stands, counted from the prompt's first token."""
-        return len(self.request.prompt_token_ids) + self.generated - 1
-
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add sampled tokens with their log-probabilities in nats."""
-        self.tokens.extend(tokens)
-        self.logprobs.extend(logprobs)
-        self.generated += len(tokens)
-        if tokens:
-            self.last_token = tokens[-1]
-
-    def take(self, version: PolicyVersion) -> TokenDelta:
-        """What was gathered since the last call, all of it sampled by one version."""
-        delta = TokenDelta(self.tokens, self.logprobs, version, self.finish_reason)
-        self.tokens, self.logprobs = [], []
-        return delta
-
-
-class Decoder(Protocol[WeightsT]):
-    """All methods but ``read_weights`` are called from one thread only."""
-
-    name: str
-
-    @property
-    def busy(self) -> bool:
-        """Whether a step has anything to do."""
-        ...
-
-    def load(self) -> ModelFacts:
-        """Load the model.
-
-        Raises:
-            ModelError: it cannot be loaded.
-        """
-        ...
-
-    def add(self, completion: ActiveCompletion) -> None:
-        """Queue a completion; it starts, in order of arrival, as soon as there is room."""
-        ...
-
-    def drop(self, completion: ActiveCompletion) -> None:
-        """Forget a completion, running or queued; unknown ones are ignored."""
-        ...
-
-    def step(self) -> Iterable[ActiveCompletion]:
-        """Sample once; returns the completions that grew or ended. Ended ones have been forgotten already.
-
-        Raises:
-            Exception: whatever the library raises; ``clear`` is called next.
-        """
-        ...
-
-    def clear(self) -> None:
-        """Forget every completion."""
-        ...
-
-    def read_weights(self, directory: Path) -> WeightsT:
-        """Check and read a directory of weights; called from any thread.
-
-        Raises:
-            WeightsError: they are unreadable or do not fit the model.
-        """
-        ...
-
-    def adopt(self, weights: WeightsT) -> None:
-        """Put checked weights in place; key-value caches stay."""
-        ...
-
-    def close(self) -> None:
-        """Release everything."""
-        ...
-
-
 _JOIN_S = 30.0
+"""A thread that is in the middle of a decode step, or of taking weights, is waited for this long."""
 _UNPUBLISHED = PolicyVersion(0, 0)
+"""Of the weights a model is loaded with; trainers count lineages from 1."""
 
 
 class ThreadedEngine:
@@ -144,7 +41,7 @@ class ThreadedEngine:
 
     def __init__(
         self,
-        decoder: Decoder[Any],
+        decoder: "Decoder[Any]",
         max_num_seqs: int,
         chunk_tokens: int = 32,
         version: PolicyVersion = _UNPUBLISHED,
@@ -253,7 +150,8 @@ class ThreadedEngine:
         seed = request.sampling.seed
         return secrets.randbits(63) if seed is None else seed
 
-    # What follows runs in the engine's thread, but for _deliver.
+    # What follows runs in the engine's thread, but for _deliver. It needs no lock: the two sides share nothing but
+    # the queue of commands, _closed (under _gate, so that none is queued behind the last look) and the mailboxes.
 
     def _work(self, loaded: "asyncio.Future[ModelFacts]") -> None:
         try:
@@ -264,7 +162,7 @@ class ThreadedEngine:
         self._settle(loaded, facts)
         try:
             while not self._stopping:
-                self._obey(wait=not self._decoder.busy)
+                self._run_commands(wait=not self._decoder.busy)
                 if self._decoder.busy and not self._stopping:
                     self._step()
                 self._hand_over()
@@ -275,12 +173,12 @@ class ThreadedEngine:
         with self._gate:
             self._closed = True
         self._stopping = True
-        self._obey(wait=False)
+        self._run_commands(wait=False)
         self._fail_all(f"expected the {self.name} engine to run on, but it has ended; repeat the request elsewhere")
         self._hand_over()
         self._decoder.close()
 
-    def _obey(self, *, wait: bool) -> None:
+    def _run_commands(self, *, wait: bool) -> None:
         try:
             self._commands.get(block=wait)()
             while True:
@@ -291,17 +189,17 @@ class ThreadedEngine:
     def _step(self) -> None:
         try:
             for completion in self._decoder.step():
-                if completion.finish_reason is not None:
+                has_ended = completion.finish_reason is not None
+                if has_ended:
                     self._active.discard(completion)
-                    self._outbox.append((completion, completion.take(self._version)))
-                elif len(completion.tokens) >= self._chunk_tokens:
+                if has_ended or len(completion.tokens) >= self._chunk_tokens:
                     self._outbox.append((completion, completion.take(self._version)))
         except Exception as error:
             log.exception("engine step failed", engine=self.name, running=len(self._active))
             self._decoder.clear()
             self._fail_all(f"expected a decode step, got {type(error).__name__}: {error}; the request may be repeated")
 
-    def _begin(self, completion: ActiveCompletion) -> None:
+    def _begin(self, completion: "ActiveCompletion") -> None:
         if self._stopping:
             self._outbox.append((completion, self._not_running()))
             return
@@ -311,12 +209,13 @@ class ThreadedEngine:
         except Exception as error:
             self._outbox.append((completion, EngineError(f"expected a request the engine can run, got: {error}")))
 
-    def _drop(self, completion: ActiveCompletion) -> None:
+    def _drop(self, completion: "ActiveCompletion") -> None:
         if completion in self._active:
             self._active.discard(completion)
             self._decoder.drop(completion)
 
     def _adopt(self, weights: Any, version: PolicyVersion, adopted: "asyncio.Future[None]") -> None:
+        # What was sampled so far goes out under the old version: a delta is of one version.
         for completion in self._active:
             if completion.tokens:
                 self._outbox.append((completion, completion.take(self._version)))
@@ -366,3 +265,108 @@ class ThreadedEngine:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:
             self._stopping = True  # the event loop was closed: nobody listens any more
+
+
+class ActiveCompletion:
+    """A completion in the engine: the request, and the tokens that were not handed over yet.
+
+    ``limit`` is the most tokens it may have; ``seed`` drives its random numbers; ``mailbox`` belongs to the event loop,
+    all the rest to the engine's thread.
+    """
+
+    __slots__ = (
+        "finish_reason",
+        "generated",
+        "last_token",
+        "limit",
+        "logprobs",
+        "mailbox",
+        "request",
+        "seed",
+        "tokens",
+    )
+
+    def __init__(self, request: GenerationRequest, limit: int, seed: int) -> None:
+        self.request = request
+        self.limit = limit
+        self.seed = seed
+        self.mailbox: asyncio.Queue[TokenDelta | EngineError] = asyncio.Queue()
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.last_token = request.prompt_token_ids[-1]
+        self.generated = 0
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def position(self) -> int:
+        """Where the token that is fed next stands, counted from the prompt's first token."""
+        return len(self.request.prompt_token_ids) + self.generated - 1
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Add sampled tokens with their log-probabilities in nats."""
+        self.tokens.extend(tokens)
+        self.logprobs.extend(logprobs)
+        self.generated += len(tokens)
+        if tokens:
+            self.last_token = tokens[-1]
+
+    def take(self, version: PolicyVersion) -> TokenDelta:
+        """What was gathered since the last call, all of it sampled by one version."""
+        delta = TokenDelta(self.tokens, self.logprobs, version, self.finish_reason)
+        self.tokens, self.logprobs = [], []
+        return delta
+
+
+class Decoder(Protocol[WeightsT]):
+    """All methods but ``read_weights`` are called from one thread only."""
+
+    name: str
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
+        ...
+
+    def load(self) -> ModelFacts:
+        """Load the model.
+
+        Raises:
+            ModelError: it cannot be loaded.
+        """
+        ...
+
+    def add(self, completion: ActiveCompletion) -> None:
+        """Queue a completion; it starts, in order of arrival, as soon as there is room."""
+        ...
+
+    def drop(self, completion: ActiveCompletion) -> None:
+        """Forget a completion, running or queued; unknown ones are ignored."""
+        ...
+
+    def step(self) -> Iterable[ActiveCompletion]:
+        """Sample once; returns the completions that grew or ended. Ended ones have been forgotten already.
+
+        Raises:
+            Exception: whatever the library raises; ``clear`` is called next.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Forget every completion."""
+        ...
+
+    def read_weights(self, directory: Path) -> WeightsT:
+        """Check and read a directory of weights; called from any thread.
+
+        Raises:
+            WeightsError: they are unreadable or do not fit the model.
+        """
+        ...
+
+    def adopt(self, weights: WeightsT) -> None:
+        """Put checked weights in place; key-value caches stay."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
+        ...

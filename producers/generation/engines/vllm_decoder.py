@@ -9,7 +9,8 @@ import importlib.util
 import os
 import secrets
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,21 @@ from producers.generation.settings import GenerationSettings
 from schemas.errors import ModelError
 from schemas.trajectories import FinishReason
 
-_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-_DEFAULT_CPU_CACHE = 256 << 20
-_BLOCK = 128
+# What vLLM takes from the environment alone, while it is imported and its engine is made.
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    "VLLM_PLUGINS": "",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process, see above
+    "VLLM_NO_USAGE_STATS": "1",  # by default vLLM reports to its makers
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to whoever runs us
+    "VLLM_PLUGINS": "",  # none: whatever else is installed must not change what is sampled
+    "VLLM_LOGGING_LEVEL": "ERROR",  # unless the user set it: its warnings recur with every adoption of weights
 }
 _ENVIRONMENT_OF_A_CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # compiling two small sampling functions costs more than it saves
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share the machine; each binding to the first cores would not
 }
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_DEFAULT_CPU_CACHE = 256 << 20
+_BLOCK = 128  # tokens of one block of vLLM's key-value cache on a CPU
 
 
 class VllmDecoder:
@@ -65,26 +68,27 @@ class VllmDecoder:
         """See ``Decoder``."""
         torch.set_num_threads(self._settings.threads)
         self._facts = read_facts(self._model_path, self._settings.max_model_len)
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings recur with every adoption
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
-        os.environ.update(_ENVIRONMENT | ({} if torch.cuda.is_available() else _ENVIRONMENT_OF_A_CPU))
         try:
-            import vllm
-            from vllm.inputs.engine import tokens_input
-            from vllm.platforms import current_platform
-            from vllm.sampling_params import RequestOutputKind
-            from vllm.v1.engine.llm_engine import LLMEngine
-
-            self._vllm, self._tokens_input, self._delta = vllm, tokens_input, RequestOutputKind.DELTA
-            self._engine = LLMEngine.from_engine_args(
-                vllm.EngineArgs(**self._arguments(on_cpu=current_platform.is_cpu()))
-            )
+            with _vllm_environment(), warnings.catch_warnings():
+                # Of other libraries' interfaces that vLLM's own modules still use: nobody here can act on them.
+                warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+                self._engine = self._open_engine()
         except Exception as error:
             raise ModelError(
                 f"expected vLLM to load {self._model_path}, got: {one_line(error)}; "
                 f"set VLLM_LOGGING_LEVEL=INFO to see why, or generation.engine to transformers"
             ) from error
         return self._facts
+
+    def _open_engine(self) -> Any:
+        import vllm
+        from vllm.inputs.engine import tokens_input
+        from vllm.platforms import current_platform
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._vllm, self._tokens_input, self._delta = vllm, tokens_input, RequestOutputKind.DELTA
+        return LLMEngine.from_engine_args(vllm.EngineArgs(**self._arguments(on_cpu=current_platform.is_cpu())))
 
     def add(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
@@ -181,5 +185,27 @@ class VllmDecoder:
         text = self._facts.config.get_text_config()
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        # Keys and values (2), at most 4 bytes a number; two blocks more, for the ends of prompt and completion.
         per_token: int = 2 * 4 * text.num_hidden_layers * heads * size
         return max(_DEFAULT_CPU_CACHE, per_token * (self._facts.max_length + 2 * _BLOCK))
+
+
+@contextmanager
+def _vllm_environment() -> Iterator[None]:
+    """Set what vLLM reads, for as long as it loads; then the process has its own environment back.
+
+    Programs that the process starts later see nothing of it. What a user set for vLLM's log is kept; the rest would
+    break the engine and is overridden.
+    """
+    wanted = _ENVIRONMENT | ({} if torch.cuda.is_available() else _ENVIRONMENT_OF_A_CPU)
+    wanted["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", wanted["VLLM_LOGGING_LEVEL"])
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,4 +1,4 @@
-"""The same batching one step at a time, as plainly as it can be written: what the fast timeline is judged against."""
+"""The same batching one step at a time, as plainly as it can be written: what the fast batch is judged against."""
 
 from dataclasses import dataclass, field
 

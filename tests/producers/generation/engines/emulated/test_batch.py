@@ -26,8 +26,8 @@ def _workload(rng: random.Random, number: int, *, drops: bool) -> tuple[list[Com
 def _fast(
     curve: DecodeCurve, slots: int, completions: list[Completion], adoptions: list[float], looks: list[float]
 ) -> tuple[list[Completion], dict[int, float]]:
-    """The same through a timeline that is advanced to ``looks``, to what is told, and where it asks to be."""
-    timeline = EmulatedBatch(curve, slots, 0)
+    """The same through a batch that is advanced to ``looks``, to what is told, and where it asks to be."""
+    batch = EmulatedBatch(curve, slots, 0)
     found = [Completion(one.arrival, one.prompt, one.length) for one in completions]
     sequences = [EmulatedSequence(one.prompt, one.length) for one in completions]
     told = [(one.arrival, 0, index) for index, one in enumerate(completions)]
@@ -36,26 +36,26 @@ def _fast(
     adopted: dict[int, float] = {}
 
     def hear(until: float) -> None:
-        for event in timeline.advance(until):
+        for event in batch.advance(until):
             if isinstance(event, WeightsAdopted):
                 adopted[event.version] = event.at
             else:
                 _note(found[sequences.index(event.sequence)], event)
 
     for at, kind, index in sorted(told):
-        while (wake := timeline.next_wake()) is not None and wake < at:
+        while (wake := batch.next_wake()) is not None and wake < at:
             hear(wake)
         if kind == 0:
-            timeline.arrive(sequences[index], at)
+            batch.arrive(sequences[index], at)
         elif kind == 1:
-            timeline.drop(sequences[index], at)
+            batch.abort(sequences[index], at)
         elif kind == 2:
-            timeline.adopt(index, at)
+            batch.adopt(index, at)
         else:
             hear(at)
-    while (wake := timeline.next_wake()) is not None:
+    while (wake := batch.next_wake()) is not None:
         hear(wake)
-    assert timeline.running == timeline.context == 0
+    assert batch.running == batch.context == 0
     return found, adopted
 
 
@@ -82,38 +82,38 @@ def test_fast_forward_equals_step_by_step(curve: DecodeSettings, seed: int) -> N
 
 
 def test_every_token_belongs_to_the_version_of_its_step() -> None:
-    timeline = EmulatedBatch(DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1e9, adopt_s=0.5)), 4, "first")
-    timeline.arrive(EmulatedSequence(1, 10), 0.0)
-    timeline.adopt("second", 3.5)
-    timeline.adopt("third", 3.6)
-    timeline.adopt("fourth", 9.0)
-    (end,) = [event for event in timeline.advance(100.0) if isinstance(event, TokensSampled)]
+    batch = EmulatedBatch(DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1e9, adopt_s=0.5)), 4, "first")
+    batch.arrive(EmulatedSequence(1, 10), 0.0)
+    batch.adopt("second", 3.5)
+    batch.adopt("third", 3.6)
+    batch.adopt("fourth", 9.0)
+    (end,) = [event for event in batch.advance(100.0) if isinstance(event, TokensSampled)]
     assert end.parts == (("first", 4), ("third", 4), ("fourth", 2))
     assert end.at == pytest.approx(10 + 3 * 0.5, rel=1e-6)
 
 
 def test_requests_beyond_the_slots_start_in_order_of_arrival() -> None:
-    timeline = EmulatedBatch(DecodeCurve(DecodeSettings()), 2, 0)
+    batch = EmulatedBatch(DecodeCurve(DecodeSettings()), 2, 0)
     sequences = [EmulatedSequence(1, 5) for _ in range(5)]
     for sequence in sequences:
-        timeline.arrive(sequence, 0.0)
-    ends = [event for event in timeline.advance(1.0) if isinstance(event, TokensSampled)]
+        batch.arrive(sequence, 0.0)
+    ends = [event for event in batch.advance(1.0) if isinstance(event, TokensSampled)]
     assert [event.sequence for event in ends] == sequences
     assert [len(list(same)) for _, same in groupby(ends, key=lambda event: event.at)] == [2, 2, 1]
 
 
 def test_a_long_leg_is_one_event() -> None:
-    timeline = EmulatedBatch(DecodeCurve(DecodeSettings()), 64, 0)
+    batch = EmulatedBatch(DecodeCurve(DecodeSettings()), 64, 0)
     for _ in range(64):
-        timeline.arrive(EmulatedSequence(1, 1_000_000), 0.0)
-    assert timeline.advance(0.0) == []
-    assert timeline.next_wake() == pytest.approx(20_000.0)
+        batch.arrive(EmulatedSequence(1, 1_000_000), 0.0)
+    assert batch.advance(0.0) == []
+    assert batch.next_wake() == pytest.approx(20_000.0)
 
 
 def test_chunks_are_handed_over_on_their_way() -> None:
-    timeline = EmulatedBatch(DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1e9, chunk_tokens=4)), 1, 0)
-    timeline.arrive(EmulatedSequence(1, 10), 0.0)
-    events = [event for event in timeline.advance(100.0) if isinstance(event, TokensSampled)]
+    batch = EmulatedBatch(DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1e9, chunk_tokens=4)), 1, 0)
+    batch.arrive(EmulatedSequence(1, 10), 0.0)
+    events = [event for event in batch.advance(100.0) if isinstance(event, TokensSampled)]
     assert [(event.parts[0][1], round(event.at), event.is_over) for event in events] == [
         (4, 4, False),
         (4, 8, False),
