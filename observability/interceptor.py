@@ -8,10 +8,9 @@ Invariant observing_never_fails: an observer that raises is logged once and aske
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -26,10 +25,8 @@ from bus.port import (
     TopicPartition,
     TransactionalPublisher,
 )
-from schemas.errors import BusError
 
 log = structlog.get_logger()
-Result = TypeVar("Result")
 
 
 class DeliveryReport(NamedTuple):
@@ -82,55 +79,80 @@ def observed(bus: Bus, *observers: BusObserver) -> Bus:
     return ObservedBus(bus, Observers(observers)) if observers else bus
 
 
+class _Guard:
+    """One observer, as long as it does not fail."""
+
+    __slots__ = ("is_dropped", "observer")
+
+    def __init__(self, observer: BusObserver) -> None:
+        self.observer, self.is_dropped = observer, False
+
+    def drop(self) -> None:
+        self.is_dropped = True
+        log.exception("an observer of the bus failed and is dropped", observer=type(self.observer).__name__)
+
+
 class Observers:
-    """Those that still look on: whoever raises is dropped."""
+    """Shows all of them what passes. This runs for every record, so the calls are guarded in place."""
 
     def __init__(self, observers: Iterable[BusObserver]) -> None:
-        self._observers = list(observers)
+        self._guards = [_Guard(observer) for observer in observers]
 
     def sending(self, records: list[Outgoing]) -> "_Delivery":
         """Show what is about to be sent; observers may change the list."""
-        following: list[tuple[BusObserver, DeliveryObserver]] = []
-        for observer in tuple(self._observers):
-            if (delivery := self._guarded(observer, partial(observer.sending, records))) is not None:
-                following.append((observer, delivery))
-        return _Delivery(self, following)
+        following: list[tuple[_Guard, DeliveryObserver]] = []
+        for guard in self._guards:
+            if guard.is_dropped:
+                continue
+            try:
+                delivery = guard.observer.sending(records)
+            except Exception:
+                guard.drop()
+            else:
+                if delivery is not None:
+                    following.append((guard, delivery))
+        return _Delivery(following)
 
     def received(self, records: Sequence[Record]) -> None:
         """Show what was read."""
-        if records:
-            for observer in tuple(self._observers):
-                self._guarded(observer, partial(observer.received, records))
-
-    def tell(self, observer: BusObserver, call: Callable[[], None]) -> None:
-        """Tell one of them how a delivery goes on, unless it was dropped meanwhile."""
-        if any(one is observer for one in self._observers):
-            self._guarded(observer, call)
-
-    def _guarded(self, observer: BusObserver, call: Callable[[], Result]) -> Result | None:
-        try:
-            return call()
-        except Exception:
-            log.exception("an observer of the bus failed and is dropped", observer=type(observer).__name__)
-            self._observers = [one for one in self._observers if one is not observer]
-            return None
+        if not records:
+            return
+        for guard in self._guards:
+            if guard.is_dropped:
+                continue
+            try:
+                guard.observer.received(records)
+            except Exception:
+                guard.drop()
 
 
 class _Delivery:
     """What one call sends, with those who follow it."""
 
-    def __init__(self, observers: Observers, following: list[tuple[BusObserver, DeliveryObserver]]) -> None:
-        self._observers, self._following = observers, following
+    __slots__ = ("_began", "_began_s", "_following")
+
+    def __init__(self, following: list[tuple[_Guard, DeliveryObserver]]) -> None:
+        self._following = following
         self._began_s, self._began = time.time(), time.perf_counter()
 
     def accepted(self) -> None:
-        for observer, delivery in self._following:
-            self._observers.tell(observer, delivery.accepted)
+        for guard, delivery in self._following:
+            if guard.is_dropped:
+                continue
+            try:
+                delivery.accepted()
+            except Exception:
+                guard.drop()
 
     def settled(self, position: Position | None, error: BaseException | None) -> None:
         report = DeliveryReport(position, self._began_s, time.perf_counter() - self._began, error)
-        for observer, delivery in self._following:
-            self._observers.tell(observer, partial(delivery.settled, report))
+        for guard, delivery in self._following:
+            if guard.is_dropped:
+                continue
+            try:
+                delivery.settled(report)
+            except Exception:
+                guard.drop()
 
     def settle_with(self, future: "asyncio.Future[Position]") -> None:
         if self._following:
@@ -212,7 +234,7 @@ class _ObservedTransactions:
         delivery = self.observers.sending(changed)
         try:
             await self.inner.commit(changed, offsets=offsets, group_id=group_id)
-        except BusError as error:
+        except Exception as error:
             delivery.settled(None, error)
             raise
         delivery.accepted()

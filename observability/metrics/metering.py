@@ -93,9 +93,12 @@ class MeteringObserver:
     sent: dict[str, RecordMeter] = field(default_factory=dict)
     read: dict[str, RecordMeter] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._prefix = f"{self.meters.run}."
+
     def sending(self, records: list[Outgoing]) -> "_MeteredDelivery":
         """See ``BusObserver``."""
-        return _MeteredDelivery(self, tuple(records))
+        return _MeteredDelivery(self, records)
 
     def received(self, records: Sequence[Record]) -> None:
         """Count them together: two counters for each record would cost as much as handing it on."""
@@ -127,7 +130,7 @@ class MeteringObserver:
                 self.meters.count("bus_publish_failures", topic, type(report.error).__name__)
 
     def _short(self, topic: str) -> str:
-        return topic.removeprefix(f"{self.meters.run}.")
+        return topic.removeprefix(self._prefix)
 
     def _show(self, meters: dict[str, RecordMeter], topic: str, value: bytes | None, headers: Headers) -> None:
         meter = meters.get(topic)
@@ -140,7 +143,7 @@ class MeteringObserver:
             del meters[topic]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _MeteredDelivery:
     observer: MeteringObserver
     records: Sequence[Outgoing]

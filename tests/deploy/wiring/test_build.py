@@ -1,0 +1,115 @@
+"""Roles are built with the bus, the engine and the callbacks that their process hands them; nothing is put in later."""
+
+from pathlib import Path
+
+import pytest
+
+from bus.kafka.bus import KafkaBus
+from deploy.wiring.build import build_relay, build_role, build_worker
+from deploy.wiring.process import Watchdog, process_context, process_name
+from observability.interceptor import ObservedBus
+from observability.metrics.exporting import Metering
+from observability.metrics.families import Meters
+from observability.metrics.metering import metering_of
+from observability.tracing.context import LoggedTraces
+from observability.tracing.role_tracers import TracedEngine, Tracing, open_tracing, tracing_of
+from producers.dispatch.dispatcher import Dispatcher
+from schemas.errors import SettingsError, UserError
+from settings.loading import validated
+from settings.tree import Settings
+
+ROLES = ("dispatcher", "worker", "trainer", "coordinator", "ranker")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return validated(
+        {
+            "run": {"name": "r", "directory": str(tmp_path)},
+            "kafka": {"bootstrap_servers": "127.0.0.1:1"},
+            "model": {"path": "m"},
+            "data": {"dataset": "chain_sum"},
+            "generation": {"engine": "emulated"},
+            "training": {"backend": "emulated"},
+            "relay": {"port": 8080},
+            "lengths": {"predictor": "learned"},
+        }
+    )
+
+
+def tracing(role: str) -> Tracing | None:
+    return tracing_of(role, role, "r", 1.0, lambda _: None, LoggedTraces())
+
+
+def metering(role: str) -> Metering:
+    meters = Meters("r")
+    return Metering(meters, *metering_of(role, meters))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_gets_the_plain_bus_when_nobody_observes(settings: Settings, role: str) -> None:
+    context = process_context("worker-1", settings, Watchdog(1.0), None, None)
+    built = build_role(role, settings, context)
+    assert isinstance(built.bus, KafkaBus)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("observing", ["traces", "metrics", "both"])
+def test_a_role_gets_one_interceptor_however_many_observe(settings: Settings, role: str, observing: str) -> None:
+    traced = None if observing == "metrics" else tracing(role)
+    metered = None if observing == "traces" else metering(role)
+    built = build_role(role, settings, process_context("worker-1", settings, Watchdog(1.0), traced, metered))
+    bus = built.bus  # type: ignore[attr-defined]
+    if role == "ranker" and observing == "traces":
+        assert isinstance(bus, KafkaBus), "a ranker handles no group and no step"
+    else:
+        assert isinstance(bus, ObservedBus)
+        assert isinstance(bus.inner, KafkaBus)
+
+
+def test_a_traced_worker_gets_a_traced_engine_and_every_role_the_watchdog(settings: Settings) -> None:
+    watchdog = Watchdog(1.0)
+    plain = build_worker(settings, process_context("worker-1", settings, watchdog, None, metering("worker")))
+    assert not isinstance(plain.engine, TracedEngine)
+    assert plain.worker_id == "worker-1"
+    traced = build_worker(settings, process_context("worker-1", settings, watchdog, tracing("worker"), None))
+    assert isinstance(traced.engine, TracedEngine)
+    assert (traced.engine.name, traced.engine.max_num_seqs) == (plain.engine.name, plain.engine.max_num_seqs)
+    for role in ("dispatcher", "worker", "coordinator", "ranker"):
+        built = build_role(role, settings, process_context("worker-1", settings, watchdog, None, None))
+        assert built.on_tick == watchdog.tick  # type: ignore[attr-defined]
+
+
+def test_metrics_ask_the_dispatcher_for_its_status(settings: Settings) -> None:
+    metered = metering("dispatcher")
+    context = process_context("dispatcher", settings, Watchdog(1.0), None, metered)
+    assert isinstance(build_role("dispatcher", settings, context), Dispatcher)
+    (collect,) = metered.collectors
+    collect()
+    assert metered.meters.registry.get_sample_value("streamrl_dispatcher_groups_in_flight", {"run": "r"}) == 0
+
+
+def test_the_relay_tells_metrics_of_its_answers(settings: Settings) -> None:
+    metered = metering("relay")
+    assert build_relay(settings, process_context("relay", settings, Watchdog(1.0), None, metered)).on_response == (
+        metered.count_response
+    )
+
+
+def test_tracing_that_is_off_writes_nothing(settings: Settings) -> None:
+    with open_tracing("worker", "worker-1", "r", settings.telemetry, settings.run.path, LoggedTraces()) as found:
+        assert found is None
+    assert not settings.run.path.exists()
+
+
+def test_a_worker_without_an_id_makes_one_up_and_others_are_called_as_their_role() -> None:
+    assert process_name("trainer", "") == "trainer"
+    assert process_name("worker", "w-1") == "w-1"
+    assert process_name("worker", "") != process_name("worker", "")
+    with pytest.raises(SettingsError, match="expected a worker id"):
+        process_name("worker", "Not plain")
+
+
+def test_a_role_that_there_is_not_is_a_wrong_command(settings: Settings) -> None:
+    with pytest.raises(UserError, match="expected one of worker"):
+        build_role("judge", settings, process_context("judge", settings, Watchdog(1.0), None, None))
