@@ -19,34 +19,6 @@ from schemas.messages import Message
 from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
 from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
 
-# Counts the values in msgpack bytes before any is made: one byte on the wire becomes up to two hundred in memory.
-
-_ARRAY_16, _ARRAY_32, _MAP_16, _MAP_32 = 0xDC, 0xDD, 0xDE, 0xDF
-
-
-def refuse_many_items(data: bytes, limit: int) -> None:
-    """Walk over the bytes without keeping anything.
-
-    Raises:
-        FrameTooLarge: there are more than ``limit`` values, each key and each value in a container counted.
-        ValueError, IndexError, msgpack.UnpackException: the bytes are not msgpack.
-    """
-    unpacker = msgpack.Unpacker(max_buffer_size=len(data))
-    unpacker.feed(data)
-    seen, to_come = 0, 1
-    while to_come:
-        first = data[unpacker.tell()]
-        if 0x90 <= first <= 0x9F or first in (_ARRAY_16, _ARRAY_32):
-            to_come += unpacker.read_array_header()
-        elif 0x80 <= first <= 0x8F or first in (_MAP_16, _MAP_32):
-            to_come += 2 * unpacker.read_map_header()
-        else:
-            unpacker.skip()
-        seen, to_come = seen + 1, to_come - 1
-        if seen + to_come > limit:
-            raise FrameTooLarge(f"expected at most {limit} values in a header, got {seen + to_come} or more")
-
-
 Headers = tuple[tuple[str, bytes], ...]
 
 CONTENT_TYPE = b"application/vnd.streamrl+msgpack"
@@ -57,9 +29,12 @@ MAX_ITEMS = 20_000
 MAX_REPORT_ITEMS = 120_000
 """Values in a header, those in containers counted; each takes up to two hundred times its bytes once it is unpacked."""
 _SMALL_HEADER = 16 << 10
-"""Bytes in which there cannot be too many."""
+"""Bytes in which there cannot be too many values, so that the usual header is not walked over twice."""
 _MANY_PROBLEMS = 1000
+"""Invalid fields from which on they are only counted: to list them takes a kilobyte each."""
 _PREFIX = struct.Struct("<I")
+# First bytes of containers whose sizes follow; smaller ones hold theirs in the first byte.
+_ARRAY_16, _ARRAY_32, _MAP_16, _MAP_32 = 0xDC, 0xDD, 0xDE, 0xDF
 
 MESSAGES: dict[str, type[Message]] = {
     message.SCHEMA: message
@@ -142,11 +117,11 @@ def decode(value: bytes | None, headers: Headers) -> Message:
     try:
         return kind.validate(fields)
     except ValidationError as error:
-        raise MalformedFrame(_told(kind.schema, error)) from error
+        raise MalformedFrame(_first_problem(kind.schema, error)) from error
 
 
-def _told(schema: str, error: ValidationError) -> str:
-    if error.error_count() > _MANY_PROBLEMS:  # to list them takes a kilobyte each
+def _first_problem(schema: str, error: ValidationError) -> str:
+    if error.error_count() > _MANY_PROBLEMS:
         return f"{schema}: expected a valid record, got one with {error.error_count()} invalid fields"
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"]) or "record"
@@ -185,6 +160,31 @@ def _split(value: bytes | None, kind: _Kind) -> tuple[dict[str, Any], memoryview
     if not isinstance(fields, dict):
         raise MalformedFrame(f"expected a map as {kind.schema} header, got {type(fields).__name__}")
     return fields, memoryview(value)[end:]
+
+
+def refuse_many_items(data: bytes, limit: int) -> None:
+    """Count the values in msgpack bytes before any is made: one byte on the wire becomes up to two hundred in memory.
+
+    Walks over the bytes without keeping anything.
+
+    Raises:
+        FrameTooLarge: there are more than ``limit`` values, each key and each value in a container counted.
+        ValueError, IndexError, msgpack.UnpackException: the bytes are not msgpack.
+    """
+    unpacker = msgpack.Unpacker(max_buffer_size=len(data))
+    unpacker.feed(data)
+    seen, to_come = 0, 1
+    while to_come:
+        first = data[unpacker.tell()]
+        if 0x90 <= first <= 0x9F or first in (_ARRAY_16, _ARRAY_32):
+            to_come += unpacker.read_array_header()
+        elif 0x80 <= first <= 0x8F or first in (_MAP_16, _MAP_32):
+            to_come += 2 * unpacker.read_map_header()
+        else:
+            unpacker.skip()
+        seen, to_come = seen + 1, to_come - 1
+        if seen + to_come > limit:
+            raise FrameTooLarge(f"expected at most {limit} values in a header, got {seen + to_come} or more")
 
 
 def _attach_arrays(kind: _Kind, fields: dict[str, Any], body: memoryview) -> None:

@@ -1,47 +1,13 @@
-"""The base of all messages: frozen, closed against unknown constructor fields, comparable with arrays inside."""
+"""The base of all messages: frozen, unmoved by fields of newer writers, comparable with arrays inside.
+
+An array field is one-dimensional, numpy in memory and little-endian bytes on the wire.
+"""
 
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, WithJsonSchema
-
-# Typed one-dimensional arrays as message fields: numpy in memory, little-endian bytes on the wire.
-
-
-class WireArray:
-    """Marks a field as an array that travels after the frame's header; holds its dtype."""
-
-    def __init__(self, dtype: str) -> None:
-        self.dtype = np.dtype(dtype)
-
-    def validate(self, value: Any) -> NDArray[Any]:
-        """Accept an array of exactly this dtype, or a sequence of numbers.
-
-        Raises:
-            ValueError: wrong dtype, or not one-dimensional.
-        """
-        if not isinstance(value, np.ndarray):
-            value = np.asarray(value, dtype=self.dtype)
-        array: NDArray[Any] = value
-        if array.dtype != self.dtype or array.ndim != 1:
-            raise ValueError(f"expected a 1-d array of {self.dtype}, got {array.ndim}-d {array.dtype}")
-        return array
-
-
-def _field(dtype: str) -> Any:
-    marker = WireArray(dtype)
-    return (
-        marker,
-        PlainValidator(marker.validate),
-        PlainSerializer(lambda array: array.tolist(), when_used="json"),
-        WithJsonSchema({"type": "array", "items": {"type": "number"}}),
-    )
-
-
-Int32Array = Annotated[NDArray[np.int32], *_field("<i4")]
-Float32Array = Annotated[NDArray[np.float32], *_field("<f4")]
-UInt8Array = Annotated[NDArray[np.uint8], *_field("<u1")]
 
 
 class Message(BaseModel):
@@ -86,3 +52,38 @@ class Message(BaseModel):
     def replace(self, **changes: Any) -> Self:
         """A validated copy with some fields changed."""
         return type(self).model_validate({**self.__dict__, **changes})
+
+
+class WireArray:
+    """Marks a field as an array that travels after the frame's header; holds its dtype."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = np.dtype(dtype)
+
+    def validate(self, value: Any) -> NDArray[Any]:
+        """Accept an array of exactly this dtype, or a sequence of numbers.
+
+        Raises:
+            ValueError: wrong dtype, or not one-dimensional.
+        """
+        if not isinstance(value, np.ndarray):
+            value = np.asarray(value, dtype=self.dtype)
+        array: NDArray[Any] = value
+        if array.dtype != self.dtype or array.ndim != 1:
+            raise ValueError(f"expected a 1-d array of {self.dtype}, got {array.ndim}-d {array.dtype}")
+        return array
+
+
+def _array_type(dtype: str) -> Any:
+    marker = WireArray(dtype)
+    return (
+        marker,
+        PlainValidator(marker.validate),
+        PlainSerializer(lambda array: array.tolist(), when_used="json"),
+        WithJsonSchema({"type": "array", "items": {"type": "number"}}),
+    )
+
+
+Int32Array = Annotated[NDArray[np.int32], *_array_type("<i4")]
+Float32Array = Annotated[NDArray[np.float32], *_array_type("<f4")]
+UInt8Array = Annotated[NDArray[np.uint8], *_array_type("<u1")]

@@ -1,4 +1,13 @@
-"""What `streamrl profile` measured on one kind of device, as a file; read by dispatch, plan and emulation."""
+"""What `streamrl profile` measured on one kind of device, as a file; read by dispatch, plan and emulation.
+
+All times are in seconds. A decode step of b completions whose caches hold C tokens together takes
+
+    t(b) + c * C
+
+and adds b to C, so that k steps in a row, with nobody coming or going, take
+
+    k * t(b) + c * (k * C + b * k * (k - 1) / 2).
+"""
 
 import math
 from bisect import bisect_left
@@ -11,10 +20,6 @@ from pydantic import Field, ValidationError, model_validator
 
 from schemas.errors import SettingsError
 from schemas.settings import Section
-
-# How long decode steps take, in seconds: one step, many in a row, and how many fit. Pure. A step of b completions
-# whose caches hold C tokens takes t(b) + c * C; each step then adds b to C, so that k steps take k * t(b) + c * (k *
-# C + b * k * (k - 1) / 2).
 
 Seconds = Annotated[float, Field(ge=0)]
 TablePoint = tuple[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]]
@@ -56,7 +61,7 @@ class DecodeSettings(Section):
 
 @dataclass(frozen=True)
 class DecodeCurve:
-    """The curve that the settings describe."""
+    """t(b) and c as the settings describe them, see the top of the file."""
 
     settings: DecodeSettings
 
@@ -81,6 +86,8 @@ class DecodeCurve:
         seconds = end - start
         if seconds < 0:
             return 0
+        # The k steps take slope * k + bend * k². The positive root of that in k, in the form that loses no digits where
+        # bend is small or zero; then as many steps more or less as rounding was off, because callers compare times.
         bend = self.settings.context_s_per_token * batch / 2
         slope = max(self.batch_s(batch) + self.settings.context_s_per_token * context - bend, 1e-12)
         steps = int(2 * seconds / (slope + math.sqrt(slope * slope + 4 * bend * seconds)))
@@ -105,9 +112,6 @@ class DecodeCurve:
         upper = min(bisect_left(table, batch, key=lambda point: point[0]), len(table) - 1)
         (before, low), (after, high) = table[upper - 1], table[upper]
         return low + (high - low) * (batch - before) / (after - before)
-
-
-# How long the acts of a trainer take, in seconds.
 
 
 TYPICAL_CURVE = DecodeCurve(DecodeSettings())

@@ -115,7 +115,6 @@ class SkipReason(StrEnum):
     FILTERED = "filtered"
     ORPHAN_LINEAGE = "orphan_lineage"
     RETENTION_EXPIRED = "retention_expired"
-    OPERATOR = "operator"
 
 
 class SkipRecord(Message):

@@ -48,6 +48,8 @@ class Topic:
             "min.insync.replicas": str(max(1, replication_factor - 1)),
         }
         if self.cleanup_policy == "compact":
+            # Segments that close within ten minutes and are cleaned at once: a new process reads little more than the
+            # last message of each key.
             configs |= {
                 "min.cleanable.dirty.ratio": "0.01",
                 "max.compaction.lag.ms": "600000",
@@ -60,6 +62,7 @@ class Topic:
 
 
 def _room_for(message: type[Message]) -> int:
+    """Bytes of the largest record: the frame, and its key, headers and framing."""
     return message.MAX_BYTES + (64 << 10)
 
 
@@ -83,7 +86,7 @@ TOKENS = Topic(
     retention_ms=HOUR_MS,
     max_message_bytes=_room_for(TokenChunk),
     writers=("worker",),
-    readers=("gateway", "top"),
+    readers=("export",),
 )
 TRAJECTORIES = Topic(
     name="trajectories",

@@ -1,4 +1,8 @@
-"""What workers produce: token chunks while sampling, and one trajectory per finished completion."""
+"""From prompt to trajectory: the orders that send prompts to workers, and what workers make of them.
+
+A work order carries a prompt, advice about its output length, and how to sample it. Out come token chunks while
+sampling, and one trajectory per finished completion.
+"""
 
 from enum import StrEnum
 from typing import Annotated, ClassVar, Self
@@ -9,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Float32Array, Int32Array, Message, UInt8Array
 
-# Prompts, advice about their output length, and the orders that send them to workers.
+_ZERO = np.zeros((), np.int32)
+"""To compare arrays with; an array, because a Python number would be converted anew each time."""
 
 ShortText = Annotated[str, Field(max_length=256)]
 
@@ -94,10 +99,6 @@ class WorkOrder(Message):
     due_step: Annotated[int, Field(ge=0)] = 0
     admitted_version: PolicyVersion
     created_at: float
-
-
-_ZERO = np.zeros((), np.int32)
-"""An array, because comparing with a Python number converts it anew each time."""
 
 
 class FinishReason(StrEnum):

@@ -1,4 +1,7 @@
-"""The weights store as a directory: one sub-directory per version, complete once its manifest is there."""
+"""A published set of weights: the files that a worker may fetch, with their checksums, and where they lie.
+
+The weights store is a directory with one sub-directory per version, complete once its manifest is there.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +11,7 @@ from pydantic import Field
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import Part
 
-# What a published set of weights consists of: the files a worker may fetch, with their checksums.
+MANIFEST = "manifest.json"
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 WeightFileName = Annotated[
@@ -31,9 +34,6 @@ class WeightManifest(Part):
     step: Annotated[int, Field(ge=0)]
     files: tuple[WeightFile, ...]
     created_at: float
-
-
-MANIFEST = "manifest.json"
 
 
 def complete_versions(root: Path) -> list[PolicyVersion]:

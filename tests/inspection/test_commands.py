@@ -79,7 +79,7 @@ def test_a_balanced_run_ends_with_0_and_one_that_is_not_with_4_and_the_first_off
     assert "+ pending" in shown
     victim = min(world.life.trained)
     world.written.clear()
-    world.skip(victim, SkipReason.OPERATOR)
+    world.skip(victim, SkipReason.FILTERED)
     asyncio.run(_publish(bootstrap_servers, directory.path.name, [out for _, out in world.written]))
     ended = _command("audit", str(directory.path))
     assert ended.returncode == 4, ended.stderr
