@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from inspection.source import RUNS, open_run
-from observability.tracing.span_files import TRAJECTORY, Branch, Recorded, branches, linked, of_trajectory, spans_with
+from observability.tracing.span_files import (
+    TRAJECTORY,
+    ExportedSpan,
+    SpanNode,
+    linked_traces,
+    span_tree,
+    spans_of_trajectory,
+    spans_with,
+)
 from schemas.errors import UserError
 
 GROUP = "streamrl.group_id"
@@ -39,11 +47,11 @@ def show_trace(name: str, where: Path | None, *, as_json: bool) -> None:
         return
     print(f"trace {spans[0].trace}")
     for part in (spans, *steps):
-        for branch in branches(part):
-            print(_line(branch, spans[0].start_ns))
+        for node in span_tree(part):
+            print(_line(node, spans[0].start_ns))
 
 
-def find(folder: Path, name: str) -> tuple[list[Recorded], list[list[Recorded]]]:
+def find(folder: Path, name: str) -> tuple[list[ExportedSpan], list[list[ExportedSpan]]]:
     """The spans of the trace, oldest first, and those of each step that it went into.
 
     Raises:
@@ -52,20 +60,20 @@ def find(folder: Path, name: str) -> tuple[list[Recorded], list[list[Recorded]]]
     quoted = json.dumps(name)
     named = [span for span in spans_with(folder, quoted) if name in (span.attributes.get(TRAJECTORY), _group(span))]
     trace = max(named, key=lambda span: span.start_ns).trace if named else name
-    spans = of_trajectory(_of(folder, trace), name)
+    spans = spans_of_trajectory(_of(folder, trace), name)
     if not spans:
         raise UserError(
             f"expected a trajectory, a group or a trace id that is in {folder}, got {name!r}: names are such as "
             "chain_sum/0/0/3; with telemetry.sample_ratio below 1 not every group is traced"
         )
-    return spans, [_of(folder, step) for step in linked(spans)]
+    return spans, [_of(folder, step) for step in linked_traces(spans)]
 
 
-def _group(span: Recorded) -> Any:
+def _group(span: ExportedSpan) -> Any:
     return span.attributes.get(GROUP)
 
 
-def _of(folder: Path, trace: str) -> list[Recorded]:
+def _of(folder: Path, trace: str) -> list[ExportedSpan]:
     found = [span for span in spans_with(folder, f'"{trace}"') if span.trace == trace]
     return sorted(found, key=lambda span: span.start_ns)
 
@@ -81,16 +89,16 @@ def _folder(where: Path | None) -> Path:
     return folder
 
 
-def _line(branch: Branch, origin_ns: int) -> str:
-    span = branch.span
-    name = f"{'  ' * branch.depth}{span.name}"
+def _line(node: SpanNode, origin_ns: int) -> str:
+    span = node.span
+    name = f"{'  ' * node.depth}{span.name}"
     began = f"{(span.start_ns - origin_ns) / 1e9:+.3f} s"
     spent = f"{span.duration_s * 1000:.1f} ms" if span.duration_s < 1 else f"{span.duration_s:.2f} s"
     told = "  ".join(_told(span))
     return f"{name:<{NAME_WIDTH}} {began:>12} {spent:>10}  {span.process:<{PROCESS_WIDTH}} {told}".rstrip()
 
 
-def _told(span: Recorded) -> Sequence[str]:
+def _told(span: ExportedSpan) -> Sequence[str]:
     shown = {key: span.attributes[key] for key in SHOWN if key in span.attributes}
     shown |= {key: value for key, value in span.attributes.items() if key.startswith("streamrl.reward.")}
     found = [f"{_short(key)}={_text(value)}" for key, value in shown.items()]

@@ -1,4 +1,4 @@
-"""One trace as a tree: from the order of a group to what became of it, and the steps that it went into. Pure."""
+"""Reads the span files of a run, OTLP-JSON with one batch a line, and arranges the spans of a trace as a tree."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Spans out of the files of a run, by what a line says. Knows OTLP-JSON and no run.
-
 Attribute = str | bool | int | float | list[Any]
+TRAJECTORY = "streamrl.trajectory_id"
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class ExportedSpan:
     """A span as it was written; ids in hex. ``links``: trace ids of the spans it refers to."""
 
     trace: str
@@ -32,8 +31,11 @@ class Recorded:
         return (self.end_ns - self.start_ns) / 1e9
 
 
-def spans_with(folder: Path, text: str) -> Iterator[Recorded]:
-    """All spans of the lines that contain a text, in no order; half lines of killed processes are passed over."""
+def spans_with(folder: Path, text: str) -> Iterator[ExportedSpan]:
+    """All spans of the lines that contain a text, in no order; half lines of killed processes are passed over.
+
+    A line is searched before it is parsed, which spares parsing nearly all of a large file; it may hold others as well.
+    """
     for path in sorted(folder.glob("*.jsonl")):
         with path.open() as file:
             for line in file:
@@ -41,7 +43,7 @@ def spans_with(folder: Path, text: str) -> Iterator[Recorded]:
                     yield from _spans(line)
 
 
-def _spans(line: str) -> Iterator[Recorded]:
+def _spans(line: str) -> Iterator[ExportedSpan]:
     try:
         document = json.loads(line)
     except ValueError:
@@ -50,11 +52,11 @@ def _spans(line: str) -> Iterator[Recorded]:
         process = str(_attributes(part["resource"]).get("service.instance.id", "?"))
         for scope in part["scopeSpans"]:
             for span in scope["spans"]:
-                yield _recorded(span, process)
+                yield _exported(span, process)
 
 
-def _recorded(span: dict[str, Any], process: str) -> Recorded:
-    return Recorded(
+def _exported(span: dict[str, Any], process: str) -> ExportedSpan:
+    return ExportedSpan(
         trace=span["traceId"],
         span=span["spanId"],
         parent=span.get("parentSpanId", ""),
@@ -82,37 +84,35 @@ def _value(value: Mapping[str, Any]) -> Attribute:
     return found
 
 
-TRAJECTORY = "streamrl.trajectory_id"
-
-
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """A span, and how deep it lies."""
+class SpanNode:
+    """A span, and how deep it lies below the root of its tree."""
 
     depth: int
-    span: Recorded
+    span: ExportedSpan
 
 
-def branches(spans: Iterable[Recorded]) -> Iterator[Branch]:
+def span_tree(spans: Iterable[ExportedSpan]) -> Iterator[SpanNode]:
     """Parents before their children, siblings by time; a span whose parent is not there is a root of its own."""
     unique = {span.span: span for span in spans}
-    children: dict[str, list[Recorded]] = {}
+    children: dict[str, list[ExportedSpan]] = {}
     for span in sorted(unique.values(), key=lambda one: (one.start_ns, -one.end_ns)):
         children.setdefault(span.parent if span.parent in unique else "", []).append(span)
-    pending = [Branch(0, root) for root in reversed(children.get("", []))]
+    # depth first, with a list instead of recursion; reversed, because the last one is taken next
+    pending = [SpanNode(0, root) for root in reversed(children.get("", []))]
     while pending:
-        branch = pending.pop()
-        yield branch
-        pending += [Branch(branch.depth + 1, child) for child in reversed(children.get(branch.span.span, []))]
+        node = pending.pop()
+        yield node
+        pending += [SpanNode(node.depth + 1, child) for child in reversed(children.get(node.span.span, []))]
 
 
-def of_trajectory(spans: Sequence[Recorded], name: str) -> list[Recorded]:
+def spans_of_trajectory(spans: Sequence[ExportedSpan], name: str) -> list[ExportedSpan]:
     """Without the other samples of the group; all of them if the name is not a trajectory's."""
     if not any(span.attributes.get(TRAJECTORY) == name for span in spans):
         return list(spans)
     return [span for span in spans if span.attributes.get(TRAJECTORY, name) == name]
 
 
-def linked(spans: Iterable[Recorded]) -> list[str]:
+def linked_traces(spans: Iterable[ExportedSpan]) -> list[str]:
     """The traces that these spans refer to, each once, in their order."""
     return list(dict.fromkeys(trace for span in spans for trace in span.links if trace != span.trace))

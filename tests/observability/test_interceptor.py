@@ -92,8 +92,8 @@ async def test_metrics_and_traces_share_one_wrapper() -> None:
     await asyncio.sleep(0)
     (stored,) = bus.log("r.trajectories").partitions[0]
     assert context_of(stored.headers) == spans[-1].context
-    for name, topic in (("bus_published_records_total", "trajectories"), ("bus_consumed_records_total", "work-orders")):
-        assert meters.registry.get_sample_value(f"streamrl_{name}", {"run": "r", "topic": topic}) == 1
+    for name, short in (("bus_published_records_total", "trajectories"), ("bus_consumed_records_total", "work-orders")):
+        assert meters.registry.get_sample_value(f"streamrl_{name}", {"run": "r", "topic": short}) == 1
 
 
 async def test_a_record_is_shown_when_it_is_taken_and_when_the_broker_has_it() -> None:

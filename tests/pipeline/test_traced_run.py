@@ -8,7 +8,7 @@ from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from inspection.diagnostics.trace import find
 from observability.tracing.context import context_of
-from observability.tracing.span_files import Recorded, branches
+from observability.tracing.span_files import ExportedSpan, span_tree
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import Trajectory
 from tests.pipeline.accounts import read_accounts, read_all
@@ -26,7 +26,7 @@ async def test_one_trace_follows_a_prompt_to_the_step_and_its_weights(start: Sta
     first = accounts.steps[0]
     ref = first.micro_batches[0][0]
     spans, steps = find(run.directory / "traces", ref.trajectory_id)
-    assert [branch.span.name for branch in branches(spans)] == [
+    assert [node.span.name for node in span_tree(spans)] == [
         "dispatch",
         "sample",
         "generate",
@@ -48,7 +48,7 @@ async def test_one_trace_follows_a_prompt_to_the_step_and_its_weights(start: Sta
     the_logs_agree(run)
 
 
-async def the_headers_agree(servers: str, run: str, spans: list[Recorded]) -> None:
+async def the_headers_agree(servers: str, run: str, spans: list[ExportedSpan]) -> None:
     sent = named(spans, "send trajectories")
     for record in await read_all(KafkaBus(KafkaSettings(bootstrap_servers=servers)), run, TRAJECTORIES):
         message, context = record.message(), context_of(record.headers)
@@ -65,6 +65,6 @@ def the_logs_agree(run: LocalRun) -> None:
         assert Path(run.directory / "traces" / f"{process}.jsonl").exists()
 
 
-def named(spans: list[Recorded], name: str) -> Recorded:
+def named(spans: list[ExportedSpan], name: str) -> ExportedSpan:
     (found,) = [span for span in spans if span.name == name]
     return found
