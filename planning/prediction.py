@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from planning.simulation import Latencies, Pipeline, Plant, Trace, Work
-from producers.dispatch.window import Draft
+from producers.dispatch.scheduler import PendingPrompt
 from producers.generation.engines.length_trace import trace_length
 from producers.lengths.predictor import LengthPredictor
 from producers.lengths.startup import build_predictor
@@ -39,15 +39,15 @@ class RunSupply:
         fresh._drawn = self._drawn
         return fresh
 
-    def draft(self, position: int) -> Draft:
+    def draft(self, position: int) -> PendingPrompt:
         """The prompt at a position with the estimate of now."""
         if position not in self._drawn:
             self._drawn[position] = self._source.prompt_at(position)
         prompt, data_pass = self._drawn[position]
         group_id = make_group_id(prompt.prompt_id, data_pass)
-        return Draft(position, prompt, group_id, self.predictor.predict(prompt, group_id))
+        return PendingPrompt(position, prompt, group_id, self.predictor.predict(prompt, group_id))
 
-    def work(self, draft: Draft) -> Work:
+    def work(self, draft: PendingPrompt) -> Work:
         """What sampling it takes."""
         per_token = self.settings.emulation.lengths.prompt_characters_per_token
         samples = range(self.settings.loop.num_generations)

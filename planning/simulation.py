@@ -13,10 +13,10 @@ import numpy as np
 
 from consumers.batching.micro_batches import CostModel, Lengths, Run, best_run, cheapest_runs
 from consumers.batching.settings import BatchingSettings
-from producers.dispatch.scheduler import Scheduler
+from producers.dispatch.dispatcher import build_order
+from producers.dispatch.scheduler import PendingPrompt, Scheduler
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
-from producers.dispatch.window import Draft, OrderForm
 from producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, WeightsAdopted
 from producers.lengths.predictor import LengthPredictor
 from schemas.identifiers import PolicyVersion
@@ -80,11 +80,11 @@ class Supply(Protocol):
         """What the dispatcher estimates lengths with, and teaches."""
         ...
 
-    def draft(self, position: int) -> Draft:
+    def draft(self, position: int) -> PendingPrompt:
         """The prompt at a position with the estimate of now."""
         ...
 
-    def work(self, draft: Draft) -> Work:
+    def work(self, draft: PendingPrompt) -> Work:
         """What sampling it takes."""
         ...
 
@@ -146,7 +146,6 @@ class SimulatedDispatcher:
         self._plant, self._clock, self._supply, self._send = plant, clock, supply, send
         self._state = DispatchState(plant.loop, plant.dispatch, supply.predictor, plant.dispatch_curve)
         self._scheduler = Scheduler(self._state, plant.dispatch)
-        self._form = OrderForm(plant.loop, seed=None)
         self._turn_due: float | None = None
         self._turned_at = 0.0
 
@@ -226,7 +225,9 @@ class SimulatedDispatcher:
         self._turned_at = self._now
         self._order()
         settings = self._plant.dispatch
-        idle_s = settings.poll_s if len(self._scheduler.lanes) else max(settings.poll_s, settings.weight_sync_timeout_s)
+        idle_s = (
+            settings.poll_s if len(self._scheduler.queues) else max(settings.poll_s, settings.weight_sync_timeout_s)
+        )
         self._turn_in(idle_s * self._plant.time_scale)
 
     def _order(self) -> None:
@@ -239,7 +240,14 @@ class SimulatedDispatcher:
             scheduler.adopt(scheduler.planner()())
         while (found := scheduler.next()) is not None:
             draft, worker = found
-            order = self._form.first(draft, worker, state.created_at(self._now), state.ledger.next_due)
+            order = build_order(
+                state.loop,
+                draft,
+                worker,
+                created_at=state.created_at(self._now),
+                due_step=state.ledger.next_due,
+                seed=None,
+            )
             state.admit(order, worker, self._now)
             scheduler.sent(worker)
             number, work = int(worker.worker_id), self._supply.work(draft)

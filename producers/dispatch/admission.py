@@ -32,14 +32,19 @@ from dataclasses import dataclass, field
 from schemas.errors import LifecycleError
 from schemas.identifiers import PolicyVersion
 
-# Which optimizer step each group in flight is for, where that is settled when it is admitted. Pure. Invariant
-# batches_fill_in_order: a new group is for the lowest step to come that has fewer than B of them, so the place of a
-# group that ended untrained is taken by the next one that is admitted.
+HISTORY_STEPS = 100
+"""How many steps a trainer may fall back on resume, with the default settings: two checkpoints, 50 steps apart."""
 
 
 @dataclass
 class Batches:
-    """``size``: groups_per_step; ``current``: steps taken. A group that outlasted its step is for the next one."""
+    """Which optimizer step each group in flight is for, where that is settled when it is admitted.
+
+    Invariant batches_fill_in_order: a new group is for the lowest step to come that has fewer than B of them, so the
+    place of a group that ended untrained is taken by the next one that is admitted.
+
+    ``size``: groups_per_step; ``current``: steps taken. A group that outlasted its step is for the next one.
+    """
 
     size: int
     current: int = 0
@@ -47,7 +52,7 @@ class Batches:
     _groups: Counter[int] = field(default_factory=Counter)
 
     def add(self, group_id: str, due_step: int) -> None:
-        """A group is in flight; one of an older trainer's life may be so again."""
+        """A group is in flight; one that an older trainer had ended may be so again."""
         self.remove(group_id)
         self._due[group_id] = due_step
         self._groups[due_step] += 1
@@ -86,10 +91,6 @@ class Batches:
         return sum(groups for due, groups in self._groups.items() if due <= last)
 
 
-HISTORY_STEPS = 256
-"""How many steps a trainer may fall back on resume with its groups still counted as under way again."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Ended:
     group_id: str
@@ -101,13 +102,25 @@ class _Ended:
 class AdmissionLedger:
     """The groups in flight with their base versions, and the trainer's version.
 
+    ``history_steps``: how far below its newest step a resumed trainer may begin, so for how long a group that ended is
+    remembered: it is in flight again for a trainer that will read it again. Admission would allow too many groups if
+    the trainer fell back further than that.
+
     ``_missing``: base version numbers of the groups with samples missing; ``_missing_of``: how many have each number.
     """
 
-    def __init__(self, groups_per_step: int, max_staleness: int, *, has_fixed_batches: bool = False) -> None:
+    def __init__(
+        self,
+        groups_per_step: int,
+        max_staleness: int,
+        *,
+        has_fixed_batches: bool = False,
+        history_steps: int = HISTORY_STEPS,
+    ) -> None:
         self._groups_per_step = groups_per_step
         self._batches = Batches(groups_per_step) if has_fixed_batches else None
         self._max_staleness = max_staleness
+        self.history_steps = history_steps
         self._base: dict[str, PolicyVersion] = {}
         self._missing: dict[str, int] = {}
         self._missing_of: Counter[int] = Counter()
@@ -146,6 +159,8 @@ class AdmissionLedger:
         base = self._base_of(held).number
         if self._batches is not None:
             return self._batches.room(self._last_step(base))
+        # The bound must hold for every group with samples missing, so the oldest of them decides. One whose bound the
+        # trainer has got past cannot be saved by holding others back, so it counts as one that is just within it.
         oldest = self.oldest_missing
         if oldest is not None:
             base = min(base, max(oldest, self.current.number - self._max_staleness))
@@ -213,7 +228,7 @@ class AdmissionLedger:
         self._lower(group_id, self._base_of(held))
 
     def restore(self, group_id: str, held: PolicyVersion, due_step: int = 0) -> None:
-        """Take a group into account that was admitted in an earlier life of the dispatcher."""
+        """Take a group into account that was admitted by an earlier dispatcher."""
         base = self._base.setdefault(group_id, held)
         self._take_place(group_id, due_step)
         self._miss(group_id, base.number)
@@ -256,7 +271,7 @@ class AdmissionLedger:
             self.end(group_id, version.number)
         if self._batches is not None:
             self._batches.current = version.number
-        while self._ended and self._ended[0].number < version.number - HISTORY_STEPS:
+        while self._ended and self._ended[0].number < version.number - self.history_steps:
             self._ended.popleft()
         return True
 
@@ -285,10 +300,12 @@ class AdmissionLedger:
             self._miss(group_id, base.number)
 
     def _under_way(self) -> int:
+        """N of the invariant: groups that were trained, and those in flight."""
         trained = 0 if self.current is None else self.current.number * self._groups_per_step
         return trained + len(self._base)
 
     def _limit(self, number: int) -> int:
+        """(b + S + 1) × B: as many groups may be under way with one of base version b among them."""
         return self._last_step(number) * self._groups_per_step
 
     def _last_step(self, number: int) -> int:

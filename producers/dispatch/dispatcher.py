@@ -11,34 +11,41 @@ Invariants:
 import asyncio
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import structlog
 
 from bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
+from producers.dispatch.admission import HISTORY_STEPS
+from producers.dispatch.fleet import Candidate, Flight
 from producers.dispatch.recovery import CLIENT_ID, rebuild
-from producers.dispatch.scheduler import Scheduler
+from producers.dispatch.scheduler import PendingPrompt, Scheduler
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
 from producers.dispatch.status import DispatcherStatus, status_of
-from producers.dispatch.window import Drafts, OrderForm
 from producers.lengths.predictor import LengthPredictor
 from producers.prompts.sources import PromptSource
 from schemas.errors import BusUnavailable, DeliveryUnknown
-from schemas.identifiers import partition_of_worker
+from schemas.identifiers import make_group_id, partition_of_worker
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from schemas.settings import LoopSettings
 from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
-from schemas.trajectories import WorkOrder
+from schemas.trajectories import Prompt, SamplingParams, WorkOrder
 
 log = structlog.get_logger()
 
 TURN_BYTES = 8 << 20
+"""Of work orders in one transaction: it must reach the broker well within its time-out, and no turn may last long."""
 RETRY_S = 0.5
+"""Between two attempts to commit the same orders."""
 LARGE_PLAN = 512
-"""Items times workers from which on a plan is made in a thread."""
+"""Items times workers from which on a plan is made in a thread: below, it takes less time than starting one."""
+SLICE = 64
+"""Prompts drawn between two chances for others to run."""
+SLOW_S = 0.1
+"""A window that takes longer to draw is drawn ahead; and as long may it take to bring estimates up to date."""
 
 
 @dataclass
@@ -47,7 +54,7 @@ class Dispatcher:
 
     ``seed``: what the random numbers of all samples are drawn from; none leaves that to the engines. ``on_tick`` is
     told, by name, of every turn of a loop. ``curve``: a worker's decode steps, in seconds of the clock; its scale is
-    corrected by what arrives.
+    corrected by what arrives. ``history_steps``: how many steps a resumed trainer may be behind the one before it.
     """
 
     bus: Bus
@@ -60,21 +67,20 @@ class Dispatcher:
     seed: int | None = None
     on_tick: Callable[[str], None] = lambda name: None
     curve: DecodeCurve = TYPICAL_CURVE
+    history_steps: int = HISTORY_STEPS
     state: DispatchState = field(init=False)
     scheduler: Scheduler = field(init=False)
-    _drafts: Drafts = field(init=False)
+    _prefetcher: "PromptPrefetcher" = field(init=False)
     _heard_at: float = field(init=False)
-    _looked_at: float = field(default=-math.inf, init=False)
+    _checked_at: float = field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:
-        self._form = OrderForm(self.loop, self.seed)
-        self._begin()
+        self._forget_everything()
 
-    def _begin(self) -> None:
-        """With empty hands."""
-        self.state = DispatchState(self.loop, self.settings, self.predictor, self.curve)
+    def _forget_everything(self) -> None:
+        self.state = DispatchState(self.loop, self.settings, self.predictor, self.curve, self.history_steps)
         self.scheduler = Scheduler(self.state, self.settings)
-        self._drafts = Drafts(self.source, self.predictor, self.clock, lambda: self.on_tick("dispatch"))
+        self._prefetcher = PromptPrefetcher(self.source, self.predictor, self.clock, lambda: self.on_tick("dispatch"))
 
     def status(self) -> DispatcherStatus:
         """A snapshot of what is under way."""
@@ -92,14 +98,14 @@ class Dispatcher:
         """
         publisher = await self.bus.transactional(f"{self.run_name}.{CLIENT_ID}")
         try:
-            while await self._live(publisher, stop):
+            while await self._rebuild_and_serve(publisher, stop):
                 log.warning("samples expired before they were trained; they are looked for, and ordered again")
-                self._begin()
+                self._forget_everything()
         finally:
             await publisher.close()
         log.info("dispatcher ended", finished=self.state.finished, mode=self.state.mode, cursor=self.state.cursor)
 
-    async def _live(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> bool:
+    async def _rebuild_and_serve(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> bool:
         """Rebuild the state and serve; true if records were lost, so that the state is to be rebuilt."""
         topics = [topic.full_name(self.run_name) for topic in (HEARTBEATS, CONTROL, STEPS, SKIPS, TRAJECTORIES)]
         positions = await rebuild(self.bus, self.run_name, self.state, self.clock)
@@ -111,54 +117,56 @@ class Dispatcher:
         return self.state.has_lost_samples
 
     async def _serve(self, subscription: Subscription, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
-        listened = logged = self._heard_at = self.clock()
+        polled_at = logged_at = self._heard_at = self.clock()
         has_more = True
         while not stop.is_set() and not self.state.is_over(self.clock()):
             self.on_tick("dispatch")
-            self._forgive_our_own_silence(self.clock() - listened)
+            self._extend_leases_by_own_pause(self.clock() - polled_at)
             records = await subscription.poll(timeout_s=0.0 if has_more else self.settings.poll_s)
-            listened = self.clock()
+            polled_at = self.clock()
             for record in records:
                 if (message := message_of(record)) is not None:
-                    self.state.observe(message, listened)
+                    self.state.observe(message, polled_at)
             if self.state.has_lost_samples:
                 return
-            await self._forgive_a_silent_broker(subscription, bool(records))
+            await self._extend_leases_by_outage(subscription, bool(records))
             has_more = False
             if self.state.mode == "run" and not self.state.finished:
-                orders = self._orders_again()
-                has_more = await self._add_new_orders(orders, stop)
-                await self._commit(publisher, orders, stop)
-            if listened - logged >= self.settings.log_interval_s:
-                logged = listened
-                self._log_progress()
+                again = self._reorders()
+                new, has_more = await self._new_orders(stop)
+                await self._commit(publisher, again + new, stop)
+            if polled_at - logged_at >= self.settings.log_interval_s:
+                logged_at = polled_at
+                log.info("dispatch progress", **self.status().fields())
 
-    def _forgive_our_own_silence(self, seconds: float) -> None:
+    def _extend_leases_by_own_pause(self, seconds: float) -> None:
+        """While this process did not listen, no worker was silent; and while nothing is ordered, no order is late."""
         if seconds > self.settings.lease_s / 2:
-            self.state.forgive(seconds)
+            self.state.extend_leases(seconds)
         elif self.state.mode != "run":
             self.state.flights.extend(seconds)
 
-    async def _forgive_a_silent_broker(self, subscription: Subscription, heard: bool) -> None:
+    async def _extend_leases_by_outage(self, subscription: Subscription, heard: bool) -> None:
         """When nothing at all is heard, the broker is asked whether it is there; if not, no worker is to blame."""
         silent_s = self.clock() - self._heard_at
+        # A quarter of a lease: the outage is noticed, and leases extended, before any of them ends.
         if not heard and silent_s < self.settings.lease_s / 4:
             return
         if not heard:
             try:
                 await subscription.end_offsets()
             except BusUnavailable as error:
-                log.warning("the broker is silent, so leases stand still", error=str(error))
-                self.state.forgive(silent_s)
+                log.warning("the broker is silent, so leases are extended", error=str(error))
+                self.state.extend_leases(silent_s)
         self._heard_at = self.clock()
 
-    def _orders_again(self) -> list[WorkOrder]:
-        """What is missing of groups whose worker was lost goes to others; it comes before new prompts."""
-        orders: list[WorkOrder] = []
-        if self.clock() - self._looked_at < self.settings.poll_s:  # a look goes through everything under way
+    def _reorders(self) -> list[Outgoing]:
+        """Orders to others for what is missing of groups whose worker was lost; they come before new prompts."""
+        orders: list[Outgoing] = []
+        if self.clock() - self._checked_at < self.settings.poll_s:  # each check goes through everything under way
             return orders
-        self._looked_at = self.clock()
-        for flight in self.state.lost(self._looked_at):
+        self._checked_at = self.clock()
+        for flight in self.state.take_from_lost_workers(self._checked_at):
             now = self.clock()
             group_id = flight.order.group_id
             if flight.order.attempt + 1 >= self.settings.max_attempts:
@@ -169,39 +177,37 @@ class Dispatcher:
             may_move = partial(self.state.ledger.may_move, group_id)
             worker = self.state.choose(missing, may_move, now, other_than=flight.order.worker_id)
             if worker is not None:
-                order = self._form.again(flight, worker)
+                order = build_reorder(flight, worker)
                 log.warning("group ordered again", group=group_id, missing=missing, worker=worker.worker_id)
                 self.state.reassign(order, worker, now)
-                orders.append(order)
+                orders.append(self._record(order))
         return orders
 
-    async def _add_new_orders(self, orders: list[WorkOrder], stop: asyncio.Event) -> bool:
-        """Orders for new prompts, one turn's at most; true if there may be room for more."""
-        scheduler = self.scheduler
+    async def _new_orders(self, stop: asyncio.Event) -> tuple[list[Outgoing], bool]:
+        """Orders for new prompts, one turn's at most; and whether there may be room for more."""
+        scheduler, orders, size = self.scheduler, list[Outgoing](), 0
         scheduler.begin_turn(self.clock())
         if wanted := scheduler.wanted():
-            scheduler.add(await self._drafts.draw(self.state.positions.next(wanted)))
+            scheduler.add(await self._prefetcher.draw(self.state.positions.next(wanted)))
         if scheduler.wants_plan():
             await self._plan()
-        size = 0
-        for _ in range(self.settings.orders_per_turn):
+        while len(orders) < self.settings.orders_per_turn and size <= TURN_BYTES:
             if stop.is_set() or (found := scheduler.next()) is None:
-                return bool(scheduler.wanted()) or await self._draw_ahead()
-            draft, worker = found
+                return orders, bool(scheduler.wanted()) or await self._draw_ahead()
+            pending, worker = found
             now = self.clock()
-            order = self._form.first(draft, worker, self.state.created_at(now), self.state.ledger.next_due)
+            created_at, due_step = self.state.created_at(now), self.state.ledger.next_due
+            order = build_order(self.loop, pending, worker, created_at=created_at, due_step=due_step, seed=self.seed)
             self.state.admit(order, worker, now)
             scheduler.sent(worker)
-            orders.append(order)
-            size += len(order.prompt.text)
-            if size > TURN_BYTES:
-                break
-        return True
+            orders.append(self._record(order))
+            size += len(orders[-1].value or b"")
+        return orders, True
 
     async def _plan(self) -> None:
         """Heartbeats and commits wait for it, other tasks of this process do not."""
         began, make = self.clock(), self.scheduler.planner()
-        items, workers = len(self.scheduler.lanes), self.state.fleet.ready(began)
+        items, workers = len(self.scheduler.queues), self.state.fleet.ready(began)
         planned = await asyncio.to_thread(make) if items * len(workers) > LARGE_PLAN else make()
         self.scheduler.adopt(planned)
         log.debug("orders planned", items=items, finish_s=planned.finish_s, took_s=self.clock() - began)
@@ -209,27 +215,114 @@ class Dispatcher:
     async def _draw_ahead(self) -> bool:
         """Where drawing is slow, a slice of the next window, once most of this one is sent; true if there is more."""
         window = self.loop.groups_per_step
-        if 4 * len(self.scheduler.lanes) > window or not self._drafts.is_slow(window):
+        if 4 * len(self.scheduler.queues) > window or not self._prefetcher.is_slow(window):
             return False
-        return await self._drafts.prepare(self.state.positions.upcoming(window))
+        return await self._prefetcher.prepare(self.state.positions.upcoming(window))
 
-    async def _commit(self, publisher: TransactionalPublisher, orders: list[WorkOrder], stop: asyncio.Event) -> None:
+    def _record(self, order: WorkOrder) -> Outgoing:
+        topic, partition = WORK_ORDERS.full_name(self.run_name), partition_of_worker(order.worker_id)
+        return Outgoing.of(topic, order, key=order.group_id, partition=partition)
+
+    async def _commit(self, publisher: TransactionalPublisher, orders: list[Outgoing], stop: asyncio.Event) -> None:
         """Send until the broker has them; a repeat under the same ids is dropped by whoever reads it twice."""
-        topic = WORK_ORDERS.full_name(self.run_name)
-        records = [
-            Outgoing.of(topic, order, key=order.group_id, partition=partition_of_worker(order.worker_id))
-            for order in orders
-        ]
-        while records and not stop.is_set():
+        while orders and not stop.is_set():
             self.on_tick("dispatch")
             try:
-                await publisher.commit(records)
+                await publisher.commit(orders)
             except (DeliveryUnknown, BusUnavailable) as error:
-                log.warning("orders sent again", count=len(records), error=str(error))
+                log.warning("orders sent again", count=len(orders), error=str(error))
                 await asyncio.sleep(RETRY_S)
             else:
                 return
 
-    def _log_progress(self) -> None:
-        status = self.status()
-        log.info("dispatch progress", **status.fields())
+
+@dataclass
+class PromptPrefetcher:
+    """Draws prompts and has their lengths estimated; where that is slow, ahead, so that no slot waits for it.
+
+    ``on_tick`` is called once a slice.
+    """
+
+    source: PromptSource
+    predictor: LengthPredictor
+    clock: Callable[[], float]
+    on_tick: Callable[[], None]
+    _ahead: dict[int, PendingPrompt] = field(default_factory=dict)
+    _prompt_s: float = 0.0
+
+    async def draw(self, positions: Sequence[int]) -> list[PendingPrompt]:
+        """The prompts at these positions, with estimates of now; those drawn ahead may keep an older one."""
+        await self._read([position for position in positions if position not in self._ahead])
+        drawn = [self._ahead.pop(position) for position in positions]
+        began = self.clock()
+        for number, pending in enumerate(drawn):
+            if self.clock() - began > SLOW_S:
+                break
+            drawn[number] = replace(pending, estimate=self.predictor.predict(pending.prompt, pending.group_id))
+        return drawn
+
+    def is_slow(self, count: int) -> bool:
+        """Whether so many prompts should be drawn ahead."""
+        return self._prompt_s * count > SLOW_S
+
+    async def prepare(self, positions: Sequence[int]) -> bool:
+        """Draw a slice of these ahead; true if there are more."""
+        missing = [position for position in positions if position not in self._ahead]
+        await self._read(missing[:SLICE])
+        return len(missing) > SLICE
+
+    async def _read(self, positions: Sequence[int]) -> None:
+        for start in range(0, len(positions), SLICE):
+            part, began = positions[start : start + SLICE], self.clock()
+            found = await asyncio.to_thread(self._prompts, part)
+            for position, (prompt, data_pass) in zip(part, found, strict=True):
+                group_id = make_group_id(prompt.prompt_id, data_pass)
+                estimate = self.predictor.predict(prompt, group_id)
+                self._ahead[position] = PendingPrompt(position, prompt, group_id, estimate)
+            self._prompt_s = max(0.0, self.clock() - began) / len(part)
+            self.on_tick()
+
+    def _prompts(self, positions: Sequence[int]) -> list[tuple[Prompt, int]]:
+        return [self.source.prompt_at(position) for position in positions]
+
+
+def build_order(
+    loop: LoopSettings,
+    pending: PendingPrompt,
+    worker: Candidate,
+    *,
+    created_at: float,
+    due_step: int,
+    seed: int | None,
+) -> WorkOrder:
+    """The first order for a prompt: all of its samples. ``seed``: none leaves random numbers to the engines."""
+    return WorkOrder(
+        group_id=pending.group_id,
+        worker_id=worker.worker_id,
+        position=pending.position,
+        prompt=pending.prompt,
+        estimate=pending.estimate,
+        sampling=SamplingParams(
+            max_completion_length=loop.max_completion_length,
+            temperature=loop.temperature,
+            top_p=loop.top_p,
+            top_k=loop.top_k,
+            seed=seed,
+        ),
+        num_generations=loop.num_generations,
+        sample_indices=tuple(range(loop.num_generations)),
+        partition=loop.partition_of(pending.estimate.bucket, pending.position),
+        due_step=due_step,
+        admitted_version=worker.version,
+        created_at=created_at,
+    )
+
+
+def build_reorder(flight: Flight, worker: Candidate) -> WorkOrder:
+    """What is missing of a group, for another worker: with its partition and age, so that consumers see one group."""
+    return flight.order.replace(
+        worker_id=worker.worker_id,
+        sample_indices=tuple(sorted(flight.missing)),
+        attempt=flight.order.attempt + 1,
+        admitted_version=worker.version,
+    )

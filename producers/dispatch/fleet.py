@@ -1,8 +1,9 @@
-"""How far each worker has got with what it samples, reckoned from the decode curve and corrected by what arrives. Pure.
+"""The workers: who is there, what each has been sent, and how far it has got with that. Pure; times in seconds.
 
-A worker's decode steps are counted from the time that passes and from how many completions it runs; each completion
-that arrives tells how many there really were. What a completion that outgrew its estimate still has before it follows
-from how sure the estimate was.
+- ``LiveWorkers``: who is there, as heartbeats show it;
+- ``FlightTable``: the groups under way, which of their samples are missing, and which worker has them;
+- ``Progress``: a worker's decode steps are counted from the time that passes and from how many completions it runs, by
+  the decode curve; each completion that arrives tells how many there really were.
 """
 
 from collections import Counter
@@ -10,18 +11,31 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from producers.dispatch.uncertainty import excess
+from producers.dispatch.plans import mean_excess
 from schemas.identifiers import PolicyVersion, make_trajectory_id
 from schemas.profiles import DecodeCurve
 from schemas.reports import Heartbeat, WorkerState
 from schemas.trajectories import WorkOrder
 
-# A worker that may take an order, and whether and how soon. Pure.
+IDLE_LEASES = 3
+"""A worker that reports nothing to do for so many leases no longer has an order sent before: it may take one lease to
+read the order, and its next heartbeats may be late."""
+GRACE = 1.1
+"""How far past its estimate a completion must be: news of its end may be under way."""
+LEARNING_RATE = 0.2
+"""Weight of the longest completion in the estimate of the fleet's speed; shorter ones weigh less, since the time that
+news is under way distorts them more."""
+FIRST = 32
+"""Completions of which the plain mean counts."""
+MOST_WRONG = 4.0
+"""After these, none counts as faster or slower than expected by more than this factor."""
+Sample = tuple[str, int]
+"""A group's id and the index of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What a worker can sample at once, and what it still owes."""
+    """A worker that may take an order: ``capacity`` completions at once, and what it still owes of earlier ones."""
 
     worker_id: str
     incarnation: str
@@ -51,12 +65,6 @@ def least_loaded(candidates: Iterable[Candidate]) -> Candidate:
     )
 
 
-# The workers as their heartbeats show them. Pure: time is always an argument, in seconds.
-
-IDLE_LEASES = 3
-"""A worker that reports nothing to do for so many leases no longer has an order sent before."""
-
-
 @dataclass(slots=True)
 class _Seen:
     heartbeat: Heartbeat
@@ -65,7 +73,7 @@ class _Seen:
     idle_since: float | None
 
 
-class Fleet:
+class LiveWorkers:
     """Who is there, since when, and with which weights. A restarted worker is a new incarnation of its id."""
 
     def __init__(self, lease_s: float) -> None:
@@ -121,10 +129,6 @@ class Fleet:
         return seen.heartbeat.state is not WorkerState.STOPPED and now - seen.at <= self._lease_s
 
 
-# The orders under way: which samples are still missing, and with which worker. Pure; knows no topics. A group stays
-# here until it is trained or skipped; its worker carries it only as long as samples are missing.
-
-
 @dataclass(slots=True)
 class Flight:
     """One group under way. ``worker_id`` none: its worker was lost and no other has it yet.
@@ -152,7 +156,10 @@ class Flight:
 
 
 class FlightTable:
-    """All groups under way, and the load of each worker that follows from them."""
+    """All groups under way, and the load of each worker that follows from them.
+
+    A group stays here until it is trained or skipped; its worker carries it only as long as samples are missing.
+    """
 
     def __init__(self) -> None:
         self._flights: dict[str, Flight] = {}
@@ -242,41 +249,28 @@ class FlightTable:
             self._tokens[flight.worker_id] += sign * flight.missing_tokens
 
 
-GRACE = 1.1
-"""How far past its estimate a completion must be: news of its end may be under way."""
-LEARNING_RATE = 0.2
-"""Weight of the longest completion in the estimate of the fleet's speed; shorter ones weigh less, since the time that
-news is under way distorts them more."""
-FIRST = 32
-"""Completions of which the plain mean counts."""
-MOST_WRONG = 4.0
-"""After these, none counts as faster or slower than expected by more than this factor."""
-Sample = tuple[str, int]
-"""A group's id and the index of a sample."""
-
-
-class Expected(NamedTuple):
+class ExpectedLength(NamedTuple):
     """Tokens of a completion, and the standard deviation of their logarithm; 0 if that is not known."""
 
     tokens: int
-    spread: float = 0.0
+    deviation: float = 0.0
 
 
 @dataclass(slots=True)
-class _Begun:
-    expected: Expected
+class _Running:
+    expected: ExpectedLength
     at_step: float
 
 
 @dataclass(slots=True)
-class _Bench:
-    """A worker's completions: ``begun`` ones, and those that wait for a slot, in order of arrival."""
+class _WorkerBatch:
+    """A worker's completions: ``running`` ones, and those that wait for a slot, in order of arrival."""
 
     slots: int
     at: float
     steps: float = 0.0
-    begun: dict[Sample, _Begun] = field(default_factory=dict)
-    waiting: dict[Sample, Expected] = field(default_factory=dict)
+    running: dict[Sample, _Running] = field(default_factory=dict)
+    waiting: dict[Sample, ExpectedLength] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,42 +290,44 @@ class Remaining:
 class Progress:
     """The progress of all workers. ``longest``: no completion has more tokens.
 
-    ``speed``: decode steps that workers really make, as a multiple of what the curve says.
+    With b completions running, dt seconds are dt / t(b) steps by the curve. ``speed``: steps that workers really make,
+    as a multiple of that, so that a completion that began at step k has speed × (steps - k) tokens now. What one that
+    outgrew its estimate still has before it follows from how sure the estimate was (``mean_excess``).
     """
 
     def __init__(self, curve: DecodeCurve, longest: int) -> None:
         self._curve = curve
         self._longest = longest
-        self._benches: dict[str, _Bench] = {}
+        self._batches: dict[str, _WorkerBatch] = {}
         self._seen = 0
         self.speed = 1.0
 
-    def send(self, worker_id: str, slots: int, samples: Iterable[Sample], expected: Expected, now: float) -> None:
+    def send(self, worker_id: str, slots: int, samples: Iterable[Sample], expected: ExpectedLength, now: float) -> None:
         """These samples, of so many tokens each, are with a worker now."""
-        bench = self._benches.setdefault(worker_id, _Bench(slots, now))
-        self._count(bench, now)
-        bench.slots = slots
+        batch = self._batches.setdefault(worker_id, _WorkerBatch(slots, now))
+        self._count(batch, now)
+        batch.slots = slots
         expected = expected._replace(tokens=min(expected.tokens, self._longest))
-        bench.waiting.update(dict.fromkeys(samples, expected))
-        self._begin(bench)
+        batch.waiting.update(dict.fromkeys(samples, expected))
+        self._begin(batch)
 
     def drop(self, worker_id: str, samples: Iterable[Sample], now: float) -> None:
         """The worker does not have these any more."""
-        if (bench := self._benches.get(worker_id)) is not None:
-            self._count(bench, now)
+        if (batch := self._batches.get(worker_id)) is not None:
+            self._count(batch, now)
             for sample in samples:
-                bench.waiting.pop(sample, None)
-                bench.begun.pop(sample, None)
-            self._begin(bench)
+                batch.waiting.pop(sample, None)
+                batch.running.pop(sample, None)
+            self._begin(batch)
 
     def finished(self, worker_id: str, sample: Sample, length: int, now: float) -> None:
         """A completion of so many tokens is there."""
-        bench = self._benches.get(worker_id)
-        if bench is None:
+        batch = self._batches.get(worker_id)
+        if batch is None:
             return
-        self._count(bench, now)
-        begun = bench.begun.get(sample)
-        if begun is not None and length > 0 and (reckoned := bench.steps - begun.at_step) > 0:
+        self._count(batch, now)
+        sampled = batch.running.get(sample)
+        if sampled is not None and length > 0 and (reckoned := batch.steps - sampled.at_step) > 0:
             self._learn(length / reckoned, length)
         self.drop(worker_id, (sample,), now)
 
@@ -339,34 +335,35 @@ class Progress:
         self._seen += 1
         if self._seen > FIRST:
             speed = min(max(speed, self.speed / MOST_WRONG), self.speed * MOST_WRONG)
+        # The plain mean of the first ones, then an exponential mean that weighs a completion by its length.
         weight = max(min(1.0, LEARNING_RATE * length / self._longest), 1 / self._seen if self._seen <= FIRST else 0.0)
         self.speed += weight * (speed - self.speed)
 
     def remaining(self, worker_id: str, now: float) -> Remaining:
         """What is left of a worker's completions."""
-        bench = self._benches.get(worker_id)
-        if bench is None:
+        batch = self._batches.get(worker_id)
+        if batch is None:
             return Remaining()
-        self._count(bench, now)
+        self._count(batch, now)
         running, outgrown = [], []
-        for begun in bench.begun.values():
-            done = int(self.speed * (bench.steps - begun.at_step))
-            expected = begun.expected.tokens
+        for sampled in batch.running.values():
+            done = int(self.speed * (batch.steps - sampled.at_step))
+            expected = sampled.expected.tokens
             left = max(1, expected - done)
             if done >= GRACE * expected:
-                more = int(done * excess(done / expected, begun.expected.spread))
+                more = int(done * mean_excess(done / expected, sampled.expected.deviation))
                 left = max(1, min(more, self._longest - done))
                 outgrown.append(left)
             running.append(left)
-        return Remaining(tuple(running), tuple(expected.tokens for expected in bench.waiting.values()), tuple(outgrown))
+        return Remaining(tuple(running), tuple(expected.tokens for expected in batch.waiting.values()), tuple(outgrown))
 
-    def _count(self, bench: _Bench, now: float) -> None:
-        if bench.begun and now > bench.at:
-            bench.steps += (now - bench.at) / self._curve.batch_s(len(bench.begun))
-        bench.at = max(bench.at, now)
+    def _count(self, batch: _WorkerBatch, now: float) -> None:
+        if batch.running and now > batch.at:
+            batch.steps += (now - batch.at) / self._curve.batch_s(len(batch.running))
+        batch.at = max(batch.at, now)
 
     @staticmethod
-    def _begin(bench: _Bench) -> None:
-        while bench.waiting and len(bench.begun) < bench.slots:
-            sample = next(iter(bench.waiting))
-            bench.begun[sample] = _Begun(bench.waiting.pop(sample), bench.steps)
+    def _begin(batch: _WorkerBatch) -> None:
+        while batch.waiting and len(batch.running) < batch.slots:
+            sample = next(iter(batch.waiting))
+            batch.running[sample] = _Running(batch.waiting.pop(sample), batch.steps)

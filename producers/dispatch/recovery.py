@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import structlog
 
 from bus.port import Bus, Record, Start, TopicPartition, message_of
-from producers.dispatch.admission import HISTORY_STEPS
 from producers.dispatch.state import DispatchState
 from producers.lengths.startup import replay
 from schemas.control import RunFinished
@@ -53,12 +52,12 @@ class _Trainer:
         """The highest version number ever reported."""
         return max((number for number, _ in self.consumed), default=0)
 
-    def trained_long_ago(self) -> frozenset[str]:
+    def trained_long_ago(self, history_steps: int) -> frozenset[str]:
         """Groups that no resumed trainer will ask for again; their orders need not be held."""
         return frozenset(
             group_id
             for _, message in self.records
-            if isinstance(message, StepReport) and message.version.number < self.number - HISTORY_STEPS
+            if isinstance(message, StepReport) and message.version.number < self.number - history_steps
             for group_id in message.group_ids
         )
 
@@ -95,19 +94,19 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
             state.observe(message, min(record.timestamp, started))
     async for record, message in _history(bus, [STEPS.full_name(run), SKIPS.full_name(run)], "earliest", positions):
         trainer.add(record.timestamp, message)
-    await _restore_orders(bus, run, state, trainer.trained_long_ago())
+    await _restore_orders(bus, run, state, trainer.trained_long_ago(state.ledger.history_steps))
     for _, message in sorted(trainer.records, key=lambda pair: pair[0]):
         state.observe(message, started)
     await replay(bus, run, state.predictor, skip=lambda group_id: state.flights.get(group_id) is not None)
     await _restore_samples(bus, run, state, trainer, positions)
-    state.positions.find_holes(trainer.named())
+    state.positions.find_unsent(trainer.named())
     state.resume(clock())
     state.has_lost_samples = False  # what expired was not found just now, so it counts as missing
-    state.forgive(clock() - started)
+    state.extend_leases(clock() - started)
     log.info(
         "dispatcher rebuilt",
         cursor=state.cursor,
-        unsent=len(state.positions.holes),
+        unsent=len(state.positions.unsent),
         in_flight=state.ledger.in_flight,
         version=str(state.ledger.current),
     )

@@ -1,6 +1,9 @@
 """Decides when a window of prompts is drawn, when it is planned anew, and what is sent next to whom. Pure; seconds.
 
 Invariants:
+- every_prompt_dispatched_once: an item is in the pool, in one worker's queue, or was taken; never in two places;
+- no_slot_waits_for_a_queue_elsewhere: a worker with a free slot and an empty queue takes from the queue that would
+  otherwise be the last to finish, unless the strategy is static;
 - advice_only: estimates choose a bucket, a worker and the order within a window. Which prompts are sent, and that all
   of a window leave before any later one, holds without them;
 - a_window_is_sent_before_the_next_is_drawn.
@@ -10,25 +13,160 @@ ends it for all: the window waits until every worker can take part. With more, n
 does not hold anybody back, and a plan gives up no capacity for one that is earlier than that.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from producers.dispatch.fleet import Candidate
-from producers.dispatch.plans import Item, Plan, Worker, predicted_finish
+from producers.dispatch.plans import Item, Plan, WorkerCapacity, predicted_finish_s
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
 from producers.dispatch.strategies import STRATEGIES, skewness_aware
-from producers.dispatch.window import Draft, Lanes
+from schemas.profiles import DecodeCurve
+from schemas.trajectories import LengthEstimate, Prompt
 
-LOOK_S = 0.1
-"""Time between two looks for completions that outgrew their estimates."""
+OUTGROWN_CHECK_S = 0.1
+"""Between two checks for completions that outgrew their estimates: each goes through all that run."""
 TOLERANCE = 1.05
 """How much later than planned a finish may become before everything unsent is planned anew."""
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PendingPrompt:
+    """A prompt that is not ordered yet."""
+
+    position: int
+    prompt: Prompt
+    group_id: str
+    estimate: LengthEstimate
+
+
+@dataclass(slots=True)
+class WorkerQueue:
+    """What is left of a worker's share of the plan."""
+
+    worker_id: str
+    concurrency: int
+    is_reduced: bool
+    items: deque[Item]
+    tokens: int
+
+    def has_room(self, worker: Candidate, samples: int, overcommit: float) -> bool:
+        """Whether the worker may be sent so many samples now; only where all slots are to be busy, some ahead."""
+        if self.is_reduced:
+            return worker.has_room_within(samples, self.concurrency)
+        return worker.has_room(samples, overcommit)
+
+
+class WorkerQueues:
+    """What each worker shall sample and in what order, of the prompts drawn and not sent; and who takes from whom.
+
+    ``pool``: items that no worker shall sample yet. ``outstanding``: expected tokens that a worker holds already.
+    """
+
+    def __init__(
+        self, curve: DecodeCurve, overcommit: float, outstanding: Callable[[str], int], *, is_static: bool
+    ) -> None:
+        self._curve = curve
+        self._overcommit = overcommit
+        self._outstanding = outstanding
+        self._is_static = is_static
+        self._queues: dict[str, WorkerQueue] = {}
+        self._turn = 0
+        self.pool: list[Item] = []
+        self.stolen = 0
+
+    def __len__(self) -> int:
+        return len(self.pool) + sum(len(queue.items) for queue in self._queues.values())
+
+    def __iter__(self) -> Iterator[WorkerQueue]:
+        return iter(self._queues.values())
+
+    def get(self, worker_id: str) -> WorkerQueue | None:
+        """A worker's queue, if the plan has one for it."""
+        return self._queues.get(worker_id)
+
+    def add(self, items: Iterable[Item]) -> None:
+        """New items, with no worker yet."""
+        self.pool.extend(items)
+
+    def release(self, worker_id: str) -> None:
+        """The worker takes nothing more; what it was not sent is for others."""
+        queue = self._queues.pop(worker_id, None)
+        if queue is not None:
+            self.pool.extend(queue.items)
+
+    def unsent(self) -> list[Item]:
+        """All items, in the order of their prompts."""
+        return sorted(
+            (*self.pool, *(item for queue in self._queues.values() for item in queue.items)), key=lambda item: item.key
+        )
+
+    def adopt(self, plan: Plan) -> None:
+        """Follow this plan for all items from now on."""
+        self.pool = []
+        self._queues = {
+            share.worker.worker_id: WorkerQueue(
+                share.worker.worker_id,
+                share.concurrency,
+                share.is_reduced,
+                deque(share.items),
+                sum(item.load for item in share.items),
+            )
+            for share in plan.shares
+        }
+
+    def next(self, workers: Sequence[Candidate]) -> tuple[Item, Candidate] | None:
+        """The next item to send and the worker for it, of those that may take one now; none if none has room.
+
+        Workers take turns; one whose queue is empty takes from another's.
+        """
+        idle = []
+        for step in range(len(workers)):
+            worker = workers[(self._turn + step) % len(workers)]
+            queue = self._queues.get(worker.worker_id)
+            if queue is None:
+                continue
+            if not queue.items:
+                idle.append((worker, queue))
+            elif queue.has_room(worker, queue.items[0].samples, self._overcommit):
+                self._turn += step + 1
+                return self._take(queue, 0), worker
+        for worker, queue in () if self._is_static else idle:
+            if (item := self._stolen_for(worker, queue)) is not None:
+                return item, worker
+        return None
+
+    def _stolen_for(self, worker: Candidate, queue: WorkerQueue) -> Item | None:
+        """The longest waiting item that ends sooner here; for a free slot only, unless the other queue has plenty."""
+        victim = max((other for other in self._queues.values() if other.items), key=self._busy_s, default=None)
+        if victim is None:
+            return None
+        ahead = self._overcommit if len(victim.items) > victim.concurrency else 1.0
+        if not queue.has_room(worker, victim.items[0].samples, ahead):
+            return None
+        # An item that is longer than the victim is busy would end later here than it does there.
+        within, step_s = self._busy_s(victim), self._curve.batch_s(queue.concurrency)
+        fits = (number for number, item in enumerate(victim.items) if item.longest * step_s <= within)
+        self.stolen += 1
+        return self._take(victim, next(fits, len(victim.items) - 1))
+
+    def _busy_s(self, queue: WorkerQueue) -> float:
+        """Seconds of work at its concurrency b: tokens × t(b) / b."""
+        tokens = queue.tokens + self._outstanding(queue.worker_id)
+        return tokens * self._curve.batch_s(queue.concurrency) / queue.concurrency
+
+    @staticmethod
+    def _take(queue: WorkerQueue, number: int) -> Item:
+        item = queue.items[number]
+        del queue.items[number]
+        queue.tokens -= item.load
+        return item
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPlan:
     """A plan, and its predicted finish by the decode curve."""
 
     plan: Plan
@@ -36,21 +174,21 @@ class Planned:
 
 
 class Scheduler:
-    """The window of one life of the dispatcher. ``ready``: the workers that take orders, as of this turn."""
+    """The window of prompts that is being sent. ``ready``: the workers that take orders, as of this turn."""
 
     def __init__(self, state: DispatchState, settings: DispatchSettings) -> None:
         self._state = state
         self._settings = settings
         self._loop = state.loop
         self._is_static = settings.strategy == "round_robin"
-        self._drafts: dict[int, Draft] = {}
+        self._pending: dict[int, PendingPrompt] = {}
         self._ready: list[Candidate] = []
-        self._turn_at = self._looked_at = 0.0
+        self._turn_at = self._checked_at = 0.0
         self._due_at = 0.0
         self._waiting_since: float | None = None
         self._blocked_since: dict[str, float] = {}
         self.plans = 0
-        self.lanes = Lanes(state.curve, settings.overcommit, self._outstanding, is_static=self._is_static)
+        self.queues = WorkerQueues(state.curve, settings.overcommit, self._outstanding, is_static=self._is_static)
 
     def begin_turn(self, now: float) -> None:
         """Look at the workers; what was planned for those that can take nothing is for others."""
@@ -63,52 +201,52 @@ class Scheduler:
             else:
                 self._blocked_since.setdefault(worker.worker_id, now)
         ready = {worker.worker_id for worker in self._ready}
-        for lane in list(self.lanes):
-            blocked_s = now - self._blocked_since.get(lane.worker_id, now)
-            if lane.worker_id not in ready or (able and blocked_s > self._settings.adoption_patience_s):
-                self.lanes.release(lane.worker_id)
+        for queue in list(self.queues):
+            blocked_s = now - self._blocked_since.get(queue.worker_id, now)
+            if queue.worker_id not in ready or (able and blocked_s > self._settings.weight_sync_timeout_s):
+                self.queues.release(queue.worker_id)
 
     def wanted(self) -> int:
         """How many prompts to draw now: nothing as long as some are unsent, no worker has room, or some adopt yet."""
         able = self._able()
         samples, overcommit = self._loop.num_generations, self._settings.overcommit
-        if len(self.lanes) or not any(worker.has_room(samples, overcommit) for worker in able):
+        if len(self.queues) or not any(worker.has_room(samples, overcommit) for worker in able):
             return 0
         if self._loop.staleness_bound <= 1 and len(able) < len(self._ready):
             self._waiting_since = self._turn_at if self._waiting_since is None else self._waiting_since
-            if self._turn_at - self._waiting_since < self._settings.adoption_patience_s:
+            if self._turn_at - self._waiting_since < self._settings.weight_sync_timeout_s:
                 return 0
         self._waiting_since = None
         room = max(self._state.ledger.room(version) for version in {worker.version for worker in able})
         return min(self._loop.groups_per_step, room)
 
-    def add(self, drafts: Sequence[Draft]) -> None:
-        """A window was drawn. Prompts of which an earlier life sent an order are left out."""
-        new = [draft for draft in drafts if not self._was_ordered(draft.group_id)]
-        self._drafts |= {draft.position: draft for draft in new}
-        self._state.outcomes.begin([draft.group_id for draft in new], self._turn_at)
-        self.lanes.add(map(self._item, new))
+    def add(self, prompts: Sequence[PendingPrompt]) -> None:
+        """A window was drawn. Prompts of which an earlier dispatcher sent an order are left out."""
+        new = [prompt for prompt in prompts if not self._was_ordered(prompt.group_id)]
+        self._pending |= {prompt.position: prompt for prompt in new}
+        self._state.plan_accuracy.begin([prompt.group_id for prompt in new], self._turn_at)
+        self.queues.add(map(self._item, new))
 
     def _was_ordered(self, group_id: str) -> bool:
         return group_id in self._state.positions.ordered or self._state.ledger.is_in_flight(group_id)
 
-    def _item(self, draft: Draft) -> Item:
+    def _item(self, prompt: PendingPrompt) -> Item:
         longest = self._loop.max_completion_length
-        tokens, upper = min(draft.estimate.median, longest), min(draft.estimate.upper, longest)
-        return Item(draft.position, tokens, self._loop.num_generations, upper)
+        tokens, upper = min(prompt.estimate.median, longest), min(prompt.estimate.upper, longest)
+        return Item(prompt.position, tokens, self._loop.num_generations, upper)
 
     def wants_plan(self) -> bool:
-        """Whether prompts have no worker, a worker has no lane, or a completion upsets the plan."""
-        if not len(self.lanes) or not self._able():
+        """Whether prompts have no worker, a worker has no queue, or a completion upsets the plan."""
+        if not len(self.queues) or not self._able():
             return False
-        is_new = any(self.lanes.get(worker.worker_id) is None for worker in self._able())
-        return bool(self.lanes.pool) or is_new or self._is_upset()
+        is_new = any(self.queues.get(worker.worker_id) is None for worker in self._able())
+        return bool(self.queues.pool) or is_new or self._is_upset()
 
     def _is_upset(self) -> bool:
         """A completion that outgrew its estimate will go on after everything else should be over."""
-        if self._is_static or self._turn_at - self._looked_at < LOOK_S:
+        if self._is_static or self._turn_at - self._checked_at < OUTGROWN_CHECK_S:
             return False
-        self._looked_at = now = self._turn_at
+        self._checked_at = now = self._turn_at
         for worker in self._ready:
             remaining = self._state.progress.remaining(worker.worker_id, now)
             if remaining.outgrown:
@@ -117,26 +255,27 @@ class Scheduler:
                     return True
         return False
 
-    def planner(self) -> Callable[[], Planned]:
+    def planner(self) -> Callable[[], TimedPlan]:
         """What makes the plan: takes long for many items, and may run in a thread as long as nothing else happens."""
-        items, curve = self.lanes.unsent(), self._state.curve
+        items, curve = self.queues.unsent(), self._state.curve
         workers = [self._worker(worker) for worker in self._able()]
         strategy = STRATEGIES[self._settings.strategy]
         if strategy is skewness_aware:
-            strategy = partial(skewness_aware, patience_s=self._patience_s(items, workers))
+            strategy = partial(skewness_aware, slack_s=self._slack_s(items, workers))
 
-        def planned() -> Planned:
+        def planned() -> TimedPlan:
             plan = strategy(items, workers, curve).checked(items, workers)
-            return Planned(plan, predicted_finish(plan, curve))
+            return TimedPlan(plan, predicted_finish_s(plan, curve))
 
         return planned
 
-    def _worker(self, worker: Candidate) -> Worker:
+    def _worker(self, worker: Candidate) -> WorkerCapacity:
         remaining = self._state.progress.remaining(worker.worker_id, self._turn_at)
-        return Worker(worker.worker_id, worker.capacity, remaining.running, remaining.waiting)
+        return WorkerCapacity(worker.worker_id, worker.capacity, remaining.running, remaining.waiting)
 
-    def _patience_s(self, items: Sequence[Item], workers: Sequence[Worker]) -> float:
-        """How long the groups that admission still allows behind these will keep all slots busy.
+    def _slack_s(self, items: Sequence[Item], workers: Sequence[WorkerCapacity]) -> float:
+        """How long the groups that admission still allows behind these will keep all slots busy: a finish before that
+        is worth nothing. Groups × mean load of a group / Σ (slots / t(slots)).
 
         With fixed batches these are all sampled while the batch before them is trained, and the next one behind them.
         """
@@ -147,21 +286,21 @@ class Scheduler:
         rate = sum(worker.slots / self._state.curve.batch_s(worker.slots) for worker in workers)
         return max(0, left) * sum(item.load for item in items) / len(items) / rate
 
-    def adopt(self, planned: Planned) -> None:
+    def adopt(self, planned: TimedPlan) -> None:
         """Follow this plan."""
         self.plans += 1
-        self.lanes.adopt(planned.plan)
+        self.queues.adopt(planned.plan)
         finish_s = planned.finish_s / self._state.progress.speed
-        self._state.outcomes.planned(finish_s)
+        self._state.plan_accuracy.planned(finish_s)
         self._due_at = self._turn_at + TOLERANCE * finish_s
 
-    def next(self) -> tuple[Draft, Candidate] | None:
+    def next(self) -> tuple[PendingPrompt, Candidate] | None:
         """The next prompt to order and the worker for it; none if no worker has room for what it shall sample."""
-        found = self.lanes.next(self._able())
+        found = self.queues.next(self._able())
         if found is None:
             return None
         item, worker = found
-        return self._drafts.pop(item.key), worker
+        return self._pending.pop(item.key), worker
 
     def sent(self, worker: Candidate) -> None:
         """An order for this worker was taken into account."""

@@ -22,7 +22,7 @@ class DispatchSettings(Section):
         Path | None,
         Field(description="What `streamrl profile` measured of a worker; unset: the emulated curve, or a typical one."),
     ] = None
-    adoption_patience_s: Annotated[
+    weight_sync_timeout_s: Annotated[
         float,
         Field(ge=0, description="With a staleness bound of 0 or 1: longest wait until all workers have new weights."),
     ] = 5.0

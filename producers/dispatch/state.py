@@ -3,16 +3,15 @@
 import functools
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Literal
 
-from producers.dispatch.admission import AdmissionLedger
-from producers.dispatch.fleet import Candidate, Expected, Fleet, Flight, FlightTable, Progress, least_loaded
+from producers.dispatch.admission import HISTORY_STEPS, AdmissionLedger
+from producers.dispatch.fleet import Candidate, ExpectedLength, Flight, FlightTable, LiveWorkers, Progress, least_loaded
+from producers.dispatch.plans import log_deviation_of
 from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.uncertainty import spread_of
-from producers.dispatch.window import Outcomes, Positions
 from producers.lengths.calibration import Calibration
-from producers.lengths.estimators import Completion
-from producers.lengths.predictor import LengthPredictor
+from producers.lengths.predictor import LengthPredictor, ObservedCompletion
 from schemas.control import FlowControl, RunFinished
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
@@ -21,8 +20,101 @@ from schemas.reports import Heartbeat, SkipReason, SkipRecord, StepReport
 from schemas.settings import LoopSettings
 from schemas.trajectories import FinishReason, Trajectory, WorkOrder
 
-LONGEST_PATIENCE = 8
+MAX_TIMEOUT_FACTOR = 8
 """Times ``order_timeout_s``, at most, that an order may take."""
+
+
+@dataclass
+class PromptCursor:
+    """Which prompt comes next, after a crash too.
+
+    The prompts of a window leave in the order of a plan, and no later window is drawn before all of them are sent. A
+    window has at most groups_per_step prompts; so whatever was drawn and not sent lies within so many positions below
+    the cursor.
+
+    ``cursor``: every position below it was drawn; ``unsent``: those below it that must be sent before any other.
+
+    ``ordered``: names of groups for which there was an order once, as far as that is known without the order.
+    """
+
+    window: int
+    cursor: int = 0
+    unsent: list[int] = field(default_factory=list)
+    ordered: frozenset[str] = frozenset()
+    _seen: set[int] = field(default_factory=set)
+
+    def see(self, position: int) -> None:
+        """There was an order for this position."""
+        self.pass_to(position + 1)
+        self._seen.add(position)
+        if len(self._seen) > 4 * self.window:
+            self._forget()
+
+    def pass_to(self, cursor: int) -> None:
+        """Every position below was drawn."""
+        self.cursor = max(self.cursor, cursor)
+
+    def find_unsent(self, ordered: Iterable[str]) -> None:
+        """After a restart: what a window of the last dispatcher may have left unsent."""
+        self._forget()
+        self.unsent = [n for n in range(max(0, self.cursor - self.window), self.cursor) if n not in self._seen]
+        self.ordered = frozenset(ordered) if self.unsent else frozenset()
+        self._seen.clear()
+
+    def next(self, count: int) -> list[int]:
+        """The next positions, unsent before all others; they count as drawn."""
+        count = min(count, self.window)
+        found, self.unsent = self.unsent[:count], self.unsent[count:]
+        if not found:
+            found = list(range(self.cursor, self.cursor + count))
+            self.cursor += count
+        return found
+
+    def upcoming(self, count: int) -> list[int]:
+        """What ``next`` would return behind the unsent, and goes on returning."""
+        return list(range(self.cursor, self.cursor + count))
+
+    def _forget(self) -> None:
+        self._seen = {n for n in self._seen if n >= self.cursor - self.window}
+
+
+@dataclass(slots=True)
+class _PlannedWindow:
+    began_at: float
+    predicted_s: float
+    missing: int
+
+
+class PlanAccuracy:
+    """Holds the predicted finish of each window against the actual one, for logs and displays. Times in seconds.
+
+    ``predicted_s`` and ``actual_s``: of the window that ended last; none before the first.
+    """
+
+    def __init__(self) -> None:
+        self._window_of: dict[str, _PlannedWindow] = {}
+        self._newest: _PlannedWindow | None = None
+        self.predicted_s: float | None = None
+        self.actual_s: float | None = None
+
+    def begin(self, groups: Iterable[str], now: float) -> None:
+        """A window of these groups was drawn; its plan follows."""
+        names = list(groups)
+        self._newest = _PlannedWindow(now, 0.0, len(names))
+        self._window_of.update(dict.fromkeys(names, self._newest))
+
+    def planned(self, predicted_s: float) -> None:
+        """What the first plan of the newest window says; later ones know more, and are no prediction."""
+        if self._newest is not None and not self._newest.predicted_s:
+            self._newest.predicted_s = predicted_s
+
+    def over(self, group_id: str, now: float) -> None:
+        """Nothing is missing of a group any more."""
+        window = self._window_of.pop(group_id, None)
+        if window is not None:
+            window.missing -= 1
+            if not window.missing:
+                self.predicted_s, self.actual_s = window.predicted_s, now - window.began_at
 
 
 class DispatchState:
@@ -34,18 +126,22 @@ class DispatchState:
         settings: DispatchSettings,
         predictor: LengthPredictor,
         curve: DecodeCurve = TYPICAL_CURVE,
+        history_steps: int = HISTORY_STEPS,
     ) -> None:
         self._settings = settings
         self.curve = curve
         self.loop = loop
         self.ledger = AdmissionLedger(
-            loop.groups_per_step, loop.staleness_bound, has_fixed_batches=loop.has_fixed_batches
+            loop.groups_per_step,
+            loop.staleness_bound,
+            has_fixed_batches=loop.has_fixed_batches,
+            history_steps=history_steps,
         )
         self.flights = FlightTable()
-        self.fleet = Fleet(settings.lease_s)
+        self.fleet = LiveWorkers(settings.lease_s)
         self.progress = Progress(curve, loop.max_completion_length)
-        self.positions = Positions(loop.groups_per_step)
-        self.outcomes = Outcomes()
+        self.positions = PromptCursor(loop.groups_per_step)
+        self.plan_accuracy = PlanAccuracy()
         self.predictor = predictor
         self.calibration = Calibration(loop, buckets=predictor.buckets)
         self.mode: Literal["run", "pause", "drain"] = "run"
@@ -88,10 +184,10 @@ class DispatchState:
             self.progress.drop(flight.worker_id, [sample], at)
         if not flight.missing:
             self.ledger.produced(trajectory.group_id)
-            self.outcomes.over(trajectory.group_id, at)
+            self.plan_accuracy.over(trajectory.group_id, at)
         if trajectory.finish_reason is FinishReason.ABORT:
             return
-        self.predictor.observe(Completion.of(trajectory, flight.order.prompt))
+        self.predictor.observe(ObservedCompletion.of(trajectory, flight.order.prompt))
         self.calibration.add(flight.order.estimate, length, trajectory.dataset)
 
     def _stepped(self, report: StepReport, at: float) -> None:
@@ -111,7 +207,7 @@ class DispatchState:
             if (flight := self.flights.get(group_id)) is not None and flight.missing:
                 self._leave(flight, at)
             self.flights.end(group_id)
-            self.outcomes.over(group_id, at)
+            self.plan_accuracy.over(group_id, at)
 
     def _leave(self, flight: Flight, at: float) -> None:
         """Its worker does not work on it any more."""
@@ -144,7 +240,7 @@ class DispatchState:
         return self.flights.skip(group_id, sample, skip.step, closed=skip.reason is SkipReason.GROUP_INCOMPLETE)
 
     def restore(self, order: WorkOrder, sent_at: float) -> None:
-        """Apply an order of an earlier life of the dispatcher. Heartbeats must have been applied before."""
+        """Apply an order of an earlier dispatcher. Heartbeats must have been applied before."""
         self.positions.see(order.position)
         self._newest = max(self._newest, order.created_at)
         self.ledger.restore(order.group_id, order.admitted_version, order.due_step)
@@ -192,38 +288,42 @@ class DispatchState:
         flight = self.flights.get(order.group_id)
         assert flight is not None, "it was sent"
         median, upper = order.estimate.median, order.estimate.upper
-        expected = Expected(median, spread_of(median, upper) if self.loop.num_generations == 1 else 0.0)
+        expected = ExpectedLength(median, log_deviation_of(median, upper) if self.loop.num_generations == 1 else 0.0)
         self.progress.send(order.worker_id, slots, flight.samples, expected, now)
 
     def give_up(self, flight: Flight, now: float) -> None:
         """A group was ordered too often. If samples of it exist, the trainer ends it; otherwise it ends here."""
         self.given_up += 1
         self._leave(flight, now)
-        self.outcomes.over(flight.order.group_id, now)
+        self.plan_accuracy.over(flight.order.group_id, now)
         if self.flights.give_up(flight):
             self.ledger.forget(flight.order.group_id)
             self.flights.end(flight.order.group_id)
 
     def lost(self, now: float) -> list[Flight]:
-        """Flights with samples missing that nobody works on any more, as far as we can tell.
+        """Groups with samples missing that nobody works on any more, as far as we can tell. A query: changes nothing.
 
         Their worker is gone, restarted, or idle without having produced them; or nothing came for too long, although
         it seems well: then the order was lost, or the worker has it and is stuck.
         """
-        gone = [flight for flight in self.flights.unfinished() if not self._is_worked_on(flight, now)]
-        for flight in gone:
+        return [flight for flight in self.flights.unfinished() if not self._is_worked_on(flight, now)]
+
+    def take_from_lost_workers(self, now: float) -> list[Flight]:
+        """The same groups, taken from the workers that had them: these owe nothing of them any more."""
+        lost = self.lost(now)
+        for flight in lost:
             self._leave(flight, now)
-        return gone
+        return lost
 
     def _is_worked_on(self, flight: Flight, now: float) -> bool:
         if flight.worker_id is None:
             return False
         if not self.fleet.has(flight.worker_id, flight.incarnation, flight.sent_at, now):
             return False
-        patience = self._settings.order_timeout_s * min(1 << flight.order.attempt, LONGEST_PATIENCE)
-        return now - flight.progress_at <= patience
+        timeout_s = self._settings.order_timeout_s * min(1 << flight.order.attempt, MAX_TIMEOUT_FACTOR)
+        return now - flight.progress_at <= timeout_s
 
-    def forgive(self, seconds: float) -> None:
+    def extend_leases(self, seconds: float) -> None:
         """For so long nothing could be heard of anyone: no worker is to blame."""
         self.fleet.extend_leases(seconds)
         self.flights.extend(seconds)
@@ -262,5 +362,7 @@ class DispatchState:
         )
 
     def is_over(self, now: float) -> bool:
-        """The run finished, or it drains and no living worker still owes a sample."""
-        return self.finished or (self.mode == "drain" and len(self.lost(now)) == len(list(self.flights.unfinished())))
+        """Whether the run finished, or drains and no living worker still owes a sample."""
+        if self.finished or self.mode != "drain":
+            return self.finished
+        return not any(self._is_worked_on(flight, now) for flight in self.flights.unfinished())

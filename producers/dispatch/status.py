@@ -1,4 +1,4 @@
-"""What the dispatcher shows of itself."""
+"""What the dispatcher shows of itself: a snapshot for the log and for displays. Pure."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from schemas.identifiers import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
-class LaneStatus:
+class WorkerQueueStatus:
     """A worker's share of the plan: prompts not sent yet, and completions that it shall run at once."""
 
     worker_id: str
@@ -36,7 +36,7 @@ class DispatcherStatus:
     missing: int
     workers_ready: int
     unsent: int
-    lanes: tuple[LaneStatus, ...]
+    queues: tuple[WorkerQueueStatus, ...]
     plans: int
     stolen: int
     predicted_s: float | None
@@ -55,8 +55,8 @@ class DispatcherStatus:
             "workers": self.workers_ready,
             "reordered": self.reordered,
             "unsent": self.unsent,
-            "queues": {lane.worker_id: lane.unsent for lane in self.lanes},
-            "reduced_lanes": {lane.worker_id: lane.concurrency for lane in self.lanes if lane.is_reduced},
+            "queues": {queue.worker_id: queue.unsent for queue in self.queues},
+            "reduced_concurrency": {queue.worker_id: queue.concurrency for queue in self.queues if queue.is_reduced},
             "plans": self.plans,
             "stolen": self.stolen,
             "predicted_finish_s": _rounded(self.predicted_s),
@@ -78,14 +78,15 @@ def status_of(state: DispatchState, scheduler: Scheduler, now: float) -> Dispatc
         in_flight=state.ledger.in_flight,
         missing=sum(len(flight.missing) for flight in state.flights.unfinished()),
         workers_ready=len(state.fleet.ready(now)),
-        unsent=len(scheduler.lanes),
-        lanes=tuple(
-            LaneStatus(lane.worker_id, lane.concurrency, lane.is_reduced, len(lane.queue)) for lane in scheduler.lanes
+        unsent=len(scheduler.queues),
+        queues=tuple(
+            WorkerQueueStatus(queue.worker_id, queue.concurrency, queue.is_reduced, len(queue.items))
+            for queue in scheduler.queues
         ),
         plans=scheduler.plans,
-        stolen=scheduler.lanes.stolen,
-        predicted_s=state.outcomes.predicted_s,
-        actual_s=state.outcomes.actual_s,
+        stolen=scheduler.queues.stolen,
+        predicted_s=state.plan_accuracy.predicted_s,
+        actual_s=state.plan_accuracy.actual_s,
         speed=state.progress.speed,
         lengths=state.calibration.report(),
     )

@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 
 from benchmarks.pipeline.bounds.realised import Queue
-from producers.dispatch.plans import Item, Worker
+from producers.dispatch.plans import Item, WorkerCapacity
 from producers.dispatch.strategies import STRATEGIES
 from schemas.profiles import DecodeCurve
 
@@ -15,9 +15,9 @@ def planned(
 ) -> list[Queue]:
     """The strategy's plan for idle workers, executed to the letter: no item moves afterwards."""
     items = [Item(key, max(1, round(tokens))) for key, tokens in enumerate(predicted)]
-    fleet = [Worker(f"worker-{number}", slots) for number in range(workers)]
+    fleet = [WorkerCapacity(f"worker-{number}", slots) for number in range(workers)]
     plan = STRATEGIES[strategy](items, fleet, curve)
-    return [Queue(tuple(lengths[item.key] for item in lane.items), lane.concurrency) for lane in plan.lanes]
+    return [Queue(tuple(lengths[item.key] for item in share.items), share.concurrency) for share in plan.shares]
 
 
 def noisy(lengths: Sequence[int], sigma: float, rng: random.Random) -> list[float]:

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from producers.dispatch.scheduler import Scheduler
+from producers.dispatch.dispatcher import build_order, build_reorder
+from producers.dispatch.scheduler import PendingPrompt, Scheduler
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
-from producers.dispatch.window import Draft, OrderForm
-from producers.lengths.estimators import ConstantLength
+from producers.lengths.predictor import ConstantLength
 from producers.lengths.settings import LengthSettings
 from schemas.profiles import DecodeCurve, DecodeSettings
 from schemas.reports import WorkerState
@@ -69,7 +69,6 @@ class Floor:
         self.benches = {f"w{n}": _Bench(slots) for n in range(workers)}
         self.sent: list[WorkOrder] = []
         self.finished_at: dict[int, float] = {}
-        self._form = OrderForm(self.loop, None)
         self._mail: list[tuple[float, int, WorkOrder, int, bool]] = []
         self._count = itertools.count()
         self._has_lost_one = False
@@ -129,28 +128,35 @@ class Floor:
             bench.waiting.append((order, index))
             self._refill(bench)
 
-    def _draft(self, position: int) -> Draft:
+    def _pending(self, position: int) -> PendingPrompt:
         median = self.predicted[position]
         estimate = LengthEstimate(median=median, upper=median, bucket=0, predictor="told")
         prompt = Prompt(prompt_id=f"toy/{position}", dataset="toy", content="question")
-        return Draft(position, prompt, f"toy/{position}/0", estimate)
+        return PendingPrompt(position, prompt, f"toy/{position}/0", estimate)
 
     def _serve(self, now: float) -> None:
         """What a turn of the dispatcher does."""
-        for flight in self.state.lost(now) if self._has_lost_one else ():
+        for flight in self.state.take_from_lost_workers(now) if self._has_lost_one else ():
             worker = self.state.choose(1, lambda held: True, now)
             if worker is not None:
-                again = self._form.again(flight, worker)
+                again = build_reorder(flight, worker)
                 self.state.reassign(again, worker, now)
                 self._send(again, now)
         self.scheduler.begin_turn(now)
         if wanted := self.scheduler.wanted():
-            self.scheduler.add([self._draft(n) for n in self.state.positions.next(wanted) if n < len(self.lengths)])
+            self.scheduler.add([self._pending(n) for n in self.state.positions.next(wanted) if n < len(self.lengths)])
         if self.scheduler.wants_plan():
             self.scheduler.adopt(self.scheduler.planner()())
         while (found := self.scheduler.next()) is not None:
-            draft, worker = found
-            order = self._form.first(draft, worker, self.state.created_at(now), self.state.ledger.next_due)
+            pending, worker = found
+            order = build_order(
+                self.loop,
+                pending,
+                worker,
+                created_at=self.state.created_at(now),
+                due_step=self.state.ledger.next_due,
+                seed=None,
+            )
             self.state.admit(order, worker, now)
             self.scheduler.sent(worker)
             self._send(order, now)

@@ -12,8 +12,7 @@ from bus.memory import MemoryBus
 from bus.port import Outgoing, Position
 from producers.dispatch.dispatcher import Dispatcher
 from producers.dispatch.settings import DispatchSettings
-from producers.lengths.estimators import ConstantLength
-from producers.lengths.predictor import LengthPredictor
+from producers.lengths.predictor import ConstantLength, LengthPredictor
 from producers.lengths.settings import LengthSettings
 from schemas.control import Control, FlowControl, RunFinished, control_key
 from schemas.identifiers import PolicyVersion, make_trajectory_id

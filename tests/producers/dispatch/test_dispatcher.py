@@ -572,6 +572,6 @@ async def test_a_large_window_is_planned_and_sent_whole() -> None:
         await scene.finish(order)
     await scene.until(lambda: dispatcher.status().actual_s is not None)
     status = dispatcher.status()
-    assert (status.unsent, status.cursor, len(status.lanes)) == (0, 300, 2)
+    assert (status.unsent, status.cursor, len(status.queues)) == (0, 300, 2)
     assert status.fields()["queues"] == {"w0": 0, "w1": 0}
     await scene.end()

@@ -3,7 +3,7 @@ import time
 from bus.port import Outgoing, TopicPartition
 from producers.dispatch.recovery import rebuild
 from producers.dispatch.state import DispatchState
-from producers.lengths.estimators import ConstantLength
+from producers.lengths.predictor import ConstantLength
 from producers.lengths.settings import LengthSettings
 from schemas.reports import RecordRef, SkipReason
 from schemas.topics import HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
@@ -195,7 +195,7 @@ async def test_prompts_of_a_window_that_were_never_ordered_come_first_again() ->
     for position in (0, 1, 3):
         await _order(scene, position)
     state, _ = await _rebuilt(scene)
-    assert (state.cursor, state.positions.holes) == (4, [2])
+    assert (state.cursor, state.positions.unsent) == (4, [2])
 
 
 async def test_orders_that_expired_are_known_by_what_came_of_them() -> None:
@@ -205,5 +205,5 @@ async def test_orders_that_expired_are_known_by_what_came_of_them() -> None:
     await scene.finish(order("toy/3/0"), [0])
     await scene.step(1, ["toy/2/0", "toy/1/0"], prompt_cursor=3)
     state, _ = await _rebuilt(scene)
-    assert (state.cursor, state.positions.holes) == (4, [2])
+    assert (state.cursor, state.positions.unsent) == (4, [2])
     assert "toy/2/0" in state.positions.ordered

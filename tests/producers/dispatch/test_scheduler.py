@@ -7,17 +7,17 @@ from statistics import fmean
 
 import pytest
 
-from producers.dispatch.scheduler import Scheduler
+from producers.dispatch.dispatcher import build_order
+from producers.dispatch.scheduler import PendingPrompt, Scheduler
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
-from producers.dispatch.window import Draft, OrderForm
-from producers.lengths.estimators import ConstantLength
+from producers.lengths.predictor import ConstantLength
 from producers.lengths.settings import LengthSettings
 from schemas.reports import WorkerState
 from schemas.settings import LoopSettings
 from schemas.trajectories import LengthEstimate, Prompt
+from tests.producers.dispatch.benchmark_lengths import benchmark_lengths, ideal_s
 from tests.producers.dispatch.floor import CURVE, Floor
-from tests.producers.dispatch.planning.lengths import benchmark_lengths, ideal_s
 from tests.producers.dispatch.scene import heartbeat, step_report
 
 COUNT, WORKERS, SLOTS = 256, 4, 16
@@ -40,11 +40,11 @@ def test_with_perfect_knowledge_the_finish_is_as_predicted_and_near_the_ideal(se
     finish = floor.run()
     assert finish < 1.35 * ideal_s(lengths, WORKERS, SLOTS, CURVE)
     assert finish < 0.85 * _finish(lengths, lengths, "round_robin")
-    assert floor.state.outcomes.predicted_s == pytest.approx(finish, rel=0.06)
+    assert floor.state.plan_accuracy.predicted_s == pytest.approx(finish, rel=0.06)
 
 
 def test_a_random_ranker_costs_nothing_on_average() -> None:
-    """Corrections make up for lanes that hold the wrong prompts."""
+    """Corrections make up for shares that hold the wrong prompts."""
     ratios = []
     for seed in range(6):
         lengths = benchmark_lengths(COUNT, seed, cap=4000)
@@ -75,16 +75,16 @@ def test_the_queue_of_a_worker_that_dies_is_for_the_others(strategy: str) -> Non
 
 
 def _scheduler(**settings: object) -> tuple[DispatchState, Scheduler]:
-    chosen = DispatchSettings.model_validate({"lease_s": 1e9, "adoption_patience_s": 5.0} | settings)
+    chosen = DispatchSettings.model_validate({"lease_s": 1e9, "weight_sync_timeout_s": 5.0} | settings)
     state = DispatchState(LOOP, chosen, ConstantLength(LengthSettings(), LOOP))
     state.observe(step_report(0), 0.0)
     return state, Scheduler(state, chosen)
 
 
-def _drafts(*positions: int) -> list[Draft]:
+def _pending(*positions: int) -> list[PendingPrompt]:
     estimate = LengthEstimate(median=10, upper=10, bucket=0, predictor="test")
     return [
-        Draft(n, Prompt(prompt_id=f"toy/{n}", dataset="toy", content="question"), f"toy/{n}/0", estimate)
+        PendingPrompt(n, Prompt(prompt_id=f"toy/{n}", dataset="toy", content="question"), f"toy/{n}/0", estimate)
         for n in positions
     ]
 
@@ -92,11 +92,15 @@ def _drafts(*positions: int) -> list[Draft]:
 def _send_all(state: DispatchState, scheduler: Scheduler, now: float = 0.0) -> list[tuple[int, str]]:
     sent = []
     while (found := scheduler.next()) is not None:
-        draft, worker = found
+        pending, worker = found
         due_step = state.ledger.next_due
-        state.admit(OrderForm(LOOP, None).first(draft, worker, state.created_at(now), due_step), worker, now)
+        state.admit(
+            build_order(LOOP, pending, worker, created_at=state.created_at(now), due_step=due_step, seed=None),
+            worker,
+            now,
+        )
         scheduler.sent(worker)
-        sent.append((draft.position, worker.worker_id))
+        sent.append((pending.position, worker.worker_id))
     return sent
 
 
@@ -121,7 +125,7 @@ def test_a_window_is_sent_before_the_next_is_drawn() -> None:
     state, scheduler = _scheduler()
     state.observe(heartbeat("w0", capacity=2), 0.0)
     assert _wanted(scheduler, 0.0) == 4
-    scheduler.add(_drafts(0, 1, 2))
+    scheduler.add(_pending(0, 1, 2))
     assert scheduler.wants_plan()
     scheduler.adopt(scheduler.planner()())
     assert _send_all(state, scheduler) == [(0, "w0"), (1, "w0")]
@@ -141,19 +145,19 @@ def test_no_slot_is_given_up_for_a_finish_that_nobody_waits_for(mode: str, gives
     lengths = [1000] * 4 + [300] * 124
     scheduler.add(
         [
-            replace(draft, estimate=draft.estimate.model_copy(update={"median": length, "upper": length}))
-            for draft, length in zip(_drafts(*range(128)), lengths, strict=True)
+            replace(pending, estimate=pending.estimate.model_copy(update={"median": length, "upper": length}))
+            for pending, length in zip(_pending(*range(128)), lengths, strict=True)
         ]
     )
-    lanes = scheduler.planner()().plan.lanes
-    assert any(lane.is_reduced for lane in lanes) is gives_up_slots
+    shares = scheduler.planner()().plan.shares
+    assert any(share.is_reduced for share in shares) is gives_up_slots
 
 
 def test_a_worker_that_comes_later_gets_its_share() -> None:
     state, scheduler = _scheduler(strategy="round_robin")
     state.observe(heartbeat("w0", capacity=1), 0.0)
     scheduler.begin_turn(0.0)
-    scheduler.add(_drafts(0, 1, 2))
+    scheduler.add(_pending(0, 1, 2))
     scheduler.adopt(scheduler.planner()())
     assert _send_all(state, scheduler) == [(0, "w0")]
     state.observe(heartbeat("w1", capacity=1), 1.0)
@@ -175,14 +179,14 @@ def test_what_a_leaving_worker_was_not_sent_is_planned_anew(leave: Callable[[Dis
     for name in ("w0", "w1"):
         state.observe(heartbeat(name, capacity=1), 0.0)
     scheduler.begin_turn(0.0)
-    scheduler.add(_drafts(0, 1, 2, 3))
+    scheduler.add(_pending(0, 1, 2, 3))
     scheduler.adopt(scheduler.planner()())
     assert len(_send_all(state, scheduler)) == 2
     leave(state)
     scheduler.begin_turn(1.0)
     assert scheduler.wants_plan()
     scheduler.adopt(scheduler.planner()())
-    assert [(lane.worker_id, len(lane.queue)) for lane in scheduler.lanes] == [("w1", 2)]
+    assert [(share.worker_id, len(share.items)) for share in scheduler.queues] == [("w1", 2)]
 
 
 def test_a_worker_that_never_adopts_keeps_its_queue_only_for_so_long() -> None:
@@ -190,15 +194,15 @@ def test_a_worker_that_never_adopts_keeps_its_queue_only_for_so_long() -> None:
     for name in ("w0", "w1"):
         state.observe(heartbeat(name, capacity=1), 0.0)
     scheduler.begin_turn(0.0)
-    scheduler.add(_drafts(0, 1, 2, 3))
+    scheduler.add(_pending(0, 1, 2, 3))
     scheduler.adopt(scheduler.planner()())
     _send_all(state, scheduler)
     state.observe(step_report(1, [f"toy/{n}/0" for n in range(4)]), 1.0)
     state.observe(heartbeat("w1", capacity=1, number=1), 1.0)
     scheduler.begin_turn(2.0)
-    assert not scheduler.lanes.pool
+    assert not scheduler.queues.pool
     scheduler.begin_turn(7.1)
-    assert [item.key for item in scheduler.lanes.pool] == [2]
+    assert [item.key for item in scheduler.queues.pool] == [2]
 
 
 def test_prompts_that_an_earlier_life_ordered_are_left_out() -> None:
@@ -206,5 +210,5 @@ def test_prompts_that_an_earlier_life_ordered_are_left_out() -> None:
     state.observe(heartbeat("w0"), 0.0)
     state.positions.ordered = frozenset({"toy/1/0"})
     scheduler.begin_turn(0.0)
-    scheduler.add(_drafts(0, 1, 2))
-    assert [item.key for item in scheduler.lanes.unsent()] == [0, 2]
+    scheduler.add(_pending(0, 1, 2))
+    assert [item.key for item in scheduler.queues.unsent()] == [0, 2]

@@ -2,7 +2,7 @@ import pytest
 
 from producers.dispatch.fleet import Candidate
 from producers.dispatch.state import DispatchState
-from producers.lengths.estimators import ObservedQuantiles
+from producers.lengths.predictor import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
 from schemas.control import RunFinished
 from schemas.reports import SkipReason

@@ -6,22 +6,21 @@ from statistics import fmean
 
 import pytest
 
-from producers.dispatch.plans import Item, Worker, predicted_finish
+from producers.dispatch.plans import Item, LengthDraws, WorkerCapacity, conservative, predicted_finish_s, with_items
 from producers.dispatch.strategies import STRATEGIES
-from producers.dispatch.uncertainty import Doubt, as_given, cautious
 from schemas.profiles import DecodeCurve, DecodeSettings
 
 CURVE = DecodeCurve(DecodeSettings())
-WORKERS = [Worker(f"w{number}", 32) for number in range(4)]
+WORKERS = [WorkerCapacity(f"w{number}", 32) for number in range(4)]
 CAP = 10_000
 
 
 def guessed(count: int, sigma: float, seed: int) -> tuple[list[Item], list[Item]]:
     """What a calibrated predictor says, and what comes."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     whole = math.log(10) / 2.326
-    said = [min(CAP, round(1000 * math.exp(chance.gauss(0, math.sqrt(whole**2 - sigma**2))))) for _ in range(count)]
-    came = [max(1, min(CAP, round(tokens * math.exp(sigma * chance.gauss(0, 1))))) for tokens in said]
+    said = [min(CAP, round(1000 * math.exp(rng.gauss(0, math.sqrt(whole**2 - sigma**2))))) for _ in range(count)]
+    came = [max(1, min(CAP, round(tokens * math.exp(sigma * rng.gauss(0, 1))))) for tokens in said]
     uppers = [min(CAP, round(tokens * math.exp(1.2816 * sigma))) for tokens in said]
     items = [Item(key, tokens, 1, upper) for key, (tokens, upper) in enumerate(zip(said, uppers, strict=True))]
     return items, [Item(key, tokens) for key, tokens in enumerate(came)]
@@ -29,26 +28,26 @@ def guessed(count: int, sigma: float, seed: int) -> tuple[list[Item], list[Item]
 
 def test_the_longest_fifth_is_planned_at_its_upper_estimates() -> None:
     items = [Item(key, 100 * (key + 1), 1, 200 * (key + 1)) for key in range(10)]
-    assert [item.tokens for item in cautious(items)] == [100 * (key + 1) for key in range(8)] + [1800, 2000]
+    assert [item.tokens for item in conservative(items)] == [100 * (key + 1) for key in range(8)] + [1800, 2000]
 
 
-def test_without_doubt_there_is_one_draw_and_it_is_the_estimate() -> None:
+def test_without_uncertainty_there_is_one_draw_and_it_is_the_estimate() -> None:
     items = [Item(key, 50 * (key + 1), 1, 50 * (key + 1)) for key in range(40)]
     plan = STRATEGIES["lpt"](items, WORKERS, CURVE)
-    assert Doubt(items).finish_s(plan, CURVE) == predicted_finish(plan, CURVE)
+    assert LengthDraws(items).mean_finish_s(plan, CURVE) == predicted_finish_s(plan, CURVE)
 
 
 @pytest.mark.parametrize("sigma", [0.15, 0.25])
-def test_lanes_keep_most_of_their_gain_when_lengths_are_known_with_a_small_error(sigma: float) -> None:
+def test_reserved_workers_keep_most_of_their_gain_when_lengths_are_known_with_a_small_error(sigma: float) -> None:
     gains = []
     for seed in range(4):
         items, came = guessed(512, sigma, seed)
         finish = {
-            name: predicted_finish(as_given(STRATEGIES[name](items, WORKERS, CURVE), came), CURVE)
+            name: predicted_finish_s(with_items(STRATEGIES[name](items, WORKERS, CURVE), came), CURVE)
             for name in ("round_robin", "lpt", "skewness_aware")
         }
         gains.append((finish["round_robin"] / finish["skewness_aware"], finish["round_robin"] / finish["lpt"]))
-    assert fmean(lanes for lanes, _ in gains) > fmean(longest_first for _, longest_first in gains)
+    assert fmean(reserved for reserved, _ in gains) > fmean(longest_first for _, longest_first in gains)
 
 
 @pytest.mark.parametrize("sigma", [0.5, 0.9])
@@ -57,7 +56,7 @@ def test_a_bad_ranker_costs_little_against_longest_first_and_nothing_against_rou
     for seed in range(4):
         items, came = guessed(512, sigma, seed)
         for name, times in finishes.items():
-            times.append(predicted_finish(as_given(STRATEGIES[name](items, WORKERS, CURVE), came), CURVE))
+            times.append(predicted_finish_s(with_items(STRATEGIES[name](items, WORKERS, CURVE), came), CURVE))
     means = {name: fmean(times) for name, times in finishes.items()}
     assert means["skewness_aware"] <= means["round_robin"]
     assert means["skewness_aware"] <= 1.1 * means["lpt"]

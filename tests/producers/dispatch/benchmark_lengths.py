@@ -9,8 +9,8 @@ from schemas.profiles import DecodeCurve
 
 
 def benchmark_lengths(count: int, seed: int, cap: int = 10_000) -> list[int]:
-    chance, sigma = random.Random(seed), math.log(10) / NormalDist().inv_cdf(0.99)
-    return [min(cap, max(1, round(1000 * math.exp(chance.gauss(0, sigma))))) for _ in range(count)]
+    rng, sigma = random.Random(seed), math.log(10) / NormalDist().inv_cdf(0.99)
+    return [min(cap, max(1, round(1000 * math.exp(rng.gauss(0, sigma))))) for _ in range(count)]
 
 
 def ideal_s(lengths: Sequence[int], workers: int, slots: int, curve: DecodeCurve) -> float:

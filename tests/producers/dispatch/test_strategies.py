@@ -1,0 +1,147 @@
+"""Properties of every strategy."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from producers.dispatch.plans import Item, LengthDraws, Plan, WorkerCapacity, WorkerShare, predicted_finish_s
+from producers.dispatch.strategies import STRATEGIES, skewness_aware
+from schemas.errors import LifecycleError
+from schemas.profiles import DecodeCurve, DecodeSettings
+from tests.producers.dispatch.benchmark_lengths import benchmark_lengths, ideal_s
+
+CURVE = DecodeCurve(DecodeSettings())
+TABLE = DecodeCurve(DecodeSettings(table=((1, 0.0084), (32, 0.0103), (64, 0.0117), (512, 0.037))))
+ITEMS = st.lists(st.tuples(st.integers(1, 10_000), st.integers(1, 8), st.integers(0, 12_000)), max_size=60).map(
+    lambda rows: [Item(key, tokens, samples, upper) for key, (tokens, samples, upper) in enumerate(rows)]
+)
+WORKERS = st.lists(
+    st.tuples(st.integers(1, 64), st.lists(st.integers(1, 10_000), max_size=20)), min_size=1, max_size=6
+).map(
+    lambda rows: [WorkerCapacity(f"w{number}", slots, tuple(running)) for number, (slots, running) in enumerate(rows)]
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(ITEMS, WORKERS, st.sampled_from(sorted(STRATEGIES)))
+def test_every_prompt_is_dispatched_once(items: list[Item], workers: list[WorkerCapacity], name: str) -> None:
+    STRATEGIES[name](items, workers, CURVE).checked(items, workers)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(ITEMS, WORKERS, st.sampled_from([CURVE, TABLE]))
+def test_reserved_workers_are_never_predicted_worse_than_round_robin_or_lpt(
+    items: list[Item], workers: list[WorkerCapacity], curve: DecodeCurve
+) -> None:
+    draws = LengthDraws(items)
+    finish = draws.mean_finish_s(skewness_aware(items, workers, curve), curve)
+    for name in ("round_robin", "lpt"):
+        assert finish <= draws.mean_finish_s(STRATEGIES[name](items, workers, curve), curve)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(ITEMS, WORKERS)
+def test_longest_first_stays_within_a_longest_completion_of_what_the_others_reach(
+    items: list[Item], workers: list[WorkerCapacity]
+) -> None:
+    """Graham's bound for list scheduling, as loads go: an item goes where least is to be done."""
+    shares = STRATEGIES["lpt"](items, workers, CURVE).shares
+    loads = [
+        (sum(item.load for item in share.items) + share.worker.load)
+        * CURVE.batch_s(share.concurrency)
+        / share.concurrency
+        for share in shares
+    ]
+    largest = max((item.load for item in items), default=0) * max(
+        CURVE.batch_s(share.concurrency) / share.concurrency for share in shares
+    )
+    for share, load in zip(shares, loads, strict=True):
+        assert not share.items or load <= min(loads) + largest + 1e-6
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(ITEMS, WORKERS)
+def test_no_capacity_is_given_up_for_a_finish_that_is_early_enough(
+    items: list[Item], workers: list[WorkerCapacity]
+) -> None:
+    plan = skewness_aware(items, workers, CURVE, slack_s=1e9)
+    assert not any(share.is_reduced for share in plan.shares)
+
+
+def test_round_robin_deals_in_order_of_position() -> None:
+    plan = STRATEGIES["round_robin"](
+        [Item(n, 9 - n) for n in range(5)], [WorkerCapacity("a", 4), WorkerCapacity("b", 4)], CURVE
+    )
+    assert [[item.key for item in share.items] for share in plan.shares] == [[0, 2, 4], [1, 3]]
+
+
+def test_a_worker_that_has_much_to_do_gets_less() -> None:
+    workers = [WorkerCapacity("a", 4, running=(900, 900)), WorkerCapacity("b", 4)]
+    plan = STRATEGIES["least_loaded"]([Item(n, 100) for n in range(10)], workers, CURVE)
+    assert [len(share.items) for share in plan.shares] == [0, 10]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_with_perfect_knowledge_reserved_workers_come_near_the_ideal(seed: int) -> None:
+    """Benchmark (a): 2,048 of them over 8 × 64 slots, in a tenth of a second."""
+    lengths = benchmark_lengths(2048, seed)
+    items, workers = (
+        [Item(n, length) for n, length in enumerate(lengths)],
+        [WorkerCapacity(f"w{n}", 64) for n in range(8)],
+    )
+    began = time.process_time()
+    plan = skewness_aware(items, workers, CURVE)
+    assert time.process_time() - began < 0.15
+    finish, ideal = predicted_finish_s(plan, CURVE), ideal_s(lengths, 8, 64, CURVE)
+    assert finish < 1.14 * ideal
+    assert predicted_finish_s(STRATEGIES["round_robin"](items, workers, CURVE), CURVE) > 1.37 * finish
+
+
+def test_the_longest_run_in_small_batches() -> None:
+    lengths = benchmark_lengths(2048, 0)
+    items, workers = (
+        [Item(n, length) for n, length in enumerate(lengths)],
+        [WorkerCapacity(f"w{n}", 64) for n in range(8)],
+    )
+    shares = skewness_aware(items, workers, CURVE).shares
+    first = next(share for share in shares if any(item.tokens == max(lengths) for item in share.items))
+    assert first.is_reduced
+    assert sum(share.is_reduced for share in shares) <= 3
+
+
+def test_a_worker_whose_completion_outgrew_everything_gets_fewer_others() -> None:
+    workers = [WorkerCapacity("a", 64, running=(9000, *[50] * 30)), WorkerCapacity("b", 64), WorkerCapacity("c", 64)]
+    shares = skewness_aware([Item(n, 900) for n in range(200)], workers, CURVE).shares
+    assert shares[0].is_reduced
+    assert len(shares[0].items) < len(shares[1].items)
+
+
+@pytest.mark.parametrize("name", ["streamrl_sum", "streamrl_max"])
+def test_the_papers_algorithm_keeps_its_long_tail_apart(name: str) -> None:
+    lengths = benchmark_lengths(1000, 0)
+    items, workers = (
+        [Item(n, length) for n, length in enumerate(lengths)],
+        [WorkerCapacity(f"w{n}", 64) for n in range(8)],
+    )
+    shares = STRATEGIES[name](items, workers, CURVE).shares
+    bound = sorted(lengths)[800]
+    tail = [all(item.tokens >= bound for item in share.items) for share in shares]
+    assert tail == sorted(tail, reverse=True)
+    assert 0 < sum(tail) < 8
+    assert sum(len(share.items) for share, is_tail in zip(shares, tail, strict=True) if is_tail) == 200
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        (WorkerShare(WorkerCapacity("a", 2), 2), WorkerShare(WorkerCapacity("b", 2), 2)),
+        (WorkerShare(WorkerCapacity("a", 2), 2, (Item(0, 1),)), WorkerShare(WorkerCapacity("b", 2), 2, (Item(0, 1),))),
+        (WorkerShare(WorkerCapacity("a", 2), 2, (Item(0, 1),)),),
+        (WorkerShare(WorkerCapacity("a", 2), 3, (Item(0, 1),)), WorkerShare(WorkerCapacity("b", 2), 2)),
+    ],
+)
+def test_a_plan_that_loses_or_repeats_an_item_is_refused(shares: tuple[WorkerShare, ...]) -> None:
+    with pytest.raises(LifecycleError):
+        Plan(shares).checked([Item(0, 1)], [WorkerCapacity("a", 2), WorkerCapacity("b", 2)])
