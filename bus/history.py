@@ -14,7 +14,12 @@ from typing import NamedTuple, Protocol
 from bus.port import Bus, Record, Subscription, TopicPartition
 from schemas.errors import BusError, BusUnavailable, DataLossRefused, TopicMissing
 
-# What stands on a run's topics, read without taking part: for audits, replays and displays.
+POLL_S = 0.25
+MAX_RECORDS = 2000
+STALL_S = 60.0
+"""Without a record though there are more; long against the restart of a broker."""
+NEIGHBOURS = 2000
+"""Offsets no further apart than this are read in one go; a further subscription costs about as much."""
 
 
 class Extent(NamedTuple):
@@ -39,20 +44,13 @@ class History(Protocol):
         """The records of several topics within these offsets; ascending per partition, partitions in any order."""
         ...
 
-    async def fetch(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
-        """The records at these partitions and offsets; places that hold none are left out."""
+    async def fetch(self, topic: str, positions: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """The records at these (partition, offset) pairs; those that hold none are left out."""
         ...
 
     async def close(self) -> None:
         """Release; idempotent."""
         ...
-
-
-POLL_S = 0.25
-MAX_RECORDS = 2000
-STALL_S = 60.0
-NEIGHBOURS = 2000
-"""Places no further apart than this are read in one go; a further subscription costs about as much."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class BusHistory:
             DataLossRefused: retention deleted records while they were about to be read.
         """
         if ranges is None:
-            return _read(partial(self._whole, topic))
+            return _read(partial(self._open_whole, topic))
         return self.within({TopicPartition(topic, number): extent for number, extent in ranges.items()})
 
     def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncGenerator[Record, None]:
@@ -106,15 +104,15 @@ class BusHistory:
             BusUnavailable: see ``records``.
             DataLossRefused: see ``records``.
         """
-        return _read(partial(self._parts, ranges))
+        return _read(partial(self._open_ranges, ranges))
 
-    async def fetch(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
-        """The records at these partitions and offsets; places that hold none are left out.
+    async def fetch(self, topic: str, positions: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """The records at these (partition, offset) pairs; those that hold none are left out.
 
         Raises:
             BusUnavailable: see ``records``.
         """
-        wanted = set(places)
+        wanted = set(positions)
         found: dict[tuple[int, int], Record] = {}
         for ranges in _rounds(wanted):
             async for record in self.records(topic, ranges):
@@ -125,14 +123,14 @@ class BusHistory:
     async def close(self) -> None:
         """Nothing is held."""
 
-    async def _whole(self, topic: str) -> "Begun | None":
+    async def _open_whole(self, topic: str) -> "_OpenReading | None":
         try:
             subscription = await self.bus.subscribe([topic], client_id=self.client_id)
         except TopicMissing:
             return None
-        return Begun(subscription, await subscription.end_offsets())
+        return _OpenReading(subscription, await subscription.end_offsets())
 
-    async def _parts(self, ranges: Mapping[TopicPartition, Extent]) -> "Begun | None":
+    async def _open_ranges(self, ranges: Mapping[TopicPartition, Extent]) -> "_OpenReading | None":
         """At the first wanted offsets; if not all of them are held, at the first of those that are."""
         wanted = _not_empty(ranges)
         if not wanted:
@@ -148,7 +146,7 @@ class BusHistory:
                 return None
             subscription = await self._subscribe(wanted)
         ends = await subscription.end_offsets()
-        return Begun(subscription, {tp: min(end, wanted[tp].end) for tp, end in ends.items() if tp in wanted})
+        return _OpenReading(subscription, {tp: min(end, wanted[tp].end) for tp, end in ends.items() if tp in wanted})
 
     async def _subscribe(self, wanted: Mapping[TopicPartition, Extent]) -> Subscription:
         topics, numbers = {tp.topic for tp in wanted}, {tp.partition for tp in wanted}
@@ -158,23 +156,23 @@ class BusHistory:
         return subscription
 
 
-class Begun(NamedTuple):
+class _OpenReading(NamedTuple):
     """A subscription that stands where reading begins, and the offsets to end at; others are paused."""
 
     subscription: Subscription
     ends: dict[TopicPartition, int]
 
 
-async def _read(begin: Callable[[], Awaitable[Begun | None]]) -> AsyncGenerator[Record, None]:
-    begun = await begin()
-    if begun is None:
+async def _read(begin: Callable[[], Awaitable[_OpenReading | None]]) -> AsyncGenerator[Record, None]:
+    reading = await begin()
+    if reading is None:
         return
     try:
-        async for records in _read_until(*begun):
+        async for records in _read_until(*reading):
             for record in records:
                 yield record
     finally:
-        await begun.subscription.close()
+        await reading.subscription.close()
 
 
 def _not_empty(ranges: Mapping[TopicPartition, Extent]) -> dict[TopicPartition, Extent]:
@@ -184,7 +182,7 @@ def _not_empty(ranges: Mapping[TopicPartition, Extent]) -> dict[TopicPartition, 
 async def _read_until(subscription: Subscription, ends: dict[TopicPartition, int]) -> AsyncIterator[list[Record]]:
     """Deliver what lies before the ends, as polled. The subscription's own positions pass markers never delivered."""
     clock = asyncio.get_running_loop().time
-    unread, heard_at = dict(ends), clock()
+    unread, moved_at = dict(ends), clock()
     bounds = {(tp.topic, tp.partition): end for tp, end in ends.items()}  # plain keys: a named one a record is slow
     while unread:
         records = await subscription.poll(max_records=MAX_RECORDS, timeout_s=POLL_S)
@@ -195,8 +193,8 @@ async def _read_until(subscription: Subscription, ends: dict[TopicPartition, int
         for tp in finished:
             del unread[tp]
         if records or finished:
-            heard_at = clock()
-        elif clock() - heard_at > STALL_S:
+            moved_at = clock()
+        elif clock() - moved_at > STALL_S:
             where = ", ".join(f"{tp.topic}/{tp.partition} at {positions[tp]} of {end}" for tp, end in unread.items())
             raise BusUnavailable(f"expected records up to the end of the log, got none in {STALL_S:.0f} s: {where}")
 
@@ -205,14 +203,14 @@ def _common(one: Extent, other: Extent) -> Extent:
     return Extent(max(one.first, other.first), min(one.end, other.end))
 
 
-def _rounds(places: Iterable[tuple[int, int]]) -> list[dict[int, Extent]]:
-    """Ranges that hold all places, as few rounds of at most one range a partition as neighbourhood allows."""
-    stretches: dict[int, list[Extent]] = {}
-    for partition, offset in sorted(places):
-        known = stretches.setdefault(partition, [])
+def _rounds(positions: Iterable[tuple[int, int]]) -> list[dict[int, Extent]]:
+    """Ranges that hold all positions, as few rounds of at most one range a partition as neighbourhood allows."""
+    ranges: dict[int, list[Extent]] = {}
+    for partition, offset in sorted(positions):
+        known = ranges.setdefault(partition, [])
         if known and offset - known[-1].end < NEIGHBOURS:
             known[-1] = Extent(known[-1].first, offset + 1)
         else:
             known.append(Extent(offset, offset + 1))
-    count = max((len(known) for known in stretches.values()), default=0)
-    return [{p: known[number] for p, known in stretches.items() if number < len(known)} for number in range(count)]
+    count = max((len(known) for known in ranges.values()), default=0)
+    return [{p: known[number] for p, known in ranges.items() if number < len(known)} for number in range(count)]

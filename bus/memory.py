@@ -102,13 +102,13 @@ class MemoryPublisher:
         """Append all of them or none, and nothing of others in between."""
         if self.closed:
             raise BusError(f"publisher {self.client_id} is closed; open a new one")
-        places = [self._place_of(record) for record in records]
-        positions = [self._append(record, number) for record, number in zip(records, places, strict=True)]
+        numbers = [self._partition_for(record) for record in records]
+        positions = [self._append(record, number) for record, number in zip(records, numbers, strict=True)]
         async with self.bus.arrived:
             self.bus.arrived.notify_all()
         return positions
 
-    def _place_of(self, record: Outgoing) -> int:
+    def _partition_for(self, record: Outgoing) -> int:
         count = len(self.bus.log(record.topic).partitions)
         number = _partition_of(record.key, count) if record.partition is None else record.partition
         if not 0 <= number < count:

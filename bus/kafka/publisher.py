@@ -39,7 +39,7 @@ STOP_TIMEOUT_S = 2.0
 # An open batch is closed at this age: a record that joined it later would get less than its whole delivery deadline,
 # which is the batch's. A second is little against the shortest deadline in use, and far more than a batch lingers.
 MAX_AGE_S = 1.0
-# Submitted without a pause until the event loop gets a turn to send some of it: about what one turn sends.
+# Submitted without a pause; then the event loop gets a turn to send some of it.
 YIELD_BYTES = 128 << 10
 # Bytes that a record without a value takes while we hold it: its key, headers, future, and place in the batch.
 _RECORD_OVERHEAD = 100
