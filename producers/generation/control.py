@@ -1,7 +1,7 @@
-"""What the control topic tells one worker: the newest weights, whether to start anything new, whether to leave.
+"""Follows the control topic for one worker: the newest weights, whether to start anything new, whether to leave.
 
-The end of a run that stood there before this process began was that of an earlier life: the run may be continued, so
-the worker stays. The end counts when it comes later and there are no newer weights than its step's.
+The end of a run that was there before this process began may have been followed by a continuation whose weights are not
+announced yet, so the worker stays. The end counts when it comes later and there are no newer weights than its step's.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ RETRY_S = 0.5
 class ControlFollower:
     """Follows the control topic from its beginning; what it says holds from ``caught_up`` on.
 
-    An order to drain this worker that stood there before this process began was meant for an earlier one.
+    An order to drain this worker that was there before this process began was meant for an earlier one.
     """
 
     subscription: Subscription
@@ -65,9 +65,9 @@ class ControlFollower:
         while True:
             self.on_tick("control")
             for record in await self.subscription.poll(timeout_s=POLL_S):
-                self._obey(record, is_old=False)
+                self._apply(record, is_old=False)
             if self.fence.was_suspended:
-                log.warning("stood still, looking at control before anything is published")
+                log.warning("process was suspended, reading control to its end before anything is published")
                 await self._read_to_the_end(is_old=False)
             self.fence.control_was_read()
             self._offer()
@@ -76,7 +76,7 @@ class ControlFollower:
         ends = await self._ends()
         while any(position < ends[tp] for tp, position in (await self.subscription.positions()).items()):
             for record in await self.subscription.poll(timeout_s=POLL_S):
-                self._obey(record, is_old=is_old)
+                self._apply(record, is_old=is_old)
 
     async def _ends(self) -> dict[TopicPartition, int]:
         while True:
@@ -91,7 +91,7 @@ class ControlFollower:
         if self._newest is not None:
             self.adopter.offer(self._newest)
 
-    def _obey(self, record: Record, *, is_old: bool) -> None:
+    def _apply(self, record: Record, *, is_old: bool) -> None:
         try:
             message = record.message()
         except WireError as error:

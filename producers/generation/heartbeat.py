@@ -20,6 +20,7 @@ from schemas.reports import Heartbeat, WorkerState
 log = structlog.get_logger()
 
 RATE_WINDOW_S = 10.0
+"""Tokens a second are told over this long: several chunks of each completion, and yet of the present."""
 NO_VERSION = PolicyVersion(0, 0)
 """Held by a worker that has no weights yet; trainers count lineages from 1."""
 

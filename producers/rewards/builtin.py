@@ -1,21 +1,26 @@
-"""Makes the reward that a name stands for."""
+"""The rewards that come with StreamRL: which names they have, what can be set for them, and how they judge.
+
+A reward is a function in TRL's signature. ``math_verify`` compares answers as mathematics, ``exact_match`` to the
+letter, ``format`` looks at no answer. Only making ``math_verify`` loads its library.
+"""
 
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    pass
-
-# What the rewards that come along are called, and what can be set for them. Loads none of them.
-
+Reward = Callable[..., list[float | None]]
 DATASET = "dataset"
-"""Not one of them: the scorer that a generated data set brings along."""
+"""The scorer that a generated data set brings along; it is loaded in ``producers.rewards.child``."""
 BUILT_IN = ("math_verify", "exact_match", "format")
 THINK_ANSWER = r"\s*<think>(?!.*<think>).*</think>\s*<answer>(?!.*<answer>).*</answer>\s*"
 """One pair of think tags, then one pair of answer tags, and nothing around them."""
+PARSING_TIMEOUT_S = 3
+COMPARING_TIMEOUT_S = 3
+"""Hundreds of times what an ordinary answer takes: a busy machine must not make a right one wrong."""
+MAX_CHARACTERS = 20_000
+"""Of a completion, the last so many are searched for an answer: the search is quadratic at worst."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +35,22 @@ class BuiltInOptions:
     answer_pattern: str | None = None
 
 
-# The answer in a completion, and whether it is the expected one to the letter. Knows no mathematics.
+def built_in(name: str, options: BuiltInOptions) -> Reward:
+    """The reward of one of the names in ``BUILT_IN``.
 
-Reward = Callable[..., list[float | None]]
+    Raises:
+        ImportError: its library is not installed.
+        ValueError: there is no such reward.
+    """
+    match name:
+        case "math_verify":
+            return math_verify(options.answer_pattern)
+        case "exact_match":
+            return exact_match(options.answer_pattern)
+        case "format":
+            return matches_format(options.format_pattern)
+        case _:
+            raise ValueError(f"expected the name of a built-in reward, got {name!r}")
 
 
 def texts_of(completions: Sequence[Any]) -> list[str]:
@@ -48,7 +66,7 @@ def answer_in(text: str, pattern: str | None) -> str | None:
     return last[0][1 if last[0].re.groups else 0] if last else None
 
 
-def expected_ones(answers: Sequence[Any] | None) -> Sequence[Any]:
+def _column_of(answers: Sequence[Any] | None) -> Sequence[Any]:
     """The column of answers.
 
     Raises:
@@ -74,13 +92,10 @@ def exact_match(answer_pattern: str | None = None) -> Reward:
         found = [answer_in(text, answer_pattern) for text in texts_of(completions)]
         return [
             None if wanted is None else float(one is not None and one.strip() in accepted(wanted))
-            for one, wanted in zip(found, expected_ones(answer), strict=True)
+            for one, wanted in zip(found, _column_of(answer), strict=True)
         ]
 
     return score
-
-
-# Whether a completion has the shape that was asked for. Looks at no answer.
 
 
 def matches_format(pattern: str) -> Reward:
@@ -93,21 +108,12 @@ def matches_format(pattern: str) -> Reward:
     return score
 
 
-# Whether the answer in a completion equals the expected one as mathematics, judged by the math-verify library. Its
-# time-outs are alarm signals: it must run in a main thread, which that of a reward process is. What holds an alarm up
-# ends with the process, after ``rewards.timeout_s``.
-
-PARSING_TIMEOUT_S = 3
-COMPARING_TIMEOUT_S = 3
-"""Hundreds of times what an ordinary answer takes: a busy machine must not make a right one wrong."""
-MAX_CHARACTERS = 20_000
-"""Of a completion, the last so many are searched for an answer: the search is quadratic at worst."""
-
-
 def math_verify(answer_pattern: str | None = None) -> Reward:
     """Makes the reward: 1 if the last formula or number is equal to the expected one, else 0; loads the library.
 
-    None where the data set expects nothing that can be parsed.
+    None where the data set expects nothing that can be parsed. The library's time-outs are alarm signals, so the reward
+    must run in a main thread, which that of a reward process is. What holds an alarm up ends with the process, after
+    ``rewards.timeout_s``.
     """
     from math_verify import verify
 
@@ -120,7 +126,7 @@ def math_verify(answer_pattern: str | None = None) -> Reward:
         return float(any(verify(gold, target, timeout_seconds=COMPARING_TIMEOUT_S) for gold in golds if target))
 
     def score(completions: Sequence[Any], answer: Sequence[Any] | None = None, **_columns: Any) -> list[float | None]:
-        return [judge(text, wanted) for text, wanted in zip(texts_of(completions), expected_ones(answer), strict=True)]
+        return [judge(text, wanted) for text, wanted in zip(texts_of(completions), _column_of(answer), strict=True)]
 
     judge("$x^2 + 2x + 1$", "$(x+1)^2$")  # the first symbolic comparison loads and makes tables for a second or more
     return score
@@ -139,21 +145,3 @@ def _parsed(text: str) -> list[Any]:
     except TimeoutException:
         return []
     return parsed
-
-
-def built_in(name: str, options: BuiltInOptions) -> Reward:
-    """The reward of one of the names in ``BUILT_IN``.
-
-    Raises:
-        ImportError: its library is not installed.
-        ValueError: there is no such reward.
-    """
-    match name:
-        case "math_verify":
-            return math_verify(options.answer_pattern)
-        case "exact_match":
-            return exact_match(options.answer_pattern)
-        case "format":
-            return matches_format(options.format_pattern)
-        case _:
-            raise ValueError(f"expected the name of a reward that comes along, got {name!r}")

@@ -21,8 +21,6 @@ from schemas.errors import DataError
 from schemas.settings import Section
 from schemas.trajectories import Prompt
 
-# ``[emulation.lengths]``: how long completions are.
-
 Bin = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
 
 STREAMRL_BINS: tuple[Bin, ...] = (
@@ -86,6 +84,7 @@ class LengthTraceSettings(Section):
 _NORMAL = NormalDist()
 _P99 = _NORMAL.inv_cdf(0.99)
 _BITS = 52
+"""Of the hash that are used: what a float64 between 0 and 1 holds exactly, with half a step to spare."""
 
 
 def trace_length(settings: LengthTraceSettings, group_id: str, sample_index: int, prompt: Prompt | None) -> int:
@@ -100,6 +99,7 @@ def trace_length(settings: LengthTraceSettings, group_id: str, sample_index: int
         return _bounded(settings, _column(settings, sample_index, prompt))
     shared = _score(settings.seed, prompt.prompt_id if prompt else group_id) if settings.prompt_share else 0.0
     own = _score(settings.seed, f"{group_id}/{sample_index}")
+    # Both are standard normal, so their mix is too, and two samples of a prompt correlate by prompt_share.
     score = math.sqrt(settings.prompt_share) * shared + math.sqrt(1 - settings.prompt_share) * own
     return _bounded(settings, _at_score(settings, score))
 
@@ -115,7 +115,7 @@ def _score(seed: int, name: str) -> float:
 
 
 def _at_score(settings: LengthTraceSettings, score: float) -> float:
-    if settings.source == "lognormal":
+    if settings.source == "lognormal":  # median * (p99 / median) ^ (score / score of the 99th percentile)
         return settings.median_tokens * math.pow(settings.p99_over_median, score / _P99)
     share = _NORMAL.cdf(score)
     if settings.source == "file":

@@ -1,6 +1,10 @@
-"""Weights on disk against the model that shall take them: every check is done before anything is loaded.
+"""A model on disk: what an engine must know of it before it runs it, and new weights checked against it.
 
-Invariant: weights_that_do_not_fit_are_refused_whole (names, shapes and kinds of all tensors are compared first).
+``read_facts`` loads no weights: vocabulary, context and end tokens come from the configuration, names and shapes of
+tensors from a skeleton on torch's meta device.
+
+Invariant weights_that_do_not_fit_are_refused_whole: names, shapes and kinds of all tensors are compared before any is
+loaded.
 """
 
 import json
@@ -16,14 +20,27 @@ from transformers.utils import logging as transformers_logging
 
 from schemas.errors import ModelError, WeightsError
 
-# What an engine must know of a model before it runs it: vocabulary, context, end tokens, tensors. Loads no weights.
-
 UNLIMITED = 1 << 30
+"""Tokens of context where a model names no limit, as those with relative positions do."""
+_KINDS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_PREFIX_BYTES = 8
+"""A safetensors file begins with the length of its JSON header as a little-endian 64-bit integer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """Shape of a tensor, whether it holds floating point numbers, and the first of its tied names."""
+    """Shape of a tensor, whether it holds floating-point numbers, and the first of its tied names."""
 
     shape: tuple[int, ...]
     floating: bool
@@ -98,23 +115,6 @@ def _eos_token_ids(model_path: str, config: Any) -> frozenset[int]:
     return frozenset([found] if isinstance(found, int) else found)
 
 
-_FLOATING = {"F64", "F32", "F16", "BF16"}
-_KINDS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_PREFIX_BYTES = 8
-"""Before the header: its length."""
-
-
 def check_weights(directory: Path, tensors: Mapping[str, TensorFacts]) -> dict[str, Path]:
     """Compare the headers of all safetensors files of a directory with a model's tensors.
 
@@ -174,6 +174,7 @@ def mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
         kind = _KINDS[facts["dtype"]]
         begin, end = (_PREFIX_BYTES + size + offset for offset in facts["data_offsets"])
         raw = content[begin:end]
+        # A view as another type must begin at a multiple of its size; the header may leave the first tensor elsewhere.
         aligned = raw.clone() if begin % kind.itemsize else raw
         tensors[name] = aligned.view(kind).reshape(facts["shape"])
     return tensors
@@ -199,6 +200,7 @@ def _check_tensor(
         raise WeightsError(
             f"expected {name!r} of shape {expected.shape}, got {shape} in {file}; use the same model everywhere"
         )
-    if (kind in _FLOATING) != expected.floating:
-        wanted = "floating point" if expected.floating else "integer"
+    is_floating = kind in _KINDS and _KINDS[kind].is_floating_point
+    if is_floating != expected.floating:
+        wanted = "floating-point" if expected.floating else "integer"
         raise WeightsError(f"expected {wanted} numbers in {name!r}, got {kind} in {file}; publish it in that type")

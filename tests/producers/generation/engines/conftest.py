@@ -70,18 +70,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def endless_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def no_eos_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without an end-of-sequence token."""
-    return build_model(tmp_path_factory.mktemp("endless"), None)
+    return build_model(tmp_path_factory.mktemp("no_eos"), None)
 
 
 @pytest.fixture(scope="session")
-def endless_version(endless_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeVersion:
-    """Writes version n of the endless model: clearly different weights, the same for the same n."""
+def no_eos_version(no_eos_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeVersion:
+    """Writes version n of the model without an end token: clearly different weights, the same for the same n."""
 
     def make(number: int) -> Path:
         directory = tmp_path_factory.mktemp(f"version-{number}-")
-        model = AutoModelForCausalLM.from_pretrained(endless_dir)
+        model = AutoModelForCausalLM.from_pretrained(no_eos_dir)
         generator = torch.Generator().manual_seed(number)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -9,11 +9,11 @@ from schemas.errors import ModelError
 from tests.producers.generation.engines.conftest import EOS, VOCAB
 
 
-def test_facts_come_from_the_directory(model_dir: Path, endless_dir: Path) -> None:
+def test_facts_come_from_the_directory(model_dir: Path, no_eos_dir: Path) -> None:
     facts = read_facts(str(model_dir), None)
     assert (facts.vocab_size, facts.max_length, facts.eos_token_ids) == (VOCAB, 1024, {EOS})
     assert facts.tensors["lm_head.weight"].shape == (VOCAB, 64)
-    assert read_facts(str(endless_dir), None).eos_token_ids == frozenset()
+    assert read_facts(str(no_eos_dir), None).eos_token_ids == frozenset()
 
 
 def test_the_length_can_be_lowered_but_not_raised(model_dir: Path) -> None:

@@ -38,31 +38,31 @@ def make_engine(model: Path) -> Engine:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def started(endless_dir: Path) -> AsyncIterator[Engine]:
-    engine = make_engine(endless_dir)
+async def started(no_eos_dir: Path) -> AsyncIterator[Engine]:
+    engine = make_engine(no_eos_dir)
     await engine.start()
     yield engine
     await engine.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(started: Engine, endless_dir: Path) -> Engine:
+async def engine(started: Engine, no_eos_dir: Path) -> Engine:
     """The engine with the first weights in place."""
-    await started.adopt(endless_dir, FIRST)
+    await started.adopt(no_eos_dir, FIRST)
     return started
 
 
-async def test_logprobs_equal_a_fresh_forward_pass(engine: Engine, endless_dir: Path) -> None:
+async def test_logprobs_equal_a_fresh_forward_pass(engine: Engine, no_eos_dir: Path) -> None:
     results = await asyncio.gather(*(sample(engine, p, max_completion_length=40) for p in PROMPTS * 5))
-    model = load(endless_dir)
+    model = load(no_eos_dir)
     for result in results:
         assert worst(result, full_forward(model, result)) < 1e-3
         assert (len(result.tokens), result.finish_reason) == (40, FinishReason.LENGTH)
 
 
-async def test_logprobs_are_of_the_distribution_sampled_from(engine: Engine, endless_dir: Path) -> None:
+async def test_logprobs_are_of_the_distribution_sampled_from(engine: Engine, no_eos_dir: Path) -> None:
     hot = await asyncio.gather(*(sample(engine, p, max_completion_length=30, temperature=1.7) for p in PROMPTS))
-    model = load(endless_dir)
+    model = load(no_eos_dir)
     assert all(worst(result, full_forward(model, result, temperature=1.7)) < 1e-3 for result in hot)
     certain = await sample(engine, PROMPTS[2], max_completion_length=10, top_k=1)
     assert certain.logprobs == pytest.approx([0.0] * len(certain.tokens), abs=1e-6)
@@ -76,9 +76,9 @@ async def test_samples_of_one_prompt_differ_unless_seeded_alike(engine: Engine) 
 
 
 async def test_spans_agree_with_their_versions_when_weights_arrive_in_flight(
-    engine: Engine, endless_dir: Path, endless_version: MakeVersion
+    engine: Engine, no_eos_dir: Path, no_eos_version: MakeVersion
 ) -> None:
-    directories = {FIRST: endless_dir} | {PolicyVersion(1, n): endless_version(n) for n in (1, 2, 3)}
+    directories = {FIRST: no_eos_dir} | {PolicyVersion(1, n): no_eos_version(n) for n in (1, 2, 3)}
     models = {version: load(directory) for version, directory in directories.items()}
     others = [sample(engine, PROMPTS[n % 6], max_completion_length=400) for n in range(30)]
     arriving = {version: directories[version] for version in list(directories)[1:]}
@@ -91,12 +91,12 @@ async def test_spans_agree_with_their_versions_when_weights_arrive_in_flight(
             assert worst(result, mixed_forward(dict.fromkeys(models, models[FIRST]), result)) > 0.05
 
 
-async def test_refused_weights_change_nothing(engine: Engine, tmp_path: Path, endless_dir: Path) -> None:
+async def test_refused_weights_change_nothing(engine: Engine, tmp_path: Path, no_eos_dir: Path) -> None:
     with pytest.raises(WeightsError):
         await engine.adopt(tmp_path, PolicyVersion(2, 0))
     result = await sample(engine, PROMPTS[2], max_completion_length=10)
     assert set(result.versions) == {FIRST}
-    assert worst(result, full_forward(load(endless_dir), result)) < 1e-3
+    assert worst(result, full_forward(load(no_eos_dir), result)) < 1e-3
 
 
 async def test_closing_the_iterator_frees_the_slot(engine: Engine) -> None:

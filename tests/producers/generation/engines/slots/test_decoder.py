@@ -43,8 +43,8 @@ async def engine(model_dir: Path) -> AsyncIterator[ThreadedEngine]:
 
 
 @pytest.fixture
-async def endless(endless_dir: Path) -> AsyncIterator[ThreadedEngine]:
-    engine = make_engine(endless_dir)
+async def no_eos_engine(no_eos_dir: Path) -> AsyncIterator[ThreadedEngine]:
+    engine = make_engine(no_eos_dir)
     await engine.start()
     yield engine
     await engine.close()
@@ -72,10 +72,10 @@ async def test_batch_composition_does_not_change_what_a_request_gets(engine: Thr
     assert worst(among, torch.tensor(alone.logprobs)) < 1e-4
 
 
-async def test_samples_of_one_prompt_differ_and_are_right(endless: ThreadedEngine, endless_dir: Path) -> None:
-    group = await asyncio.gather(*(sample(endless, PROMPTS[4], max_completion_length=20) for _ in range(SLOTS)))
+async def test_samples_of_one_prompt_differ_and_are_right(no_eos_engine: ThreadedEngine, no_eos_dir: Path) -> None:
+    group = await asyncio.gather(*(sample(no_eos_engine, PROMPTS[4], max_completion_length=20) for _ in range(SLOTS)))
     assert len({tuple(result.tokens) for result in group}) == SLOTS
-    model = load(endless_dir)
+    model = load(no_eos_dir)
     assert all(worst(result, full_forward(model, result)) < 1e-4 for result in group)
 
 
@@ -90,13 +90,13 @@ async def test_greedy_equals_generate(engine: ThreadedEngine, model_dir: Path, s
 
 
 async def test_spans_agree_with_their_versions_when_weights_arrive_in_flight(
-    endless: ThreadedEngine, endless_dir: Path, endless_version: MakeVersion
+    no_eos_engine: ThreadedEngine, no_eos_dir: Path, no_eos_version: MakeVersion
 ) -> None:
-    directories = {PolicyVersion(0, 0): endless_dir} | {PolicyVersion(1, n): endless_version(n) for n in (1, 2, 3)}
+    directories = {PolicyVersion(0, 0): no_eos_dir} | {PolicyVersion(1, n): no_eos_version(n) for n in (1, 2, 3)}
     models = {version: load(directory) for version, directory in directories.items()}
-    others = [sample(endless, PROMPTS[n % 6], max_completion_length=400, seed=n) for n in range(2 * SLOTS)]
+    others = [sample(no_eos_engine, PROMPTS[n % 6], max_completion_length=400, seed=n) for n in range(2 * SLOTS)]
     arriving = {version: directories[version] for version in list(directories)[1:]}
-    first = sample_and_adopt(endless, PROMPTS[3], arriving, max_completion_length=900)
+    first = sample_and_adopt(no_eos_engine, PROMPTS[3], arriving, max_completion_length=900)
     results = await asyncio.gather(first, *others)
     assert len(results[0].spans()) == 4
     for result in results:
@@ -107,43 +107,43 @@ async def test_spans_agree_with_their_versions_when_weights_arrive_in_flight(
             assert worst(result, full_forward(models[result.versions[0]], result)) < 1e-4
 
 
-async def test_refused_weights_change_nothing(endless: ThreadedEngine, tmp_path: Path, endless_dir: Path) -> None:
+async def test_refused_weights_change_nothing(no_eos_engine: ThreadedEngine, tmp_path: Path, no_eos_dir: Path) -> None:
     with pytest.raises(WeightsError):
-        await endless.adopt(tmp_path, PolicyVersion(1, 1))
-    result = await sample(endless, PROMPTS[2], max_completion_length=10)
+        await no_eos_engine.adopt(tmp_path, PolicyVersion(1, 1))
+    result = await sample(no_eos_engine, PROMPTS[2], max_completion_length=10)
     assert set(result.versions) == {PolicyVersion(0, 0)}
-    assert worst(result, full_forward(load(endless_dir), result)) < 1e-4
+    assert worst(result, full_forward(load(no_eos_dir), result)) < 1e-4
 
 
-async def test_closing_the_iterator_frees_the_slot(endless: ThreadedEngine) -> None:
-    abandoned = [endless.generate(request(PROMPTS[n % 6], max_completion_length=900)) for n in range(SLOTS)]
+async def test_closing_the_iterator_frees_the_slot(no_eos_engine: ThreadedEngine) -> None:
+    abandoned = [no_eos_engine.generate(request(PROMPTS[n % 6], max_completion_length=900)) for n in range(SLOTS)]
     for stream in abandoned:
         async with aclosing(stream):  # type: ignore[type-var]
             await anext(stream)
-    result = await asyncio.wait_for(sample(endless, PROMPTS[0], max_completion_length=5), 5)
+    result = await asyncio.wait_for(sample(no_eos_engine, PROMPTS[0], max_completion_length=5), 5)
     assert len(result.tokens) == 5
 
 
-async def test_a_prompt_that_does_not_fit_is_refused(endless: ThreadedEngine) -> None:
+async def test_a_prompt_that_does_not_fit_is_refused(no_eos_engine: ThreadedEngine) -> None:
     for prompt in ([], [1] * 1024, [128], [-1]):
         with pytest.raises(EngineError, match="expected"):
-            await sample(endless, prompt, max_completion_length=5)
+            await sample(no_eos_engine, prompt, max_completion_length=5)
 
 
-async def test_the_context_ends_a_completion(endless_dir: Path) -> None:
-    engine = make_engine(endless_dir, max_model_len=20)
+async def test_the_context_ends_a_completion(no_eos_dir: Path) -> None:
+    engine = make_engine(no_eos_dir, max_model_len=20)
     await engine.start()
     result = await sample(engine, PROMPTS[2], max_completion_length=500)
     assert (len(result.tokens), result.finish_reason) == (20 - len(PROMPTS[2]), FinishReason.LENGTH)
     await engine.close()
 
 
-async def test_prompts_beyond_the_token_budget_are_prefilled_in_several_passes(endless_dir: Path) -> None:
-    engine = make_engine(endless_dir, max_num_batched_tokens=64)
+async def test_prompts_beyond_the_token_budget_are_prefilled_in_several_passes(no_eos_dir: Path) -> None:
+    engine = make_engine(no_eos_dir, max_num_batched_tokens=64)
     await engine.start()
     prompts = [[(7 * n + j) % 128 for j in range(10 * n + 1)] for n in range(SLOTS)]
     results = await asyncio.gather(*(sample(engine, prompt, max_completion_length=5) for prompt in prompts))
-    model = load(endless_dir)
+    model = load(no_eos_dir)
     assert all(worst(result, full_forward(model, result)) < 1e-4 for result in results)
     await engine.close()
 
