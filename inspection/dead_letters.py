@@ -1,4 +1,11 @@
-"""What `streamrl dlq` does: opens the run, reads or sends, prints, and ends with a code."""
+"""`streamrl dlq`: a run's dead letters, that is records which the trainer could not decode, and sending them once more.
+
+A dead letter holds the bytes of the refused record, where it stood and why it was refused. Invariants of sending, each
+with a test of its name:
+- a_dead_letter_is_retried_once: what was sent is told by a header on the topic itself, so a second call sends nothing,
+  also when the same record became a dead letter twice;
+- what_still_does_not_decode_stays: unless it is forced, and never what was cut.
+"""
 
 import json
 import re
@@ -25,8 +32,17 @@ from schemas.errors import UserError, WireError
 from schemas.messages import Message
 from schemas.topics import DEAD_LETTERS, TRAJECTORIES
 
-# A dead letter: the bytes of a refused record, where it stood, and why it was refused. Reads, and sends nothing.
-
+SOME_REFUSED = 1
+"""Exit code."""
+WIDTH = 160
+"""Columns of the table where there is no terminal to ask."""
+HEAD_BYTES, ROW_BYTES = 256, 16
+"""Of a value, as a hex dump."""
+SHOWN = 2000
+"""Characters of a message that decodes by now."""
+_AGO = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+T = TypeVar("T")
 PREFIX = "dlq-"
 RETRY_OF = "dlq-retry-of"
 """Header of a record that was sent once more: partition and offset of the refused one on the same topic."""
@@ -137,14 +153,8 @@ async def read_dead_letter(history: History, run: str, offset: int) -> DeadLette
     return dead_letter_of(found[0, offset]) if found else None
 
 
-# Sends dead letters once more to where they came from. Invariants, each with a test of its name: -
-# a_letter_is_retried_once: what was sent is told by a header on the topic itself, so a second call sends nothing,
-# also when the same record became a dead letter twice; - what_still_does_not_decode_stays: unless it is forced, and
-# never what was cut.
-
-
 class RetryAction(StrEnum):
-    """What becomes of a letter."""
+    """What becomes of a dead letter."""
 
     SENT = "sent"
     WOULD_SEND = "would send"
@@ -154,9 +164,9 @@ class RetryAction(StrEnum):
 
 @dataclass(frozen=True)
 class RetryOutcome:
-    """One letter, and what was done about it."""
+    """One dead letter, and what was done about it."""
 
-    letter: DeadLetter
+    dead_letter: DeadLetter
     action: RetryAction
     detail: str = ""
 
@@ -164,26 +174,28 @@ class RetryOutcome:
 async def plan_retries(
     history: History, run: str, offsets: Collection[int] | None, *, force: bool = False
 ) -> tuple[list[RetryOutcome], list[int]]:
-    """What to do about each chosen letter, oldest first, and the offsets that name none.
+    """What to do about each chosen dead letter, oldest first, and the offsets that name none.
 
     Args:
         history: of the run.
         run: its name.
-        offsets: of the letters on their own topic; None: all.
+        offsets: of the dead letters on their own topic; None: all.
         force: send also what does not decode.
     """
     topic = TRAJECTORIES.full_name(run)
-    letters = [
-        letter async for letter in read_dead_letters(history, run) if offsets is None or letter.offset in offsets
+    dead_letters = [
+        dead_letter
+        async for dead_letter in read_dead_letters(history, run)
+        if offsets is None or dead_letter.offset in offsets
     ]
-    retried = await _already_retried(history, topic) if letters else set()
+    retried = await _already_retried(history, topic) if dead_letters else set()
     outcomes = []
-    for letter in letters:
-        outcome = _judge(letter, topic, retried, force=force)
+    for dead_letter in dead_letters:
+        outcome = _judge(dead_letter, topic, retried, force=force)
         outcomes.append(outcome)
-        if outcome.action is RetryAction.WOULD_SEND and letter.origin is not None:
-            retried.add(letter.origin)
-    return outcomes, sorted(set(offsets or ()) - {letter.offset for letter in letters})
+        if outcome.action is RetryAction.WOULD_SEND and dead_letter.origin is not None:
+            retried.add(dead_letter.origin)
+    return outcomes, sorted(set(offsets or ()) - {dead_letter.offset for dead_letter in dead_letters})
 
 
 async def send_retries(bus: Bus, outcomes: Collection[RetryOutcome]) -> list[RetryOutcome]:
@@ -199,29 +211,31 @@ async def send_retries(bus: Bus, outcomes: Collection[RetryOutcome]) -> list[Ret
             if outcome.action is not RetryAction.WOULD_SEND:
                 done.append(outcome)
                 continue
-            position = await publisher.publish(outcome.letter.retry())
-            done.append(RetryOutcome(outcome.letter, RetryAction.SENT, f"as {Origin(*position)}"))
+            position = await publisher.publish(outcome.dead_letter.retry())
+            done.append(RetryOutcome(outcome.dead_letter, RetryAction.SENT, f"as {Origin(*position)}"))
     finally:
         await publisher.close()
     return done
 
 
-def _judge(letter: DeadLetter, topic: str, retried: Collection[Origin], *, force: bool) -> RetryOutcome:
-    origin = letter.origin
+def _judge(dead_letter: DeadLetter, topic: str, retried: Collection[Origin], *, force: bool) -> RetryOutcome:
+    origin = dead_letter.origin
     if origin is None or origin.topic != topic:
         return RetryOutcome(
-            letter, RetryAction.REFUSED, f"expected a record of {topic}, it came from {origin or 'nowhere known'}"
+            dead_letter, RetryAction.REFUSED, f"expected a record of {topic}, it came from {origin or 'nowhere known'}"
         )
     if origin in retried:
-        return RetryOutcome(letter, RetryAction.ALREADY)
-    if letter.cut_from is not None:
-        return RetryOutcome(letter, RetryAction.REFUSED, f"only {letter.size} of its {letter.cut_from} bytes were kept")
-    problem = letter.problem()
+        return RetryOutcome(dead_letter, RetryAction.ALREADY)
+    if dead_letter.cut_from is not None:
+        return RetryOutcome(
+            dead_letter, RetryAction.REFUSED, f"only {dead_letter.size} of its {dead_letter.cut_from} bytes were kept"
+        )
+    problem = dead_letter.problem()
     if problem is not None and not force:
         return RetryOutcome(
-            letter, RetryAction.REFUSED, f"it still does not decode ({problem}); --force sends it all the same"
+            dead_letter, RetryAction.REFUSED, f"it still does not decode ({problem}); --force sends it all the same"
         )
-    return RetryOutcome(letter, RetryAction.WOULD_SEND)
+    return RetryOutcome(dead_letter, RetryAction.WOULD_SEND)
 
 
 async def _already_retried(history: History, topic: str) -> set[Origin]:
@@ -235,59 +249,54 @@ async def _already_retried(history: History, topic: str) -> set[Origin]:
     return found
 
 
-# Dead letters as text: a table of them, one in full, and what a retry did.
-
-HEAD_BYTES = 256
-ROW_BYTES = 16
-SHOWN = 2000
-
-
-def table_of(letters: Sequence[DeadLetter]) -> Table:
-    """One row a letter."""
+def table_of(dead_letters: Sequence[DeadLetter]) -> Table:
+    """One row a dead letter."""
     table = Table(box=None, pad_edge=False)
     for name in ("offset", "time", "from", "error", "reason", "size"):
         table.add_column(name, justify="right" if name in ("offset", "size") else "left", overflow="fold")
-    for letter in letters:
-        size = f"{letter.size:,}" + (f" of {letter.cut_from:,}" if letter.cut_from else "")
-        origin = str(letter.origin or "?")
-        table.add_row(str(letter.offset), time_of(letter), origin, letter.error_class, letter.reason, size)
+    for dead_letter in dead_letters:
+        size = f"{dead_letter.size:,}" + (f" of {dead_letter.cut_from:,}" if dead_letter.cut_from else "")
+        origin = str(dead_letter.origin or "?")
+        table.add_row(
+            str(dead_letter.offset), time_of(dead_letter), origin, dead_letter.error_class, dead_letter.reason, size
+        )
     return table
 
 
-def time_of(letter: DeadLetter) -> str:
+def time_of(dead_letter: DeadLetter) -> str:
     """When it was refused, in local time."""
-    return datetime.fromtimestamp(letter.record.timestamp).astimezone().isoformat(" ", "seconds")[:19]
+    return datetime.fromtimestamp(dead_letter.record.timestamp).astimezone().isoformat(" ", "seconds")[:19]
 
 
-def as_json(letter: DeadLetter) -> dict[str, Any]:
+def as_json(dead_letter: DeadLetter) -> dict[str, Any]:
     """A JSON-safe form, without the bytes."""
     return {
-        "offset": letter.offset,
-        "timestamp": letter.record.timestamp,
-        "topic": letter.origin and letter.origin.topic,
-        "partition": letter.origin and letter.origin.partition,
-        "origin_offset": letter.origin and letter.origin.offset,
-        "key": letter.record.key,
-        "error_class": letter.error_class,
-        "reason": letter.reason,
-        "size": letter.size,
-        "cut_from": letter.cut_from,
+        "offset": dead_letter.offset,
+        "timestamp": dead_letter.record.timestamp,
+        "topic": dead_letter.origin and dead_letter.origin.topic,
+        "partition": dead_letter.origin and dead_letter.origin.partition,
+        "origin_offset": dead_letter.origin and dead_letter.origin.offset,
+        "key": dead_letter.record.key,
+        "error_class": dead_letter.error_class,
+        "reason": dead_letter.reason,
+        "size": dead_letter.size,
+        "cut_from": dead_letter.cut_from,
     }
 
 
-def lines_of(letter: DeadLetter) -> Iterator[str]:
-    """One letter in full."""
-    yield f"dead letter {letter.offset} of {time_of(letter)}"
-    yield f"from     {letter.origin or 'nowhere known'}"
-    yield f"key      {letter.record.key!r}"
-    yield f"error    {letter.error_class}: {letter.reason}"
-    kept = f", cut from {letter.cut_from:,}" if letter.cut_from else ""
-    yield f"value    {letter.size:,} bytes{kept}"
+def lines_of(dead_letter: DeadLetter) -> Iterator[str]:
+    """One dead letter in full."""
+    yield f"dead letter {dead_letter.offset} of {time_of(dead_letter)}"
+    yield f"from     {dead_letter.origin or 'nowhere known'}"
+    yield f"key      {dead_letter.record.key!r}"
+    yield f"error    {dead_letter.error_class}: {dead_letter.reason}"
+    kept = f", cut from {dead_letter.cut_from:,}" if dead_letter.cut_from else ""
+    yield f"value    {dead_letter.size:,} bytes{kept}"
     yield "headers"
-    for name, content in letter.record.headers:
+    for name, content in dead_letter.record.headers:
         yield f"  {name} = {content!r}"
-    yield from _hexdump(letter.record.value or b"")
-    yield from _decoded(letter)
+    yield from _hexdump(dead_letter.record.value or b"")
+    yield from _decoded(dead_letter)
 
 
 def _hexdump(value: bytes) -> Iterator[str]:
@@ -299,9 +308,9 @@ def _hexdump(value: bytes) -> Iterator[str]:
         yield f"  … {len(value) - HEAD_BYTES:,} bytes more"
 
 
-def _decoded(letter: DeadLetter) -> Iterator[str]:
+def _decoded(dead_letter: DeadLetter) -> Iterator[str]:
     try:
-        message = letter.decoded()
+        message = dead_letter.decoded()
     except WireError as error:
         yield f"decoding it today: {type(error).__name__}: {error}"
         return
@@ -311,23 +320,16 @@ def _decoded(letter: DeadLetter) -> Iterator[str]:
 
 
 def retry_lines(outcomes: Iterable[RetryOutcome]) -> Iterator[str]:
-    """What was done about each letter."""
+    """What was done about each dead letter."""
     for outcome in outcomes:
         detail = f": {outcome.detail}" if outcome.detail else ""
-        yield f"{outcome.letter.offset}  {outcome.letter.origin or '?'}  {outcome.action.value}{detail}"
-
-
-SOME_REFUSED = 1
-WIDTH = 160
-_AGO = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-T = TypeVar("T")
+        yield f"{outcome.dead_letter.offset}  {outcome.dead_letter.origin or '?'}  {outcome.action.value}{detail}"
 
 
 def list_dead_letters(
     run: Path, export: Path | None, error_class: str | None, since: str | None, *, json_lines: bool
 ) -> int:
-    """Print the letters that pass the filters; the exit code.
+    """Print the dead letters that pass the filters; the exit code.
 
     Raises:
         UserError: no such run, or a time that cannot be read.
@@ -335,44 +337,46 @@ def list_dead_letters(
     after = 0.0 if since is None else moment(since, time.time())
 
     async def read(history: History, name: str) -> list[DeadLetter]:
-        return [letter async for letter in read_dead_letters(history, name) if wanted(letter)]
+        return [dead_letter async for dead_letter in read_dead_letters(history, name) if wanted(dead_letter)]
 
-    def wanted(letter: DeadLetter) -> bool:
-        return letter.record.timestamp >= after and error_class in (None, letter.error_class)
+    def wanted(dead_letter: DeadLetter) -> bool:
+        return dead_letter.record.timestamp >= after and error_class in (None, dead_letter.error_class)
 
-    letters = _with_history(run, export, read)
+    dead_letters = _with_history(run, export, read)
     if json_lines:
-        for letter in letters:
-            print(json.dumps(as_json(letter)))
+        for dead_letter in dead_letters:
+            print(json.dumps(as_json(dead_letter)))
         return 0
-    if letters:
-        Console(width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False).print(table_of(letters))
-    print(f"{len(letters)} dead letters")
+    if dead_letters:
+        Console(width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False).print(
+            table_of(dead_letters)
+        )
+    print(f"{len(dead_letters)} dead letters")
     return 0
 
 
 def show_dead_letter(run: Path, export: Path | None, offset: int) -> int:
-    """Print one letter in full; the exit code.
+    """Print one dead letter in full; the exit code.
 
     Raises:
-        UserError: there is no such letter.
+        UserError: there is no such dead letter.
     """
 
     async def read(history: History, name: str) -> DeadLetter | None:
         return await read_dead_letter(history, name, offset)
 
-    letter = _with_history(run, export, read)
-    if letter is None:
+    dead_letter = _with_history(run, export, read)
+    if dead_letter is None:
         raise UserError(f"expected a dead letter at offset {offset}, found none; `streamrl dlq ls` lists them")
-    print("\n".join(lines_of(letter)))
+    print("\n".join(lines_of(dead_letter)))
     return 0
 
 
 def retry_dead_letters(run: Path, offsets: Collection[int], *, everything: bool, dry_run: bool, force: bool) -> int:
-    """Send letters once more; the exit code is 1 if some were refused.
+    """Send dead letters once more; the exit code is 1 if some were refused.
 
     Raises:
-        UserError: neither offsets nor ``everything``, or an offset without a letter.
+        UserError: neither offsets nor ``everything``, or an offset without a dead letter.
     """
     if bool(offsets) == everything:
         raise UserError("expected either offsets of dead letters or --all; `streamrl dlq ls` lists them")

@@ -1,4 +1,8 @@
-"""Copies a run's topics from its history into segment files of bounded size.
+"""Exports: a run's topics as segment files (Parquet or JSON lines), and a history that is read from them.
+
+An export is byte-exact: what reads a run from a broker reads it from there alike. Parquet segments carry, for people
+and query engines, a few readable columns beside the bytes; only the bytes are read back. The manifest is written last,
+so that its presence means complete, and no file is trusted whose checksum differs from it.
 
 Invariant an_export_is_a_moment_of_the_run: checkpoints are taken before the ends of the topics are fixed, and ends in
 the order in which reports refer to records, so that what an export refers to is in it.
@@ -36,10 +40,15 @@ from schemas.topics import (
 from schemas.trajectories import Trajectory
 from schemas.weights import Sha256
 
-# What an export consists of; the manifest is written last, so that its presence means complete.
-
 MANIFEST = "manifest.json"
 Format = Literal["parquet", "jsonl"]
+Progress = Callable[[str, int, int], None]
+READABLE = ("trajectory_id", "group_id", "worker_id", "prompt_text", "completion_text", "rewards", "admitted_version")
+USUAL = (STEPS, SKIPS, TRAJECTORIES, DEAD_LETTERS, CONTROL, COMMANDS, WORK_ORDERS)
+"""What audit, replay and report need, each before what it refers to."""
+ALL = (*USUAL, HEARTBEATS, TOKENS)
+SEGMENT_BYTES, SEGMENT_RECORDS = 32 << 20, 20_000
+"""Whichever is reached first: a segment is held in memory whole when it is written or read."""
 
 
 class _Part(BaseModel):
@@ -100,213 +109,6 @@ def read_manifest(directory: Path) -> ExportManifest:
         raise DataError(f"expected a complete export with {MANIFEST} in {directory}, found none") from error
     except (OSError, ValidationError) as error:
         raise DataError(f"expected the manifest of an export in {directory}, got {error}") from error
-
-
-# Records ↔ one segment file, byte-exact. Knows neither manifests nor runs. Parquet segments carry, for people and
-# query engines, a few readable columns beside the bytes; only the bytes are read back.
-
-READABLE = ("trajectory_id", "group_id", "worker_id", "prompt_text", "completion_text", "rewards", "admitted_version")
-
-
-def write_segment(path: Path, records: Sequence[Record], encoding: Format, *, readable: bool) -> None:
-    """Write records in their order. ``readable``: add columns that show trajectories, null where none is."""
-    if encoding == "jsonl":
-        path.write_text("".join(_line(record) for record in records))
-    else:
-        _write_parquet(path, records, readable=readable)
-
-
-def read_segment(path: Path, topic: str, encoding: Format) -> list[Record]:
-    """The records of a segment.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a segment.
-    """
-    if encoding == "jsonl":
-        return [_from_line(topic, line) for line in path.read_text().splitlines()]
-    return _read_parquet(path, topic)
-
-
-def _line(record: Record) -> str:
-    fields = {
-        "partition": record.partition,
-        "offset": record.offset,
-        "timestamp": record.timestamp,
-        "key": record.key,
-        "headers": [[name, _packed(content)] for name, content in record.headers],
-        "value": _packed(record.value),
-    }
-    return json.dumps(fields) + "\n"
-
-
-def _from_line(topic: str, line: str) -> Record:
-    fields = json.loads(line)
-    try:
-        headers = tuple((name, _unpacked(content)) for name, content in fields["headers"])
-        return Record(
-            topic,
-            fields["partition"],
-            fields["offset"],
-            fields["key"],
-            _unpacked(fields["value"]),
-            headers,  # type: ignore[arg-type]  # Kafka allows a header without content
-            fields["timestamp"],
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"expected a record, got a line that lacks {error}") from error
-
-
-def _packed(content: bytes | None) -> str | None:
-    return None if content is None else base64.b64encode(content).decode()
-
-
-def _unpacked(text: str | None) -> bytes | None:
-    return None if text is None else base64.b64decode(text, validate=True)
-
-
-def _write_parquet(path: Path, records: Sequence[Record], *, readable: bool) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    header = pa.struct([("name", pa.string()), ("content", pa.binary())])
-    columns: dict[str, Any] = {
-        "partition": pa.array([record.partition for record in records], pa.int32()),
-        "offset": pa.array([record.offset for record in records], pa.int64()),
-        "timestamp": pa.array([record.timestamp for record in records], pa.float64()),
-        "key": pa.array([record.key for record in records], pa.string()),
-        "headers": pa.array([_named(record.headers) for record in records], pa.list_(header)),
-        "value": pa.array([record.value for record in records], pa.large_binary()),
-    }
-    if readable:
-        rows = [_readable(record) for record in records]
-        columns |= {name: pa.array([row.get(name) for row in rows], pa.string()) for name in READABLE}
-    pq.write_table(pa.table(columns), path, compression="zstd")
-
-
-def _named(headers: Iterable[tuple[str, bytes]]) -> list[dict[str, Any]]:
-    return [{"name": name, "content": content} for name, content in headers]
-
-
-def _readable(record: Record) -> dict[str, str]:
-    try:
-        message = record.message()
-    except WireError:
-        return {}
-    if not isinstance(message, Trajectory):
-        return {}
-    shown = {name: str(getattr(message, name)) for name in READABLE}
-    return shown | {"rewards": json.dumps(message.rewards)}
-
-
-def _read_parquet(path: Path, topic: str) -> list[Record]:
-    import pyarrow.parquet as pq
-
-    names = ["partition", "offset", "timestamp", "key", "headers", "value"]
-    columns = [column.to_pylist() for column in pq.read_table(path, columns=names).select(names).columns]
-    return [
-        Record(topic, partition, offset, key, value, tuple((h["name"], h["content"]) for h in headers), timestamp)
-        for partition, offset, timestamp, key, headers, value in zip(*columns, strict=True)
-    ]
-
-
-# A run's topics read from an export, without a broker. Trusts no file whose checksum differs from the manifest's.
-
-
-class SegmentHistory:
-    """``bus.history.History`` over an export.
-
-    Raises:
-        DataError: there is no complete export in the directory.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.manifest: ExportManifest = read_manifest(directory)
-        self._verified: set[str] = set()
-
-    async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
-        """What was held of each partition of these topics (full names) when exported; none of one that was not."""
-        return {
-            TopicPartition(topic, partition): extent
-            for topic in topics
-            for partition, extent in sorted(self._topic(topic).extents.items())
-        }
-
-    async def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncIterator[Record]:
-        """All records of the topic, or only those within the offsets named by partition; ascending per partition.
-
-        Raises:
-            DataError: a file is missing, or not as it was written.
-        """
-        for file in self._topic(topic).files:
-            if ranges is None or any(_overlap(extent, ranges.get(p)) for p, extent in file.extents.items()):
-                for record in await asyncio.to_thread(self._read, topic, file):
-                    if ranges is None or _holds(ranges.get(record.partition), record.offset):
-                        yield record
-
-    async def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncIterator[Record]:
-        """The records of several topics within these offsets, topic by topic.
-
-        Raises:
-            DataError: see ``records``.
-        """
-        for topic in dict.fromkeys(tp.topic for tp in ranges):
-            async for record in self.records(topic, {tp.partition: ranges[tp] for tp in ranges if tp.topic == topic}):
-                yield record
-
-    async def fetch(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
-        """The records at these partitions and offsets; places that hold none are left out.
-
-        Raises:
-            DataError: see ``records``.
-        """
-        wanted = set(places)
-        found: dict[tuple[int, int], Record] = {}
-        for file in self._topic(topic).files:
-            if any(_holds(file.extents.get(partition), offset) for partition, offset in wanted):
-                for record in await asyncio.to_thread(self._read, topic, file):
-                    if (record.partition, record.offset) in wanted:
-                        found[record.partition, record.offset] = record
-        return found
-
-    async def close(self) -> None:
-        """Nothing is held."""
-
-    def _topic(self, topic: str) -> ExportedTopic:
-        return self.manifest.topics.get(topic) or ExportedTopic(extents={}, files=())
-
-    def _read(self, topic: str, file: SegmentFile) -> list[Record]:
-        path = self.directory / file.path
-        if not path.resolve().is_relative_to(self.directory.resolve()):
-            raise DataError(f"expected segments inside {self.directory}, its manifest names {file.path}")
-        try:
-            if file.path not in self._verified:
-                self._verify(path, file)
-            return read_segment(path, topic, self.manifest.encoding)
-        except (OSError, ValueError) as error:
-            raise DataError(f"expected the segment {path} as it was exported, got: {error}") from error
-
-    def _verify(self, path: Path, file: SegmentFile) -> None:
-        with path.open("rb") as content:
-            if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
-                raise DataError(f"expected {path} with sha256 {file.sha256}, got another; export the run again")
-        self._verified.add(file.path)
-
-
-def _holds(extent: Extent | None, offset: int) -> bool:
-    return extent is not None and extent.first <= offset < extent.end
-
-
-def _overlap(one: Extent, other: Extent | None) -> bool:
-    return other is not None and max(one.first, other.first) < min(one.end, other.end)
-
-
-USUAL = (STEPS, SKIPS, TRAJECTORIES, DEAD_LETTERS, CONTROL, COMMANDS, WORK_ORDERS)
-ALL = (*USUAL, HEARTBEATS, TOKENS)
-SEGMENT_BYTES = 32 << 20
-SEGMENT_RECORDS = 20_000
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass
@@ -411,3 +213,194 @@ class Exporter:
             sha256=hashlib.sha256(content).hexdigest(),
             extents=extents,
         )
+
+
+class SegmentHistory:
+    """``bus.history.History`` over an export.
+
+    Raises:
+        DataError: there is no complete export in the directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest: ExportManifest = read_manifest(directory)
+        self._verified: set[str] = set()
+
+    async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
+        """What was held of each partition of these topics (full names) when exported; none of one that was not."""
+        return {
+            TopicPartition(topic, partition): extent
+            for topic in topics
+            for partition, extent in sorted(self._topic(topic).extents.items())
+        }
+
+    async def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncIterator[Record]:
+        """All records of the topic, or only those within the offsets named by partition; ascending per partition.
+
+        Raises:
+            DataError: a file is missing, or not as it was written.
+        """
+        for file in self._topic(topic).files:
+            if ranges is None or any(_overlap(extent, ranges.get(p)) for p, extent in file.extents.items()):
+                for record in await asyncio.to_thread(self._read, topic, file):
+                    if ranges is None or _holds(ranges.get(record.partition), record.offset):
+                        yield record
+
+    async def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncIterator[Record]:
+        """The records of several topics within these offsets, topic by topic.
+
+        Raises:
+            DataError: see ``records``.
+        """
+        for topic in dict.fromkeys(tp.topic for tp in ranges):
+            async for record in self.records(topic, {tp.partition: ranges[tp] for tp in ranges if tp.topic == topic}):
+                yield record
+
+    async def fetch(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """The records at these partitions and offsets; places that hold none are left out.
+
+        Raises:
+            DataError: see ``records``.
+        """
+        wanted = set(places)
+        found: dict[tuple[int, int], Record] = {}
+        for file in self._topic(topic).files:
+            if any(_holds(file.extents.get(partition), offset) for partition, offset in wanted):
+                for record in await asyncio.to_thread(self._read, topic, file):
+                    if (record.partition, record.offset) in wanted:
+                        found[record.partition, record.offset] = record
+        return found
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def _topic(self, topic: str) -> ExportedTopic:
+        return self.manifest.topics.get(topic) or ExportedTopic(extents={}, files=())
+
+    def _read(self, topic: str, file: SegmentFile) -> list[Record]:
+        path = self.directory / file.path
+        if not path.resolve().is_relative_to(self.directory.resolve()):
+            raise DataError(f"expected segments inside {self.directory}, its manifest names {file.path}")
+        try:
+            if file.path not in self._verified:
+                self._verify(path, file)
+            return read_segment(path, topic, self.manifest.encoding)
+        except (OSError, ValueError) as error:
+            raise DataError(f"expected the segment {path} as it was exported, got: {error}") from error
+
+    def _verify(self, path: Path, file: SegmentFile) -> None:
+        with path.open("rb") as content:
+            if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
+                raise DataError(f"expected {path} with sha256 {file.sha256}, got another; export the run again")
+        self._verified.add(file.path)
+
+
+def _holds(extent: Extent | None, offset: int) -> bool:
+    return extent is not None and extent.first <= offset < extent.end
+
+
+def _overlap(one: Extent, other: Extent | None) -> bool:
+    return other is not None and max(one.first, other.first) < min(one.end, other.end)
+
+
+def write_segment(path: Path, records: Sequence[Record], encoding: Format, *, readable: bool) -> None:
+    """Write records in their order. ``readable``: add columns that show trajectories, null where none is."""
+    if encoding == "jsonl":
+        path.write_text("".join(_line(record) for record in records))
+    else:
+        _write_parquet(path, records, readable=readable)
+
+
+def read_segment(path: Path, topic: str, encoding: Format) -> list[Record]:
+    """The records of a segment.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a segment.
+    """
+    if encoding == "jsonl":
+        return [_from_line(topic, line) for line in path.read_text().splitlines()]
+    return _read_parquet(path, topic)
+
+
+def _line(record: Record) -> str:
+    fields = {
+        "partition": record.partition,
+        "offset": record.offset,
+        "timestamp": record.timestamp,
+        "key": record.key,
+        "headers": [[name, _packed(content)] for name, content in record.headers],
+        "value": _packed(record.value),
+    }
+    return json.dumps(fields) + "\n"
+
+
+def _from_line(topic: str, line: str) -> Record:
+    fields = json.loads(line)
+    try:
+        headers = tuple((name, _unpacked(content)) for name, content in fields["headers"])
+        return Record(
+            topic,
+            fields["partition"],
+            fields["offset"],
+            fields["key"],
+            _unpacked(fields["value"]),
+            headers,  # type: ignore[arg-type]  # Kafka allows a header without content
+            fields["timestamp"],
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"expected a record, got a line that lacks {error}") from error
+
+
+def _packed(content: bytes | None) -> str | None:
+    return None if content is None else base64.b64encode(content).decode()
+
+
+def _unpacked(text: str | None) -> bytes | None:
+    return None if text is None else base64.b64decode(text, validate=True)
+
+
+def _write_parquet(path: Path, records: Sequence[Record], *, readable: bool) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    header = pa.struct([("name", pa.string()), ("content", pa.binary())])
+    columns: dict[str, Any] = {
+        "partition": pa.array([record.partition for record in records], pa.int32()),
+        "offset": pa.array([record.offset for record in records], pa.int64()),
+        "timestamp": pa.array([record.timestamp for record in records], pa.float64()),
+        "key": pa.array([record.key for record in records], pa.string()),
+        "headers": pa.array([_named(record.headers) for record in records], pa.list_(header)),
+        "value": pa.array([record.value for record in records], pa.large_binary()),
+    }
+    if readable:
+        rows = [_readable(record) for record in records]
+        columns |= {name: pa.array([row.get(name) for row in rows], pa.string()) for name in READABLE}
+    pq.write_table(pa.table(columns), path, compression="zstd")
+
+
+def _named(headers: Iterable[tuple[str, bytes]]) -> list[dict[str, Any]]:
+    return [{"name": name, "content": content} for name, content in headers]
+
+
+def _readable(record: Record) -> dict[str, str]:
+    try:
+        message = record.message()
+    except WireError:
+        return {}
+    if not isinstance(message, Trajectory):
+        return {}
+    shown = {name: str(getattr(message, name)) for name in READABLE}
+    return shown | {"rewards": json.dumps(message.rewards)}
+
+
+def _read_parquet(path: Path, topic: str) -> list[Record]:
+    import pyarrow.parquet as pq
+
+    names = ["partition", "offset", "timestamp", "key", "headers", "value"]
+    columns = [column.to_pylist() for column in pq.read_table(path, columns=names).select(names).columns]
+    return [
+        Record(topic, partition, offset, key, value, tuple((h["name"], h["content"]) for h in headers), timestamp)
+        for partition, offset, timestamp, key, headers, value in zip(*columns, strict=True)
+    ]

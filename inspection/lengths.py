@@ -1,4 +1,7 @@
-"""What `streamrl lengths fit` does: read, fit, say how good it is, and leave the figures beside the model."""
+"""`streamrl lengths fit`: reads recorded completions, fits a length model, and says how good it is on held-out prompts.
+
+The figures are kept beside the model. Runs are only read; also `streamrl plan` takes its lengths from here.
+"""
 
 import json
 import sys
@@ -20,7 +23,34 @@ from schemas.errors import UserError, WireError
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import FinishReason, Trajectory
 
-# The finished completions of a past run or of an export, as a ranker learns them. Writes nothing.
+REPORT = "report.json"
+WIDTH = 110
+"""Columns of the table where there is no terminal to ask."""
+
+
+def fit_lengths(
+    places: Sequence[Path], out: Path, model: Path | None, quantile: float, test_share: float, epochs: float
+) -> int:
+    """Fit trees, or the language model if one is named; the exit code.
+
+    Raises:
+        UserError: nothing to read or too little, no such model, or the directory cannot be written.
+    """
+    completions = recorded_completions(places, _tell)
+    _tell(f"{len(completions):,} completions read")
+    try:
+        if model is None:
+            fitted = fit_trees(completions, out, quantile, test_share)
+        else:
+            from producers.lengths.language_model import FineTuning
+
+            fitted = fit_language_model(completions, model, out, quantile, test_share, FineTuning(epochs=epochs))
+        (out / REPORT).write_text(json.dumps(_as_json(fitted), indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"expected a writable directory for the model, got {out}: {error}") from error
+    _show(fitted, Console(width=None if sys.stdout.isatty() else WIDTH))
+    print(f"version {fitted.version} in {out}: fitted to {fitted.train:,} completions, judged on {fitted.test:,}")
+    return 0
 
 
 def recorded_completions(places: Sequence[Path], tell: Callable[[str], None]) -> list[ObservedCompletion]:
@@ -58,35 +88,6 @@ async def _read(history: History, run: str, found: dict[str, tuple[float, Observ
             continue
         if isinstance(message, Trajectory) and message.finish_reason is not FinishReason.ABORT:
             found.setdefault(f"{run}/{message.trajectory_id}", (message.finished_at, ObservedCompletion.of(message)))
-
-
-REPORT = "report.json"
-WIDTH = 110
-
-
-def fit_lengths(
-    places: Sequence[Path], out: Path, model: Path | None, quantile: float, test_share: float, epochs: float
-) -> int:
-    """Fit trees, or the language model if one is named; the exit code.
-
-    Raises:
-        UserError: nothing to read or too little, no such model, or the directory cannot be written.
-    """
-    completions = recorded_completions(places, _tell)
-    _tell(f"{len(completions):,} completions read")
-    try:
-        if model is None:
-            fitted = fit_trees(completions, out, quantile, test_share)
-        else:
-            from producers.lengths.language_model import FineTuning
-
-            fitted = fit_language_model(completions, model, out, quantile, test_share, FineTuning(epochs=epochs))
-        (out / REPORT).write_text(json.dumps(_as_json(fitted), indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"expected a writable directory for the model, got {out}: {error}") from error
-    _show(fitted, Console(width=None if sys.stdout.isatty() else WIDTH))
-    print(f"version {fitted.version} in {out}: fitted to {fitted.train:,} completions, judged on {fitted.test:,}")
-    return 0
 
 
 def _as_json(fitted: FitReport) -> dict[str, object]:

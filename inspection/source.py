@@ -1,6 +1,9 @@
-"""Opens a past or living run for reading: its settings, its checkpoints, and its history wherever that is.
+"""Where a run's records and settings come from, whether it still goes on, is over, or was exported.
 
-Invariant the_run_is_left_as_it_is: a broker that is needed to read the run's own log data is started on a copy.
+A run's topics are at the broker that its settings name, at its own (running, or started again for this), or in exported
+segments. Invariant the_run_is_left_as_it_is: a broker that is needed to read the run's own data is started on a copy.
+
+What a run's folders alone tell is told without a heavy import: a command looks here before it lowers its priority.
 """
 
 import fcntl
@@ -10,16 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from bus.history import BusHistory, History
 from schemas.errors import UserError
-from settings.loading import load_settings
 from settings.run_directory import RunDirectory
-from settings.tree import Settings
 
-# Whether a run's own broker runs, told from its folders alone: no broker is asked, and next to nothing is imported.
+if TYPE_CHECKING:
+    from bus.history import History
+    from settings.tree import Settings
 
 RUNS = Path("runs")
+CHUNK = 1 << 20
 _LISTENER = re.compile(r"^listeners=PLAINTEXT://([^,\s]+)", re.MULTILINE)
 
 
@@ -57,15 +61,12 @@ def running_brokers(nodes: list[Path]) -> str | None:
     return ",".join(addresses) if len(addresses) == len(nodes) else None
 
 
-CHUNK = 1 << 20
-
-
 @dataclass(frozen=True)
 class PastRun:
     """A run's directory and the settings it was started with."""
 
     directory: RunDirectory
-    settings: Settings
+    settings: "Settings"
 
     @property
     def name(self) -> str:
@@ -84,6 +85,8 @@ def open_run(path: Path) -> PastRun:
     Raises:
         UserError: it has no resolved configuration.
     """
+    from settings.loading import load_settings
+
     if path.is_file() and path.name != RunDirectory(path).config.name:
         settings = load_settings(path, [])
         return PastRun(RunDirectory(settings.run.path), settings)
@@ -104,7 +107,9 @@ def no_run(path: Path) -> str:
 
 
 @contextmanager
-def history_of(run: PastRun, export: Path | None, scratch: Path, progress: Callable[[str], None]) -> Iterator[History]:
+def history_of(
+    run: PastRun, export: Path | None, scratch: Path, progress: Callable[[str], None]
+) -> "Iterator[History]":
     """The run's history: exported segments if named, else from a broker.
 
     Raises:
@@ -115,6 +120,7 @@ def history_of(run: PastRun, export: Path | None, scratch: Path, progress: Calla
 
         yield SegmentHistory(export)
         return
+    from bus.history import BusHistory
     from bus.kafka.bus import KafkaBus
 
     with broker_of(run, scratch, progress) as address:
@@ -144,7 +150,7 @@ def broker_of(run: PastRun, scratch: Path | None, progress: Callable[[str], None
         data = run.directory.kafka if scratch is None else scratch / "kafka"
         if scratch is not None:
             for node in nodes:
-                _copy_tree(node, data / node.name)
+                _copy_node(node, data / node.name)
         with start_cluster(data, nodes=len(nodes), progress=progress) as cluster:
             yield cluster.bootstrap_servers
         return
@@ -157,8 +163,8 @@ def broker_of(run: PastRun, scratch: Path | None, progress: Callable[[str], None
     yield found.bootstrap_servers
 
 
-def _copy_tree(source: Path, target: Path) -> None:
-    """Copy a node's folder without what belongs to its process."""
+def _copy_node(source: Path, target: Path) -> None:
+    """Copy a broker node's folder without what belongs to its process."""
     ignored = shutil.ignore_patterns("tmp", "lock", ".lock", "*.log.*", "output.log", "server.log")
     shutil.copytree(source, target, ignore=ignored, copy_function=copy_sparse)
 

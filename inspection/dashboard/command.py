@@ -40,10 +40,10 @@ async def _serve(connection: RunConnection, where: Path | None, host: str, port:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     state, pace = RunState(connection.run), Pace()
-    room = DashboardContext(
+    context = DashboardContext(
         connection.bus, state, str(where or connection.run), lambda: _pieces(connection), connection.advice
     )
-    runner = web.AppRunner(build_app(room, stop, host, pace.seconds), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(build_app(context, stop, host, pace.seconds), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         address = await listen(runner, host, port)

@@ -1,4 +1,8 @@
-"""One trajectory for the inspector: tokens by weight version with log-probs, rewards, and its life hop by hop."""
+"""What the dashboard's page asks for beyond the state: one trajectory with its history, and the dead letters.
+
+Knows no web. A trajectory is shown token by token with its log-probs, the weights that made it, its rewards, and what
+happened to it since its prompt was ordered.
+"""
 
 import asyncio
 import re
@@ -17,15 +21,22 @@ from schemas.errors import UserError
 from schemas.topics import DEAD_LETTERS
 from schemas.trajectories import Trajectory
 
-# What the dashboard's handlers share: the run that is looked at, and how its topics are reached. Knows no web.
-
 CLIENT_ID = "streamrl-ui"
 PLAIN: Piece = "#{}".format
+"""A token without a tokenizer: its id."""
+SHOWN = 100
+"""Dead letters in the list."""
+HEAD = 96
+"""Bytes of one of them."""
+SHOWN_TOKENS = 4000
+_STEP = re.compile(r"trained in step (\d+)")
 
 
 @dataclass
 class DashboardContext:
-    """``run_path``: how the run is named on a command line. ``load_pieces``: slow; loads what spells tokens.
+    """What the handlers share: the run that is looked at, and how its topics are reached.
+
+    ``run_path``: how the run is named on a command line. ``load_pieces``: slow; loads what spells tokens.
 
     ``advice``: what a user can do when the broker does not answer.
     """
@@ -51,52 +62,42 @@ class DashboardContext:
         return self._pieces
 
 
-# Dead letters for the page: a list of the newest, and sending one once more.
-
-SHOWN = 100
-HEAD = 96
-
-
-async def newest_dead_letters(room: DashboardContext) -> dict[str, Any]:
+async def newest_dead_letters(context: DashboardContext) -> dict[str, Any]:
     """How many there are, and the newest, newest first."""
-    topic, history = DEAD_LETTERS.full_name(room.state.run), room.history
+    topic, history = DEAD_LETTERS.full_name(context.state.run), context.history
     extents = {tp.partition: held for tp, held in (await history.extents(topic)).items()}
     total = sum(held.end - held.first for held in extents.values())
     newest = {partition: Extent(max(held.first, held.end - SHOWN), held.end) for partition, held in extents.items()}
-    letters = [dead_letter_of(record) async for record in history.records(topic, newest)]
-    return {"total": total, "letters": [_shown(letter) for letter in reversed(letters)]}
+    dead_letters = [dead_letter_of(record) async for record in history.records(topic, newest)]
+    return {"total": total, "letters": [_shown(dead_letter) for dead_letter in reversed(dead_letters)]}
 
 
-async def retry_dead_letter(room: DashboardContext, offset: int) -> dict[str, str]:
-    """Send a letter once more, unless it was sent before or still does not decode.
+async def retry_dead_letter(context: DashboardContext, offset: int) -> dict[str, str]:
+    """Send a dead letter once more, unless it was sent before or still does not decode.
 
     Raises:
-        UserError: there is no such letter.
+        UserError: there is no such dead letter.
         BusError: the broker refuses, or does not answer.
     """
-    outcomes, missing = await plan_retries(room.history, room.state.run, [offset])
+    outcomes, missing = await plan_retries(context.history, context.state.run, [offset])
     if missing:
         raise UserError(f"expected a dead letter at offset {offset}, found none")
-    (outcome,) = await send_retries(room.bus, outcomes)
+    (outcome,) = await send_retries(context.bus, outcomes)
     return {"action": outcome.action.value, "detail": outcome.detail}
 
 
-def _shown(letter: DeadLetter) -> dict[str, Any]:
-    return {**as_json(letter), "head": (letter.record.value or b"")[:HEAD].hex(" ")}
+def _shown(dead_letter: DeadLetter) -> dict[str, Any]:
+    return {**as_json(dead_letter), "head": (dead_letter.record.value or b"")[:HEAD].hex(" ")}
 
 
-SHOWN_TOKENS = 4000
-_STEP = re.compile(r"trained in step (\d+)")
-
-
-async def inspect(room: DashboardContext, name: str) -> dict[str, Any]:
+async def inspect(context: DashboardContext, name: str) -> dict[str, Any]:
     """The life of a trajectory, by id or as ``partition@offset``.
 
     Raises:
         UserError: there is none, or its record is gone or does not decode.
     """
-    life = await Tracer(room.history, room.state.run, room.state.algorithm).trace(name)
-    return life_json(life, await room.pieces(), room.run_path)
+    life = await Tracer(context.history, context.state.run, context.state.algorithm).trace(name)
+    return life_json(life, await context.pieces(), context.run_path)
 
 
 def life_json(life: Life, piece: Piece, run_path: str) -> dict[str, Any]:

@@ -1,4 +1,11 @@
-"""The dashboard's web server: one page, a stream of updates, and a few answers in JSON. Knows no broker."""
+"""The dashboard's web server: one page, a stream of updates, and a few answers in JSON. Knows no broker.
+
+Invariants, each with a test of its name:
+- a_foreign_page_cannot_read_or_write: a host name that is not ours is refused (DNS rebinding), and a write needs an
+  origin that is our own and a body that a form cannot send;
+- the_page_loads_nothing_from_elsewhere: its content security policy forbids it;
+- one_rendering_for_all: however many browsers look, the state is put into JSON once, and not at all while nobody looks.
+"""
 
 import asyncio
 import json
@@ -19,11 +26,6 @@ from observability.run_state.pace import OFTEN_S
 from observability.run_state.snapshot import SECTIONS, snapshot
 from observability.run_state.state import RunState
 from schemas.errors import StreamRLError, UserError
-
-# Who may talk to the dashboard: pages of its own address only. Pure. Invariants, each with a test of its name: -
-# a_foreign_page_cannot_read_or_write: a host name that is not ours is refused (DNS rebinding), and a write needs an
-# origin that is our own and a body that a form cannot send; - the_page_loads_nothing_from_elsewhere: its content
-# security policy forbids it.
 
 JSON = "application/json"
 HEADERS = {
@@ -58,21 +60,21 @@ def may_write(headers: Mapping[str, str]) -> bool:
     return bool(host) and own and site == "same-origin" and headers.get("Content-Type", "").split(";")[0] == JSON
 
 
-# Sends a live state to browsers as server-sent events: only sections that changed, at the pace that is given. However
-# many browsers look, the state is put into words once for all of them, and not at all while nobody looks.
-
 SLOW = {"curves": 2, "timeline": 2, "lengths": 2, "staleness": 2, "split": 2}
-"""Sections that are looked at every so many ticks."""
+"""Sections that are rendered every so many ticks: they are large, and change slowly."""
 
 
 @dataclass
 class UpdateStream:
-    """``pace_s``: seconds between two updates. ``clock``: seconds since the epoch."""
+    """Server-sent events: only sections of the state that changed, at the pace that is given.
+
+    ``pace_s``: seconds between two updates. ``clock``: seconds since the epoch.
+    """
 
     state: RunState
     clock: Callable[[], float] = time.time
     pace_s: Callable[[], float] = lambda: OFTEN_S
-    _words: dict[str, str] = field(default_factory=dict)
+    _rendered: dict[str, str] = field(default_factory=dict)
     _revisions: dict[str, int] = field(default_factory=dict)
     _tick: int = 0
     _refreshed_at: float = -1.0
@@ -86,12 +88,12 @@ class UpdateStream:
             sent |= {name: self._revisions[name] for name in due}
             pace_s = self.pace_s()
             told = f'"now":{self.clock():.3f},"pace":{pace_s:.3f}'
-            parts = [told, *(f'"{name}":{self._words[name]}' for name in due)]
+            parts = [told, *(f'"{name}":{self._rendered[name]}' for name in due)]
             yield "data: {" + ",".join(parts) + "}\n\n"
             await asyncio.sleep(pace_s)
 
     def _refresh(self) -> None:
-        """Put into words what may have changed; at most once a second, whoever asks."""
+        """Put into JSON what may have changed; at most once a second, whoever asks."""
         now = self.clock()
         if 0 <= now - self._refreshed_at < OFTEN_S * 0.8:
             return
@@ -99,11 +101,11 @@ class UpdateStream:
         moment = self.state.known_until(now)
         self.state.tick(moment)
         for name, section in SECTIONS.items():
-            if name in self._words and self._tick % SLOW.get(name, 1):
+            if name in self._rendered and self._tick % SLOW.get(name, 1):
                 continue
-            words = json.dumps(section(self.state, moment), separators=(",", ":"), allow_nan=False)
-            if words != self._words.get(name):
-                self._words[name] = words
+            rendered = json.dumps(section(self.state, moment), separators=(",", ":"), allow_nan=False)
+            if rendered != self._rendered.get(name):
+                self._rendered[name] = rendered
                 self._revisions[name] = self._revisions.get(name, 0) + 1
         self._tick += 1
 
@@ -113,23 +115,26 @@ FOLDERS = {"page": PAGE, "charts": assets.PAGE, "uplot": assets.UPLOT}
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_BODY = 4096
 
-ROOM = web.AppKey("room", DashboardContext)
+CONTEXT = web.AppKey("context", DashboardContext)
 STREAM = web.AppKey("stream", UpdateStream)
 STOP = web.AppKey("stop", asyncio.Event)
 
 
 def build_app(
-    room: DashboardContext, stop: asyncio.Event, host: str = "localhost", pace_s: Callable[[], float] = lambda: OFTEN_S
+    context: DashboardContext,
+    stop: asyncio.Event,
+    host: str = "localhost",
+    pace_s: Callable[[], float] = lambda: OFTEN_S,
 ) -> web.Application:
     """The application; streams end when ``stop`` is set. ``host``: the name it is served under."""
     app = web.Application(middlewares=[_guarded(host), _told], client_max_size=MAX_BODY)
-    app[ROOM], app[STREAM], app[STOP] = room, UpdateStream(room.state, pace_s=pace_s), stop
+    app[CONTEXT], app[STREAM], app[STOP] = context, UpdateStream(context.state, pace_s=pace_s), stop
     app.router.add_get("/", _index)
     app.router.add_get("/{folder:page|charts|uplot}/{name}", _asset)
     app.router.add_get("/api/updates", _updates)
     app.router.add_get("/api/snapshot", _snapshot)
     app.router.add_get("/api/trajectory", _trajectory)
-    app.router.add_get("/api/dead-letters", _letters)
+    app.router.add_get("/api/dead-letters", _dead_letters)
     app.router.add_post("/api/dead-letters/{offset:[0-9]{1,18}}/retry", _retry)
     return app
 
@@ -161,7 +166,7 @@ async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
     except UserError as error:
         return _refusal(404, str(error))
     except StreamRLError as error:
-        return _refusal(503, advised(error, request.app[ROOM].advice))
+        return _refusal(503, advised(error, request.app[CONTEXT].advice))
 
 
 def _refusal(status: int, text: str) -> web.Response:
@@ -197,12 +202,12 @@ async def _snapshot(request: web.Request) -> web.StreamResponse:
 
 
 async def _trajectory(request: web.Request) -> web.StreamResponse:
-    return web.json_response(await inspect(request.app[ROOM], request.query.get("id", "")[:300]))
+    return web.json_response(await inspect(request.app[CONTEXT], request.query.get("id", "")[:300]))
 
 
-async def _letters(request: web.Request) -> web.StreamResponse:
-    return web.json_response(await newest_dead_letters(request.app[ROOM]))
+async def _dead_letters(request: web.Request) -> web.StreamResponse:
+    return web.json_response(await newest_dead_letters(request.app[CONTEXT]))
 
 
 async def _retry(request: web.Request) -> web.StreamResponse:
-    return web.json_response(await retry_dead_letter(request.app[ROOM], int(request.match_info["offset"])))
+    return web.json_response(await retry_dead_letter(request.app[CONTEXT], int(request.match_info["offset"])))

@@ -1,4 +1,7 @@
-"""Checks this machine: Java and jars for an embedded broker, codecs, disk, the generation engine, the GPU."""
+"""What `streamrl doctor` checks: the clocks, the broker and its topics, and this machine. Changes nothing.
+
+A check yields findings; each says what was looked at, what was found and, if something is to be done, what.
+"""
 
 import asyncio
 import json
@@ -26,26 +29,50 @@ from inspection.diagnostics.tail import newest_records
 from schemas.errors import BrokerError, BusError
 from schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES, Topic
 
-# A finding of the check-up: what was looked at, what was found, and how to mend it. Pure.
-
 Level = Literal["ok", "warn", "fail"]
 SOMETHING_FAILS = 2
+"""Exit code."""
+LISTEN_S = 3.0
+"""Workers beat every second: of a run that goes on, a heartbeat comes within that time."""
+LOOK_EVERY_S = 0.5
+TOLERATED_S = 2.0
+"""Between clocks: leases and the lag in seconds are coarser than that."""
+OLDEST_RELEASE = (3, 7)
+HARMFUL = ("max.message.bytes", "cleanup.policy", "min.insync.replicas")
+"""Settings of a topic without which a run loses records or cannot write them."""
+LOCAL = (HOST, "localhost", "::1")
+MIB, GIB = 1 << 20, 1 << 30
+LEAST_BYTES, LOW_BYTES = GIB, 10 * GIB
+"""Free on a disk: below the first a run cannot work, below the second it may soon be full of checkpoints."""
+IMPORT_S = 180.0
+"""For an engine's libraries, from a cold disk."""
+ENGINE_LIBRARIES = {"transformers": ("torch", "transformers"), "vllm": ("torch", "vllm"), "emulated": ()}
+_PROBE = """
+import importlib, json, sys
+found = {"versions": {}, "gpus": []}
+for name in sys.argv[1:]:
+    found["versions"][name] = getattr(importlib.import_module(name), "__version__", "?")
+if "torch" in sys.modules:
+    cuda = sys.modules["torch"].cuda
+    found["gpus"] = [[cuda.get_device_name(n), *cuda.mem_get_info(n)] for n in range(cuda.device_count())]
+print(json.dumps(found))
+"""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """``mend`` says what to do; it is empty only if nothing is to be done."""
+    """``remedy`` says what to do; it is empty only if nothing is to be done."""
 
     level: Level
     check: str
     detail: str
-    mend: str = ""
+    remedy: str = ""
 
     @property
     def line(self) -> str:
         """In one line, or two."""
-        mend = f"\n{'':16}→ {self.mend}" if self.mend else ""
-        return f"{self.level:<5}{self.check:<11}{self.detail}{mend}"
+        remedy = f"\n{'':16}→ {self.remedy}" if self.remedy else ""
+        return f"{self.level:<5}{self.check:<11}{self.detail}{remedy}"
 
 
 def ok(check: str, detail: str) -> Finding:
@@ -53,14 +80,14 @@ def ok(check: str, detail: str) -> Finding:
     return Finding("ok", check, detail)
 
 
-def warn(check: str, detail: str, mend: str) -> Finding:
+def warn(check: str, detail: str, remedy: str) -> Finding:
     """It works, but not as it should."""
-    return Finding("warn", check, detail, mend)
+    return Finding("warn", check, detail, remedy)
 
 
-def fail(check: str, detail: str, mend: str) -> Finding:
+def fail(check: str, detail: str, remedy: str) -> Finding:
     """A run cannot work like this."""
-    return Finding("fail", check, detail, mend)
+    return Finding("fail", check, detail, remedy)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -76,14 +103,7 @@ def as_rows(findings: Iterable[Finding]) -> list[dict[str, str]]:
 def verdict(findings: Iterable[Finding]) -> Iterator[str]:
     """The last line."""
     levels = [each.level for each in findings]
-    yield f"{levels.count('ok')} ok, {levels.count('warn')} to look at, {levels.count('fail')} to mend"
-
-
-# Compares this machine's clock with the stamps of records that are being written. Writes none itself.
-
-LISTEN_S = 3.0
-LOOK_EVERY_S = 0.5
-TOLERATED_S = 2.0
+    yield f"{levels.count('ok')} ok, {levels.count('warn')} to look at, {levels.count('fail')} to fix"
 
 
 async def check_clocks(connection: RunConnection) -> Finding:
@@ -126,15 +146,6 @@ async def _stamped_by_broker(connection: RunConnection) -> bool:
     return facts.topics[name].configs.get("message.timestamp.type") == "LogAppendTime" if facts.topics else False
 
 
-# Checks the broker and a run's topics: reachable, as the catalogue says, with sizes that fit. Changes nothing.
-
-OLDEST_RELEASE = (3, 7)
-MIB = 1 << 20
-HARMFUL = ("max.message.bytes", "cleanup.policy", "min.insync.replicas")
-"""Settings of a topic without which a run loses records or cannot write them."""
-LOCAL = (HOST, "localhost", "::1")
-
-
 async def check_cluster(connection: RunConnection) -> list[Finding]:
     """All about the broker; the first finding says whether there is one."""
     try:
@@ -161,11 +172,11 @@ def _broker(facts: ClusterFacts, kafka: KafkaSettings) -> Iterator[Finding]:
     else:
         yield ok("broker", detail)
     if kafka.security_protocol == "PLAINTEXT" and any(_host(each) not in LOCAL for each in facts.brokers.values()):
-        mend = "set kafka.security_protocol to SASL_SSL or SSL, unless the network is trusted"
-        yield warn("security", "the connection leaves this machine, neither encrypted nor authenticated", mend)
+        remedy = "set kafka.security_protocol to SASL_SSL or SSL, unless the network is trusted"
+        yield warn("security", "the connection leaves this machine, neither encrypted nor authenticated", remedy)
     if facts.configs.get("auto.create.topics.enable") == "true":
-        mend = "set auto.create.topics.enable=false on the brokers"
-        yield warn("broker", "it creates topics that are merely asked for, with settings of its own", mend)
+        remedy = "set auto.create.topics.enable=false on the brokers"
+        yield warn("broker", "it creates topics that are merely asked for, with settings of its own", remedy)
 
 
 def _host(address: str) -> str:
@@ -177,8 +188,8 @@ async def _topics(connection: RunConnection, facts: ClusterFacts) -> list[Findin
     trajectories = facts.topics[TRAJECTORIES.full_name(run)]
     partitions = trajectories.partitions if settings is None else settings.loop.trajectory_partitions
     changes = await diff_topics(connection.address, run, partitions, settings=connection.kafka)
-    mend = f"streamrl topics apply --run {run} --bootstrap-servers {connection.address} --partitions {partitions}"
-    findings = [_differing(change, mend) for change in changes]
+    remedy = f"streamrl topics apply --run {run} --bootstrap-servers {connection.address} --partitions {partitions}"
+    findings = [_differing(change, remedy) for change in changes]
     for name, topic in facts.topics.items():
         if topic.leaderless:
             detail = f"{name}: {topic.leaderless} of {topic.partitions} partitions have no leader"
@@ -192,13 +203,13 @@ async def _topics(connection: RunConnection, facts: ClusterFacts) -> list[Findin
     return findings or [ok("topics", f"{len(CATALOGUE)} of run {run}, all as the catalogue says")]
 
 
-def _differing(change: Change, mend: str) -> Finding:
+def _differing(change: Change, remedy: str) -> Finding:
     detail = str(change)
     if change.kind == "conflict":
         return fail("topics", detail, "use another run.name, or the settings that the run was begun with")
     if change.kind in ("create", "add partitions") or change.detail.startswith(HARMFUL):
-        return fail("topics", detail, mend)
-    return warn("topics", detail, mend)
+        return fail("topics", detail, remedy)
+    return warn("topics", detail, remedy)
 
 
 def _sizes(connection: RunConnection, facts: ClusterFacts) -> Iterator[Finding]:
@@ -241,22 +252,6 @@ def _size_problems(topic: Topic, limit: int, request: int | None, kafka: KafkaSe
 
 def _mib(size: int) -> str:
     return f"{size / MIB:.1f} MiB"
-
-
-GIB = 1 << 30
-LEAST_BYTES, LOW_BYTES = GIB, 10 * GIB
-IMPORT_S = 180.0
-LIBRARIES = {"transformers": ("torch", "transformers"), "vllm": ("torch", "vllm"), "emulated": ()}
-_PROBE = """
-import importlib, json, sys
-found = {"versions": {}, "gpus": []}
-for name in sys.argv[1:]:
-    found["versions"][name] = getattr(importlib.import_module(name), "__version__", "?")
-if "torch" in sys.modules:
-    cuda = sys.modules["torch"].cuda
-    found["gpus"] = [[cuda.get_device_name(n), *cuda.mem_get_info(n)] for n in range(cuda.device_count())]
-print(json.dumps(found))
-"""
 
 
 def check_embedded_broker(*, needed: bool) -> Iterator[Finding]:
@@ -310,7 +305,7 @@ def check_disk(places: dict[str, Path]) -> Iterator[Finding]:
 
 def start_engine_probe(engine: str) -> "subprocess.Popen[str]":
     """Import the engine's libraries in a process of their own, which may take a while; see ``check_engine``."""
-    command = [sys.executable, "-c", _PROBE, *LIBRARIES.get(engine, ())]
+    command = [sys.executable, "-c", _PROBE, *ENGINE_LIBRARIES.get(engine, ())]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -325,8 +320,8 @@ def check_engine(engine: str, probe: "subprocess.Popen[str]") -> Iterator[Findin
     lines = output.splitlines()
     if probe.returncode != 0 or not lines:
         last = (errors.strip().splitlines() or ["it ended without a word"])[-1]
-        mend = "run `make setup-vllm` and use .venv-vllm" if engine == "vllm" else "run `make setup` again"
-        yield fail("engine", f"{engine}: {last}", f"{mend}, or set generation.engine")
+        remedy = "run `make setup-vllm` and use .venv-vllm" if engine == "vllm" else "run `make setup` again"
+        yield fail("engine", f"{engine}: {last}", f"{remedy}, or set generation.engine")
         return
     found: dict[str, Any] = json.loads(lines[-1])
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())

@@ -1,4 +1,4 @@
-"""What `streamrl doctor` does: looks at settings, machine, broker and clocks, prints, and ends with a code."""
+"""`streamrl doctor`: checks settings, machine, broker and clocks, and prints each finding as soon as it is there."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ from schemas.errors import BusError, SettingsError, UserError
 from settings.tree import Settings
 
 
-def check_up(where: Path | None, run: str, servers: str | None, *, as_json: bool) -> int:
+def run_doctor(where: Path | None, run: str, servers: str | None, *, as_json: bool) -> int:
     """Print the findings; the exit code is 2 if something fails."""
     findings: list[Finding] = []
     for each in _findings(where, run, servers):

@@ -22,12 +22,12 @@ from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
 
 @dataclass(frozen=True)
 class ShownRecord:
-    """A record as it is shown. ``letter``: it stands on the dead-letters topic, and its bytes are of another one."""
+    """A record as it is shown. ``dead_letter``: it stands on that topic, and its bytes are of another one."""
 
     record: Record
     message: Message | None
     problem: str | None
-    letter: DeadLetter | None = None
+    dead_letter: DeadLetter | None = None
 
     @cached_property
     def text_headers(self) -> dict[str, str]:
@@ -37,7 +37,7 @@ class ShownRecord:
     def field(self, path: str) -> Any:
         """The value of a field, ``ABSENT`` if the record has none; dots lead into values."""
         head, _, rest = path.partition(".")
-        for source in (_RECORD_FIELDS, _LETTER_FIELDS if self.letter else {}):
+        for source in (_RECORD_FIELDS, _DEAD_LETTER_FIELDS if self.dead_letter else {}):
             if head in source:
                 return _within(source[head](self), rest)
         if self.message is None:
@@ -51,8 +51,8 @@ class ShownRecord:
 def shown_record(record: Record, topic: Topic | None) -> ShownRecord:
     """Decode a record; whatever is in it, this does not raise."""
     if topic is DEAD_LETTERS:
-        letter = dead_letter_of(record)
-        return ShownRecord(record, None, f"{letter.error_class}: {letter.reason}", letter)
+        dead_letter = dead_letter_of(record)
+        return ShownRecord(record, None, f"{dead_letter.error_class}: {dead_letter.reason}", dead_letter)
     try:
         return ShownRecord(record, record.message(), None)
     except WireError as error:
@@ -65,7 +65,7 @@ def known_fields(topic: Topic | None) -> set[str] | None:
         return None
     names = set(_RECORD_FIELDS)
     if topic.message is None:
-        return names | set(_LETTER_FIELDS)
+        return names | set(_DEAD_LETTER_FIELDS)
     kinds: tuple[type[Message], ...] = (topic.message, *topic.also)
     if topic.message is WeightsReady:
         kinds = get_args(get_args(ControlMessage)[0])
@@ -146,13 +146,13 @@ _RECORD_FIELDS: dict[str, Callable[[ShownRecord], Any]] = {
     "schema": lambda each: each.text_headers.get("schema", ABSENT),
     "problem": lambda each: each.problem,
 }
-_LETTER_FIELDS: dict[str, Callable[[ShownRecord], Any]] = {
-    "error_class": lambda each: each.letter and each.letter.error_class,
-    "reason": lambda each: each.letter and each.letter.reason,
-    "origin": lambda each: each.letter and str(each.letter.origin),
-    "origin_topic": lambda each: each.letter and each.letter.origin and each.letter.origin.topic,
-    "origin_partition": lambda each: each.letter and each.letter.origin and each.letter.origin.partition,
-    "origin_offset": lambda each: each.letter and each.letter.origin and each.letter.origin.offset,
+_DEAD_LETTER_FIELDS: dict[str, Callable[[ShownRecord], Any]] = {
+    "error_class": lambda each: each.dead_letter and each.dead_letter.error_class,
+    "reason": lambda each: each.dead_letter and each.dead_letter.reason,
+    "origin": lambda each: each.dead_letter and str(each.dead_letter.origin),
+    "origin_topic": lambda each: each.dead_letter and each.dead_letter.origin and each.dead_letter.origin.topic,
+    "origin_partition": lambda each: each.dead_letter and each.dead_letter.origin and each.dead_letter.origin.partition,
+    "origin_offset": lambda each: each.dead_letter and each.dead_letter.origin and each.dead_letter.origin.offset,
 }
 _DERIVED: dict[type[Message], dict[str, Callable[[Any], Any]]] = {
     Trajectory: {

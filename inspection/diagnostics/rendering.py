@@ -26,20 +26,20 @@ HEAD = 60
 KEY_METRICS = ("reward", "loss", "grad_norm", "off_policy/mean", "time/step")
 
 
-def line_of(seen: ShownRecord) -> str:
+def line_of(shown: ShownRecord) -> str:
     """Time, place, kind, and what matters most of it."""
-    record = seen.record
+    record = shown.record
     time = datetime.fromtimestamp(record.timestamp).astimezone().strftime("%H:%M:%S.%f")[:-3]
-    return f"{time} {record.partition}@{record.offset} {_plain(_said(seen))}"
+    return f"{time} {record.partition}@{record.offset} {_plain(_said(shown))}"
 
 
-def _said(seen: ShownRecord) -> str:
-    if seen.letter is not None:
-        letter = seen.letter
-        return f"dead-letter from {letter.origin or 'nowhere known'}  {letter.size} bytes  {seen.problem}"
-    if seen.message is None:
-        return f"undecodable  key {seen.record.key}  {len(seen.record.value or b'')} bytes  {seen.problem}"
-    return _of_message(seen.message)
+def _said(shown: ShownRecord) -> str:
+    if shown.dead_letter is not None:
+        dead_letter = shown.dead_letter
+        return f"dead-letter from {dead_letter.origin or 'nowhere known'}  {dead_letter.size} bytes  {shown.problem}"
+    if shown.message is None:
+        return f"undecodable  key {shown.record.key}  {len(shown.record.value or b'')} bytes  {shown.problem}"
+    return _of_message(shown.message)
 
 
 def _of_message(message: Message) -> str:
@@ -128,22 +128,22 @@ def _plain(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def json_of(seen: ShownRecord) -> dict[str, Any]:
+def json_of(shown: ShownRecord) -> dict[str, Any]:
     """Everything, arrays included; ``message`` null: ``problem`` says why."""
-    record = seen.record
+    record = shown.record
     found: dict[str, Any] = {
         "topic": record.topic,
         "partition": record.partition,
         "offset": record.offset,
         "timestamp": record.timestamp,
         "key": record.key,
-        "headers": seen.text_headers,
+        "headers": shown.text_headers,
         "size": len(record.value or b""),
-        "schema": None if seen.message is None else seen.message.SCHEMA,
-        "message": None if seen.message is None else seen.message.model_dump(mode="json"),
-        "problem": seen.problem,
+        "schema": None if shown.message is None else shown.message.SCHEMA,
+        "message": None if shown.message is None else shown.message.model_dump(mode="json"),
+        "problem": shown.problem,
     }
-    if seen.letter is not None:
-        origin = seen.letter.origin
-        found |= {"error_class": seen.letter.error_class, "origin": None if origin is None else origin._asdict()}
+    if shown.dead_letter is not None:
+        origin = shown.dead_letter.origin
+        found |= {"error_class": shown.dead_letter.error_class, "origin": None if origin is None else origin._asdict()}
     return found

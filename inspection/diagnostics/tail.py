@@ -1,4 +1,7 @@
-"""What `streamrl tail` does: attaches, reads, filters, prints, and ends with a code."""
+"""`streamrl tail`: the records of a topic from a start on, and those that come, filtered and printed line by line.
+
+Invariant following_survives: what retention deletes, and a broker that goes away for a while, are told and passed over.
+"""
 
 import asyncio
 import heapq
@@ -26,12 +29,106 @@ from inspection.diagnostics.rendering import json_of, line_of
 from schemas.errors import BusUnavailable, DataLossRefused, TopicMissing, UserError
 from schemas.topics import CATALOGUE, Topic
 
-# Where reading begins: ``beginning``, ``latest``, ``-100``, an offset, or a time. The words are kcat's.
-
 Extents = Mapping[TopicPartition, Extent]
 OffsetsSince = Callable[[Extents, float], Awaitable[Mapping[TopicPartition, int]]]
 """The first offsets at or after a moment, by partition."""
+POLL_S = 0.5
+RETRY_S = 2.0
+MARKERS_TOO = 2
+"""Offsets per record, at first: in a transaction of one record, every second one is its end."""
 MOST_RECENT = 100_000
+"""Records that are held to be sorted by time."""
+DEFAULT_START = "-10"
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of a shell."""
+
+
+@dataclass(frozen=True)
+class TailRequest:
+    """What was asked for. ``start``: see ``parse_start``. ``most`` None: no limit."""
+
+    topic: str
+    start: str = DEFAULT_START
+    expression: str = ""
+    partitions: Collection[int] = ()
+    most: int | None = None
+    follow: bool = False
+    as_json: bool = False
+
+
+def tail(connection: RunConnection, request: TailRequest) -> int:
+    """Print records; the exit code, 130 if it was interrupted.
+
+    Raises:
+        UserError: no such run, topic or partition; a start or filter that cannot be read.
+    """
+    start, expression = (
+        parse_start(request.start, time.time()),
+        parse_filter(request.expression) if request.expression else None,
+    )
+    try:
+        uvloop.run(_tail(connection, request, start, expression))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+async def _tail(connection: RunConnection, request: TailRequest, start: "Start", expression: Filter | None) -> None:
+    name, topic = await named_topic(connection, request.topic)
+    if expression is not None:
+        check_fields(expression.fields, topic)
+
+    async def since(extents: Extents, moment: float) -> Mapping[TopicPartition, int]:
+        return await offsets_since(connection.kafka, extents, moment)
+
+    partitions = frozenset(request.partitions) or None
+    following = TopicReader(connection.bus, name, since, _tell, partitions)
+    printed = 0
+    try:
+        async with aclosing(following.records(start, follow=request.follow)) as records:
+            async for record in records:
+                each = shown_record(record, topic)
+                if expression is None or expression.accepts(each.field):
+                    _show(each, as_json=request.as_json)
+                    printed += 1
+                    if printed == request.most:
+                        return
+    except TopicMissing as error:
+        raise UserError(f"{error}, not {', '.join(map(str, sorted(request.partitions)))}") from error
+
+
+async def named_topic(connection: RunConnection, name: str) -> tuple[str, Topic | None]:
+    """The full name, and the catalogue's entry if there is one.
+
+    Raises:
+        UserError: the broker has no such topic.
+    """
+    for topic in CATALOGUE:
+        if name == topic.name:
+            return (await connection.with_run()).name_of(topic), topic
+    there = await partition_counts(connection.kafka, CLIENT_ID)
+    if name in there:
+        return name, next((topic for topic in CATALOGUE if name.endswith(f".{topic.name}")), None)
+    short = [topic.name for topic in CATALOGUE]
+    close = get_close_matches(name, [*short, *there], n=1)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(short)}, or full names on the broker"
+    raise UserError(f"expected a topic, got {name!r}; {hint}")
+
+
+def _show(each: ShownRecord, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(json_of(each)), flush=True)
+        return
+    line = line_of(each)
+    if sys.stdout.isatty():
+        line = line[: shutil.get_terminal_size().columns]
+    print(line, flush=True)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -56,6 +153,7 @@ class Since:
 
 
 Start = Last | At | Since
+"""The words for it are kcat's."""
 
 
 def parse_start(text: str, now: float) -> Start:
@@ -94,18 +192,9 @@ async def first_offsets(start: At | Since, extents: Extents, offsets_since: Offs
     return {tp: min(max(wanted.get(tp, held.end), held.first), held.end) for tp, held in extents.items()}
 
 
-# The records of a topic from a start on, and those that come. Knows no message and prints nothing. Invariant
-# following_survives: what retention deletes, and a broker that goes away for a while, are told and passed over.
-
-POLL_S = 0.5
-RETRY_S = 2.0
-MARKERS_TOO = 2
-"""Offsets per record, at first: in a transaction of one record, every second one is its end."""
-
-
 @dataclass(frozen=True)
 class TopicReader:
-    """``partitions`` None: all. ``tell``: where notes go."""
+    """Reads one topic, whatever happens to it. Knows no message. ``partitions`` None: all. ``tell``: where notes go."""
 
     bus: Bus
     topic: str
@@ -235,92 +324,3 @@ def since_by_reading(bus: Bus) -> OffsetsSince:
         return found
 
     return offsets_since
-
-
-DEFAULT_START = "-10"
-INTERRUPTED = 130
-
-
-@dataclass(frozen=True)
-class TailRequest:
-    """What was asked for. ``most`` None: no limit."""
-
-    topic: str
-    start: str = DEFAULT_START
-    expression: str = ""
-    partitions: Collection[int] = ()
-    most: int | None = None
-    follow: bool = False
-    as_json: bool = False
-
-
-def tail(connection: RunConnection, wish: TailRequest) -> int:
-    """Print records; the exit code, 130 if it was interrupted.
-
-    Raises:
-        UserError: no such run, topic or partition; a start or filter that cannot be read.
-    """
-    start, expression = parse_start(wish.start, time.time()), parse_filter(wish.expression) if wish.expression else None
-    try:
-        uvloop.run(_tail(connection, wish, start, expression))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
-
-
-async def _tail(connection: RunConnection, wish: TailRequest, start: Start, expression: Filter | None) -> None:
-    name, topic = await named_topic(connection, wish.topic)
-    if expression is not None:
-        check_fields(expression.fields, topic)
-
-    async def since(extents: Extents, moment: float) -> Mapping[TopicPartition, int]:
-        return await offsets_since(connection.kafka, extents, moment)
-
-    partitions = frozenset(wish.partitions) or None
-    following = TopicReader(connection.bus, name, since, _tell, partitions)
-    printed = 0
-    try:
-        async with aclosing(following.records(start, follow=wish.follow)) as records:
-            async for record in records:
-                each = shown_record(record, topic)
-                if expression is None or expression.accepts(each.field):
-                    _show(each, as_json=wish.as_json)
-                    printed += 1
-                    if printed == wish.most:
-                        return
-    except TopicMissing as error:
-        raise UserError(f"{error}, not {', '.join(map(str, sorted(wish.partitions)))}") from error
-
-
-async def named_topic(connection: RunConnection, name: str) -> tuple[str, Topic | None]:
-    """The full name, and the catalogue's entry if there is one.
-
-    Raises:
-        UserError: the broker has no such topic.
-    """
-    for topic in CATALOGUE:
-        if name == topic.name:
-            return (await connection.with_run()).name_of(topic), topic
-    there = await partition_counts(connection.kafka, CLIENT_ID)
-    if name in there:
-        return name, next((topic for topic in CATALOGUE if name.endswith(f".{topic.name}")), None)
-    short = [topic.name for topic in CATALOGUE]
-    close = get_close_matches(name, [*short, *there], n=1)
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(short)}, or full names on the broker"
-    raise UserError(f"expected a topic, got {name!r}; {hint}")
-
-
-def _show(each: ShownRecord, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(json_of(each)), flush=True)
-        return
-    line = line_of(each)
-    if sys.stdout.isatty():
-        line = line[: shutil.get_terminal_size().columns]
-    print(line, flush=True)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

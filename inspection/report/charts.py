@@ -1,13 +1,15 @@
-"""Who did what and when, as lanes of stretches in milliseconds since the run began, and shares of the time."""
+"""What a report draws, as data: curves over steps, a track of intervals for each process, and shares of the time.
+
+Lines name their run, whose steps and seconds they share; tracks are in milliseconds since the run began. Invariant
+the_page_stays_small: a line has at most ``POINTS`` points, however long the run; each is a mean then.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from inspection.report.facts import WorkerActivity
-from inspection.report.record import LAG, RunRecord, StepTable, TrainerSpan
-
-# Which curves a report shows, and their points. Lines name their run, whose steps and seconds they share. Invariant
-# the_page_stays_small: a line has at most ``POINTS`` points, however long the run; each is a mean then.
+from inspection.report.record import RunRecord, StepTable, TrainerSpan
+from observability.run_state.state import LAG_PREFIX
 
 POINTS = 600
 
@@ -68,7 +70,7 @@ CURVES: tuple[tuple[str, tuple[Curve, ...]], ...] = (
         (
             Curve("Staleness", "optimizer steps", (("off_policy/mean", "mean"), ("off_policy/max", "most"))),
             Curve("Consumer lag", "records", (("report/lag", "all buckets"),)),
-            Curve("Consumer lag by length bucket", "records", ((f"{LAG}*", "bucket "),)),
+            Curve("Consumer lag by length bucket", "records", ((f"{LAG_PREFIX}*", "bucket "),)),
             Curve(
                 "Padding waste", "share of computed tokens", (("padding/all", "all"), ("padding/bucket_*", "bucket "))
             ),
@@ -160,7 +162,7 @@ def order_over_time(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     recall: list[dict[str, Any]] = []
     coverage: list[dict[str, Any]] = []
     for number, record in enumerate(records):
-        lengths = record.gathered.topics.lengths if record.gathered.topics else None
+        lengths = record.facts.topics.lengths if record.facts.topics else None
         if lengths is None or len(lengths.windows) < 2:
             continue
         at = [short(max(0.0, when - record.rows.began)) for when, _, _ in lengths.windows]
@@ -177,7 +179,7 @@ def order_over_time(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 MOST = 6000
-"""Stretches of a lane; of more, what took most of each small piece of time is drawn."""
+"""Intervals of a track; of more, what took most of each small piece of time is drawn."""
 KINDS = {
     "wait_for_batch": "wait",
     "forward_backward": "train",
@@ -190,22 +192,22 @@ KINDS = {
 OTHER = "other"
 WORKERS = 32
 """Of a run that are drawn, by name."""
-Stretch = tuple[int, int, str]
+DrawnInterval = tuple[int, int, str]
 
 
 def timeline(record: RunRecord) -> dict[str, Any]:
-    """The trainer's lane and each worker's; empty if there is nothing to draw. ``end`` in milliseconds."""
-    rows, topics = record.rows, record.gathered.topics
+    """The trainer's track and each worker's; empty if there is nothing to draw. ``end`` in milliseconds."""
+    rows, topics = record.rows, record.facts.topics
     workers = topics.workers if topics else {}
-    lanes = [_trainer_lane(rows)] if rows.spans else []
-    lanes += [_worker_lane(name, activity, rows.began) for name, activity in list(workers.items())[:WORKERS]]
+    tracks = [_trainer_track(rows)] if rows.spans else []
+    tracks += [_worker_track(name, activity, rows.began) for name, activity in list(workers.items())[:WORKERS]]
     ends = [span.end - rows.began for span in rows.spans] + [rows.seconds]
-    return {"lanes": lanes, "end": round(max(ends) * 1000)}
+    return {"lanes": tracks, "end": round(max(ends) * 1000)}
 
 
 def shares(record: RunRecord) -> list[dict[str, Any]]:
     """For each process, which share of the time between the first step's begin and the last one's end it did what."""
-    rows, topics = record.rows, record.gathered.topics
+    rows, topics = record.rows, record.facts.topics
     if not rows.seconds:
         return []
     taken: dict[str, float] = {}
@@ -232,37 +234,37 @@ def _parts(taken: dict[str, float], whole: float, rest: str) -> list[tuple[str, 
     return [(kind, round(taken[kind] / total, 4)) for kind in order if taken.get(kind, 0.0) / total >= 0.0005]
 
 
-def _trainer_lane(rows: StepTable) -> dict[str, Any]:
-    stretches = [_stretch(span, KINDS.get(span.kind, OTHER), rows.began) for span in rows.spans]
-    return {"name": "trainer", "kinds": _by_kind(_few(stretches)), "marks": []}
+def _trainer_track(rows: StepTable) -> dict[str, Any]:
+    intervals = [_interval(span, KINDS.get(span.kind, OTHER), rows.began) for span in rows.spans]
+    return {"name": "trainer", "kinds": _by_kind(_few(intervals)), "marks": []}
 
 
-def _worker_lane(name: str, activity: WorkerActivity, began: float) -> dict[str, Any]:
-    stretches = [_stretch(TrainerSpan("generate", *each), "generate", began) for each in activity.generating]
+def _worker_track(name: str, activity: WorkerActivity, began: float) -> dict[str, Any]:
+    intervals = [_interval(TrainerSpan("generate", *each), "generate", began) for each in activity.generating]
     marks = [[round((at - began) * 1000), version] for at, version in activity.adopted]
-    return {"name": name, "kinds": _by_kind(stretches), "marks": marks}
+    return {"name": name, "kinds": _by_kind(intervals), "marks": marks}
 
 
-def _stretch(span: TrainerSpan, kind: str, began: float) -> Stretch:
+def _interval(span: TrainerSpan, kind: str, began: float) -> DrawnInterval:
     return round((span.start - began) * 1000), round((span.end - began) * 1000), kind
 
 
-def _by_kind(stretches: Iterable[Stretch]) -> dict[str, list[int]]:
+def _by_kind(intervals: Iterable[DrawnInterval]) -> dict[str, list[int]]:
     """Start, length, start, length ... of each kind."""
     found: dict[str, list[int]] = {}
-    for start, end, kind in stretches:
+    for start, end, kind in intervals:
         if end > start:
             found.setdefault(kind, []).extend((start, end - start))
     return found
 
 
-def _few(stretches: Sequence[Stretch]) -> Sequence[Stretch]:
-    if len(stretches) <= MOST:
-        return stretches
-    first, last = stretches[0][0], max(end for _, end, _ in stretches)
+def _few(intervals: Sequence[DrawnInterval]) -> Sequence[DrawnInterval]:
+    if len(intervals) <= MOST:
+        return intervals
+    first, last = intervals[0][0], max(end for _, end, _ in intervals)
     piece = max(1.0, (last - first) / (MOST // 2))
     taken: dict[int, dict[str, float]] = {}
-    for start, end, kind in stretches:
+    for start, end, kind in intervals:
         at = float(start)
         while at < end:
             number = int((at - first) / piece)
@@ -271,7 +273,7 @@ def _few(stretches: Sequence[Stretch]) -> Sequence[Stretch]:
             here = taken.setdefault(number, {})
             here[kind] = here.get(kind, 0.0) + until - at
             at = until
-    found: list[Stretch] = []
+    found: list[DrawnInterval] = []
     for number, here in sorted(taken.items()):
         kind = max(here, key=lambda each: here[each])
         start, end = round(first + number * piece), round(first + (number + 1) * piece)

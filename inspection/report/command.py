@@ -20,58 +20,6 @@ from inspection.source import RUNS, PastRun, history_of, no_run, open_run
 from schemas.errors import UserError
 from settings.run_directory import RunDirectory
 
-# Which directories are runs. A run is known by its settings or its metrics; a report needs the latter.
-
-
-def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
-    """All of them.
-
-    Raises:
-        UserError: one or more are no runs, or took no step yet; each is named.
-    """
-    found, problems = [], []
-    for path in paths:
-        try:
-            found.append(find_run(path))
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("; and ".join(problems))
-    return found
-
-
-def find_run(path: Path) -> RunDirectory:
-    """A run by its directory, its name under ``runs/``, or a file in its directory.
-
-    Raises:
-        UserError: there is no such run, or it took no step yet.
-    """
-    given = path.parent if path.is_file() else path
-    candidates = [given] if given.is_dir() else [RUNS / given]
-    for candidate in map(RunDirectory, candidates):
-        if candidate.metrics.is_file():
-            return candidate
-        if candidate.config.is_file():
-            raise UserError(
-                f"expected {candidate.metrics.name} in {candidate.path}, which the trainer writes with its first step, "
-                "got none yet; `streamrl status` says where a run stands"
-            )
-    if given.is_dir():
-        name = RunDirectory(given).config.name
-        raise UserError(f"expected a run's directory, with {name}, got {no_run(given)}")
-    raise UserError(f"expected a run's directory or its name under {RUNS}/, got {no_run(path)}")
-
-
-def names_of(paths: Sequence[Path]) -> list[str]:
-    """Last parts of the paths; where these are alike, as many more as it takes to tell them apart."""
-    parts = [Path(os.path.abspath(path)).parts for path in paths]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-depth:]) for each in parts]
-        if len(set(names)) == len(names):
-            return names
-    raise UserError(f"expected different runs, got {paths[0]} twice")
-
-
 COMPARISON = Path("comparison.html")
 
 
@@ -139,7 +87,7 @@ def _write(target: Path, records: Sequence[RunRecord], level: float | None) -> N
 def _gather_again(directory: RunDirectory, export: Path | None) -> None:
     """Read the run's topics once more and keep what they tell; the environment and samples of its end stay."""
     run = open_run(directory.path)
-    known = read_record(directory, run.name).gathered
+    known = read_record(directory, run.name).facts
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-report-") as scratch,
         history_of(run, export, Path(scratch), lambda text: print(text, file=sys.stderr)) as history,
@@ -155,3 +103,52 @@ async def _gathered(history: History, run: PastRun) -> TopicDigest | None:
         return await gather_topics(history, run.name, run.directory.logs)
     finally:
         await history.close()
+
+
+def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
+    """The runs of all paths. A run is known by its settings or its metrics; a report needs the latter.
+
+    Raises:
+        UserError: one or more are no runs, or took no step yet; each is named.
+    """
+    found, problems = [], []
+    for path in paths:
+        try:
+            found.append(find_run(path))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("; and ".join(problems))
+    return found
+
+
+def find_run(path: Path) -> RunDirectory:
+    """A run by its directory, its name under ``runs/``, or a file in its directory.
+
+    Raises:
+        UserError: there is no such run, or it took no step yet.
+    """
+    given = path.parent if path.is_file() else path
+    candidates = [given] if given.is_dir() else [RUNS / given]
+    for candidate in map(RunDirectory, candidates):
+        if candidate.metrics.is_file():
+            return candidate
+        if candidate.config.is_file():
+            raise UserError(
+                f"expected {candidate.metrics.name} in {candidate.path}, which the trainer writes with its first step, "
+                "got none yet; `streamrl status` says where a run stands"
+            )
+    if given.is_dir():
+        name = RunDirectory(given).config.name
+        raise UserError(f"expected a run's directory, with {name}, got {no_run(given)}")
+    raise UserError(f"expected a run's directory or its name under {RUNS}/, got {no_run(path)}")
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Last parts of the paths; where these are alike, as many more as it takes to tell them apart."""
+    parts = [Path(os.path.abspath(path)).parts for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError(f"expected different runs, got {paths[0]} twice")

@@ -12,7 +12,7 @@ class _Part(BaseModel):
 
 
 class WorkerActivity(_Part):
-    """A worker: stretches in which it generated, and when it adopted which weights; seconds since the epoch."""
+    """A worker: intervals in which it generated, and when it adopted which weights; seconds since the epoch."""
 
     generating: tuple[tuple[float, float], ...] = ()
     adopted: tuple[tuple[float, str], ...] = ()
@@ -90,8 +90,8 @@ def read_facts(path: Path) -> RunFacts:
         ) from error
 
 
-def write_facts(path: Path, gathered: RunFacts) -> None:
+def write_facts(path: Path, facts: RunFacts) -> None:
     """Keep it, whole or not at all."""
     draft = path.with_suffix(".draft")
-    draft.write_text(gathered.model_dump_json())
+    draft.write_text(facts.model_dump_json())
     draft.replace(path)

@@ -49,7 +49,7 @@ def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
         Figure("wait_share", "trainer waiting", _ratio(rows.total("time/wait_for_batch"), stepping), "share", -1),
         Figure("padding", "padding waste", _mean(rows.known("padding/all")), "share", -1),
         Figure("lag_mean", "consumer lag, mean (records)", _mean(rows.known("report/lag"))),
-        *_gathered(record.gathered.topics, rows),
+        *_gathered(record.facts.topics, rows),
         *_endings(record),
     ]
     return [figure for figure in found if figure.value is not None]

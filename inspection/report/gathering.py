@@ -1,4 +1,4 @@
-"""Reads a run's topics once, at its end, and keeps what a report shows of them. Takes no part in the run.
+"""What a report tells of a run's topics: read once, at its end. Takes no part in the run.
 
 Invariant it_reads_no_more_than_it_may: however long the run, a fixed number of records, the newest.
 """
@@ -24,115 +24,17 @@ from schemas.reports import Heartbeat, StepReport
 from schemas.topics import HEARTBEATS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 from schemas.trajectories import Trajectory, WorkOrder
 
-# When each worker generated, and when it adopted which weights. Pure but for reading the workers' log files.
-
-MOST_STRETCHES = 2000
-"""Stretches kept of a worker."""
-_ADOPTED = re.compile(r'^timestamp=(\S+) .*event="weights adopted" version=(\d+-\d+)\b')
-
-
-def joined(stretches: Iterable[tuple[float, float]], most: int = MOST_STRETCHES) -> tuple[tuple[float, float], ...]:
-    """The union of stretches, ascending; if that is more than ``most``, nearer ones are joined until it is not."""
-    found = list(_union(sorted(stretches), 0.0))
-    gap = 0.001
-    while len(found) > most:
-        found = list(_union(found, gap))
-        gap *= 2
-    return tuple((round(start, 3), round(end, 3)) for start, end in found)
-
-
-def _union(ascending: Sequence[tuple[float, float]], gap: float) -> Iterator[tuple[float, float]]:
-    current: tuple[float, float] | None = None
-    for start, end in ascending:
-        if current is not None and start <= current[1] + gap:
-            current = current[0], max(current[1], end)
-            continue
-        if current is not None:
-            yield current
-        current = start, end
-    if current is not None:
-        yield current
-
-
-def adoptions(log: Path) -> tuple[tuple[float, str], ...]:
-    """What a worker's log file says of weights it adopted; nothing if there is no such file."""
-    try:
-        with log.open(encoding="utf-8", errors="replace") as lines:
-            return tuple(found for line in lines if (found := _adoption(line)) is not None)
-    except OSError:
-        return ()
-
-
-def _adoption(line: str) -> tuple[float, str] | None:
-    if (match := _ADOPTED.match(line)) is None:
-        return None
-    try:
-        return round(datetime.fromisoformat(match[1]).timestamp(), 3), match[2]
-    except ValueError:
-        return None
-
-
-# How good the length estimates of recorded completions were. Pure.
-
+MOST = {TRAJECTORIES: 60_000, WORK_ORDERS: 20_000, STEPS: 2000, HEARTBEATS: 20_000}
+"""Records of a topic that are read: some seconds of reading, of any run."""
+SAMPLES = 12
+LONGEST_TEXT = 4000
+"""Characters of a prompt or a completion."""
+MOST_INTERVALS = 2000
+"""Kept of a worker: about one for each pixel of a wide screen."""
 WINDOWS = 16
 LEAST = 64
 """Completions of a window at least: the longest fifth of fewer says little."""
-
-
-class Estimated(NamedTuple):
-    """A completion: when it ended, its length in tokens, and what was predicted. ``upper`` None: not known."""
-
-    at: float
-    predicted: int
-    actual: int
-    upper: int | None
-
-
-def length_facts(completions: Sequence[Estimated]) -> LengthFacts | None:
-    """None for no completion. Order is judged within windows of time, for lengths drift as the policy learns."""
-    if not completions:
-        return None
-    calibration = LengthCalibration(fade_every=None)
-    for each in completions:
-        calibration.add(each.predicted, each.actual)
-    windows = [_judged(window) for window in _windows(sorted(completions, key=lambda each: each.at))]
-    return LengthFacts(
-        count=len(completions),
-        cells=tuple((*cell, round(count)) for cell, count in sorted(calibration.cells.items())),
-        recall=_mean([recall for _, recall, _, _ in windows]),
-        constant=_mean([constant for _, _, constant, _ in windows]),
-        coverage=_coverage(completions),
-        factor=calibration.typical_factor,
-        windows=tuple((at, recall, coverage) for at, recall, _, coverage in windows),
-    )
-
-
-def _windows(ascending: Sequence[Estimated]) -> list[Sequence[Estimated]]:
-    count = max(1, min(WINDOWS, len(ascending) // LEAST))
-    edges = [round(index * len(ascending) / count) for index in range(count + 1)]
-    return [ascending[begin:end] for begin, end in pairwise(edges)]
-
-
-def _judged(window: Sequence[Estimated]) -> tuple[float, float | None, float | None, float | None]:
-    actual = [each.actual for each in window]
-    recall = recall_of_longest([each.predicted for each in window], actual)
-    constant = recall_of_longest([1] * len(window), actual)
-    return round(window[-1].at, 3), recall, constant, _coverage(window)
-
-
-def _coverage(completions: Sequence[Estimated]) -> float | None:
-    known = [each.actual <= each.upper for each in completions if each.upper is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-MOST = {TRAJECTORIES: 60_000, WORK_ORDERS: 20_000, STEPS: 2000, HEARTBEATS: 20_000}
-SAMPLES = 12
-LONGEST_TEXT = 4000
+_ADOPTED = re.compile(r'^timestamp=(\S+) .*event="weights adopted" version=(\d+-\d+)\b')
 
 
 async def gather_topics(history: History, run: str, logs: Path) -> TopicDigest | None:
@@ -190,15 +92,15 @@ async def _upper_estimates(history: History, run: str) -> dict[str, int]:
 async def _workers(
     history: History, run: str, summaries: Sequence[TrajectorySummary], logs: Path
 ) -> dict[str, WorkerActivity]:
-    stretches: dict[str, list[tuple[float, float]]] = {}
+    intervals: dict[str, list[tuple[float, float]]] = {}
     for summary in summaries:
-        stretches.setdefault(summary.worker_id, []).append((summary.started_at, summary.finished_at))
-    adopted = {worker: adoptions(logs / f"{worker}.log") for worker in stretches if is_plain_name(worker)}
-    if not all(adopted.get(worker) for worker in stretches):
+        intervals.setdefault(summary.worker_id, []).append((summary.started_at, summary.finished_at))
+    adopted = {worker: adoptions(logs / f"{worker}.log") for worker in intervals if is_plain_name(worker)}
+    if not all(adopted.get(worker) for worker in intervals):
         adopted |= {worker: told for worker, told in (await _beats(history, run)).items() if not adopted.get(worker)}
     return {
         worker: WorkerActivity(generating=joined(found), adopted=adopted.get(worker, ()))
-        for worker, found in sorted(stretches.items())
+        for worker, found in sorted(intervals.items())
     }
 
 
@@ -262,3 +164,95 @@ def _sample(trajectory: Trajectory) -> SampleText:
 
 def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + "…"
+
+
+def joined(intervals: Iterable[tuple[float, float]], most: int = MOST_INTERVALS) -> tuple[tuple[float, float], ...]:
+    """The union of intervals, ascending; if that is more than ``most``, nearer ones are joined until it is not."""
+    found = list(_union(sorted(intervals), 0.0))
+    gap = 0.001
+    while len(found) > most:
+        found = list(_union(found, gap))
+        gap *= 2
+    return tuple((round(start, 3), round(end, 3)) for start, end in found)
+
+
+def _union(ascending: Sequence[tuple[float, float]], gap: float) -> Iterator[tuple[float, float]]:
+    current: tuple[float, float] | None = None
+    for start, end in ascending:
+        if current is not None and start <= current[1] + gap:
+            current = current[0], max(current[1], end)
+            continue
+        if current is not None:
+            yield current
+        current = start, end
+    if current is not None:
+        yield current
+
+
+def adoptions(log: Path) -> tuple[tuple[float, str], ...]:
+    """What a worker's log file says of weights it adopted; nothing if there is no such file."""
+    try:
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            return tuple(found for line in lines if (found := _adoption(line)) is not None)
+    except OSError:
+        return ()
+
+
+def _adoption(line: str) -> tuple[float, str] | None:
+    if (match := _ADOPTED.match(line)) is None:
+        return None
+    try:
+        return round(datetime.fromisoformat(match[1]).timestamp(), 3), match[2]
+    except ValueError:
+        return None
+
+
+class Estimated(NamedTuple):
+    """A completion: when it ended, its length in tokens, and what was predicted. ``upper`` None: not known."""
+
+    at: float
+    predicted: int
+    actual: int
+    upper: int | None
+
+
+def length_facts(completions: Sequence[Estimated]) -> LengthFacts | None:
+    """None for no completion. Order is judged within windows of time, for lengths drift as the policy learns."""
+    if not completions:
+        return None
+    calibration = LengthCalibration(fade_every=None)
+    for each in completions:
+        calibration.add(each.predicted, each.actual)
+    windows = [_judged(window) for window in _windows(sorted(completions, key=lambda each: each.at))]
+    return LengthFacts(
+        count=len(completions),
+        cells=tuple((*cell, round(count)) for cell, count in sorted(calibration.cells.items())),
+        recall=_mean([recall for _, recall, _, _ in windows]),
+        constant=_mean([constant for _, _, constant, _ in windows]),
+        coverage=_coverage(completions),
+        factor=calibration.typical_factor,
+        windows=tuple((at, recall, coverage) for at, recall, _, coverage in windows),
+    )
+
+
+def _windows(ascending: Sequence[Estimated]) -> list[Sequence[Estimated]]:
+    count = max(1, min(WINDOWS, len(ascending) // LEAST))
+    edges = [round(index * len(ascending) / count) for index in range(count + 1)]
+    return [ascending[begin:end] for begin, end in pairwise(edges)]
+
+
+def _judged(window: Sequence[Estimated]) -> tuple[float, float | None, float | None, float | None]:
+    actual = [each.actual for each in window]
+    recall = recall_of_longest([each.predicted for each in window], actual)
+    constant = recall_of_longest([1] * len(window), actual)
+    return round(window[-1].at, 3), recall, constant, _coverage(window)
+
+
+def _coverage(completions: Sequence[Estimated]) -> float | None:
+    known = [each.actual <= each.upper for each in completions if each.upper is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -18,8 +18,6 @@ from inspection.report.figures import Figure, Value, common_level, figures_of
 from inspection.report.record import RunRecord
 from observability.run_state.aggregates import ENDS
 
-# Tables of a report: the figures of runs side by side, and the settings and environments in which they differ.
-
 ABSENT = "–"
 SAME_FOR_NOBODY = ("run.name", "run.directory", "kafka.bootstrap_servers", "relay.port")
 """Settings that differ between any two runs and mean nothing."""
@@ -96,7 +94,7 @@ def differing_settings(records: Sequence[RunRecord]) -> list[tuple[str, tuple[st
 
 def differing_environment(records: Sequence[RunRecord]) -> list[tuple[str, tuple[str, ...]]]:
     """What differs of machine and code."""
-    return _differing([record.gathered.environment for record in records])
+    return _differing([record.facts.environment for record in records])
 
 
 def _differing(trees: Sequence[Mapping[str, Any]], ignored: Sequence[str] = ()) -> list[tuple[str, tuple[str, ...]]]:
@@ -163,7 +161,7 @@ def _shared(records: Sequence[RunRecord]) -> dict[str, Any]:
     all_rows = [record.rows for record in records]
     timelines = [{"run": number, **timeline(record)} for number, record in enumerate(records)]
     bars = [{"run": number, "bars": shares(record)} for number, record in enumerate(records)]
-    facts = [(number, record.gathered.topics) for number, record in enumerate(records)]
+    facts = [(number, record.facts.topics) for number, record in enumerate(records)]
     ages = [
         {"run": n, "counts": sorted(topics.staleness.items())} for n, topics in facts if topics and topics.staleness
     ]
@@ -197,16 +195,16 @@ def _single(record: RunRecord) -> dict[str, Any]:
     figures = figures_of(record)
     rows = figure_rows([figures])
     wanted = [row for row in rows if row.key in CARDS or row.key.endswith(("_before", "_after"))]
-    topics = record.gathered.topics
+    topics = record.facts.topics
     samples = {"first": topics.first, "last": topics.last} if topics else {}
     return {
         "title": record.title,
         "subtitle": _subtitle(record),
         "cards": wanted,
         "figures": rows,
-        "evaluated": side_by_side(record.gathered.evaluated),
+        "evaluated": side_by_side(record.facts.evaluated),
         "samples": {moment: rows for moment, rows in samples.items() if rows},
-        "environment": record.gathered.environment,
+        "environment": record.facts.environment,
     }
 
 
@@ -239,12 +237,12 @@ def _subtitle(record: RunRecord) -> str:
 
 
 def _has_lengths(record: RunRecord) -> bool:
-    return record.gathered.topics is not None and record.gathered.topics.lengths is not None
+    return record.facts.topics is not None and record.facts.topics.lengths is not None
 
 
 def _told_of_lengths(number: int, record: RunRecord) -> dict[str, Any]:
-    assert record.gathered.topics is not None
-    lengths = record.gathered.topics.lengths
+    assert record.facts.topics is not None
+    lengths = record.facts.topics.lengths
     assert lengths is not None
     told: dict[str, Figure] = {
         "longest 20 % recalled": Figure("", "", lengths.recall, "share"),
@@ -259,11 +257,11 @@ def _told_of_lengths(number: int, record: RunRecord) -> dict[str, Any]:
 def _notes(records: Sequence[RunRecord]) -> list[str]:
     found = []
     for record in records:
-        topics = record.gathered.topics
+        topics = record.facts.topics
         if topics is not None and topics.read < topics.held:
             found.append(
                 f"Of {topics.held:,} trajectories of {record.name} the newest {topics.read:,} were read: "
-                "lanes of workers, staleness and lengths are of these."
+                "the workers' tracks, staleness and lengths are of these."
             )
         if topics is not None and len(topics.workers) > WORKERS:
             found.append(f"Of {len(topics.workers)} workers of {record.name} the first {WORKERS} by name are drawn.")
@@ -272,11 +270,11 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
 
 def _missing(records: Sequence[RunRecord]) -> list[str]:
     """What could not be shown, and how to have it."""
-    names = [record.name for record in records if record.gathered.topics is None]
+    names = [record.name for record in records if record.facts.topics is None]
     if not names:
         return []
     return [
-        f"{', '.join(names)}: topics were not read, so lanes of workers, staleness, lengths and samples are missing; "
+        f"{', '.join(names)}: topics were not read, so tracks of workers, staleness, lengths and samples are missing; "
         "`streamrl report RUN --from-topics` reads them."
     ]
 

@@ -1,4 +1,8 @@
-"""One run as its directory tells it. Reads only; needs no broker."""
+"""One run as its directory tells it: settings, summary, and ``metrics.jsonl`` as columns over optimizer steps.
+
+Reads only; needs no broker. A line that a killed trainer left half written is passed over. Invariant
+a_resumed_trainer_takes_its_steps_back: of steps taken again, the later lines count; the time of all counts.
+"""
 
 import json
 import math
@@ -9,17 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from inspection.report.facts import RunFacts, read_facts
+from observability.run_state.state import LAG_PREFIX
 from schemas.errors import DataError
 
 if TYPE_CHECKING:
     from settings.run_directory import RunDirectory
 
 
-# ``metrics.jsonl`` as columns over optimizer steps. A line that a killed trainer left half written is passed over.
-# Invariant a_resumed_trainer_takes_its_steps_back: of steps taken again, the later lines count; the time of all
-# counts.
-
-LAG = "kafka/lag/bucket_"
 WAIT = "time/wait_for_batch"
 
 
@@ -104,7 +104,7 @@ def _with_derived(metrics: dict[str, float], *, waits: bool) -> dict[str, float]
     """What follows from a step's metrics, under ``report/``. ``waits``: the run tells where it waited."""
     step_s = metrics.get("time/step", 0.0)
     derived: dict[str, float] = {}
-    if lags := [value for key, value in metrics.items() if key.startswith(LAG)]:
+    if lags := [value for key, value in metrics.items() if key.startswith(LAG_PREFIX)]:
         derived["report/lag"] = sum(lags)
     if step_s > 0:
         for name, key in (("tokens_per_s", "completions/num_tokens"), ("trajectories_per_s", "ledger/trained")):
@@ -147,7 +147,7 @@ class RunRecord:
     summary: Mapping[str, Any] = field(default_factory=dict)
     config: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    gathered: RunFacts = field(default_factory=RunFacts)
+    facts: RunFacts = field(default_factory=RunFacts)
 
     @property
     def title(self) -> str:
@@ -171,7 +171,7 @@ def read_record(directory: "RunDirectory", name: str) -> RunRecord:
             summary=summary if isinstance(summary, dict) else {},
             config=config,
             settings=flat(tomllib.loads(config)),
-            gathered=read_facts(directory.gathered),
+            facts=read_facts(directory.gathered),
         )
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise DataError(f"expected the files of a run in {directory.path}, got: {error}") from error

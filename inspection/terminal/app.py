@@ -44,8 +44,10 @@ from observability.run_state.state import RunState
 from schemas.errors import StreamRLError
 from schemas.trajectories import Trajectory
 
-# What the keys do and what the panels mean, over the screen until a key is pressed.
-
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of a shell."""
+SLOW = {"curves": 2, "lengths": 2, "staleness": 2, "split": 2}
+"""Sections that are rendered every so many ticks: they are large, and change slowly."""
 KEYS = (
     ("1 … 6, ← →", "tabs"),
     ("↑ ↓, Enter", "choose a trajectory, read it whole"),
@@ -64,7 +66,7 @@ MEANINGS = (
 
 
 class Help(ModalScreen[None]):
-    """Any key closes it."""
+    """What the keys do and what the panels mean, over the screen until a key is pressed."""
 
     def compose(self) -> ComposeResult:
         """One box."""
@@ -80,8 +82,6 @@ class Help(ModalScreen[None]):
         event.stop()
         self.dismiss()
 
-
-# A bordered part of the screen that draws sections of the snapshot, and which of them there are on each tab.
 
 Sections = Mapping[str, Any]
 
@@ -129,7 +129,7 @@ CURVES = (
 
 
 class Panel(Widget):
-    """Draws again only when a section that it needs has changed."""
+    """A bordered part of the screen; draws again only when a section that it needs has changed."""
 
     def __init__(self, drawing: Drawing, name: str | None = None, classes: str = "panel") -> None:
         super().__init__(id=name, classes=classes)
@@ -152,15 +152,16 @@ class Panel(Widget):
         return self.drawing.draw(self.shown, width, height) if self.shown else Text()
 
 
-# The trajectories' tab: the newest ones as a list that can be held still, and one of them in detail.
-
 Read = Callable[[str], Awaitable[Trajectory]]
 """Reads the record at ``partition@offset``; raises an error of ours if it is gone or the broker does not answer."""
 Row = Mapping[str, Any]
 
 
 class Trajectories(Container):
-    """Follows the newest until another row is chosen; then the list stands still."""
+    """The tab of trajectories: the newest as a list, and one of them in detail.
+
+    Follows the newest until another row is chosen; then the list stands still.
+    """
 
     def __init__(self, read: Read, run_path: str) -> None:
         super().__init__(id="trajectories")
@@ -236,9 +237,6 @@ class Trajectories(Container):
         )
 
 
-INTERRUPTED = 130
-SLOW = {"curves": 2, "lengths": 2, "staleness": 2, "split": 2}
-"""Sections that are looked at every so many ticks."""
 THEME = Theme(
     "streamrl", primary=ACCENT, accent=ACCENT, background="#0d1014", surface="#0d1014", panel="#14181e", dark=True
 )
@@ -312,14 +310,14 @@ class TopApp(App[None]):
 
     def on_mount(self) -> None:
         """Begin to look."""
-        self.call_after_refresh(self.look_again)
+        self.call_after_refresh(self.render_again)
 
-    def look_again(self) -> None:
+    def render_again(self) -> None:
         """Look, and once more when it is time."""
-        self.look()
-        self.set_timer(self.pace_s(), self.look_again)
+        self.render_now()
+        self.set_timer(self.pace_s(), self.render_again)
 
-    def look(self) -> None:
+    def render_now(self) -> None:
         """Draw what has changed since, of what is in sight."""
         if self.held or not self.head.is_attached or (pane := self.tabs.active_pane) is None:
             return
@@ -337,20 +335,20 @@ class TopApp(App[None]):
             self.listing.show(self.sections["trajectories"])
         self.ticks += 1
 
-    def look_anew(self) -> None:
+    def render_anew(self) -> None:
         """Draw at once, whatever is due."""
         self.ticks = 0
-        self.look()
+        self.render_now()
 
     def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
         """What was out of sight is old, and has a size only when the tab has been laid out."""
         if event.pane.id == "trajectories-tab":
             self.query_one("#list", OptionList).focus()
-        self.call_after_refresh(self.look_anew)
+        self.call_after_refresh(self.render_anew)
 
     def on_resize(self) -> None:
         """Other panels may be in sight now."""
-        self.call_after_refresh(self.look_anew)
+        self.call_after_refresh(self.render_anew)
 
     def action_tab(self, number: int) -> None:
         """Go to a tab, from 1."""
@@ -369,12 +367,12 @@ class TopApp(App[None]):
         """Hold the display still, or let it go on."""
         self.held = not self.held
         self.query_one("#held", Static).display = self.held
-        self.look_anew()
+        self.render_anew()
 
     def action_follow(self) -> None:
         """Let the list of trajectories go on."""
         self.listing.follow()
-        self.look_anew()
+        self.render_anew()
 
     def action_help(self) -> None:
         """Explain."""

@@ -29,110 +29,23 @@ from schemas.errors import BusUnavailable, UserError
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import Trajectory
 
-# A run's present as one line of text or one JSON object, for whatever is not a terminal. Pure.
-
-TOLD = ("loop", "lag", "workers", "split", "staleness", "lengths")
-
-
-def line_of(state: RunState, now: float) -> str:
-    """Health, step, reward, rates, staleness, lag per bucket, weights per worker."""
-    found = snapshot(state, now)
-    loop, lag = found["loop"], found["lag"]
-    rates, metrics = loop["rates"], loop["metrics"]
-    behind = " ".join(f"b{bucket}:{count}" for bucket, count in zip(lag["buckets"], lag["lag"], strict=True))
-    held = " ".join(f"{plain(each['id'])}@{each['version']}" for each in found["workers"] if each["state"] != "stopped")
-    skips = " ".join(f"{reason}:{count}" for reason, count in sorted(loop["skips"].items()))
-    parts = (
-        f"{plain(state.run)} {loop['health']}",
-        f"step {loop['step']}",
-        f"reward {short(metrics.get('reward'))}",
-        f"{short(rates['trajectories'])} traj/s",
-        f"{short(rates['tokens'])} tok/s",
-        f"trained {short(rates['trained'])}/s",
-        f"staleness {short(metrics.get('off_policy/mean'))} (max {short(metrics.get('off_policy/max'))})",
-        f"lag {behind or '-'}",
-        f"workers {held or '-'}",
-        *([f"skipped {skips}"] if skips else []),
-    )
-    return "  ".join(parts)
-
-
-def object_of(state: RunState, now: float, told: int) -> dict[str, Any]:
-    """The same and more as plain data; ``told``: the number of the last event that was printed before."""
-    found = snapshot(state, now)
-    return {
-        "at": round(now, 3),
-        "run": state.run,
-        **{name: found[name] for name in TOLD},
-        "events": newest_events(found["events"], told),
-    }
-
-
-def newest_events(events: Sequence[Sequence[Any]], after: int) -> list[dict[str, Any]]:
-    """Events with a higher number."""
-    names = ("number", "at", "level", "text", "times")
-    return [dict(zip(names, event, strict=True)) for event in events if event[0] > after]
-
-
-# Prints a line for every interval, until the run is finished or nobody reads any more.
-
+CLIENT_ID = "streamrl-top"
 CATCHING_UP_S = 0.05
 LAG_WITHIN_S = 3.0
+"""The first line waits so long for the lag, for which the broker is asked separately."""
+JSON_SECTIONS = ("loop", "lag", "workers", "split", "staleness", "lengths")
 
 
 @dataclass(frozen=True)
 class LineOptions:
-    """``once``: one line, then the end."""
+    """How lines are printed. ``once``: one line, then the end."""
 
     interval_s: float = 2.0
     as_json: bool = False
     once: bool = False
 
 
-async def print_lines(feed: RunFeed, manner: LineOptions, stop: asyncio.Event) -> None:
-    """Print what the feed's state says.
-
-    Consumes: the state, which the feed updates. Produces: text on standard output.
-    Waits for: the feed's past and the first lag, then for each interval.
-    On failure: raises. On stop: prints nothing more; a finished run ends it after its last line.
-    """
-    await _caught_up(feed, stop)
-    told = 0
-    while not stop.is_set():
-        now = feed.state.known_until(time.time())
-        feed.state.tick(now)
-        if manner.as_json:
-            print(json.dumps(object_of(feed.state, now, told), separators=(",", ":"), allow_nan=False), flush=True)
-            told = feed.state.log.numbered
-        else:
-            print(line_of(feed.state, now), flush=True)
-        if manner.once or feed.state.finished:
-            return
-        await stopped_within(stop, manner.interval_s)
-
-
-async def _caught_up(feed: RunFeed, stop: asyncio.Event) -> None:
-    while not feed.positions and not stop.is_set():
-        await stopped_within(stop, CATCHING_UP_S)
-    if feed.committed is None or feed.shards is None:
-        return
-    until = time.monotonic() + LAG_WITHIN_S
-    while not feed.state.committed_lag and time.monotonic() < until and not stop.is_set():
-        await stopped_within(stop, CATCHING_UP_S)
-
-
-async def stopped_within(stop: asyncio.Event, seconds: float) -> None:
-    """Wait so long, or until stopped."""
-    try:
-        await asyncio.wait_for(stop.wait(), seconds)
-    except TimeoutError:
-        return
-
-
-CLIENT_ID = "streamrl-top"
-
-
-def show_top(connection: RunConnection, where: Path | None, manner: LineOptions, *, on_screen: bool) -> int:
+def show_top(connection: RunConnection, where: Path | None, options: LineOptions, *, on_screen: bool) -> int:
     """Show the run until asked to leave; the exit code.
 
     Raises:
@@ -140,19 +53,19 @@ def show_top(connection: RunConnection, where: Path | None, manner: LineOptions,
         StreamRLError: the broker refuses.
     """
     try:
-        return uvloop.run(_show(connection, str(where) if where else "", manner, on_screen=on_screen))
+        return uvloop.run(_show(connection, str(where) if where else "", options, on_screen=on_screen))
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-async def _show(connection: RunConnection, where: str, manner: LineOptions, *, on_screen: bool) -> int:
+async def _show(connection: RunConnection, where: str, options: LineOptions, *, on_screen: bool) -> int:
     connection = await connection.with_run()
     stop = asyncio.Event()
-    pace_s = Pace().seconds if on_screen else lambda: manner.interval_s
+    pace_s = Pace().seconds if on_screen else lambda: options.interval_s
     feed = await feed_of(connection, RunState(connection.run), CLIENT_ID, pace_s)
     reading = asyncio.create_task(feed.run(stop))
-    shown = _on_screen(connection, feed, where or connection.run, stop) if on_screen else _in_lines(feed, manner, stop)
+    shown = _on_screen(connection, feed, where or connection.run, stop) if on_screen else _in_lines(feed, options, stop)
     showing = asyncio.create_task(shown)
     try:
         await asyncio.wait({reading, showing}, return_when=asyncio.FIRST_COMPLETED)
@@ -167,10 +80,10 @@ async def _show(connection: RunConnection, where: str, manner: LineOptions, *, o
     return 0 if showing.cancelled() else showing.result()
 
 
-async def _in_lines(feed: RunFeed, manner: LineOptions, stop: asyncio.Event) -> int:
+async def _in_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await print_lines(feed, manner, stop)
+    await print_lines(feed, options, stop)
     return 0
 
 
@@ -230,3 +143,83 @@ class _Noted(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.state.log.add(record.created, "warn", f"{record.name}: {record.getMessage()}"[:200])
+
+
+async def print_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) -> None:
+    """Print what the feed's state says.
+
+    Consumes: the state, which the feed updates. Produces: text on standard output.
+    Waits for: the feed's past and the first lag, then for each interval.
+    On failure: raises. On stop: prints nothing more; a finished run ends it after its last line.
+    """
+    await _caught_up(feed, stop)
+    told = 0
+    while not stop.is_set():
+        now = feed.state.known_until(time.time())
+        feed.state.tick(now)
+        if options.as_json:
+            print(json.dumps(object_of(feed.state, now, told), separators=(",", ":"), allow_nan=False), flush=True)
+            told = feed.state.log.numbered
+        else:
+            print(line_of(feed.state, now), flush=True)
+        if options.once or feed.state.finished:
+            return
+        await stopped_within(stop, options.interval_s)
+
+
+async def _caught_up(feed: RunFeed, stop: asyncio.Event) -> None:
+    while not feed.positions and not stop.is_set():
+        await stopped_within(stop, CATCHING_UP_S)
+    if feed.committed is None or feed.shards is None:
+        return
+    until = time.monotonic() + LAG_WITHIN_S
+    while not feed.state.committed_lag and time.monotonic() < until and not stop.is_set():
+        await stopped_within(stop, CATCHING_UP_S)
+
+
+async def stopped_within(stop: asyncio.Event, seconds: float) -> None:
+    """Wait so long, or until stopped."""
+    try:
+        await asyncio.wait_for(stop.wait(), seconds)
+    except TimeoutError:
+        return
+
+
+def line_of(state: RunState, now: float) -> str:
+    """Health, step, reward, rates, staleness, lag per bucket, weights per worker."""
+    found = snapshot(state, now)
+    loop, lag = found["loop"], found["lag"]
+    rates, metrics = loop["rates"], loop["metrics"]
+    behind = " ".join(f"b{bucket}:{count}" for bucket, count in zip(lag["buckets"], lag["lag"], strict=True))
+    held = " ".join(f"{plain(each['id'])}@{each['version']}" for each in found["workers"] if each["state"] != "stopped")
+    skips = " ".join(f"{reason}:{count}" for reason, count in sorted(loop["skips"].items()))
+    parts = (
+        f"{plain(state.run)} {loop['health']}",
+        f"step {loop['step']}",
+        f"reward {short(metrics.get('reward'))}",
+        f"{short(rates['trajectories'])} traj/s",
+        f"{short(rates['tokens'])} tok/s",
+        f"trained {short(rates['trained'])}/s",
+        f"staleness {short(metrics.get('off_policy/mean'))} (max {short(metrics.get('off_policy/max'))})",
+        f"lag {behind or '-'}",
+        f"workers {held or '-'}",
+        *([f"skipped {skips}"] if skips else []),
+    )
+    return "  ".join(parts)
+
+
+def object_of(state: RunState, now: float, told: int) -> dict[str, Any]:
+    """The same and more as plain data; ``told``: the number of the last event that was printed before."""
+    found = snapshot(state, now)
+    return {
+        "at": round(now, 3),
+        "run": state.run,
+        **{name: found[name] for name in JSON_SECTIONS},
+        "events": newest_events(found["events"], told),
+    }
+
+
+def newest_events(events: Sequence[Sequence[Any]], after: int) -> list[dict[str, Any]]:
+    """Events with a higher number."""
+    names = ("number", "at", "level", "text", "times")
+    return [dict(zip(names, event, strict=True)) for event in events if event[0] > after]

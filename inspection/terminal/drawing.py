@@ -1,4 +1,8 @@
-"""Trajectories as rows and one of them whole, events, and the line at the top."""
+"""What the screen is drawn with: bars, columns and short numbers in block characters, curves, events, trajectories.
+
+Invariant nothing_is_wider_than_asked: every line fits its width in terminal cells, whatever the text holds. Textual's
+Sparkline draws bars of one widget's own height without bounds or gaps, so curves are drawn here: rows of eighths.
+"""
 
 import math
 import re
@@ -11,9 +15,10 @@ from rich.text import Text
 
 from schemas.trajectories import Trajectory
 
-# Bars, columns and short numbers, drawn with block characters. Invariant nothing_is_wider_than_asked: every line fits
-# its width in terminal cells, whatever the text holds.
-
+Draw = Callable[[Mapping[str, Any], int, int], Text]
+"""Of sections, a width and a height in cells, a text that fits them."""
+MARGIN = 6
+"""Cells left of a curve, for its bounds."""
 EIGHTHS = " ▏▎▍▌▋▊▉"
 BAR_LEVELS = " ▁▂▃▄▅▆▇█"
 
@@ -29,6 +34,10 @@ KINDS = {
 }
 SERIES = ("#4fd1bd", "#b3a2ff", "#f0ab45", "#6fa8f5", "#e37acb", "#b9cf5f")
 
+EVENT_LEVELS = {"info": MUTED, "good": GOOD, "warn": WARN, "bad": BAD}
+HEALTHS = {"running": GOOD, "finished": ACCENT, "starting": MUTED, "stalled": BAD}
+SHOWN_CHARACTERS = 20_000
+"""Of one text; more would make the screen slow to scroll."""
 Column = float | None
 _RUNS = re.compile("█+|[^█]+")
 
@@ -122,14 +131,8 @@ def nothing(why: str, width: int) -> Text:
     return lines([Text(why, MUTED)], width, 1)
 
 
-# A metric over the optimizer steps, as columns with bounds at the left and steps below.
-
-MARGIN = 6
-Draw = Callable[[Mapping[str, Any], int, int], Text]
-
-
 def curve(name: str, style: str = ACCENT) -> Draw:
-    """Draws the metric of this name."""
+    """Draws the metric of this name over the optimizer steps: columns, bounds at the left, steps below."""
 
     def draw(data: Mapping[str, Any], width: int, height: int) -> Text:
         values, steps = data["curves"][name], data["curves"]["step"]
@@ -158,11 +161,6 @@ def _axis(steps: list[float | None], last: float, room: int) -> Text:
         return line.append(fitted(now, room, right=True), "bold")
     line.append(first, MUTED).append(" " * (between // 2)).append(now, "bold")
     return line.append(" " * (between - between // 2)).append(end, MUTED)
-
-
-EVENT_LEVELS = {"info": MUTED, "good": GOOD, "warn": WARN, "bad": BAD}
-HEALTHS = {"running": GOOD, "finished": ACCENT, "starting": MUTED, "stalled": BAD}
-SHOWN_CHARACTERS = 20_000
 
 
 def draw_head(data: Mapping[str, Any], width: int, _height: int = 1) -> Text:

@@ -339,11 +339,11 @@ def doctor(where: Where = None, run: Run = "", bootstrap_servers: Servers = None
 
     Broker, topics, sizes, codecs, clocks, disk, engine, GPU. Exit code 2 if something fails.
     """
-    from inspection.diagnostics.doctor import check_up
+    from inspection.diagnostics.doctor import run_doctor
     from inspection.process import log_to_stderr
 
     log_to_stderr()
-    raise typer.Exit(check_up(where, run, bootstrap_servers, as_json=as_json))
+    raise typer.Exit(run_doctor(where, run, bootstrap_servers, as_json=as_json))
 
 
 def trace(

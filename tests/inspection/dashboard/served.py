@@ -63,8 +63,8 @@ async def served_fast(seconds: float) -> AsyncIterator[Served]:
 async def _served(bus: MemoryBus, coming: Iterator[tuple[float, Callable[[], None]]]) -> AsyncIterator[Served]:
     stop = asyncio.Event()
     state = RunState(RUN)
-    room = DashboardContext(bus, state, f"runs/{RUN}", lambda: lambda token: VOCABULARY[token % len(VOCABULARY)])
-    runner = web.AppRunner(build_app(room, stop), access_log=None, shutdown_timeout=0.5)
+    context = DashboardContext(bus, state, f"runs/{RUN}", lambda: lambda token: VOCABULARY[token % len(VOCABULARY)])
+    runner = web.AppRunner(build_app(context, stop), access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     address = await listen(runner, "127.0.0.1", 0)
     tasks = [asyncio.create_task(RunFeed(bus, state, SHARDS).run(stop))]

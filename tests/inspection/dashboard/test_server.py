@@ -124,7 +124,7 @@ async def test_dead_letters_are_listed_and_retried_once(web: aiohttp.ClientSessi
     async with web.get("/api/dead-letters") as answer:
         found = await answer.json()
     assert found["total"] == 2
-    assert [letter["error_class"] for letter in found["letters"]] == ["MalformedFrame", "UnknownSchema"]
+    assert [dead_letter["error_class"] for dead_letter in found["letters"]] == ["MalformedFrame", "UnknownSchema"]
     headers, told = {"Origin": dashboard.address[:-1], "Content-Type": "application/json"}, []
     for offset in (0, 0, 1, 7):
         async with web.post(f"/api/dead-letters/{offset}/retry", headers=headers, data=b"{}") as answer:

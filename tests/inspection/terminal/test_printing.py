@@ -22,11 +22,11 @@ def a_feed() -> RunFeed:
     return RunFeed(bus, RunState(RUN))
 
 
-async def printed(manner: LineOptions, capsys: pytest.CaptureFixture[str], seconds: float = 5.0) -> list[str]:
+async def printed(options: LineOptions, capsys: pytest.CaptureFixture[str], seconds: float = 5.0) -> list[str]:
     feed, stop = a_feed(), asyncio.Event()
     reading = asyncio.create_task(feed.run(stop))
     asyncio.get_running_loop().call_later(seconds, stop.set)
-    await print_lines(feed, manner, stop)
+    await print_lines(feed, options, stop)
     stop.set()
     await reading
     return capsys.readouterr().out.splitlines()

@@ -10,7 +10,7 @@ from inspection.report.record import RunRecord, StepTable
 
 def record(environment: dict[str, str] | None = None, **settings: object) -> RunRecord:
     keys = {key.replace("__", "."): value for key, value in settings.items()}
-    return RunRecord("r", Path("r"), StepTable(), settings=keys, gathered=RunFacts(environment=environment or {}))
+    return RunRecord("r", Path("r"), StepTable(), settings=keys, facts=RunFacts(environment=environment or {}))
 
 
 def test_the_best_is_marked_where_more_or_less_is_better() -> None:

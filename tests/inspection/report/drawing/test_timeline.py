@@ -18,7 +18,7 @@ def record(steps: int = 2, **workers: WorkerActivity) -> RunRecord:
         for at in range(steps)
     ]
     return RunRecord(
-        "r", Path("r"), rows_of(lines), gathered=RunFacts(topics=TopicDigest(held=1, read=1, workers=workers))
+        "r", Path("r"), rows_of(lines), facts=RunFacts(topics=TopicDigest(held=1, read=1, workers=workers))
     )
 
 

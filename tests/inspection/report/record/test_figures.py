@@ -68,6 +68,6 @@ def test_workers_are_busy_only_within_the_run() -> None:
         "b": WorkerActivity(generating=((100.0, 110.0),)),
     }
     facts = TopicDigest(held=1, read=1, workers=workers)
-    record = RunRecord("r", Path("r"), rising([1.0] * 10), gathered=RunFacts(topics=facts))
+    record = RunRecord("r", Path("r"), rising([1.0] * 10), facts=RunFacts(topics=facts))
     assert record.rows.began == 100.0
     assert values(record)["workers_busy"] == pytest.approx(0.75)

@@ -166,7 +166,7 @@ async def test_a_chosen_trajectory_is_read_whole_and_the_list_stands_still() -> 
         for each in ("rewards", "correct", "format", "weights by token", "Think step by step", "Let me work through"):
             assert each in told, each
         run.go_on(5.0)
-        app.look_anew()
+        app.render_anew()
         assert listing.rows[2]["place"] == place
         assert "held" in str(listing.query_one("#listed").border_title)
         await pilot.press("f")
@@ -201,7 +201,7 @@ async def test_only_what_is_in_sight_is_drawn(run: MadeUpState, monkeypatch: pyt
         await pilot.press("4")
         await pilot.pause()
         asked.clear()
-        app.look_anew()
+        app.render_anew()
         assert set(asked) == {"loop", "workers", "split"}
         assert "timeline" not in asked
 

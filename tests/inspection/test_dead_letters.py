@@ -39,13 +39,13 @@ def letter_headers(partition: int, offset: int, topic: str = TOPIC, error: str =
     )
 
 
-async def _bus(*letters: Outgoing) -> MemoryBus:
+async def _bus(*dead_letters: Outgoing) -> MemoryBus:
     bus = MemoryBus()
     bus.create_topic(TOPIC, 3)
     bus.create_topic(DEAD_LETTERS.full_name(RUN), 1)
     publisher = await bus.publisher("p")
-    for letter in letters:
-        await publisher.publish(letter)
+    for dead_letter in dead_letters:
+        await publisher.publish(dead_letter)
     return bus
 
 
@@ -79,7 +79,7 @@ async def test_a_retried_record_is_the_refused_one_with_a_header_that_says_so() 
     assert record.message() == GOOD
 
 
-async def test_a_letter_is_retried_once() -> None:
+async def test_a_dead_letter_is_retried_once() -> None:
     bus = await _bus(whole(1, 0), whole(1, 4))
     assert [outcome.action for outcome in await _retry(bus, {0})] == [RetryAction.SENT]
     assert [outcome.action for outcome in await _retry(bus)] == [RetryAction.ALREADY, RetryAction.SENT]
@@ -112,7 +112,7 @@ async def test_what_still_does_not_decode_stays_unless_it_is_forced() -> None:
 
 
 @pytest.mark.parametrize(
-    "letter",
+    "dead_letter",
     [
         dead(b"x", letter_headers(0, 1), (("dlq-cut-from", b"99999999"),)),
         dead(b"x", letter_headers(0, 1, topic="other.trajectories")),
@@ -121,43 +121,43 @@ async def test_what_still_does_not_decode_stays_unless_it_is_forced() -> None:
     ],
     ids=["cut", "of another topic", "with a partition that is none", "without headers"],
 )
-async def test_what_cannot_be_sent_is_refused_even_by_force(letter: Outgoing) -> None:
-    bus = await _bus(letter)
+async def test_what_cannot_be_sent_is_refused_even_by_force(dead_letter: Outgoing) -> None:
+    bus = await _bus(dead_letter)
     (outcome,) = await _retry(bus, force=True)
     assert outcome.action is RetryAction.REFUSED
     assert await _sent(bus) == []
 
 
-async def test_offsets_that_name_no_letter_are_told() -> None:
+async def test_offsets_that_name_no_dead_letter_are_told() -> None:
     plan, missing = await plan_retries(BusHistory(await _bus(whole())), RUN, {0, 3, 9})
     assert len(plan) == 1
     assert missing == [3, 9]
 
 
-async def test_letters_are_read_and_shown() -> None:
+async def test_dead_letters_are_read_and_shown() -> None:
     bus = await _bus(whole(1, 4), dead(bytes(range(256)) * 2, (("odd", b"\xff"),), letter_headers(0, 2)))
-    letters = [letter async for letter in read_dead_letters(BusHistory(bus), RUN)]
-    assert [letter.origin for letter in letters] == [Origin(TOPIC, 1, 4), Origin(TOPIC, 0, 2)]
-    good, bad = ("\n".join(lines_of(letter)) for letter in letters)
+    dead_letters = [dead_letter async for dead_letter in read_dead_letters(BusHistory(bus), RUN)]
+    assert [dead_letter.origin for dead_letter in dead_letters] == [Origin(TOPIC, 1, 4), Origin(TOPIC, 0, 2)]
+    good, bad = ("\n".join(lines_of(dead_letter)) for dead_letter in dead_letters)
     assert "decoding it today: a trajectory" in good
     assert GOOD.completion_text in good
     assert "UnknownSchema" in bad
     assert "20 21 22" in bad
     assert "256 bytes more" in bad
-    assert as_json(letters[0])["origin_offset"] == 4
+    assert as_json(dead_letters[0])["origin_offset"] == 4
     found = await read_dead_letter(BusHistory(bus), RUN, 1)
     assert found is not None
     assert found.size == 512
     assert await read_dead_letter(BusHistory(bus), RUN, 2) is None
-    assert "refused: why" in next(iter(retry_lines([RetryOutcome(letters[0], RetryAction.REFUSED, "why")])))
+    assert "refused: why" in next(iter(retry_lines([RetryOutcome(dead_letters[0], RetryAction.REFUSED, "why")])))
 
 
-def test_a_letter_with_any_headers_can_be_listed() -> None:
+def test_a_dead_letter_with_any_headers_can_be_listed() -> None:
     odd: Headers = (("dlq-offset", b"9" * 40), ("dlq-topic", b"\xff"), ("dlq-partition", b"\xb2"))
-    letter = dead_letter_of(Record("t", 0, 0, None, None, odd, 0.0))
-    assert letter.origin is None
-    assert letter.error_class == "(none)"
-    assert list(lines_of(letter))
+    dead_letter = dead_letter_of(Record("t", 0, 0, None, None, odd, 0.0))
+    assert dead_letter.origin is None
+    assert dead_letter.error_class == "(none)"
+    assert list(lines_of(dead_letter))
 
 
 def test_a_time_is_an_age_or_a_date() -> None:

@@ -26,7 +26,7 @@ from inspection.diagnostics.checks import (
     warn,
 )
 from inspection.diagnostics.connect import RunConnection
-from inspection.diagnostics.doctor import check_up
+from inspection.diagnostics.doctor import run_doctor
 from schemas.topics import HEARTBEATS
 from tests.schemas.examples import examples
 
@@ -72,12 +72,12 @@ def test_a_broker_that_does_not_answer_fails_and_the_rest_is_looked_at(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("inspection.diagnostics.checks.LIBRARIES", {})
-    assert check_up(None, "", f"127.0.0.1:{closed_port()}", as_json=True) == 2
+    assert run_doctor(None, "", f"127.0.0.1:{closed_port()}", as_json=True) == 2
     rows = json.loads(capsys.readouterr().out)
     levels = {row["check"]: row["level"] for row in rows}
     assert levels["broker"] == "fail"
     assert levels["codecs"] == "ok"
-    assert all(row["mend"] for row in rows if row["level"] != "ok")
+    assert all(row["remedy"] for row in rows if row["level"] != "ok")
 
 
 async def _set(servers: str, topic: str, configs: dict[str, str]) -> None:
