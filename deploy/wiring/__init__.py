@@ -1,1 +1,1 @@
-"""The only place where ports meet adapters: one build function per process."""
+"""The composition root: what a process hands its role, one build function for each role, and the broker they share."""

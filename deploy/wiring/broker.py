@@ -1,4 +1,7 @@
-"""Which broker a command uses: the named one, else the one `streamrl kafka up` left running, else one of its own."""
+"""Which broker a command uses: the named one, else the one `streamrl kafka up` left running, else one of its own.
+
+An operator's command to a run is sent from here as well: one record to the broker that was found.
+"""
 
 import asyncio
 import tempfile
@@ -69,10 +72,10 @@ def _left_running(progress: Callable[[str], None]) -> str | None:
     return found.bootstrap_servers
 
 
-Action = Literal["pause", "resume", "drain", "drain_worker"]
+OperatorAction = Literal["pause", "resume", "drain", "drain_worker"]
 
 
-def send_command(bootstrap_servers: str, run: str, action: Action, reason: str, worker_id: str | None) -> None:
+def send_command(bootstrap_servers: str, run: str, action: OperatorAction, reason: str, worker_id: str | None) -> None:
     """Publish the command and wait until the broker has it.
 
     Raises:

@@ -103,6 +103,8 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> Dispatcher:
         predictor=build_predictor(settings.lengths, settings.loop, _trace(settings)),
         seed=_sampling_seed(settings),
         curve=decode_curve(settings),
+        # The oldest checkpoint that is kept was written so many intervals ago, less than one of them unfinished.
+        history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
         on_tick=context.on_tick,
     )
     context.watch_status(dispatcher.status)
