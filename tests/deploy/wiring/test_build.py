@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from bus.kafka.bus import KafkaBus
-from deploy.wiring.build import build_relay, build_role, build_worker
+from bus.memory import MemoryBus
+from deploy.wiring.build import build_dispatcher, build_relay, build_role, build_worker
+from deploy.wiring.context import ProcessContext
 from deploy.wiring.process import Watchdog, process_context, process_name
 from observability.interceptor import ObservedBus
 from observability.metrics.exporting import Metering
@@ -13,8 +15,10 @@ from observability.metrics.families import Meters
 from observability.metrics.metering import metering_of
 from observability.tracing.context import LoggedTraces
 from observability.tracing.role_tracers import TracedEngine, Tracing, open_tracing, tracing_of
+from producers.dispatch.admission import HISTORY_STEPS
 from producers.dispatch.dispatcher import Dispatcher
 from schemas.errors import SettingsError, UserError
+from schemas.identifiers import PolicyVersion
 from settings.loading import validated
 from settings.tree import Settings
 
@@ -113,3 +117,24 @@ def test_a_worker_without_an_id_makes_one_up_and_others_are_called_as_their_role
 def test_a_role_that_there_is_not_is_a_wrong_command(settings: Settings) -> None:
     with pytest.raises(UserError, match="expected one of worker"):
         build_role("judge", settings, process_context("judge", settings, Watchdog(1.0), None, None))
+
+
+def dispatcher_of(settings: Settings, **training: int) -> Dispatcher:
+    changed = settings.training.model_copy(update=training)
+    context = ProcessContext("dispatcher", MemoryBus())
+    return build_dispatcher(settings.model_copy(update={"training": changed}), context)
+
+
+def test_by_default_the_dispatcher_remembers_two_checkpoint_intervals(settings: Settings) -> None:
+    assert dispatcher_of(settings).state.ledger.history_steps == HISTORY_STEPS
+
+
+def test_however_far_apart_checkpoints_are_a_resumed_trainer_is_not_flooded(settings: Settings) -> None:
+    """The trainer gets to just before its third checkpoint, and the newer of the two that it has is damaged."""
+    ledger = dispatcher_of(settings, checkpoint_every=400, keep_checkpoints=2).state.ledger
+    ledger.advance(PolicyVersion(1, 0), [])
+    for number in range(1, 1200):
+        ledger.admit(f"g{number}", PolicyVersion(1, number - 1))
+        ledger.advance(PolicyVersion(1, number), [f"g{number}"])
+    ledger.advance(PolicyVersion(2, 400), [])
+    assert ledger.in_flight == 1199 - 400

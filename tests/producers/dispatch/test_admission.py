@@ -203,6 +203,22 @@ def test_a_resumed_trainer_gets_back_the_groups_it_will_read_again() -> None:
     assert ledger.oldest == 1
 
 
+@pytest.mark.parametrize("steps", [100, 600])
+def test_a_trainer_that_falls_back_as_far_as_it_may_is_not_flooded(steps: int) -> None:
+    """Every group that it will read again counts, however far apart checkpoints are: there is room for no other."""
+    ledger = AdmissionLedger(groups_per_step=1, max_staleness=1, history_steps=steps)
+    ledger.advance(v(0), [])
+    for number in range(1, steps + 2):
+        ledger.admit(f"g{number}", v(number - 1))
+        ledger.advance(v(number), [f"g{number}"])
+    ledger.advance(v(1, lineage=2), [])
+    assert ledger.in_flight == steps
+    assert ledger.room(v(1, lineage=2)) == 0
+    for number in range(2, steps + 2):
+        ledger.advance(v(number, lineage=2), [f"g{number}"])
+    assert (ledger.in_flight, ledger.room(v(steps + 1, lineage=2))) == (0, 2)
+
+
 def test_repeats_and_orphaned_lineages_change_nothing() -> None:
     ledger = _ledger(groups_per_step=1, max_staleness=3)
     ledger.admit("a", v(0))
