@@ -2,13 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.memory import MemoryBus
-from deploy.wiring.build import build_dispatcher
-from deploy.wiring.context import ProcessContext
-from producers.dispatch.admission import HISTORY_STEPS
-from producers.dispatch.dispatcher import Dispatcher
 from schemas.errors import SettingsError
-from schemas.identifiers import PolicyVersion
 from schemas.profiles import TYPICAL_CURVE, DecodeSettings, DeviceProfile, TrainingCosts
 from settings.tree import Settings, decode_curve
 
@@ -38,23 +32,3 @@ def test_a_measured_profile_goes_before_a_typical_curve(tmp_path: Path) -> None:
 def test_a_profile_that_is_not_there_is_a_wrong_setting(tmp_path: Path) -> None:
     with pytest.raises(SettingsError):
         decode_curve(_settings(dispatch={"profile": str(tmp_path / "none.json")}))
-
-
-def _dispatcher_of(training: dict[str, object]) -> Dispatcher:
-    return build_dispatcher(_settings(training=training), ProcessContext("dispatcher", MemoryBus()))
-
-
-def test_without_settings_the_dispatcher_remembers_two_checkpoints_of_the_default_interval() -> None:
-    assert _dispatcher_of({}).state.ledger.history_steps == HISTORY_STEPS
-
-
-def test_however_far_apart_checkpoints_are_a_resumed_trainer_is_not_flooded() -> None:
-    """The trainer steps to just before its third checkpoint, and the newer of the two it has is damaged."""
-    ledger = _dispatcher_of({"checkpoint_every": 400, "keep_checkpoints": 2}).state.ledger
-    ledger.advance(PolicyVersion(1, 0), [])
-    for number in range(1, 1200):
-        ledger.admit(f"g{number}", PolicyVersion(1, number - 1))
-        ledger.advance(PolicyVersion(1, number), [f"g{number}"])
-    resumed = PolicyVersion(2, 400)
-    ledger.advance(resumed, [])
-    assert ledger.in_flight == 1199 - 400
