@@ -65,7 +65,7 @@ class CompletionScorer:
             states = self._decoder(input_ids=input_ids, use_cache=False).last_hidden_state
         else:
             states = self._model(input_ids=input_ids, use_cache=False).logits
-        states = states[row, column - 1]
+        states = states[row, column - 1]  # the position before a token predicts it; [K, hidden] or [K, vocabulary]
         scored, entropy = _score(states, self._head, input_ids[row, column], temperatures[row], self._vocabulary)
         return torch.zeros_like(mask).index_put((row, column), scored), entropy
 
@@ -94,7 +94,7 @@ def _score_piece(states: Tensor, head: Head | None, targets: Tensor, temperature
     logits = (states if head is None else head(states)).float() / temperatures.unsqueeze(1)
     normaliser = torch.logsumexp(logits, dim=-1)
     scored = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - normaliser
-    with torch.no_grad():
+    with torch.no_grad():  # H = logsumexp(z) - sum p z, in nats
         probabilities = torch.exp(logits - normaliser.unsqueeze(1))
         entropy = (normaliser - (probabilities * logits).sum(dim=-1)).sum()
     return scored, entropy

@@ -153,6 +153,7 @@ class MicroBatcher:
             length = item.sample.length
             insort(self._held, _HeldSample(-length, item.sample.ref.trajectory_id, item))
             self._tokens += length
+        # Down to the lookahead: a choice among several budgets' worth of samples is what keeps padding low.
         due: list[MicroBatch] = []
         while not self.whole_batches and self._tokens > self.settings.token_budget * self.settings.lookahead:
             due.append(self._cut_best())

@@ -78,6 +78,7 @@ class TrajectoryFilter:
             return None
         self._metrics.observe_trajectory(trajectory)
         ref = RecordRef(trajectory.trajectory_id, record.partition, record.offset)
+        # What is no sample of its group is finished at once. Everything from here on is finished with its group.
         if (objection := self._objection(trajectory, ref)) is not None:
             self._ledger.skip(Rejection(ref, *objection), trajectory.group_id)
             return None
@@ -86,6 +87,7 @@ class TrajectoryFilter:
             self._ledger.skip_late(late, trajectory.group_id)
             return None
         outcome = self._evaluate(trajectory, ref, len(record.value or b""))
+        # A rejected sample still counts towards its group: only so is a group known to be whole without a time-out.
         if isinstance(outcome, Rejection):
             self._ledger.release(ref)
         return self.assembler.add(trajectory, outcome, now)
@@ -115,6 +117,7 @@ class TrajectoryFilter:
     def _objection(self, trajectory: Trajectory, ref: RecordRef) -> tuple[SkipReason, str] | None:
         """Why the record is no sample of its group, whatever it contains."""
         objection = self.assembler.objection(trajectory)
+        # Last, since it remembers the id: a record with a false name must not stand in the way of the true one.
         if objection is None and not self.dedupe.accept(trajectory.trajectory_id, (ref.partition, ref.offset)):
             return SkipReason.DUPLICATE, "this trajectory was accepted before"
         return objection
@@ -125,6 +128,7 @@ class TrajectoryFilter:
         if trajectory.finish_reason is FinishReason.ABORT:
             tokens = len(trajectory.token_ids)
             return Rejection(ref, SkipReason.POISON, f"generation was aborted after {tokens} tokens")
+        # Aborts are the workers' ordinary doings, failing rewards are not: only the latter count for the breaker.
         reward, fault = weighted_reward(trajectory, self._weights)
         if fault is not None:
             self._unrewarded.failed(f"{trajectory.trajectory_id}: {fault}")

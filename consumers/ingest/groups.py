@@ -91,6 +91,7 @@ class GroupAssembler:
 
     def restore(self, trajectory_ids: Iterable[str]) -> None:
         """The groups of finished trajectories are over: all records of a group are finished together."""
+        # All of them, though the window may have been larger when they were kept.
         closed = dict.fromkeys(group_id_of(name) for name in trajectory_ids)
         self._closed = FIFOCache(max(self._capacity, len(closed)))
         self._closed.update(closed)
@@ -117,6 +118,7 @@ class GroupAssembler:
         entry = self.open.pop(trajectory.group_id, None)
         entry = entry or _OpenGroup(trajectory.num_generations, now, created, position)
         entry.touched_at = now
+        # Samples of one group may be of several attempts: its age is that of the first, whichever came first here.
         entry.created_at = min(entry.created_at, created)
         entry.position = max(entry.position, position)
         self.open[trajectory.group_id] = entry  # at the end: ``expire`` looks at the others first
@@ -130,7 +132,7 @@ class GroupAssembler:
     def expire(self, now: float) -> list[ClosedGroup]:
         """Close the groups whose time is over."""
         late = []
-        for group_id, entry in self.open.items():
+        for group_id, entry in self.open.items():  # least recently touched first
             if now - entry.touched_at < self.timeout_s:
                 break
             late.append(group_id)
@@ -184,6 +186,10 @@ class ActiveTimer:
     _counted_until: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now on; what was counted stays."""
         self._counted_until = self.clock()
 
     async def advance(self, subscription: Subscription, records: int, *, drained: bool) -> None:

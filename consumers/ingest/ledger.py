@@ -20,7 +20,6 @@ from consumers.ingest.groups import ClosedGroup, Rejection
 from consumers.ingest.rejections import RejectionWriter
 from schemas.errors import LifecycleError
 from schemas.identifiers import group_id_of
-from schemas.identifiers import group_id_of
 from schemas.reports import RecordRef, SkipReason
 from schemas.trajectories import Part
 
@@ -180,6 +179,7 @@ class Ledger:
             held.remaining -= 1
             if held.remaining == 0:
                 self._end(held)
+                # Only now: were these finished before, a restart could find the group without them.
                 for rejection in held.withheld:
                     self.skip(rejection, group_id)
 

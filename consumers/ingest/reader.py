@@ -208,6 +208,7 @@ class TrajectoryReader:
         self._subscription = await self._opening.open(self.ledger)
         self._initial_ends = await self._subscription.end_offsets()
         self._caught_up = False
+        self._timer.restart()
         await self._check_caught_up(self._subscription)
 
     async def _close(self) -> None:
@@ -228,6 +229,7 @@ class TrajectoryReader:
             self._process(record)
             if index % RECORDS_PER_YIELD == 0:
                 await asyncio.sleep(0)
+        # A full poll means that more was there: samples that are late may only not have been read yet.
         drained = len(records) < limit and not self._paused
         await self._timer.advance(self._subscription, len(records), drained=drained)
         for closed in self._filter.assembler.expire(self._timer.elapsed_s):
@@ -247,12 +249,13 @@ class TrajectoryReader:
         """Go on behind a gap that opened while reading, if that is accepted."""
         await failed.close()
         self._subscription = await self._opening.open(self.ledger)
-        self._paused = False
+        self._paused = False  # a fresh subscription is not
 
     async def _check_caught_up(self, subscription: Subscription) -> None:
         """Let groups be handed out once everything was read that was there at the start, or memory is full."""
         if self._caught_up:
             return
+        # Paused, it may never get to those ends before a group is taken; waiting on would be for ever.
         if self._paused or _all_read(await subscription.positions(), self._initial_ends):
             self._caught_up = True
             self._arrived.set()
@@ -316,6 +319,7 @@ class TopicOpening:
             BusUnavailable: no broker answers.
         """
         for attempt in range(1, OPEN_ATTEMPTS + 1):
+            # The positions: at the beginning they are the low marks, after a gap while reading they are beyond them.
             start = {TopicPartition(self.topic, n): offset for n, offset in ledger.frontier.positions().items()}
             try:
                 return await self.bus.subscribe(
@@ -348,6 +352,7 @@ class TopicOpening:
             _must_reach(tp, low, ends)
         for tp, record in known.items():
             _must_reach(tp, record.offset + 1, ends)
+        # A known record that retention has deleted since can no longer be compared; all others are.
         held = {tp: record for tp, record in known.items() if record.offset >= begins.get(tp, 0)}
         if held:
             await self._compare(held)

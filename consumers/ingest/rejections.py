@@ -169,10 +169,12 @@ class RejectionWriter:
             BusError: the broker refused a row for good.
         """
         assert self.publisher is not None, "opened before anything is sent"
+        # Reader and trainer both send; one at a time, so that rows leave in the order of their numbers.
         async with self._sending:
             while self._outbox:
                 if self.refused_by is not None:
                     raise self.refused_by
+                # Taken out only when the publisher has it: a cancellation while its buffer is full loses no row.
                 row = self._outbox[0]
                 future = await self.publisher.submit(row.record)
                 self._outbox.popleft()

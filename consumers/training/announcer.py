@@ -21,6 +21,7 @@ SENDS = 10
 """Of one record without a transaction; each waits for its own deadline."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
+"""Pauses double from the one to the other: a leader election takes about a second, a restart of a broker minutes."""
 
 Check = Callable[[], Awaitable[None]]
 """Raises ``Superseded`` if a newer lineage exists."""
@@ -86,6 +87,8 @@ class TransactionalAnnouncer:
                 if failures == ATTEMPTS:
                     raise
                 log.warning("announcement unanswered, trying again", attempt=failures, error=str(error))
+                # The producer may not go on after an unknown outcome: only a new one, under the same transactional id,
+                # aborts what may still be open. That fences whoever holds the id, so the lineage is checked before.
                 await self._discard()
                 await self.pause(min(FIRST_PAUSE_S * 2 ** (failures - 1), LONGEST_PAUSE_S))
                 await self.check()

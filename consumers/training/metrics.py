@@ -48,6 +48,7 @@ class StepTimer:
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the block's duration. Blocks follow each other; they are not nested."""
+        # Durations by the one clock, moments by the other: a clock that is set must not make a phase negative.
         start, at = time.perf_counter(), self.clock()
         try:
             yield

@@ -74,7 +74,7 @@ class TrainedPolicy:
             ModelError: there is no model, or no such device.
         """
         device = resolve_device(training)
-        torch.manual_seed(seed)
+        torch.manual_seed(seed)  # before the model: one without all of its weights draws the missing ones
         model = load_model(
             restored.directory if restored else paths.model,
             device,
@@ -89,6 +89,7 @@ class TrainedPolicy:
         self._training = training
         self._checkpoints = CheckpointStore(paths.checkpoints, training.keep_checkpoints)
         self._weights = WeightStore(paths.weights, training.keep_weight_versions)
+        # The random numbers' state comes last: loading and wrapping models draws from it.
         if restored is not None:
             self.learner.step = restored.state.manifest.step
             self.learner.load_optimizer_tensors(restored.state.optimizer)
@@ -136,7 +137,10 @@ class TrainedPolicy:
         return digests_of(self._tensors())
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The weights by name, on the CPU; kept until the next gradient, for export, digests and checkpoint."""
+        """The weights by name, on the CPU; kept until the next gradient, for export, digests and checkpoint.
+
+        Three uses of one copy from the device, which for a large model takes longer than the optimizer does.
+        """
         if self._named is None:
             self._named = named_tensors(self.learner.model)
         return self._named

@@ -113,9 +113,11 @@ def superfluous(entries: Iterable[CheckpointEntry], written: CheckpointManifest,
 
     ``entries``: newest first, ``written`` among them.
     """
+    # Entries of newer lineages are another trainer's, which this one has not been told of yet: they are not touched.
     own = [entry for entry in entries if entry.order[0] <= written.lineage]
     chain = _Chain([entry.manifest for entry in own if entry.manifest is not None], written)
     kept = [entry for entry in own if entry.manifest is not None and not chain.left_behind(entry.manifest)][:keep]
+    # A damaged one between the kept ones may be mended by hand, and fallen back on; older ones are of no use.
     oldest = min(entry.slot.step for entry in kept)
     damaged = [e for e in own if e.manifest is None and oldest < e.slot.step <= written.step]
     staying = {entry.slot for entry in (*kept, *damaged)}
@@ -128,6 +130,7 @@ class _Chain:
     def __init__(self, manifests: Iterable[CheckpointManifest], newest: CheckpointManifest) -> None:
         parents = {manifest.lineage: manifest.parent for manifest in manifests}
         self._last_steps = {newest.lineage: newest.step}
+        # From child to parent; where a parent's manifest is gone, the chain is known no further.
         parent = newest.parent
         while parent is not None and parent.lineage not in self._last_steps:
             self._last_steps[parent.lineage] = parent.number

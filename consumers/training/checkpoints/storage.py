@@ -197,6 +197,7 @@ class LocalLocation:
 
     def clear_leftovers(self) -> None:
         """Put back a checkpoint whose replacement never came, and delete what was half written."""
+        # ``publish`` died between its two renames: the name is free, and the old checkpoint stands aside.
         for aside in self.root.glob(f"{REPLACED}step_*"):
             target = self.root / aside.name.removeprefix(REPLACED)
             if not target.exists():
@@ -339,6 +340,7 @@ class ObjectLocation:
         key = f"{CLAIMS}/{number}.json"
         if not self._create(key, content):
             return False
+        # Some S3 servers ignore the condition in silence. Asking once more finds out, before two trainers own the run.
         if self._create(key, content):
             raise SettingsError(
                 f"expected {self.url} to honour 'If-None-Match: *', but it overwrote {key}: "

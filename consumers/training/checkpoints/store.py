@@ -107,6 +107,7 @@ class CheckpointStore:
                 manifest = state.manifest.model_copy(update={"files": self._secured(directory)})
                 self.location.publish(slot, directory, manifest, lineage.check)
         except (OSError, SafetensorError) as error:
+            # A newer trainer clears the leftovers of this one: being superseded is then the cause, not the storage.
             with suppress(CheckpointError):
                 lineage.check()
             raise CheckpointError(
@@ -135,6 +136,7 @@ class CheckpointStore:
             CheckpointError: there are checkpoints, and none of them verifies; or the location cannot be read.
         """
         problems = []
+        # Newest first; slots without a sound manifest come before all, so that their problems are on record.
         for entry in sorted(read_entries(self.location), key=lambda entry: entry.manifest is not None):
             try:
                 if entry.manifest is None:

@@ -45,7 +45,7 @@ GRADIENT = (
     CrashPoint("the batch gathered", "batch_gathered", nth=STEP),
     *_around("the optimizer step", "consumers.training.step:PolicyLearner.finish_step", STEP),
     CrashPoint("the step applied", "step_applied", nth=STEP),
-    *_around("marking the records trained", "consumers.ingest.reader:TrajectoryReader.mark_trained", STEP),
+    *_around("marking the records trained", "consumers.ingest.ledger:Ledger.mark_trained", STEP),
     CrashPoint("the records marked", "trained_marked", nth=STEP),
     CrashPoint("the rest skipped", "left_out_skipped", nth=STEP),
 )
@@ -88,6 +88,7 @@ BEFORE_RESUMING = CrashPoint("the step applied", "step_applied", nth=STEP)
 SAMPLE = frozenset(
     {
         "the step applied",
+        "after writing the optimizer",
         "before the checkpoint gets its name",
         "before committing the transaction",
         "resuming: start announced",

@@ -15,7 +15,7 @@ BUILD_TRAINER = "deploy.wiring.trainer:build_trainer"
 
 @dataclass(frozen=True)
 class CrashPoint:
-    """``target``: a value of ``resuming.points.Point``, or ``module:name`` or ``module:Class.name``.
+    """``target``: a value of ``Failpoint``, or ``module:name`` or ``module:Class.name``.
 
     ``nth`` counts from 1 those calls of which one argument, as text, contains ``argument`` (a regular expression).
     ``resumed``: of a trainer that goes on after a crash, instead of the first one.
