@@ -120,6 +120,6 @@ def _started(pid: int) -> str | None:
         except (FileNotFoundError, ProcessLookupError):
             return None
         return None if fields[0] in "ZX" else fields[19]
-    told = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    state, _, started = told.stdout.strip().partition(" ")
+    listed = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    state, _, started = listed.stdout.strip().partition(" ")
     return None if not state or state.startswith("Z") else started.strip()

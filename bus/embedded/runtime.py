@@ -142,9 +142,9 @@ def _make(java: "Java", folder: Path, progress: Progress) -> Runtime:
 
 def _make_checkpoint(runtime: Runtime, spec: NodeSpec) -> None:
     command = runtime.format_command(spec, new_uuid())
-    told = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False)
-    if told.returncode:
-        words = (told.stderr or told.stdout).strip().splitlines() or ["it said nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False)
+    if done.returncode:
+        words = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
         raise BrokerError(f"Kafka's storage tool failed on Java {runtime.java.version}: {words[-1][:300]}")
     os.replace(spec.data / "bootstrap.checkpoint", runtime.bootstrap_checkpoint)
     (spec.data / "meta.properties").unlink()

@@ -8,7 +8,7 @@ Invariants:
 - batches that expire before they were handed to it are dropped, those handed over may still arrive;
 - a producer that gets nothing acknowledged while the broker answers is replaced, a bounded number of times.
 
-A record passes ``KafkaPublisher`` (space, choice of partition), its ``PartitionQueue`` (order) and a ``Batch``.
+A record passes ``KafkaPublisher`` (space, choice of partition), its ``PartitionQueue`` (order) and a ``RecordBatch``.
 """
 
 import asyncio
@@ -145,11 +145,11 @@ class KafkaPublisher:
                 self._producer = await self._connect()
             return self._producer
 
-    def _new_batch(self, partition: TopicPartition) -> "Batch":
+    def _new_batch(self, partition: TopicPartition) -> "RecordBatch":
         builder = new_builder(self._settings.max_batch_bytes, self._settings.compression_type)
-        return Batch(builder, partition, self._settings.delivery_timeout_ms / 1000)
+        return RecordBatch(builder, partition, self._settings.delivery_timeout_ms / 1000)
 
-    async def _send(self, batch: "Batch") -> None:
+    async def _send(self, batch: "RecordBatch") -> None:
         producer: AIOKafkaProducer | None = None
         try:
             producer = await self._connected()
@@ -189,7 +189,7 @@ class KafkaPublisher:
             return False
         return True
 
-    def _drop(self, batch: "Batch") -> None:
+    def _drop(self, batch: "RecordBatch") -> None:
         self._space.release(batch.size)
 
     def _retire(self, producer: AIOKafkaProducer | None) -> None:
@@ -230,7 +230,7 @@ class KafkaPublisher:
         await asyncio.gather(*self._retiring, *(queue.stop(error) for queue in self._queues.values()))
 
 
-def _failure(error: KafkaError, batch: "Batch") -> BusError:
+def _failure(error: KafkaError, batch: "RecordBatch") -> BusError:
     wanted = f"expected {_name_of(batch.partition)} to take a batch of {batch.size} bytes"
     if isinstance(error, LeaderNotAvailableError | NotLeaderForPartitionError):
         return BusUnavailable(f"{wanted}, got no leader for the partition: wait for the brokers, then send it again")
@@ -249,9 +249,9 @@ class PartitionQueue:
     def __init__(
         self,
         partition: TopicPartition,
-        new_batch: Callable[[TopicPartition], "Batch"],
-        send: Callable[["Batch"], Awaitable[None]],
-        drop: Callable[["Batch"], None],
+        new_batch: Callable[[TopicPartition], "RecordBatch"],
+        send: Callable[["RecordBatch"], Awaitable[None]],
+        drop: Callable[["RecordBatch"], None],
         linger_s: float,
     ) -> None:
         self._partition = partition
@@ -259,8 +259,8 @@ class PartitionQueue:
         self._send = send
         self._drop = drop
         self._linger_s = linger_s
-        self._queue: deque[Batch] = deque()
-        self._sending: Batch | None = None
+        self._queue: deque[RecordBatch] = deque()
+        self._sending: RecordBatch | None = None
         self._task: asyncio.Task[None] | None = None
 
     def append(self, record: Outgoing, size: int) -> "asyncio.Future[Position]":
@@ -280,7 +280,7 @@ class PartitionQueue:
         """What is still to be settled, to be waited for."""
         return [batch.settled for batch in self._held() if not batch.settled.done()]
 
-    def _held(self) -> list["Batch"]:
+    def _held(self) -> list["RecordBatch"]:
         return [*self._queue, *([self._sending] if self._sending else [])]
 
     async def _run(self) -> None:
@@ -307,7 +307,7 @@ class PartitionQueue:
         self._queue.clear()
 
 
-class Batch:
+class RecordBatch:
     """Records that travel together, and a future for each. ``deadline_s`` runs from the first record on."""
 
     def __init__(self, builder: BatchBuilder, partition: TopicPartition, deadline_s: float) -> None:

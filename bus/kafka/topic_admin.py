@@ -21,6 +21,7 @@ from schemas.errors import BrokerError
 from schemas.topics import CATALOGUE, Topic
 
 READY_TIMEOUT_S = 30.0
+"""Until new partitions have leaders; a cluster that just started takes seconds."""
 _CLIENT_ID = "streamrl-topics"
 _TOPIC_EXISTS = 36
 _SET_ON_TOPIC = 1

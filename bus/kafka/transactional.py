@@ -24,7 +24,7 @@ from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing, TopicPartition
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
 
-STOP_PATIENCE_S = 1.0
+STOP_PATIENCE_S = 1.0  # a closed publisher has nothing on its way: only connections are closed
 
 log = structlog.get_logger()
 
@@ -113,7 +113,10 @@ class KafkaTransactionalPublisher:
         return batches
 
     async def _meaning_of(self, error: TimeoutError | KafkaError) -> BusError | Superseded:
-        """What a failed transaction means. On a fence the broker is asked: it also fences after a time-out."""
+        """The error to raise for a failed transaction.
+
+        On a fence the broker is asked who holds the id: it also fences a holder whose transaction timed out.
+        """
         doing = f"committing a transaction of {self._id}"
         if _caused_by_fence(error):
             try:

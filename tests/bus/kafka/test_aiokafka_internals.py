@@ -10,6 +10,7 @@ import itertools
 import struct
 from collections.abc import AsyncIterator
 from hashlib import sha256
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from aiokafka.producer.transaction_manager import TransactionManager
 from aiokafka.protocol.api import Request, RequestStruct
 from aiokafka.protocol.fetch import FetchRequest
 
+import bus.kafka
 from bus.kafka.aiokafka_internals import (
     ProducerIdentity,
     client_of,
@@ -89,6 +91,15 @@ READ = [
 def test_the_library_is_the_one_that_was_read(function: Any, digest: str) -> None:
     found = sha256(inspect.getsource(function).encode()).hexdigest()[:12]
     assert found == digest, f"{function.__qualname__} of aiokafka changed: read it anew, see the top of this file"
+
+
+def test_no_other_file_of_the_product_touches_private_parts_of_the_library() -> None:
+    touching = [
+        path.name
+        for path in (Path(bus.kafka.__file__).parents[1]).rglob("*.py")
+        if "SLF001" in (text := path.read_text()) and "aiokafka" in text
+    ]
+    assert touching == ["aiokafka_internals.py"]
 
 
 def test_records_are_read_by_what_was_installed() -> None:
@@ -197,7 +208,7 @@ async def test_the_next_request_is_on_its_way_before_the_caller_decodes(
     bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, fetch_max_wait_ms=500))
     publisher = await bus.publisher("writer")
     subscription = await bus.subscribe([topic], client_id="reader")
-    send = AIOKafkaConnection.send
+    consumer, send = subscription._consumer, AIOKafkaConnection.send
 
     def counting(connection: AIOKafkaConnection, request: Request[Any], **also: Any) -> Any:
         if isinstance(request, FetchRequest):
@@ -207,9 +218,11 @@ async def test_the_next_request_is_on_its_way_before_the_caller_decodes(
     monkeypatch.setattr(AIOKafkaConnection, "send", counting)
     for number in range(10):
         await publisher.publish(Outgoing(topic, bytes([number]), None, 0))
-        await asyncio.sleep(0.05)  # until the record lies in the fetcher's buffer, which ends the request before
+        async with asyncio.timeout(10):
+            while not consumer._fetcher._records or consumer._fetcher._in_flight:
+                await asyncio.sleep(0.01)  # until the record lies in the buffer, and no request is under way
         before = len(written)
-        fetched = await subscription._consumer.getmany(timeout_ms=5000)
+        fetched = await consumer.getmany(timeout_ms=5000)
         assert sum(map(len, fetched.values())) == 1
         assert len(written) == before, "the fetcher asks for more while the caller waits, not at once"
         await let_fetcher_request()

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from bus.kafka import publisher as module
-from bus.kafka.publisher import Batch, PartitionQueue, new_builder
+from bus.kafka.publisher import PartitionQueue, RecordBatch, new_builder
 from bus.port import Outgoing, Position, TopicPartition
 from schemas.errors import BusError, DeliveryUnknown
 
@@ -18,7 +18,7 @@ class Wire:
     batch_bytes: int = 1000
     deadline_s: float = 30.0
     sent: list[int] = field(default_factory=list)
-    dropped: list[Batch] = field(default_factory=list)
+    dropped: list[RecordBatch] = field(default_factory=list)
     at_once: int = 0
     most_at_once: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -26,10 +26,10 @@ class Wire:
     def queue(self) -> PartitionQueue:
         return PartitionQueue(NAME, self.new_batch, self.send, self.dropped.append, 0.0)
 
-    def new_batch(self, name: TopicPartition) -> Batch:
-        return Batch(new_builder(self.batch_bytes, "none"), name, self.deadline_s)
+    def new_batch(self, name: TopicPartition) -> RecordBatch:
+        return RecordBatch(new_builder(self.batch_bytes, "none"), name, self.deadline_s)
 
-    async def send(self, batch: Batch) -> None:
+    async def send(self, batch: RecordBatch) -> None:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         await self.gate.wait()
