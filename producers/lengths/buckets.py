@@ -23,14 +23,13 @@ from pathlib import Path
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-# The last so many lengths, and their quantiles.
-
 
 class RecentLengths:
     """The last so many lengths, in order of arrival and of size."""
 
     def __init__(self, window: int) -> None:
         self._window = window
+        # The same lengths twice: one says which leaves next, the other answers for quantiles at once.
         self._arrived: deque[int] = deque()
         self._sorted: list[int] = []
 
@@ -46,6 +45,7 @@ class RecentLengths:
 
     def quantile(self, share: float) -> int:
         """The smallest length that at least this share of the lengths does not exceed (nearest rank)."""
+        # Nearest rank: of n lengths the one at place ceil(share × n), counted from 1.
         return self._sorted[max(0, math.ceil(share * len(self._sorted)) - 1)]
 
     def rank(self, length: int) -> float:
@@ -131,6 +131,7 @@ class Buckets:
         before = self.boundaries.lengths
         if all(abs(new - old) <= MOVED * old for new, old in zip(fitted, before, strict=True)):
             return
+        # Above all of this process, and above those of earlier processes as long as clocks go forward.
         version = max(self.version + 1, int(self._clock()))
         self.boundaries = Boundaries(version=version, lengths=fitted)
         log.info("bucket boundaries fitted", version=version, boundaries=fitted, before=before)
@@ -141,6 +142,7 @@ class Buckets:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            # Renamed when it is whole, so that a reader sees the old boundaries or the new ones.
             unfinished = self._folder / f".{FILE}.{os.getpid()}.part"
             unfinished.write_text(self.boundaries.model_dump_json())
             unfinished.replace(self._folder / FILE)
@@ -168,7 +170,9 @@ def equal_tokens(in_order: Sequence[int], count: int) -> tuple[int, ...]:
     total = sums[-1] if sums else 0
     boundaries: list[int] = []
     for number in range(1, count + 1):
+        # Boundary k of n is where tokens of shorter completions first exceed k / (n + 1) of all tokens.
         place = bisect_right(sums, total * number / (count + 1))
         length = in_order[min(place, len(in_order) - 1)] if in_order else number
+        # Strictly ascending, though many lengths may be alike.
         boundaries.append(max(length, boundaries[-1] + 1 if boundaries else 1))
     return tuple(boundaries)

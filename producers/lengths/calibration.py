@@ -32,8 +32,10 @@ def recall_of_longest(predicted: ArrayLike, actual: ArrayLike, share: float = LO
     if not len(lengths):
         return None
     count = max(1, round(share * len(lengths)))
+    # Who surely counts as predicted longest, and who shares the places that are left, each by the same part.
     above, tied = _largest(guesses, count)
     chosen = above + tied * (count - above.sum()) / tied.sum()
+    # Recall = |predicted longest and truly longest| / count; of true ties, as many as there are places left.
     above, tied = _largest(lengths, count)
     return float(chosen[above].sum() + min(chosen[tied].sum(), count - above.sum())) / count
 
@@ -52,10 +54,12 @@ def kendall_tau(predicted: ArrayLike, actual: ArrayLike) -> float | None:
     guesses, lengths = np.asarray(predicted, np.float64), np.asarray(actual, np.float64)
     if len(lengths) < 2:
         return None
+    # int8 [N, N]: 1 where row is longer than column, -1 where it is shorter, 0 where they tie.
     by_guess = np.sign(guesses[:, None] - guesses[None, :]).astype(np.int8)
     by_length = np.sign(lengths[:, None] - lengths[None, :]).astype(np.int8)
     if not by_length.any():
         return None
+    # tau-b = (concordant - discordant pairs) / sqrt(pairs untied in one × pairs untied in the other).
     untied = math.sqrt(np.count_nonzero(by_guess)) * math.sqrt(np.count_nonzero(by_length))
     return int((by_guess * by_length).sum(dtype=np.int64)) / untied if untied else 0.0
 
@@ -138,6 +142,7 @@ class Calibration:
     def add(self, estimate: LengthEstimate, output_length: int, dataset: str = "") -> None:
         """Note the actual output length in tokens behind an estimate. The baselines learn it afterwards."""
         alike = self._by_dataset.setdefault(dataset, RecentLengths(self._window))
+        # What the baselines say before they learn this completion, as the predictor had to.
         constant = self._guess(self._all)
         bucket = self._buckets.of(output_length)
         self._outcomes.append(_Outcome(estimate, self._guess(alike), constant, output_length, bucket))
@@ -161,6 +166,8 @@ class Calibration:
             predicted=self._by_bucket([outcome.estimate.bucket for outcome in seen]),
             actual=self._by_bucket([outcome.bucket for outcome in seen]),
             ours=ours,
+            # Who says the same for all ties everywhere, which is what ones do; the upper estimate is a quantile all the
+            # same.
             constant=Ranking(*_order([1] * len(seen), seen), constant.coverage),
             per_dataset=self._ranking(seen, [outcome.per_dataset for outcome in seen]),
             made_by=dict(Counter(outcome.estimate.predictor.partition("/")[0] for outcome in seen)),
@@ -178,5 +185,6 @@ class Calibration:
 
 
 def _order(medians: Sequence[int], seen: Sequence[_Outcome]) -> tuple[float | None, float | None]:
+    # All pairs are compared, so only the newest count.
     lengths = [outcome.length for outcome in seen[-ORDERED:]]
     return recall_of_longest(medians[-ORDERED:], lengths), kendall_tau(medians[-ORDERED:], lengths)

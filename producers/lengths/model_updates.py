@@ -103,6 +103,7 @@ class ModelUpdater:
         self._limit = limit
         self._clock = clock
         self._fitting = BackgroundFit()
+        # The thread appends and the caller pops, both atomic, so that no lock is needed; only the newest counts.
         self._newer: deque[Loaded] = deque(maxlen=1)
         self._version = 0
         self._since_fit = 0
@@ -111,6 +112,7 @@ class ModelUpdater:
         self._folder_changed_at: float = -math.inf
         self.reservoir = Reservoir(settings.reservoir_size, ROW_WIDTH) if settings.fits_in_thread else None
         self.may_fit = True
+        # The first model is waited for: a run that has one begins with it.
         if settings.model_dir is not None:
             self._fitting.start(self._load)
             self._fitting.wait()
@@ -138,6 +140,7 @@ class ModelUpdater:
         if folder is None or self._settings.fits_in_thread or now - self._checked_at < CHECK_INTERVAL_S:
             return
         self._checked_at = now
+        # A version that is renamed into the folder changes its time stamp; without that, nothing is opened.
         if not self._fitting.is_busy and folder.exists() and folder.stat().st_mtime_ns != self._folder_changed_at:
             self._fitting.start(self._load)
 
@@ -146,6 +149,7 @@ class ModelUpdater:
         self._since_fit += count
         if self.may_fit and self._since_fit >= self._fit_interval() and not self._fitting.is_busy:
             self._since_fit = 0
+            # The thread gets copies, so that completions can be learned meanwhile.
             snapshot = self._snapshot(levels)
             self._fitting.start(lambda: self._fit(*snapshot, newest))
 
@@ -173,10 +177,12 @@ class ModelUpdater:
 
     def _fit(self, observed: Observations, levels: dict[str, tuple[float, int]], newest: int) -> None:
         forest = fit(observed, (0.5, self._settings.quantile), self._limit)
+        # Trees that cannot be walked would fail at every prediction.
         forest.check(ROW_WIDTH, quantiles=2)
         folder = self._settings.model_dir
         kept = 1 if folder is None else ModelStore(folder, KIND).next_version()
         model = LengthModel(forest, max(self._version + 1, kept), newest, len(observed))
+        # In use from now on, with the levels of now; that it is kept comes second, and may fail.
         self._newer.append((model, {}))
         log.info("length model fitted", model=model.name, observations=len(observed), policy_version=newest)
         if folder is not None:
@@ -186,6 +192,7 @@ class ModelUpdater:
         folder = self._settings.model_dir
         if folder is None or not folder.exists():
             return
+        # Before the models are read: what is added meanwhile is seen at the next check.
         changed_at = folder.stat().st_mtime_ns
         if self._settings.predictor == "language_model":
             from producers.lengths.language_model import load_newest as load_language_model  # needs torch

@@ -71,6 +71,7 @@ def score(predictions: Sequence[PredictedLength]) -> dict[str, RankingScores]:
 
 
 def _scores(medians: NDArray[np.float64], uppers: NDArray[np.float64], lengths: NDArray[np.float64]) -> RankingScores:
+    # Tau takes memory with the square of the count, so it is over every step-th completion.
     step = math.ceil(len(lengths) / MAX_PAIRS)
     return RankingScores(
         completions=len(lengths),
@@ -85,6 +86,7 @@ def baselines(
 ) -> dict[str, list[PredictedLength]]:
     """Of what was fitted to, lengths by data set: the same quantiles for all, and those of the data set."""
     every = [length for lengths in train.values() for length in lengths]
+    # A data set that nothing was fitted to gets the quantiles of all.
     constant = _quantiles(every, upper)
     own = {dataset: _quantiles(lengths, upper) for dataset, lengths in train.items()}
     return {
@@ -143,10 +145,12 @@ def fit_trees(completions: Sequence[ObservedCompletion], out: Path, quantile: fl
         model_dir=out,
     )
     predictor = LearnedLengths(settings, _loop(completions))
+    # One fit to everything at the end, in place of one every so often on the way.
     predictor.hold_fits(True)
     for completion in fitted_to:
         predictor.observe(completion)
     predictor.fit_now()
+    # The predictor holds the version that was just written to the folder.
     model = predictor.model
     assert model is not None, "just fitted"
     return _fitted("learned", model.version, fitted_to, _predict(predictor, held_out), quantile)
@@ -180,6 +184,7 @@ def fit_language_model(
         details={"scale": examples.scale},
     )
     save(regressor, manifest, out)
+    # Scored as a run would ask it: through the predictor, from the folder.
     settings = LengthSettings(predictor="language_model", quantile=quantile, min_observations=1, model_dir=out)
     predictor = LearnedLengths(settings, _loop(completions))
     return _fitted("language_model", manifest.version, fitted_to, _predict(predictor, held_out), quantile)
@@ -213,4 +218,5 @@ def _fitted(
 
 
 def _place(completion: ObservedCompletion) -> float:
+    # Uniform in 0 to 1, and the same for all completions of a prompt and in every fit.
     return xxhash.xxh3_64_intdigest(completion.prompt.prompt_id.encode()) / 2**64

@@ -54,6 +54,7 @@ class ObservedCompletion:
     @classmethod
     def of(cls, trajectory: Trajectory, prompt: Prompt | None = None) -> "ObservedCompletion":
         """From the topic's record; without the prompt that was ordered, from the record's text of it."""
+        # The record has the prompt as one text: turns and columns are known only to who sent the order.
         if prompt is None:
             prompt = Prompt(prompt_id=trajectory.prompt_id, dataset=trajectory.dataset, content=trajectory.prompt_text)
         return cls(
@@ -98,6 +99,7 @@ class ObservedQuantiles:
 
     def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
         """An estimate from the narrowest class of prompts that was seen often enough."""
+        # From the narrowest to the widest: the first that was seen often enough answers.
         classes = _classes(prompt.dataset, len(prompt.text))
         for name, similar in zip(("prompt_length", "dataset", "all"), classes, strict=True):
             lengths = self._seen.get(similar)
@@ -108,6 +110,7 @@ class ObservedQuantiles:
     def observe(self, completion: ObservedCompletion) -> None:
         """Learn the output length (tokens) of a finished completion."""
         self.buckets.observe(completion.length)
+        # A completion counts in all three classes that it belongs to.
         for similar in _classes(completion.prompt.dataset, len(completion.prompt.text)):
             self._seen.setdefault(similar, RecentLengths(self._settings.window)).add(completion.length)
 
@@ -138,6 +141,7 @@ def _length_class(prompt_length: int) -> int:
 
 def prior(settings: LengthSettings, loop: LoopSettings, buckets: Buckets, name: str) -> LengthEstimate:
     """The estimate before anything is seen: a fixed share of the completion limit."""
+    # Of the spread nothing is known either, so median and upper estimate are the same.
     length = max(1, round(settings.prior_fraction * loop.max_completion_length))
     return LengthEstimate(
         median=length,
@@ -198,10 +202,12 @@ class TraceLengths:
         try:
             lengths = [self._length_of(group_id, index, prompt) for index in range(self._loop.num_generations)]
         except DataError as error:
+            # Once: a trace that lacks one prompt most likely lacks many.
             if not self._warned:
                 log.warning("no length in the trace", prompt=prompt.prompt_id, error=str(error))
             self._warned = True
             return self._estimate(self._loop.max_completion_length / 2, self._loop.max_completion_length, "trace/none")
+        # One factor for median and longest: the noise is about the prompt, not about its samples.
         factor = math.exp(self._sigma * _score(prompt.prompt_id)) if self._sigma else 1.0
         margin = math.exp(self._sigma * _P90)
         return self._estimate(factor * median_low(lengths), margin * factor * max(lengths), "trace")
@@ -224,5 +230,6 @@ class TraceLengths:
 
 def _score(name: str) -> float:
     """Standard normal, by a hash."""
+    # Half a step in from either end, where the inverse of the distribution is infinite.
     bits = xxhash.xxh3_64_intdigest(f"trace-noise/{name}".encode()) >> (64 - _BITS)
     return NormalDist().inv_cdf((bits + 0.5) / (1 << _BITS))

@@ -82,6 +82,7 @@ class TreeTrainer:
     """The predictor that fits in a thread, with nobody who asks it."""
 
     def __init__(self, settings: LengthSettings, loop: LoopSettings) -> None:
+        # It fits as a dispatcher's own thread would; boundaries of buckets are the dispatcher's.
         self._predictor = LearnedLengths(settings.model_copy(update={"refit": "thread", "buckets": "fixed"}), loop)
 
     def observe(self, completion: ObservedCompletion) -> None:
@@ -122,11 +123,13 @@ class LanguageModelTrainer:
     def observe(self, completion: ObservedCompletion) -> None:
         """Learn a finished completion; once the sample is full, a random older one leaves."""
         self._newest = max(self._newest, completion.version)
+        # A random one leaves, so that old completions fade out as they do in a Reservoir.
         if len(self._sample) < self._settings.reservoir_size:
             self._sample.append(completion)
         else:
             self._sample[self._random.randrange(len(self._sample))] = completion
         self._since_fit += 1
+        # Few at first, since each completion then says much.
         interval = min(self._settings.refit_every, max(self._settings.min_samples, len(self._sample) // 2))
         if not self._held and self._since_fit >= interval and not self._fitting.is_busy:
             self._since_fit = 0
@@ -155,6 +158,7 @@ class LanguageModelTrainer:
         examples = make_training_set(completions, scale=None if before is None else before.details["scale"])
         regressor = open_regressor(start)
         version = self._store.next_version()
+        # As many passes as the seconds allow.
         tuning = FineTuning(epochs=1e9, seconds=self._settings.refit_seconds, seed=version)
         loss = train(regressor, examples, self._settings.quantile, tuning, self._closing.is_set)
         if self._closing.is_set():
@@ -203,6 +207,7 @@ class Ranker:
         log.info("ranker ended", completions=self.learned)
 
     async def _learn(self, trajectories: Subscription, control: Subscription, stop: asyncio.Event) -> None:
+        # What is there now is the past: a model made half-way through it would be of an older policy than the newest.
         ends = await trajectories.end_offsets()
         committed_at, is_held, finished = self.clock(), True, False
         self.trainer.hold(True)
@@ -223,6 +228,7 @@ class Ranker:
     async def _commit(self, trajectories: Subscription, positions: dict[TopicPartition, int]) -> None:
         try:
             await trajectories.commit(positions)
+        # The group may be rebalancing or the broker away; nobody but displays looks at the position.
         except Exception as error:
             log.warning("ranker's position not committed", error=str(error))
 
@@ -230,6 +236,7 @@ class Ranker:
         message = message_of(record)
         if not isinstance(message, Trajectory) or message.finish_reason is FinishReason.ABORT:
             return
+        # Delivery is at least once; a repeat must not count twice.
         if message.trajectory_id in self._seen:
             return
         self._seen[message.trajectory_id] = None

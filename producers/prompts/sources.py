@@ -89,6 +89,7 @@ class StoredSource:
         Raises:
             DataError: the table changed since it was opened, or the prompt is too large.
         """
+        # The row at `place` of that pass's own order.
         data_pass, place = divmod(position, len(self._kept))
         index = self._order_of(data_pass)[place]
         where = self._table.where(index)
@@ -146,6 +147,7 @@ def open_dataset(name: str, options: dict[str, JsonValue], *, size: int = 500, s
     Raises:
         DataError: there is no such data set, or it refuses an option.
     """
+    # Some of the library's modules have invalid escape sequences, which Python reports when it compiles them.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         from reasoning_gym.factory import DATASETS, create_dataset
@@ -173,6 +175,7 @@ class ReasoningGymSource:
         self._names = tuple(settings.parts)
         self._bounds = tuple(accumulate(part.weight for part in settings.parts.values()))
         self._datasets: dict[tuple[str, int], GymDataset] = {}
+        # A wrong name or option ends the run now, not at the first prompt of a rare part.
         for name in self._names:
             self._dataset(name, 0)
 
@@ -184,6 +187,7 @@ class ReasoningGymSource:
         """
         data_pass, index = divmod(position, self._settings.size)
         name = self._dataset_at(index)
+        # Attempt 0 is the data set itself; each further one has the next seed, one size later.
         for attempt in range(MAX_FILTER_ATTEMPTS):
             entry = self._entry(name, attempt, index)
             if self._accepts(entry):
@@ -259,6 +263,7 @@ def make_prompt(
             content=_worded(settings, content, where),
             columns={str(name): json_safe(value) for name, value in columns.items()},
         )
+        # Measured as it will travel: columns count as much as the text does.
         size = len(msgpack.packb(prompt.model_dump()))
     except (ValidationError, ValueError, OverflowError, RecursionError) as error:
         raise DataError(f"expected a prompt that can be sent at {where}, got: {error}") from error
@@ -275,6 +280,7 @@ def _worded(settings: DataSettings, content: Any, where: str) -> str | tuple[Cha
         return (*system, ChatTurn(role="user", content=text)) if as_chat else text
     if not isinstance(content, list) or not content:
         raise DataError(f"expected text or a list of chat turns as prompt at {where}, got {type(content).__name__}")
+    # A system turn that the data set brings along counts for more than the settings' own.
     turns = tuple(ChatTurn.model_validate(turn) for turn in content)
     return turns if turns[0].role == "system" else (*system, *turns)
 
@@ -284,10 +290,13 @@ def json_safe(value: Any) -> JsonValue:
     match value:
         case Enum():
             return json_safe(value.value)
+        # Before int, which bool is a kind of.
         case None | bool():
             return value
+        # What msgpack can hold: 64 bits. A larger number is worth more as text than as an error.
         case int():
             return int(value) if -(2**63) <= value < 2**64 else str(value)
+        # The difference is NaN for NaN and for both infinities, which JSON has no words for.
         case float():
             return float(value) if value - value == 0 else str(value)
         case str():
@@ -296,8 +305,10 @@ def json_safe(value: Any) -> JsonValue:
             return {str(key): json_safe(item) for key, item in value.items()}
         case list() | tuple():
             return [json_safe(item) for item in value]
+        # A set's order differs between processes, and a position names one prompt in all of them.
         case set() | frozenset():
             return [json_safe(item) for item in sorted(value, key=repr)]
+        # Scalars and arrays of numpy and torch, without importing either.
         case _ if hasattr(value, "tolist"):
             return json_safe(value.tolist())
         case _:

@@ -77,6 +77,7 @@ def open_table(settings: DataSettings, path: str) -> Table:
         if place.suffix.lower() == ".jsonl":
             return _jsonl(place, settings.split, name)
         return open_file(place, settings.split, name)
+    # data/train.jsonl could be a name on the hub but for its ending; more likely that file is missing.
     if builder_of(place) or not HUB_ID.fullmatch(path):
         raise DataError(f"expected a file, a directory or a data set of the hub at data.path, got {path}: no such file")
     return open_hub(path, settings.subset, settings.split, name)
@@ -85,6 +86,7 @@ def open_table(settings: DataSettings, path: str) -> Table:
 def plain_name(path: str) -> str:
     """What prompts are called after: the last part of a path without its endings, letters of other kinds as dashes."""
     last = Path(path).expanduser().absolute().name
+    # Group ids and metrics carry the name, so it has plain characters only and is not long.
     stem = re.split(r"\.(?=jsonl?|parquet|csv|arrow)", last)[0]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:64] or "prompts"
 
@@ -108,6 +110,7 @@ class JsonlTable:
         """
         self.name = name
         self._path = path
+        # The file is read through once, then line by line at these offsets, 8 bytes each.
         self._offsets = array("Q")
         self._lines = array("Q")
         try:
@@ -153,6 +156,7 @@ class JsonlTable:
 
     def _parse(self, raw: bytes, index: int) -> Row:
         try:
+            # NaN and Infinity, which Python reads, would fail only when the prompt is sent.
             row = json.loads(raw, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
             raise DataError(f"expected a JSON object in {self.where(index)}, got: {error}") from error
@@ -196,6 +200,7 @@ class ArrowTable:
 
     def scan(self, columns: Collection[str] | None) -> Iterator[Row]:
         """All rows; about half a million a second with the columns of a prompt."""
+        # Only what is needed is decoded: images and long texts stay on disk.
         wanted = self._dataset
         if columns is not None:
             wanted = wanted.select_columns([name for name in wanted.column_names if name in columns])
@@ -213,6 +218,7 @@ class ArrowTable:
 
 def builder_of(path: Path) -> str | None:
     """Which reader a file's name asks for; compressed ones end in ``.jsonl.gz`` and the like."""
+    # Of train.jsonl.gz the ending before that of the compression counts.
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -237,6 +243,7 @@ def open_directory(path: Path, subset: str | None, split: str, name: str) -> Arr
     Raises:
         DataError: there is no such split or subset, or nothing that can be read.
     """
+    # save_to_disk has a layout of its own, which load_dataset would take for loose data files.
     if any((path / file).exists() for file in SAVED):
         return _opened(str(path), name, lambda _: _saved(path, split))
     return _opened(str(path), name, lambda load: load(str(path), subset, split=split))
@@ -255,6 +262,7 @@ def _opened(path: str, name: str, read: Callable[[Callable[..., Any]], Any]) -> 
     """The table that ``read`` makes with the library's ``load_dataset``, which takes seconds to import."""
     import datasets
 
+    # The library prints progress and advice by itself; what matters is in the error that is raised here.
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     try:
@@ -283,6 +291,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _advice(error: BaseException) -> str:
+    # Words of the library's messages: where they change, only the advice is lost.
     text = str(error)
     if "split" in text:
         return "; set data.split"
@@ -321,6 +330,7 @@ class ColumnMap:
         answer = _at(row, self.answer)
         if answer is _MISSING and self.needs_answer:
             raise _missing(f"an answer in column {self.answer!r}", row, where, "data.answer_column")
+        # The parent of a nested value stays: it may hold what rewards need.
         columns = {name: value for name, value in row.items() if name not in (self.prompt, self.answer)}
         return prompt, columns if answer is _MISSING else columns | {ANSWER: answer}
 
@@ -334,6 +344,7 @@ FORMATS = {
 
 def column_map(settings: DataSettings) -> ColumnMap:
     """The format's columns, with those that are given by name in their place."""
+    # Who names an answer column is told of rows without it; the format's own may be missing.
     preset = FORMATS[settings.format]
     return ColumnMap(
         settings.prompt_column or preset.prompt,
@@ -368,6 +379,7 @@ def _fault_of(prompt: Any) -> str | None:
         return None if prompt.strip() else "an empty text"
     if not isinstance(prompt, list):
         return "nothing" if prompt is None else type(prompt).__name__
+    # A chat template would fail on such a turn only later, in a worker.
     for number, turn in enumerate(prompt, start=1):
         if not isinstance(turn, Mapping):
             return f"{type(turn).__name__} as turn {number}"

@@ -63,12 +63,15 @@ class DatasetLevels:
         """Note a length in tokens; ``explained``: how far over its level the model had seen it, if there was one."""
         value = math.log(max(1, length))
         for level in (self._levels.setdefault(dataset, _Level()), self._all):
+            # How far the completion was above what level and model together say.
             error = value - (explained or 0.0) - level.mean - self._shared
             level.count += 1
+            # The mean of the first ones; from then on fixed steps.
             if level.count <= SETTLED or explained is None:
                 level.mean += error / min(level.count, SETTLED)
             else:
                 level.mean += math.copysign(OWN_STEP, error)
+        # A policy that writes more does so for all data sets, so each of them moves what they share.
         if explained is not None and self._levels[dataset].count > SETTLED:
             self._shared += math.copysign(SHARED_STEP, value - explained - self.of(dataset))
 
@@ -79,6 +82,7 @@ class DatasetLevels:
     def load(self, dumped: Mapping[str, tuple[float, int]]) -> None:
         """Take over what was dumped, as the levels to go on from; of other data sets ours stay."""
         known = {**self.dump(), **dumped}
+        # Dumped levels contain what was shared then.
         self._shared = 0.0
         self._levels = {dataset: _Level(mean, count) for dataset, (mean, count) in known.items()}
         total = sum(level.count for level in self._levels.values())
@@ -136,10 +140,13 @@ class PromptHistory:
 
     def add(self, prompt_id: str, distance: float, seen: tuple[int, float]) -> None:
         """Note a completion's distance from the model; ``seen``: the prompt's past before its group."""
+        # Before the past is changed: pairs of past and outcome as they were at the prediction. Classes of 1, 2-3, 4-7,
+        # … seen.
         if seen[0]:
             self._slopes.setdefault(seen[0].bit_length(), _DecayedSlope()).add(seen[1], distance)
         past = self._past.setdefault(prompt_id, _PromptPast())
         past.count += 1
+        # A plain mean of the first RECENT, then an exponential one.
         past.mean += (distance - past.mean) / min(past.count, RECENT)
 
 
@@ -186,6 +193,7 @@ class Reservoir:
 
     def add(self, row: Row, *, level: float, length: int, censored: bool, dataset: str) -> None:
         """Note one; when full, a random other one leaves. A level that is not settled yet is NaN."""
+        # Filled in order, then at random.
         slot = self._size if self._size < self._capacity else self._random.randrange(self._capacity)
         self._size = max(self._size, slot + 1)
         self._all.rows[slot] = row
@@ -199,6 +207,7 @@ class Reservoir:
         held = slice(0, self._size)
         dataset = self._all.dataset[held].copy()
         level = self._all.level[held].copy()
+        # Levels that had not settled then are known better now.
         now = np.array([levels.of(name) for name in self._number_of], np.float32)
         unsettled = np.isnan(level)
         level[unsettled] = now[dataset[unsettled]]

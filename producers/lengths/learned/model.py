@@ -35,12 +35,12 @@ PARAMETERS: dict[str, Any] = {
     "num_leaves": 15,
     "max_depth": 6,
     "min_data_in_leaf": 24,
-    "feature_fraction": 0.4,
+    "feature_fraction": 0.4,  # many hashed columns, of which each tree needs few
     "bagging_fraction": 0.8,
     "bagging_freq": 1,
     "max_bin": 63,
     "lambda_l2": 1.0,
-    "num_threads": 1,
+    "num_threads": 1,  # the rest of the dispatcher runs beside a fit
     "deterministic": True,
     "force_col_wise": True,
     "seed": 0,
@@ -80,6 +80,7 @@ class Forest:
             MalformedFrame: with what is wrong.
         """
         nodes = len(self.feature)
+        # children lie in pairs, so pair n belongs to node n.
         own = np.repeat(np.arange(nodes), 2)
         wrong = {
             "arrays of different lengths": not len(self.threshold)
@@ -89,6 +90,7 @@ class Forest:
             "no trees": self.roots.ndim != 2 or self.roots.shape[0] != quantiles or self.roots.size == 0,
             "depth": not 0 <= self.depth <= MAX_DEPTH,
         }
+        # Only where shapes are right, or the comparisons themselves would fail.
         if not any(wrong.values()):
             wrong = {
                 "unknown features": bool(((self.feature < 0) | (self.feature >= width)).any()),
@@ -167,6 +169,7 @@ def packed(ensembles: list[list[dict[str, Any]]]) -> Forest:
     most = max(map(len, ensembles))
     roots = np.zeros((len(ensembles), most), np.int32)
     for row, ensemble in enumerate(ensembles):
+        # A single leaf of 0 adds nothing to a sum.
         for column, tree in enumerate([*ensemble, *[{"leaf_value": 0.0}] * (most - len(ensemble))]):
             roots[row, column] = len(nodes)
             deepest = max(deepest, _add(tree, nodes))
@@ -187,6 +190,7 @@ def _add(tree: dict[str, Any], nodes: list[tuple[int, float, int, int, float]]) 
     if "split_feature" not in tree:
         nodes.append((0, 0.0, own, own, float(tree["leaf_value"])))
         return 0
+    # Its place is taken before the children's, and filled in when their places are known.
     nodes.append((0, 0.0, own, own, 0.0))
     depth = _add(tree["left_child"], nodes)
     right = len(nodes)

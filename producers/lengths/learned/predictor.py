@@ -112,6 +112,7 @@ class Margins:
 
     def of(self, dataset: str) -> float:
         """What to add to the upper prediction; zero until enough is known."""
+        # The data set's own residuals where there are enough, else those of all.
         for residuals in (self._by_dataset.get(dataset), self._all):
             if residuals is not None and len(residuals) >= ENOUGH:
                 return residuals.quantile(self._share)
@@ -152,6 +153,7 @@ class RequestOrder(Generic[Finished]):
         held.append(completion)
         self._waiting += 1
         due: list[Finished] = []
+        # From the oldest on, whole groups; one that is not whole only if too many wait behind it.
         while self._asked and self._is_due(next(iter(self._asked.values()))):
             _, held = self._asked.popitem(last=False)
             self._waiting -= len(held)
@@ -185,6 +187,7 @@ class LearnedLengths:
         self._history = PromptHistory()
         self._margins = Margins(settings.quantile)
         self._open: FIFOCache[str, _GroupDescription] = FIFOCache(MAX_OPEN_GROUPS)
+        # Groups of two windows are under way at a time; more must not wait for the slowest of them.
         self._in_order = RequestOrder[ObservedCompletion](
             loop.num_generations, max(FEW, 2 * loop.groups_per_step * loop.num_generations)
         )
@@ -218,6 +221,7 @@ class LearnedLengths:
         try:
             self._updater.check_folder()
             self._take_newer()
+            # Whatever goes wrong in here, the dispatcher gets an estimate.
             estimate = self._predict(prompt, group_id)
         except Exception as error:
             self._failed("prediction", error)
@@ -244,12 +248,14 @@ class LearnedLengths:
 
     def _predict(self, prompt: Prompt, group_id: str) -> LengthEstimate | None:
         group = self._describe(prompt)
+        # Asked again before anything of the group was learned: the newer description counts.
         if group_id and (group_id not in self._open or group_id in self._in_order):
             self._keep(group_id, group)
             self._in_order.ask(group_id)
         model = self._model
         if model is None or group.quantiles is None:
             return None
+        # Quantiles over a level that is not known say nothing: the observed ones answer.
         if self._levels.count(prompt.dataset) < self._settings.min_observations:
             return None
         known = self._levels.of(prompt.dataset) + self._history.effect(group.seen)
@@ -264,6 +270,7 @@ class LearnedLengths:
         )
 
     def _tokens(self, logarithm: float) -> int:
+        # The limit first: exp of a wild prediction would overflow.
         limit = self._loop.max_completion_length
         return max(1, round(math.exp(min(logarithm, math.log(limit)))))
 
@@ -277,6 +284,7 @@ class LearnedLengths:
     def _learn(self, completion: ObservedCompletion) -> None:
         self._newest = max(self._newest, completion.version)
         group = self._described(completion)
+        # The level that the prediction rested on; where it had not settled, that of now.
         level = self._levels.of(completion.prompt.dataset) if math.isnan(group.level) else group.level
         relative = math.log(max(1, completion.length)) - level
         self._sample(completion, group)
@@ -301,6 +309,7 @@ class LearnedLengths:
             self._levels.add(prompt.dataset, length)
             return
         (median, upper), effect = group.quantiles, self._history.effect(group.seen)
+        # Each part learns from what the parts before it leave unexplained.
         self._margins.add(prompt.dataset, relative - effect - upper)
         self._history.add(prompt.prompt_id, relative - median, group.seen)
         self._levels.add(prompt.dataset, length, median + effect)
@@ -325,6 +334,7 @@ class LearnedLengths:
         self._open[group_id] = group
 
     def _take_newer(self) -> None:
+        # Model and levels change together, between two predictions.
         newer = self._updater.take_newer()
         if newer is not None:
             self._model, levels = newer
