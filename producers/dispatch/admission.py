@@ -70,6 +70,7 @@ class Batches:
 
     def next_due(self) -> int:
         """The step that the next new group is for."""
+        # Up to step s there are (s - current) × B places: the first step that leaves one is the group's.
         step, taken = self.current + 1, self._taken(self.current + 1)
         while taken >= (step - self.current) * self.size:
             step += 1
@@ -81,6 +82,7 @@ class Batches:
 
         After a resume a later step may have too many. Then an earlier one still gets what it lacks: the trainer waits.
         """
+        # Places up to a step less the groups for it and those before; the most of all steps, so that none goes short.
         most, taken = 0, self._taken(self.current)
         for step in range(self.current + 1, last + 1):
             taken += self._groups[step]
@@ -124,6 +126,7 @@ class AdmissionLedger:
         self._base: dict[str, PolicyVersion] = {}
         self._missing: dict[str, int] = {}
         self._missing_of: Counter[int] = Counter()
+        # In the order in which they ended, the oldest on the left.
         self._ended: deque[_Ended] = deque()
         self.current: PolicyVersion | None = None
         self._origin = 0
@@ -215,6 +218,7 @@ class AdmissionLedger:
         base = self._base_of(held)
         if self._batches is not None:
             return self._batches.due_step(group_id) <= self._last_step(base.number)
+        # No older than the group is anyway; or young enough that all that is under way is trained in time.
         return base.number >= self._base[group_id].number or self._under_way() <= self._limit(base.number)
 
     def move(self, group_id: str, held: PolicyVersion) -> None:
@@ -229,6 +233,7 @@ class AdmissionLedger:
 
     def restore(self, group_id: str, held: PolicyVersion, due_step: int = 0) -> None:
         """Take a group into account that was admitted by an earlier dispatcher."""
+        # A group may have been ordered more than once; the lowest version that had a part in it counts.
         base = self._base.setdefault(group_id, held)
         self._take_place(group_id, due_step)
         self._miss(group_id, base.number)
@@ -260,10 +265,12 @@ class AdmissionLedger:
         A newer lineage with a lower number means that the trainer resumed: the groups that ended since then are in
         flight again, because it will read them again. They count as produced: what it had is on the topic.
         """
+        # A repeat, or a trainer that another has replaced.
         if self.current is not None and version <= self.current:
             return False
         if self.current is not None and version.lineage > self.current.lineage:
             self._rewind(version)
+        # What older lineages said above this number is undone (`is_undone`).
         if version.lineage > self.lineage:
             self._origin = version.number
         self.current = version
@@ -277,20 +284,24 @@ class AdmissionLedger:
 
     def _rewind(self, version: PolicyVersion) -> None:
         kept = deque(ended for ended in self._ended if ended.number <= version.number)
+        # The trainer will read them again. They hold nobody back: their samples are on the topic.
         for ended in self._ended:
             if ended.number > version.number:
                 self._base[ended.group_id] = ended.base
                 self._take_place(ended.group_id, ended.due_step)
         self._ended = kept
+        # Weights of older lineages count as the new one's of the same number, as far as it has got.
         for group_id, base in self._base.items():
             if base.lineage < version.lineage:
                 self._set_base(group_id, PolicyVersion(version.lineage, min(base.number, version.number)))
 
     def _base_of(self, held: PolicyVersion) -> PolicyVersion:
         assert self.current is not None
+        # A worker may be ahead of what we know of the trainer; then the lower number is the safe one.
         return PolicyVersion(held.lineage, min(held.number, self.current.number))
 
     def _lower(self, group_id: str, base: PolicyVersion) -> None:
+        # Both workers may have sampled tokens of it.
         known = self._base[group_id]
         self._set_base(group_id, PolicyVersion(min(known.lineage, base.lineage), min(known.number, base.number)))
 

@@ -53,7 +53,7 @@ class Dispatcher:
     """One per run; a second one supersedes the first. A restart rebuilds everything from the topics.
 
     ``seed``: what the random numbers of all samples are drawn from; none leaves that to the engines. ``on_tick`` is
-    told, by name, of every turn of a loop. ``curve``: a worker's decode steps, in seconds of the clock; its scale is
+    called, by name, at every turn of a loop. ``curve``: a worker's decode steps, in seconds of the clock; its scale is
     corrected by what arrives. ``history_steps``: how many steps a resumed trainer may be behind the one before it.
     """
 
@@ -98,6 +98,7 @@ class Dispatcher:
         """
         publisher = await self.bus.transactional(f"{self.run_name}.{CLIENT_ID}")
         try:
+            # Once per rebuilding: records that nobody had trained yet may have expired while we served.
             while await self._rebuild_and_serve(publisher, stop):
                 log.warning("samples expired before they were trained; they are looked for, and ordered again")
                 self._forget_everything()
@@ -122,6 +123,7 @@ class Dispatcher:
         while not stop.is_set() and not self.state.is_over(self.clock()):
             self.on_tick("dispatch")
             self._extend_leases_by_own_pause(self.clock() - polled_at)
+            # Without waiting while there is more to send.
             records = await subscription.poll(timeout_s=0.0 if has_more else self.settings.poll_s)
             polled_at = self.clock()
             for record in records:
@@ -132,6 +134,7 @@ class Dispatcher:
             await self._extend_leases_by_outage(subscription, bool(records))
             has_more = False
             if self.state.mode == "run" and not self.state.finished:
+                # One transaction: of a turn's orders all are sent or none.
                 again = self._reorders()
                 new, has_more = await self._new_orders(stop)
                 await self._commit(publisher, again + new, stop)
@@ -169,6 +172,7 @@ class Dispatcher:
         for flight in self.state.take_from_lost_workers(self._checked_at):
             now = self.clock()
             group_id = flight.order.group_id
+            # Many workers have failed at it, so it is the prompt that they fail at.
             if flight.order.attempt + 1 >= self.settings.max_attempts:
                 log.error("group given up", group=group_id, attempts=flight.order.attempt + 1)
                 self.state.give_up(flight, now)
@@ -199,6 +203,7 @@ class Dispatcher:
             created_at, due_step = self.state.created_at(now), self.state.ledger.next_due
             order = build_order(self.loop, pending, worker, created_at=created_at, due_step=due_step, seed=self.seed)
             self.state.admit(order, worker, now)
+            # The next choice must see what the worker has now.
             scheduler.sent(worker)
             orders.append(self._record(order))
             size += len(orders[-1].value or b"")
@@ -215,6 +220,7 @@ class Dispatcher:
     async def _draw_ahead(self) -> bool:
         """Where drawing is slow, a slice of the next window, once most of this one is sent; true if there is more."""
         window = self.loop.groups_per_step
+        # Only once three quarters of this window are sent: the estimates of the next are to be fresh.
         if 4 * len(self.scheduler.queues) > window or not self._prefetcher.is_slow(window):
             return False
         return await self._prefetcher.prepare(self.state.positions.upcoming(window))
@@ -255,6 +261,7 @@ class PromptPrefetcher:
         await self._read([position for position in positions if position not in self._ahead])
         drawn = [self._ahead.pop(position) for position in positions]
         began = self.clock()
+        # An estimate made when the prompt was drawn ahead is renewed, as far as the time reaches.
         for number, pending in enumerate(drawn):
             if self.clock() - began > SLOW_S:
                 break
@@ -274,6 +281,7 @@ class PromptPrefetcher:
     async def _read(self, positions: Sequence[int]) -> None:
         for start in range(0, len(positions), SLICE):
             part, began = positions[start : start + SLICE], self.clock()
+            # In a thread: an entry may take long to make, and heartbeats must be read meanwhile.
             found = await asyncio.to_thread(self._prompts, part)
             for position, (prompt, data_pass) in zip(part, found, strict=True):
                 group_id = make_group_id(prompt.prompt_id, data_pass)

@@ -50,6 +50,7 @@ class Candidate:
 
     def has_room_within(self, samples: int, concurrency: int) -> bool:
         """Whether with the order it runs about so many; an idle worker takes any order."""
+        # Half of the order's samples, rounded up, must fit: a group is let in rather than slots left empty for it.
         return self.capacity > 0 and (not self.sequences or self.sequences + (samples + 1) // 2 <= concurrency)
 
 
@@ -84,9 +85,11 @@ class LiveWorkers:
     def observe(self, heartbeat: Heartbeat, at: float) -> None:
         """Note a heartbeat; those of an incarnation that was followed by another are ignored."""
         worker, incarnation = heartbeat.worker_id, heartbeat.incarnation
+        # A late heartbeat of a process that was replaced.
         if (worker, incarnation) in self._former:
             return
         seen = self._seen.get(worker)
+        # A restart: its orders are lost, and its lease begins anew.
         if seen is not None and seen.heartbeat.incarnation != incarnation:
             self._former.add((worker, seen.heartbeat.incarnation))
             seen = None
@@ -123,6 +126,7 @@ class LiveWorkers:
         seen = self._seen.get(worker_id)
         if seen is None or seen.heartbeat.incarnation != incarnation or not self._is_alive(seen, now):
             return False
+        # Idle for so long with the order on its topic: it never got it, or lost it.
         return seen.idle_since is None or now - max(seen.idle_since, sent_at) <= IDLE_LEASES * self._lease_s
 
     def _is_alive(self, seen: _Seen, now: float) -> bool:
@@ -187,6 +191,7 @@ class FlightTable:
         if flight is None:
             flight = Flight(order, None, None, sent_at, set(order.sample_indices), sent_at)
             self._flights[order.group_id] = flight
+        # It stops counting as load of the worker it had before it counts as load of the next.
         self.release(flight)
         flight.order, flight.worker_id, flight.incarnation = order, order.worker_id, incarnation
         flight.sent_at = flight.progress_at = sent_at
@@ -208,6 +213,7 @@ class FlightTable:
         if flight is None or sample_index not in flight.missing:
             return None
         self._account(flight, -1)
+        # Loads are sums over flights: a flight is taken out before it changes, and put back afterwards.
         flight.missing.discard(sample_index)
         flight.progress_at = max(flight.progress_at, at)
         self._account(flight, 1)
@@ -229,6 +235,8 @@ class FlightTable:
         flight.skipped[sample] = step
         if len(flight.skipped) >= flight.order.num_generations:
             return True
+        # Samples that never came cannot be skipped; that none of them will is known only once the trainer waits for
+        # none.
         produced = set(range(flight.order.num_generations)) - flight.missing
         return closed and all(make_trajectory_id(group_id, index) in flight.skipped for index in produced)
 
@@ -244,6 +252,7 @@ class FlightTable:
             self._account(flight, -1)
 
     def _account(self, flight: Flight, sign: int) -> None:
+        # Nobody's load while no worker has it.
         if flight.worker_id is not None:
             self._sequences[flight.worker_id] += sign * len(flight.missing)
             self._tokens[flight.worker_id] += sign * flight.missing_tokens
@@ -326,6 +335,7 @@ class Progress:
         if batch is None:
             return
         self._count(batch, now)
+        # Tokens that came, over steps by the curve since it began: the speed of this worker meanwhile.
         sampled = batch.running.get(sample)
         if sampled is not None and length > 0 and (reckoned := batch.steps - sampled.at_step) > 0:
             self._learn(length / reckoned, length)
@@ -334,6 +344,7 @@ class Progress:
     def _learn(self, speed: float, length: int) -> None:
         self._seen += 1
         if self._seen > FIRST:
+            # One worker that hangs must not slow down what is expected of all.
             speed = min(max(speed, self.speed / MOST_WRONG), self.speed * MOST_WRONG)
         # The plain mean of the first ones, then an exponential mean that weighs a completion by its length.
         weight = max(min(1.0, LEARNING_RATE * length / self._longest), 1 / self._seen if self._seen <= FIRST else 0.0)
@@ -349,8 +360,10 @@ class Progress:
         for sampled in batch.running.values():
             done = int(self.speed * (batch.steps - sampled.at_step))
             expected = sampled.expected.tokens
+            # At least one token, for it has not ended.
             left = max(1, expected - done)
             if done >= GRACE * expected:
+                # What it still has, given that it has come so far.
                 more = int(done * mean_excess(done / expected, sampled.expected.deviation))
                 left = max(1, min(more, self._longest - done))
                 outgrown.append(left)
@@ -359,11 +372,13 @@ class Progress:
 
     def _count(self, batch: _WorkerBatch, now: float) -> None:
         if batch.running and now > batch.at:
+            # As many ran all the time since the last change, so every step took t(b).
             batch.steps += (now - batch.at) / self._curve.batch_s(len(batch.running))
         batch.at = max(batch.at, now)
 
     @staticmethod
     def _begin(batch: _WorkerBatch) -> None:
+        # In order of arrival, as engines do.
         while batch.waiting and len(batch.running) < batch.slots:
             sample = next(iter(batch.waiting))
             batch.running[sample] = _Running(batch.waiting.pop(sample), batch.steps)

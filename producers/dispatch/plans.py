@@ -167,6 +167,7 @@ def _retire(batch: list[int], seconds: float, steps: int, curve: DecodeCurve) ->
 
 
 def _contexts_s(lengths: Sequence[int], curve: DecodeCurve) -> float:
+    # Token k attends to the k - 1 before it; over a completion that is L (L - 1) / 2.
     per_token = curve.settings.context_s_per_token
     return per_token * sum(length * (length - 1) / 2 for length in lengths) if per_token else 0.0
 
@@ -204,6 +205,7 @@ def mean_excess(grown: float, deviation: float) -> float:
 
 def conservative(items: Sequence[Item]) -> list[Item]:
     """The same items, the longest of them at their upper estimates."""
+    # The longest first; of those alike, by position, so that every process plans the same.
     tail = sorted(items, key=lambda item: (-item.tokens, item.key))[: math.ceil(TAIL_SHARE * len(items))]
     raised = {item.key: replace(item, tokens=item.upper) for item in tail if log_deviation(item)}
     return [raised.get(item.key, item) for item in items]

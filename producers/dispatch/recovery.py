@@ -38,6 +38,7 @@ class _Trainer:
 
     def add(self, at: float, message: Message) -> None:
         if isinstance(message, StepReport):
+            # Only the offsets behind what a step consumed are needed, and the references are most of a report.
             ends: dict[int, int] = {}
             for batch in message.micro_batches:
                 for reference in batch:
@@ -94,9 +95,11 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
             state.observe(message, min(record.timestamp, started))
     async for record, message in _history(bus, [STEPS.full_name(run), SKIPS.full_name(run)], "earliest", positions):
         trainer.add(record.timestamp, message)
+    # Orders before what the trainer said of them, so that each report finds its groups in flight.
     await _restore_orders(bus, run, state, trainer.trained_long_ago(state.ledger.history_steps))
     for _, message in sorted(trainer.records, key=lambda pair: pair[0]):
         state.observe(message, started)
+    # Groups in flight reach the predictor below, with the prompt that was ordered.
     await replay(bus, run, state.predictor, skip=lambda group_id: state.flights.get(group_id) is not None)
     await _restore_samples(bus, run, state, trainer, positions)
     state.positions.find_unsent(trainer.named())
@@ -123,6 +126,7 @@ async def _restore_orders(bus: Bus, run: str, state: DispatchState, trained: fro
 
 async def _restore_samples(bus: Bus, run: str, state: DispatchState, trainer: _Trainer, positions: Positions) -> None:
     topic = TRAJECTORIES.full_name(run)
+    # No sample of a group in flight lies before what was consumed by its base version.
     oldest = trainer.number if state.ledger.oldest is None else state.ledger.oldest
     start = {TopicPartition(topic, partition): end for partition, end in trainer.ends_by(oldest).items()}
     start = await _still_held(bus, topic, start)

@@ -123,6 +123,7 @@ class WorkerQueues:
         Workers take turns; one whose queue is empty takes from another's.
         """
         idle = []
+        # From the worker after the one that was served last.
         for step in range(len(workers)):
             worker = workers[(self._turn + step) % len(workers)]
             queue = self._queues.get(worker.worker_id)
@@ -140,9 +141,11 @@ class WorkerQueues:
 
     def _stolen_for(self, worker: Candidate, queue: WorkerQueue) -> Item | None:
         """The longest waiting item that ends sooner here; for a free slot only, unless the other queue has plenty."""
+        # The queue that would be empty last.
         victim = max((other for other in self._queues.values() if other.items), key=self._busy_s, default=None)
         if victim is None:
             return None
+        # From a long queue items are taken ahead of need; of a short one, only what has a slot now.
         ahead = self._overcommit if len(victim.items) > victim.concurrency else 1.0
         if not queue.has_room(worker, victim.items[0].samples, ahead):
             return None
@@ -202,6 +205,7 @@ class Scheduler:
                 self._blocked_since.setdefault(worker.worker_id, now)
         ready = {worker.worker_id for worker in self._ready}
         for queue in list(self.queues):
+            # Not able: its weights are too old to be admitted. A short wait for newer ones is cheaper than a new plan.
             blocked_s = now - self._blocked_since.get(queue.worker_id, now)
             if queue.worker_id not in ready or (able and blocked_s > self._settings.weight_sync_timeout_s):
                 self.queues.release(queue.worker_id)
@@ -212,11 +216,13 @@ class Scheduler:
         samples, overcommit = self._loop.num_generations, self._settings.overcommit
         if len(self.queues) or not any(worker.has_room(samples, overcommit) for worker in able):
             return 0
+        # The window goes out at once, and who cannot take part yet would idle until the next.
         if self._loop.staleness_bound <= 1 and len(able) < len(self._ready):
             self._waiting_since = self._turn_at if self._waiting_since is None else self._waiting_since
             if self._turn_at - self._waiting_since < self._settings.weight_sync_timeout_s:
                 return 0
         self._waiting_since = None
+        # As much as the newest weights allow; each order is asked about again when it is sent.
         room = max(self._state.ledger.room(version) for version in {worker.version for worker in able})
         return min(self._loop.groups_per_step, room)
 
@@ -251,12 +257,14 @@ class Scheduler:
             remaining = self._state.progress.remaining(worker.worker_id, now)
             if remaining.outgrown:
                 step_s = self._state.curve.batch_s(len(remaining.running)) / self._state.progress.speed
+                # The rest can be arranged around it only while it is unsent.
                 if now + max(remaining.outgrown) * step_s > self._due_at:
                     return True
         return False
 
     def planner(self) -> Callable[[], TimedPlan]:
         """What makes the plan: takes long for many items, and may run in a thread as long as nothing else happens."""
+        # Copies of all that the plan depends on: a thread may make it.
         items, curve = self.queues.unsent(), self._state.curve
         workers = [self._worker(worker) for worker in self._able()]
         strategy = STRATEGIES[self._settings.strategy]
@@ -290,6 +298,7 @@ class Scheduler:
         """Follow this plan."""
         self.plans += 1
         self.queues.adopt(planned.plan)
+        # From seconds of the curve to those of the clock.
         finish_s = planned.finish_s / self._state.progress.speed
         self._state.plan_accuracy.planned(finish_s)
         self._due_at = self._turn_at + TOLERANCE * finish_s
@@ -304,12 +313,14 @@ class Scheduler:
 
     def sent(self, worker: Candidate) -> None:
         """An order for this worker was taken into account."""
+        # Its load has grown, and the next choice depends on that.
         heartbeat = self._state.fleet.get(worker.worker_id)
         assert heartbeat is not None, "it was ready"
         number = next(n for n, ready in enumerate(self._ready) if ready.worker_id == worker.worker_id)
         self._ready[number] = self._state.candidate(heartbeat)
 
     def _able(self) -> list[Candidate]:
+        # There are few versions and many workers.
         may_admit = {version: self._state.ledger.may_admit(version) for version in {w.version for w in self._ready}}
         return [worker for worker in self._ready if may_admit[worker.version]]
 

@@ -47,6 +47,7 @@ class PromptCursor:
         """There was an order for this position."""
         self.pass_to(position + 1)
         self._seen.add(position)
+        # Positions more than a window below the cursor were all sent.
         if len(self._seen) > 4 * self.window:
             self._forget()
 
@@ -58,6 +59,7 @@ class PromptCursor:
         """After a restart: what a window of the last dispatcher may have left unsent."""
         self._forget()
         self.unsent = [n for n in range(max(0, self.cursor - self.window), self.cursor) if n not in self._seen]
+        # The order of such a position may have expired; steps and skips still name its group.
         self.ordered = frozenset(ordered) if self.unsent else frozenset()
         self._seen.clear()
 
@@ -105,6 +107,7 @@ class PlanAccuracy:
 
     def planned(self, predicted_s: float) -> None:
         """What the first plan of the newest window says; later ones know more, and are no prediction."""
+        # Made before anything of the window was sent.
         if self._newest is not None and not self._newest.predicted_s:
             self._newest.predicted_s = predicted_s
 
@@ -169,15 +172,18 @@ class DispatchState:
                 self._skipped(message, at)
             case FlowControl():
                 self.mode = message.mode
+            # The end of an earlier run of that name, which this one has continued, is none.
             case RunFinished() if self.ledger.current is None or message.step >= self.ledger.current.number:
                 self.finished = True
 
     def _produced(self, trajectory: Trajectory, at: float) -> None:
         self.positions.see(trajectory.position)
         flight = self.flights.produced(trajectory.group_id, trajectory.sample_index, at)
+        # A repeat, or of a group that has ended.
         if flight is None:
             return
         length, sample = len(trajectory.token_ids), (trajectory.group_id, trajectory.sample_index)
+        # Only a sample of the worker that has the order tells how fast that worker is.
         if flight.worker_id == trajectory.worker_id:
             self.progress.finished(flight.worker_id, sample, length, at)
         elif flight.worker_id is not None:
@@ -185,6 +191,7 @@ class DispatchState:
         if not flight.missing:
             self.ledger.produced(trajectory.group_id)
             self.plan_accuracy.over(trajectory.group_id, at)
+        # Cut short by us, so its length says nothing of the prompt's.
         if trajectory.finish_reason is FinishReason.ABORT:
             return
         self.predictor.observe(ObservedCompletion.of(trajectory, flight.order.prompt))
@@ -195,9 +202,11 @@ class DispatchState:
         before = self.ledger.current
         if not self.ledger.advance(report.version, report.group_ids):
             return
+        # The trainer went back: it will filter again what it skipped since.
         if before is not None and report.version.lineage > before.lineage:
             self.flights.forget_skips_after(report.version.number)
         self._end(report.group_ids, at)
+        # Rows that were read before this lineage's first report.
         early, self._early = self._early, []
         for skip in early:
             self._skipped(skip, at)
@@ -320,6 +329,7 @@ class DispatchState:
             return False
         if not self.fleet.has(flight.worker_id, flight.incarnation, flight.sent_at, now):
             return False
+        # Doubled with every attempt: what takes long everywhere is long, not lost.
         timeout_s = self._settings.order_timeout_s * min(1 << flight.order.attempt, MAX_TIMEOUT_FACTOR)
         return now - flight.progress_at <= timeout_s
 
@@ -335,12 +345,14 @@ class DispatchState:
 
         ``other_than``: a worker to take only if there is no other.
         """
+        # Workers share versions, and each question goes through the ledger.
         fits = functools.cache(may_take)
         candidates = [
             candidate
             for candidate in self.candidates(now)
             if candidate.has_room(samples, self._settings.overcommit) and fits(candidate.version)
         ]
+        # Rather the worker that lost it than none.
         candidates = [candidate for candidate in candidates if candidate.worker_id != other_than] or candidates
         return least_loaded(candidates) if candidates else None
 

@@ -44,6 +44,7 @@ def skewness_aware(
     estimates. ``slack_s``: a finish before that is worth nothing, so no capacity is given up for it.
     """
     draws = LengthDraws(items)
+    # Lengths as estimated; and if some are uncertain, also with the longest at their upper estimates.
     views = [list(items)]
     if (tail_raised := conservative(items)) != views[0]:
         views.append(tail_raised)
@@ -51,6 +52,7 @@ def skewness_aware(
     for view in views:
         ordered = longest_first(view)
         plans.append(with_items(list_schedule(ordered, workers, all_slots(workers), curve), items))
+    # Over the same draws as every other plan, so that none of the simple ones is ever better than the result.
     best = min(plans, key=lambda plan: draws.mean_finish_s(plan, curve))
     if not items or draws.mean_finish_s(best, curve) <= slack_s:
         return best
@@ -114,6 +116,7 @@ def _plan_for(target: float, ordered: Sequence[Item], workers: Sequence[WorkerCa
 
 def _batch_within(step_s: float, slots: int, curve: DecodeCurve) -> int:
     """The largest batch whose step takes no longer; at least 1."""
+    # Bisection, since t grows with the batch.
     low, high = 1, slots
     while low < high:
         middle = (low + high + 1) // 2
@@ -164,6 +167,7 @@ def list_schedule(
     """
     queues: list[list[Item]] = [[*(reserved or {}).get(share, ())] for share in range(len(workers))]
     token_s = [curve.batch_s(at_once) / at_once for at_once in concurrency]
+    # (seconds of work, number) of each worker, the least first; of equals the first worker.
     loads = [
         ((worker.load + sum(item.load for item in queues[share])) * token_s[share], share)
         for share, worker in enumerate(workers)
@@ -214,6 +218,7 @@ def streamrl_algorithm_2(
     tail, rest = ordered[:share], ordered[share:]
     if len(workers) < 2 or not rest:
         return lpt(items, workers, curve)
+    # The 90th percentile and the median of all lengths.
     long, regular = ordered[len(ordered) // 10].longest, ordered[len(ordered) // 2].longest
 
     def cost(split: int) -> float:
