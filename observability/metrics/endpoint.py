@@ -1,4 +1,4 @@
-"""Serves meters over HTTP for Prometheus, and leaves a note where it finds them. Knows not what is measured."""
+"""Serves meters over HTTP, under a port that it finds free, and writes the file by which Prometheus finds it."""
 
 import json
 import re
@@ -22,9 +22,11 @@ from schemas.errors import UserError
 
 log = structlog.get_logger()
 
+# Ports count from metrics.port on; workers come last, because there may be any number of them.
 OFFSETS = {"coordinator": 0, "relay": 1, "trainer": 2, "dispatcher": 3, "ranker": 4}
 WORKERS_FROM = 5
 TRIES = 100
+"""Ports that may be taken, by other runs on the same machine, before this one gives up."""
 
 
 def first_port(base: int, process: str) -> int:
@@ -36,10 +38,10 @@ def first_port(base: int, process: str) -> int:
 
 
 @contextmanager
-def endpoint(registry: CollectorRegistry, host: str, base: int, process: str, note: Path) -> Iterator[int]:
+def endpoint(registry: CollectorRegistry, host: str, base: int, process: str, target_file: Path) -> Iterator[int]:
     """Serve until the end of the block; the port.
 
-    The file ``note`` says where meanwhile, as Prometheus's ``file_sd_configs`` reads it.
+    Meanwhile ``target_file`` says where, as Prometheus's ``file_sd_configs`` reads it.
 
     Raises:
         UserError: the address is not ours, or no port is free.
@@ -49,13 +51,13 @@ def endpoint(registry: CollectorRegistry, host: str, base: int, process: str, no
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
     server, thread, port = _served(registry, host, first_port(base, process))
-    _leave(note, f"{host}:{port}", process)
+    _write_target(target_file, f"{host}:{port}", process)
     log.info("metrics served", address=f"http://{host}:{port}/metrics")
     try:
         yield port
     finally:
         with suppress(OSError):
-            note.unlink()
+            target_file.unlink()
         server.shutdown()
         server.server_close()
         thread.join(timeout=2.0)
@@ -74,11 +76,11 @@ def _served(registry: CollectorRegistry, host: str, first: int) -> tuple[WSGISer
     )
 
 
-def _leave(note: Path, target: str, process: str) -> None:
+def _write_target(path: Path, target: str, process: str) -> None:
     try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        incoming = note.with_suffix(".incoming")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        incoming = path.with_suffix(".incoming")
         incoming.write_text(json.dumps([{"targets": [target], "labels": {"process": process}}]))
-        incoming.replace(note)
+        incoming.replace(path)  # Prometheus never reads half a file
     except OSError as error:
-        log.warning("no note of the metrics' address", path=str(note), error=str(error))
+        log.warning("Prometheus is not told where the metrics are", path=str(path), error=str(error))

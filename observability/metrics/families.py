@@ -123,7 +123,7 @@ class Meters:
     _gauges: dict[tuple[str, ...], Gauge] = field(default_factory=dict)
     _histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)
     _families: dict[str, Counter | Gauge | Histogram] = field(default_factory=dict)
-    _heard: dict[tuple[str, ...], float] = field(default_factory=dict)
+    _totals: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     def count(self, name: str, *labels: str, by: float = 1.0) -> None:
         """Add to a counter."""
@@ -135,8 +135,9 @@ class Meters:
     def count_to(self, total: float, name: str, *labels: str) -> None:
         """Bring a counter to a total that something else counts; if that began anew, its count is added."""
         key = (name, *labels)
-        before = self._heard.get(key, 0.0)
-        self._heard[key] = total
+        before = self._totals.get(key, 0.0)
+        self._totals[key] = total
+        # a smaller total is one that was counted from 0 again: Prometheus's counters never fall
         self.count(name, *labels, by=total - before if total >= before else total)
 
     def set(self, value: float, name: str, *labels: str) -> None:

@@ -4,14 +4,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import pytest
 from structlog.testing import capture_logs
 
 from bus.embedded.node import free_ports
+from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
+from bus.port import Outgoing, TopicPartition
 from observability.background import background
-from observability.metrics.exporting import Collecting, Metering, open_metering
+from observability.metrics.exporting import Collecting, LagSampler, Metering, open_metering
 from observability.metrics.families import Meters
 from observability.metrics.settings import MetricsSettings
+from schemas.topics import TRAJECTORIES
+from tests.contract.topics import create_topic
 
 Collector = Callable[[], None]
 
@@ -52,7 +57,9 @@ async def test_a_background_task_that_fails_ends_nothing_and_all_end_with_the_bl
     assert ended == ["patient"]
 
 
-async def test_a_collector_that_fails_is_left_out_and_one_added_later_is_asked(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+async def test_a_collector_that_fails_is_left_out_and_one_added_later_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("observability.metrics.exporting.COLLECT_EVERY_S", 0.01)
     stop, asked = asyncio.Event(), asyncio.Event()
 
@@ -68,3 +75,24 @@ async def test_a_collector_that_fails_is_left_out_and_one_added_later_is_asked(m
         await collecting
     assert collectors == [asked.set]
     assert len(logs) == 1
+
+
+@pytest.mark.kafka
+async def test_consumer_lag_is_what_a_group_has_not_committed(bootstrap_servers: str) -> None:
+    kafka, meters, stop = KafkaSettings(bootstrap_servers=bootstrap_servers), Meters("lag-sampled"), asyncio.Event()
+    topic = TRAJECTORIES.full_name(meters.run)
+    await create_topic(bootstrap_servers, topic, 1)
+    publisher = await KafkaBus(kafka).publisher("p")
+    for _ in range(3):
+        await publisher.publish(Outgoing(topic, b"v", None, 0))
+    await publisher.close()
+    reader = await KafkaBus(kafka).subscribe([topic], client_id="c", group_id="trainer-of-lag")
+    await reader.commit({TopicPartition(topic, 0): 1})
+    sampling = asyncio.create_task(LagSampler(meters, kafka, 0.05).run(stop))
+    labels = {"run": meters.run, "topic": "trajectories", "partition": "0", "group": "trainer-of-lag"}
+    async with asyncio.timeout(20):
+        while meters.registry.get_sample_value("streamrl_consumer_lag_records", labels) != 2:
+            await asyncio.sleep(0.05)
+    stop.set()
+    await sampling
+    await reader.close()
