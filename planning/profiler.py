@@ -142,11 +142,11 @@ def _profile(settings: Settings, decode: DecodeSettings, training: TrainingCosts
 
 async def _train(settings: Settings, effort: Effort, scratch: Path) -> _Trained:
     """Three versions are exported, for the transfers; the policy is gone afterwards."""
-    from consumers.training.checkpoints.storage import open_location
+    from consumers.training.checkpoints.storage import open_storage
     from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
 
     compute = ComputeThread(settings.training.threads)
-    places = PolicyPaths(settings.model.path, open_location(scratch / "checkpoints", scratch), scratch / "weights")
+    places = PolicyPaths(settings.model.path, open_storage(scratch / "checkpoints", scratch), scratch / "weights")
     limit = settings.loop.max_completion_length
     try:
         training = settings.training.model_copy(update={"max_grad_norm_ratio": 0.0})  # made-up samples may jump

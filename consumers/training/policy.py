@@ -22,7 +22,7 @@ from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import MicroBatch
 from consumers.training.checkpoints.catalogue import Lineage
 from consumers.training.checkpoints.manifest import CheckpointManifest
-from consumers.training.checkpoints.storage import CheckpointLocation, remove_leftovers
+from consumers.training.checkpoints.storage import CheckpointStorage, remove_leftovers
 from consumers.training.checkpoints.store import CheckpointStore, TrainerState, VerifiedCheckpoint
 from consumers.training.model import (
     copy_tokenizer,
@@ -52,7 +52,7 @@ class PolicyPaths:
     """Where the initial model is, and where checkpoints and weight versions go."""
 
     model: str
-    checkpoints: CheckpointLocation
+    checkpoints: CheckpointStorage
     weights: Path
 
 

@@ -20,7 +20,7 @@ import structlog
 from bus.kafka.bus import KafkaBus
 from bus.kafka.topic_admin import apply_topics
 from consumers.training.checkpoints.catalogue import read_manifests
-from consumers.training.checkpoints.storage import CheckpointLocation, open_location
+from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
 from deploy.local.evaluation import Evaluation, evaluate
 from deploy.local.supervisor import ChildSpec, Fleet, Supervisor
 from deploy.local.watching import Progress, show_progress, watch
@@ -98,9 +98,9 @@ def going_on_line(settings: Settings, kept: Path, step: int) -> str:
     return f"going on from step {step}" + (f"; changed: {shown}" if changes else "")
 
 
-def _place(settings: Settings) -> CheckpointLocation:
+def _place(settings: Settings) -> CheckpointStorage:
     location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
-    return open_location(location, settings.run.path / "cache")
+    return open_storage(location, settings.run.path / "cache")
 
 
 def _is_told(settings: Settings, directory: RunDirectory, step: int) -> bool:

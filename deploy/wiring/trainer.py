@@ -1,6 +1,6 @@
 """Builds the trainer: its policy (in torch, or emulated), where it computes, and where its checkpoints go."""
 
-from consumers.training.checkpoints.storage import CheckpointLocation, open_location
+from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.checkpoints.store import VerifiedCheckpoint as RestoredTensors
 from consumers.training.ports import OpenCompute, OpenPolicy, Policy, RestoredCheckpoint
@@ -12,7 +12,7 @@ from settings.tree import Settings
 def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
     """The trainer of the run's directory; it goes on from the newest checkpoint there."""
     location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
-    place = open_location(location, settings.run.path / "cache")
+    place = open_storage(location, settings.run.path / "cache")
     checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
     if settings.training.backend == "emulated":
         open_policy, open_compute = _emulated_trainer(settings, checkpoints)
@@ -34,7 +34,7 @@ def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
     )
 
 
-def _in_torch(settings: Settings, place: CheckpointLocation) -> tuple[OpenPolicy, OpenCompute]:
+def _in_torch(settings: Settings, place: CheckpointStorage) -> tuple[OpenPolicy, OpenCompute]:
     from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
 
     def open_policy(restored: RestoredCheckpoint | None) -> Policy:

@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from bus.history import History
-from consumers.training.checkpoints.storage import open_location
+from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.policy import ComputeThread
 from inspection.replay.attribution import bisect
@@ -222,7 +222,7 @@ async def replay_with(request: Request, run: PastRun, history: History, scratch:
 @asynccontextmanager
 async def _session(request: Request, run: PastRun, history: History, scratch: Path) -> AsyncIterator[Session]:
     settings, recipe = run.settings, recipe_of(run, request.threads)
-    location = open_location(settings.training.checkpoint_location or run.directory.checkpoints, scratch)
+    location = open_storage(settings.training.checkpoint_location or run.directory.checkpoints, scratch)
     compute = ComputeThread(recipe.training.threads)
     try:
         yield Session(

@@ -13,7 +13,7 @@ from bus.embedded import detached
 from bus.embedded.jars import KAFKA_VERSION, MEGABYTE, missing_jars
 from bus.embedded.runtime import cache_root, find_java
 from bus.kafka.topic_admin import diff_topics
-from consumers.training.checkpoints.storage import REMOTE, open_location
+from consumers.training.checkpoints.storage import REMOTE, open_storage
 from consumers.training.model import resolve_device
 from producers.generation.engines.factory import build_engine
 from producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
@@ -166,7 +166,7 @@ def check_places(settings: Settings, parameters: int) -> list[Check]:
 def _checkpoints(settings: Settings) -> Check:
     location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
     with tempfile.TemporaryDirectory(prefix="streamrl-dry-run-") as cache:
-        place = open_location(location, Path(cache))
+        place = open_storage(location, Path(cache))
         if not (isinstance(location, str) and REMOTE.fullmatch(location)):
             _must_be_writable(Path(location))
         try:

@@ -20,7 +20,7 @@ from benchmarks.pipeline.running.settings import configuration
 from benchmarks.pipeline.virtual.time_lapse import TimeLapse
 from bus.history import BusHistory
 from bus.memory import MemoryBus
-from consumers.training.checkpoints.storage import open_location
+from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.emulation import EmulatedCompute, EmulatedDevice, EmulatedPolicy
 from consumers.training.trainer import Trainer
@@ -109,7 +109,7 @@ def _trainer(settings: Settings, bus: MemoryBus) -> Trainer:
     clock, emulation = asyncio.get_running_loop().time, settings.emulation
     device = EmulatedDevice(emulation.time_scale, clock)
     weights = WeightStore(settings.run.weights_store, settings.training.keep_weight_versions)
-    place = open_location(settings.run.path / "checkpoints", settings.run.path / "cache")
+    place = open_storage(settings.run.path / "checkpoints", settings.run.path / "cache")
     checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
     return Trainer(
         bus=bus,

@@ -1,4 +1,4 @@
-"""Lineages, and which checkpoints a location holds, by their manifests alone: their order, and which may go.
+"""Lineages, and which checkpoints a storage holds, by their manifests alone: their order, and which may go.
 
 A lineage numbers one trainer process of a run. The newest number owns the run; an older holder must stop. Invariants:
 - a_lineage_is_given_once: a number is claimed by creating something that must not exist;
@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 
 from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest
-from consumers.training.checkpoints.storage import CheckpointLocation, Slot, open_location
+from consumers.training.checkpoints.storage import CheckpointStorage, Slot, open_storage
 from schemas.errors import CheckpointError, Superseded
 
 log = structlog.get_logger()
@@ -25,7 +25,7 @@ class Lineage:
     """A claimed number, from 1, and where it was claimed."""
 
     number: int
-    location: CheckpointLocation
+    storage: CheckpointStorage
 
     def check(self) -> None:
         """Make sure that nobody has taken over.
@@ -35,32 +35,32 @@ class Lineage:
             CheckpointError: the claims cannot be read.
         """
         try:
-            newest = max(self.location.claims(), default=0)
+            newest = max(self.storage.claims(), default=0)
         except OSError as error:
             raise CheckpointError(
-                f"expected to read the lineage claims in {self.location}, got: {error}; "
+                f"expected to read the lineage claims in {self.storage}, got: {error}; "
                 "without them this trainer cannot know whether another has taken over"
             ) from error
         if newest > self.number:
             raise Superseded(
-                f"expected lineage {self.number} to be the newest in {self.location}, found {newest}: "
+                f"expected lineage {self.number} to be the newest in {self.storage}, found {newest}: "
                 "superseded, another trainer has taken over this run; let it go on"
             )
 
 
-def claim_lineage(location: CheckpointLocation, *, at_least: int, now: float) -> Lineage:
+def claim_lineage(storage: CheckpointStorage, *, at_least: int, now: float) -> Lineage:
     """Claim the number after the largest one claimed, and after ``at_least - 1``; ``now``: seconds since the epoch.
 
     Raises:
-        CheckpointError: the location cannot be written to.
+        CheckpointError: the storage cannot be written to.
     """
     try:
-        number = max([at_least, *(claimed + 1 for claimed in location.claims())])
-        while not location.claim(number, json.dumps({"lineage": number, "started_at": now}).encode()):
+        number = max([at_least, *(claimed + 1 for claimed in storage.claims())])
+        while not storage.claim(number, json.dumps({"lineage": number, "started_at": now}).encode()):
             number += 1
     except OSError as error:
-        raise CheckpointError(f"expected to claim a lineage in {location}, got: {error}") from error
-    return Lineage(number, location)
+        raise CheckpointError(f"expected to claim a lineage in {storage}, got: {error}") from error
+    return Lineage(number, storage)
 
 
 @dataclass(frozen=True)
@@ -79,29 +79,29 @@ class CheckpointEntry:
         return self.slot.lineage or 0, self.slot.step
 
 
-def read_entries(location: CheckpointLocation) -> list[CheckpointEntry]:
-    """Everything at the location that is named as a checkpoint, newest first.
+def read_entries(storage: CheckpointStorage) -> list[CheckpointEntry]:
+    """Everything in the storage that is named as a checkpoint, newest first.
 
     Raises:
-        CheckpointError: the location cannot be read.
+        CheckpointError: the storage cannot be read.
     """
     try:
-        entries = [_read(location, slot) for slot in location.slots()]
+        entries = [_read(storage, slot) for slot in storage.slots()]
     except OSError as error:
-        raise CheckpointError(f"expected to list the checkpoints in {location}, got: {error}") from error
+        raise CheckpointError(f"expected to list the checkpoints in {storage}, got: {error}") from error
     return sorted(entries, key=lambda entry: entry.order, reverse=True)
 
 
-def read_manifests(location: CheckpointLocation | str | Path) -> list[CheckpointManifest]:
+def read_manifests(storage: CheckpointStorage | str | Path) -> list[CheckpointManifest]:
     """The sound manifests, newest first; the files they name are not looked at.
 
     Raises:
-        CheckpointError: the location cannot be read.
-        SettingsError: the text names no location.
+        CheckpointError: the storage cannot be read.
+        SettingsError: the text names no storage.
     """
-    if isinstance(location, str | Path):
-        location = open_location(location, Path())
-    entries = read_entries(location)
+    if isinstance(storage, str | Path):
+        storage = open_storage(storage, Path())
+    entries = read_entries(storage)
     for entry in entries:
         if entry.manifest is None:
             log.warning("checkpoint has no sound manifest", problem=entry.problem)
@@ -143,16 +143,16 @@ class _Chain:
         return manifest.lineage > min(self._last_steps) or manifest.step > min(self._last_steps.values())
 
 
-def _read(location: CheckpointLocation, slot: Slot) -> CheckpointEntry:
-    address = location.address(slot)
-    data = location.manifest(slot)
+def _read(storage: CheckpointStorage, slot: Slot) -> CheckpointEntry:
+    address = storage.address(slot)
+    data = storage.manifest(slot)
     if data is None:
         return CheckpointEntry(slot, None, f"expected a manifest in {address}, found none")
     try:
         manifest = decode_manifest(data)
     except CheckpointError as error:
         return CheckpointEntry(slot, None, f"{address}: {error}")
-    if location.slot(manifest.lineage, manifest.step) != slot:
+    if storage.slot(manifest.lineage, manifest.step) != slot:
         return CheckpointEntry(
             slot, None, f"expected {address} to hold its own checkpoint, got that of step {manifest.step}"
         )

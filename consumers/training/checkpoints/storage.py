@@ -4,7 +4,7 @@
     {root}/step_{N}/config.json, model.safetensors,  {prefix}/lineage_{L}/step_{N}/config.json …
            trainer_state/manifest.json …
 
-Both are a ``CheckpointLocation``; ``open_location`` tells which text names which. Knows no tensors. Invariants:
+Both are a ``CheckpointStorage``; ``open_storage`` tells which text names which. Knows no tensors. Invariants:
 - a_checkpoint_appears_whole: in a directory it is written aside, synced, and gets its name by one rename; an object
   store has no rename, so there the manifest is created last, and a checkpoint without a manifest is none;
 - a_newer_checkpoint_is_never_written_over: a rename onto an existing checkpoint fails, and keys in an object store
@@ -91,14 +91,14 @@ REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://.*")
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one checkpoint; ``lineage`` None: its name does not tell."""
+    """Where one checkpoint is kept; ``lineage`` None: its name does not tell."""
 
     name: str
     step: int
     lineage: int | None = None
 
 
-class CheckpointLocation(Protocol):
+class CheckpointStorage(Protocol):
     """Storage of one run's checkpoints and lineage claims. Every method may raise ``OSError``."""
 
     @property
@@ -118,10 +118,10 @@ class CheckpointLocation(Protocol):
         """Where a checkpoint belongs."""
 
     def slots(self) -> list[Slot]:
-        """Places that hold something, in no order; whether it is a checkpoint is not looked at."""
+        """Slots that hold something, in no order; whether it is a checkpoint is not looked at."""
 
     def address(self, slot: Slot) -> str:
-        """The place in words that the user can find it by."""
+        """The slot in words that the user can find it by."""
 
     def manifest(self, slot: Slot) -> bytes | None:
         """The manifest's bytes, or none if there is none."""
@@ -142,10 +142,10 @@ class CheckpointLocation(Protocol):
         """Forget a checkpoint, the manifest first."""
 
     def __str__(self) -> str:
-        """The location as text that opens it again."""
+        """As text that opens it again."""
 
 
-def open_location(location: str | Path, cache: Path) -> CheckpointLocation:
+def open_storage(location: str | Path, cache: Path) -> CheckpointStorage:
     """A directory, or a URL of an object store: ``s3://bucket/prefix``, ``gs://…``, ``az://…``, ``memory://name``.
 
     Endpoint and credentials come from the usual environment (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` …). ``cache``
@@ -156,7 +156,7 @@ def open_location(location: str | Path, cache: Path) -> CheckpointLocation:
     """
     if isinstance(location, str) and REMOTE.fullmatch(location):
         return open_objects(location, cache)
-    return LocalLocation(Path(location))
+    return LocalStorage(Path(location))
 
 
 CLAIMS = "lineages"
@@ -164,7 +164,7 @@ REPLACED = f"{TEMPORARY}old-"
 
 
 @dataclass(frozen=True)
-class LocalLocation:
+class LocalStorage:
     """``root`` need not exist yet."""
 
     root: Path
@@ -289,14 +289,14 @@ MEMORY = "memory://"
 _memories: dict[str, MemoryStore] = {}
 
 
-def open_objects(url: str, cache: Path) -> "ObjectLocation":
-    """The location of a URL; plain HTTP is allowed to this machine only, unless ``AWS_ALLOW_HTTP`` is ``true``.
+def open_objects(url: str, cache: Path) -> "ObjectStorage":
+    """The storage of a URL; plain HTTP is allowed to this machine only, unless ``AWS_ALLOW_HTTP`` is ``true``.
 
     Raises:
         SettingsError: the URL names no store that is known, or lacks something that the store needs.
     """
     if url.startswith(MEMORY):
-        return ObjectLocation(_memories.setdefault(url.rstrip("/"), MemoryStore()), url, cache)
+        return ObjectStorage(_memories.setdefault(url.rstrip("/"), MemoryStore()), url, cache)
     options: ClientConfig = {"allow_http": True} if _may_be_plain() else {}
     retry: RetryConfig = {"retry_timeout": RETRY}
     try:
@@ -307,11 +307,11 @@ def open_objects(url: str, cache: Path) -> "ObjectLocation":
         raise SettingsError(
             f"expected a directory or an s3://, gs:// or az:// URL of an object store, got {url!r}: {_line(error)}"
         ) from error
-    return ObjectLocation(store, url, cache)
+    return ObjectStorage(store, url, cache)
 
 
 @dataclass(frozen=True)
-class ObjectLocation:
+class ObjectStorage:
     """``store`` is already narrowed to the URL's prefix; ``cache`` is a local directory for files in transit."""
 
     store: ObjectStore
@@ -359,7 +359,7 @@ class ObjectLocation:
         return _slot(lineage, step)
 
     def slots(self) -> list[Slot]:
-        """Places with a manifest; the others are uploads that never ended."""
+        """Slots with a manifest; the others are uploads that never ended."""
         return _with_manifest(self._keys())
 
     def address(self, slot: Slot) -> str:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from consumers.training.checkpoints.catalogue import Lineage, claim_lineage, read_entries, read_manifests, superfluous
 from consumers.training.checkpoints.manifest import MANIFEST, STATE, CheckpointFile, CheckpointManifest, decode_manifest
-from consumers.training.checkpoints.storage import CheckpointLocation, sha256_of
+from consumers.training.checkpoints.storage import CheckpointStorage, sha256_of
 from schemas.errors import CheckpointError
 
 log = structlog.get_logger()
@@ -73,18 +73,18 @@ class VerifiedCheckpoint:
 class CheckpointStore:
     """The checkpoints of one algorithm of a run; the newest ``keep`` of them stay."""
 
-    location: CheckpointLocation
+    storage: CheckpointStorage
     keep: int
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
         """Take the run over: the next number, greater than that of every claim and every checkpoint.
 
         Raises:
-            CheckpointError: the location cannot be read or written to.
+            CheckpointError: the storage cannot be read or written to.
         """
         newest = max((manifest.lineage for manifest in self.manifests()), default=0)
-        lineage = claim_lineage(self.location, at_least=max(at_least, newest + 1), now=now)
-        self.location.clear_leftovers()
+        lineage = claim_lineage(self.storage, at_least=max(at_least, newest + 1), now=now)
+        self.storage.clear_leftovers()
         return lineage
 
     def write(self, state: TrainerState, write_model: Callable[[Path], Any], lineage: Lineage) -> str:
@@ -97,33 +97,33 @@ class CheckpointStore:
             CheckpointError: the disk is full or the store fails; earlier checkpoints are as they were.
         """
         assert state.manifest.lineage == lineage.number
-        slot = self.location.slot(lineage.number, state.manifest.step)
+        slot = self.storage.slot(lineage.number, state.manifest.step)
         needed = self._needed(state)
         self._check_space(needed)
         try:
-            with self.location.staging(slot, lineage.number) as directory:
+            with self.storage.staging(slot, lineage.number) as directory:
                 write_model(directory)
                 _write_state(directory, state)
                 manifest = state.manifest.model_copy(update={"files": self._secured(directory)})
-                self.location.publish(slot, directory, manifest, lineage.check)
+                self.storage.publish(slot, directory, manifest, lineage.check)
         except (OSError, SafetensorError) as error:
             # A newer trainer clears the leftovers of this one: being superseded is then the cause, not the storage.
             with suppress(CheckpointError):
                 lineage.check()
             raise CheckpointError(
-                f"expected to write a checkpoint of about {needed} bytes to {self.location.address(slot)}, "
-                f"got: {error} ({self._free()} bytes are free in {self.location.scratch}); "
+                f"expected to write a checkpoint of about {needed} bytes to {self.storage.address(slot)}, "
+                f"got: {error} ({self._free()} bytes are free in {self.storage.scratch}); "
                 "make room or mend the storage; earlier checkpoints are as they were"
             ) from error
         self._forget_old(manifest)
-        return self.location.address(slot)
+        return self.storage.address(slot)
 
     def _secured(self, directory: Path) -> tuple[CheckpointFile, ...]:
         """The staged files, durable; their checksums are made while the disk is waited for."""
         paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
         largest_first = sorted(paths, key=lambda path: path.stat().st_size, reverse=True)
         with ThreadPoolExecutor(SECURING_THREADS) as pool:
-            secured = pool.map(self.location.secure, largest_first)
+            secured = pool.map(self.storage.secure, largest_first)
             files = tuple(_described(directory, path) for path in paths)
             for _ in secured:
                 pass  # raises what the disk did
@@ -133,11 +133,11 @@ class CheckpointStore:
         """The newest checkpoint that verifies, by lineage and then step, or none if there is no checkpoint.
 
         Raises:
-            CheckpointError: there are checkpoints, and none of them verifies; or the location cannot be read.
+            CheckpointError: there are checkpoints, and none of them verifies; or the storage cannot be read.
         """
         problems = []
         # Newest first; slots without a sound manifest come before all, so that their problems are on record.
-        for entry in sorted(read_entries(self.location), key=lambda entry: entry.manifest is not None):
+        for entry in sorted(read_entries(self.storage), key=lambda entry: entry.manifest is not None):
             try:
                 if entry.manifest is None:
                     raise CheckpointError(entry.problem)
@@ -147,14 +147,14 @@ class CheckpointStore:
                 problems.append(str(error))
         if problems:
             raise CheckpointError(
-                f"expected a checkpoint that verifies in {self.location}, found none of {len(problems)}: "
+                f"expected a checkpoint that verifies in {self.storage}, found none of {len(problems)}: "
                 f"{problems[0]}; restore one, or move them away to begin anew"
             )
         return None
 
     def manifests(self) -> list[CheckpointManifest]:
         """The sound manifests, newest first; the files they name are not verified."""
-        return read_manifests(self.location)
+        return read_manifests(self.storage)
 
     def load(self, manifest: CheckpointManifest) -> VerifiedCheckpoint:
         """Fetch, verify and read the checkpoint of a manifest.
@@ -162,11 +162,11 @@ class CheckpointStore:
         Raises:
             CheckpointError: it does not verify, or cannot be fetched.
         """
-        slot = self.location.slot(manifest.lineage, manifest.step)
+        slot = self.storage.slot(manifest.lineage, manifest.step)
         try:
-            directory = self.location.fetch(slot, manifest)
+            directory = self.storage.fetch(slot, manifest)
         except OSError as error:
-            raise CheckpointError(f"expected to fetch {self.location.address(slot)}, got: {error}") from error
+            raise CheckpointError(f"expected to fetch {self.storage.address(slot)}, got: {error}") from error
         restored = load_checkpoint(directory)
         if restored.state.manifest != manifest:
             raise CheckpointError(f"expected the checkpoint listed at {directory}, got another one: it was replaced")
@@ -175,10 +175,10 @@ class CheckpointStore:
     def _forget_old(self, written: CheckpointManifest) -> None:
         """Housekeeping: a failure is not worth losing the step for."""
         try:
-            for slot in superfluous(read_entries(self.location), written, self.keep):
-                self.location.remove(slot)
+            for slot in superfluous(read_entries(self.storage), written, self.keep):
+                self.storage.remove(slot)
         except (OSError, CheckpointError) as error:
-            log.warning("old checkpoints stay for now", location=str(self.location), problem=str(error))
+            log.warning("old checkpoints stay for now", storage=str(self.storage), problem=str(error))
 
     def _needed(self, state: TrainerState) -> int:
         """Bytes of the state, and of the model as in the newest checkpoint."""
@@ -190,13 +190,13 @@ class CheckpointStore:
         free = self._free()
         if free < needed:
             raise CheckpointError(
-                f"expected {needed} bytes free in {self.location.scratch} for a checkpoint, got {free}; "
+                f"expected {needed} bytes free in {self.storage.scratch} for a checkpoint, got {free}; "
                 "make room; earlier checkpoints are as they were"
             )
 
     def _free(self) -> int:
         existing = next(
-            path for path in (self.location.scratch, *self.location.scratch.absolute().parents) if path.exists()
+            path for path in (self.storage.scratch, *self.storage.scratch.absolute().parents) if path.exists()
         )
         return shutil.disk_usage(existing).free
 

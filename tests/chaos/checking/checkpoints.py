@@ -3,15 +3,15 @@
 from typing import Any
 
 from consumers.training.checkpoints.catalogue import read_manifests
-from consumers.training.checkpoints.storage import CheckpointLocation, open_location
+from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
 from tests.chaos.checking.checker import Durable, Finished
 from tests.chaos.runs.setting import Setting
 
 
-def location_of(setting: Setting) -> CheckpointLocation:
+def location_of(setting: Setting) -> CheckpointStorage:
     """Where the run keeps its checkpoints."""
     named = setting.settings.training.checkpoint_location or setting.directory.checkpoints
-    return open_location(named, setting.directory.path / "cache")
+    return open_storage(named, setting.directory.path / "cache")
 
 
 def newest_checkpoint(setting: Setting) -> Durable | None:

@@ -14,7 +14,7 @@ from bus.port import Outgoing
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
 from consumers.ingest.settings import IngestSettings
-from consumers.training.checkpoints.storage import open_location
+from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
 from consumers.training.settings import TrainingSettings
@@ -52,11 +52,11 @@ class Scene:
         """A trainer in this scene's directory, wired as a process would be."""
         training = changes.get("training", TRAINING)
         algorithm = changes.get("algorithm", AlgorithmSettings())
-        location = open_location(self.root / "checkpoints", self.root / "cache")
+        storage = open_storage(self.root / "checkpoints", self.root / "cache")
 
         def open_policy(restored: Any) -> TrainedPolicy:
-            places = PolicyPaths(str(self.model_path), location, self.root / "weights")
-            return TrainedPolicy(places, algorithm, training, LOOP.max_completion_length, restored)
+            paths = PolicyPaths(str(self.model_path), storage, self.root / "weights")
+            return TrainedPolicy(paths, algorithm, training, LOOP.max_completion_length, restored)
 
         options: dict[str, Any] = {
             "bus": self.bus,
@@ -69,14 +69,14 @@ class Scene:
             "reward_weights": {},
             "open_policy": open_policy,
             "open_compute": lambda: ComputeThread(1),
-            "checkpoints": CheckpointStore(location, training.keep_checkpoints),
+            "checkpoints": CheckpointStore(storage, training.keep_checkpoints),
             "run_dir": self.root,
         }
         return Trainer(**(options | changes))
 
     def store(self) -> CheckpointStore:
         """The checkpoints, as another process would see them."""
-        return CheckpointStore(open_location(self.root / "checkpoints", self.root / "cache"), 2)
+        return CheckpointStore(open_storage(self.root / "checkpoints", self.root / "cache"), 2)
 
     async def publish(self, *trajectories: Trajectory) -> None:
         publisher = await self.bus.publisher("worker")

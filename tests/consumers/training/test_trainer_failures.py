@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from bus.memory import MemoryBus
 from consumers.algorithms.settings import AlgorithmSettings
-from consumers.training.checkpoints.storage import open_location, remove_leftovers
+from consumers.training.checkpoints.storage import open_storage, remove_leftovers
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.failpoints import Failpoint
 from consumers.training.policy import PolicyPaths, TrainedPolicy
@@ -138,7 +138,7 @@ class FullDisk(CheckpointStore):
 class FullDiskPolicy(TrainedPolicy):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._checkpoints = FullDisk(self._checkpoints.location, 2)
+        self._checkpoints = FullDisk(self._checkpoints.storage, 2)
 
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])
@@ -146,11 +146,11 @@ async def test_a_checkpoint_that_fails_ends_the_trainer_or_is_tried_again_when_d
     for number in range(8):
         await scene.publish_group(number)
     settings = training(max_steps=4, on_checkpoint_failure=policy)
-    location = open_location(scene.root / "checkpoints", scene.root / "cache")
+    storage = open_storage(scene.root / "checkpoints", scene.root / "cache")
 
     def open_policy(restored: Any) -> TrainedPolicy:
-        places = PolicyPaths(str(scene.model_path), location, scene.root / "weights")
-        return FullDiskPolicy(places, AlgorithmSettings(), settings, LOOP.max_completion_length, restored)
+        paths = PolicyPaths(str(scene.model_path), storage, scene.root / "weights")
+        return FullDiskPolicy(paths, AlgorithmSettings(), settings, LOOP.max_completion_length, restored)
 
     trainer = scene.trainer(training=settings, open_policy=open_policy)
     if policy == "stop":

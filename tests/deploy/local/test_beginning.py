@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from consumers.training.checkpoints.storage import open_location
+from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from deploy.local.run import going_on_line, is_over, over_line, resumed_step, run_locally
 from settings.loading import as_toml, validated
@@ -27,7 +27,7 @@ def settings_of(tmp_path: Path, *, max_steps: int = 100, **sections: Any) -> Set
 
 def checkpointed(tmp_path: Path, *steps: int) -> RunDirectory:
     directory = RunDirectory(tmp_path / "r")
-    place = open_location(directory.checkpoints, tmp_path / "cache")
+    place = open_storage(directory.checkpoints, tmp_path / "cache")
     for step in steps:
         write(place, step, CheckpointStore(place, 3).claim_lineage(now=0.0))
     return directory

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.consumers.training.checkpoints.scene import Place, make_bucket, s3_environment, s3_server
+from tests.consumers.training.checkpoints.scene import Storage, make_bucket, s3_environment, s3_server
 
 
 @pytest.fixture(scope="session")
@@ -15,23 +15,23 @@ def s3_endpoint() -> Iterator[str]:
 
 
 @pytest.fixture
-def s3_place(s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def s3_storage(s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
     for name, value in s3_environment(s3_endpoint).items():
         monkeypatch.setenv(name, value)
-    return Place(f"s3://bucket{tmp_path}", tmp_path)
+    return Storage(f"s3://bucket{tmp_path}", tmp_path)
 
 
 @pytest.fixture
-def local_place(tmp_path: Path) -> Place:
-    return Place(tmp_path / "checkpoints", tmp_path)
+def local_storage(tmp_path: Path) -> Storage:
+    return Storage(tmp_path / "checkpoints", tmp_path)
 
 
 @pytest.fixture
-def memory_place(tmp_path: Path) -> Place:
-    return Place(f"memory://{uuid.uuid4().hex}", tmp_path)
+def memory_storage(tmp_path: Path) -> Storage:
+    return Storage(f"memory://{uuid.uuid4().hex}", tmp_path)
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
-def place(request: pytest.FixtureRequest) -> Place:
-    found: Place = request.getfixturevalue(f"{request.param}_place")
+def storage(request: pytest.FixtureRequest) -> Storage:
+    found: Storage = request.getfixturevalue(f"{request.param}_storage")
     return found

@@ -18,7 +18,7 @@ from werkzeug.serving import make_server
 
 from consumers.training.checkpoints.catalogue import Lineage
 from consumers.training.checkpoints.manifest import CheckpointManifest, KnownRecord, SkipSummary
-from consumers.training.checkpoints.storage import CheckpointLocation, ObjectLocation, open_location
+from consumers.training.checkpoints.storage import CheckpointStorage, ObjectStorage, open_storage
 from consumers.training.checkpoints.store import CheckpointStore, TrainerState, VerifiedCheckpoint
 from schemas.identifiers import PolicyVersion
 
@@ -68,18 +68,18 @@ def write_model(directory: Path) -> None:
 
 
 def write(
-    location: CheckpointLocation, step: int, lineage: Lineage, parent: PolicyVersion | None = None, keep: int = 3
+    opened: CheckpointStorage, step: int, lineage: Lineage, parent: PolicyVersion | None = None, keep: int = 3
 ) -> str:
-    store = CheckpointStore(location, keep)
+    store = CheckpointStore(opened, keep)
     return store.write(state_of(lineage.number, step, parent), write_model, lineage)
 
 
-def versions(location: CheckpointLocation) -> list[tuple[int, int]]:
-    return [(found.lineage, found.step) for found in CheckpointStore(location, 3).manifests()]
+def versions(opened: CheckpointStorage) -> list[tuple[int, int]]:
+    return [(found.lineage, found.step) for found in CheckpointStore(opened, 3).manifests()]
 
 
-def newest(location: CheckpointLocation) -> tuple[int, int]:
-    restored = CheckpointStore(location, 3).newest()
+def newest(opened: CheckpointStorage) -> tuple[int, int]:
+    restored = CheckpointStore(opened, 3).newest()
     assert restored is not None
     return identity(restored)
 
@@ -92,31 +92,31 @@ def identity(restored: VerifiedCheckpoint) -> tuple[int, int]:
 
 
 @dataclass
-class Place:
-    """One location, opened as often as wanted: each time as by another machine."""
+class Storage:
+    """One storage, opened as often as wanted: each time as by another machine."""
 
     url: str | Path
     root: Path
-    opened: int = field(default=0)
+    opened_count: int = field(default=0)
 
-    def open(self) -> CheckpointLocation:
-        self.opened += 1
-        return open_location(self.url, self.root / f"cache-{self.opened}")
+    def open(self) -> CheckpointStorage:
+        self.opened_count += 1
+        return open_storage(self.url, self.root / f"cache-{self.opened_count}")
 
     def read(self, lineage: int, step: int, name: str) -> bytes:
-        location = self.open()
-        key = f"{location.slot(lineage, step).name}/{name}"
-        if isinstance(location, ObjectLocation):
-            return bytes(obstore.get(location.store, key).bytes())
+        opened = self.open()
+        key = f"{opened.slot(lineage, step).name}/{name}"
+        if isinstance(opened, ObjectStorage):
+            return bytes(obstore.get(opened.store, key).bytes())
         return (self.root / "checkpoints" / key).read_bytes()
 
     def put(self, lineage: int, step: int, name: str, content: bytes | None) -> None:
         """Replace a file's content; None: delete it."""
-        location = self.open()
-        key = f"{location.slot(lineage, step).name}/{name}"
+        opened = self.open()
+        key = f"{opened.slot(lineage, step).name}/{name}"
         path = self.root / "checkpoints" / key
-        if isinstance(location, ObjectLocation):
-            obstore.delete(location.store, key) if content is None else obstore.put(location.store, key, content)
+        if isinstance(opened, ObjectStorage):
+            obstore.delete(opened.store, key) if content is None else obstore.put(opened.store, key, content)
         elif content is None:
             path.unlink()
         else:
@@ -124,9 +124,9 @@ class Place:
 
     def names(self) -> set[str]:
         """Everything stored, by its path."""
-        location = self.open()
-        if isinstance(location, ObjectLocation):
-            return {item["path"] for chunk in obstore.list(location.store) for item in chunk}
+        opened = self.open()
+        if isinstance(opened, ObjectStorage):
+            return {item["path"] for chunk in obstore.list(opened.store) for item in chunk}
         return {str(path.relative_to(self.url)) for path in Path(self.url).rglob("*") if path.is_file()}
 
 

@@ -9,7 +9,7 @@ from consumers.training.checkpoints.catalogue import CheckpointEntry, claim_line
 from consumers.training.checkpoints.storage import Slot
 from schemas.errors import SettingsError
 from schemas.identifiers import PolicyVersion
-from tests.consumers.training.checkpoints.scene import Place, manifest_of, versions, write
+from tests.consumers.training.checkpoints.scene import Storage, manifest_of, versions, write
 
 
 def entry(lineage: int, step: int, parent: tuple[int, int] | None = None) -> CheckpointEntry:
@@ -27,13 +27,13 @@ def test_the_newest_are_kept_by_number() -> None:
     assert gone([entry(1, 8), entry(1, 9)], entry(1, 10)) == ["1-8"]
 
 
-def test_the_newest_lineage_leads(place: Place) -> None:
-    first = claim_lineage(place.open(), at_least=1, now=0.0)
-    write(place.open(), 4, first)
-    second = claim_lineage(place.open(), at_least=1, now=0.0)
-    write(place.open(), 5, second, PolicyVersion(1, 4))
-    assert versions(place.open()) == [(2, 5), (1, 4)]
-    assert [found.step for found in read_manifests(place.open())] == [5, 4]
+def test_the_newest_lineage_leads(storage: Storage) -> None:
+    first = claim_lineage(storage.open(), at_least=1, now=0.0)
+    write(storage.open(), 4, first)
+    second = claim_lineage(storage.open(), at_least=1, now=0.0)
+    write(storage.open(), 5, second, PolicyVersion(1, 4))
+    assert versions(storage.open()) == [(2, 5), (1, 4)]
+    assert [found.step for found in read_manifests(storage.open())] == [5, 4]
 
 
 def test_a_future_that_the_chain_left_behind_goes_before_an_older_step_of_the_chain() -> None:
@@ -64,9 +64,9 @@ def test_a_damaged_one_goes_once_it_is_older_than_those_kept() -> None:
     assert gone([*damaged, entry(1, 4)], entry(1, 6)) == ["step_2"]
 
 
-def test_a_checkpoint_in_the_place_of_another_is_none(local_place: Place) -> None:
-    write(local_place.open(), 4, claim_lineage(local_place.open(), at_least=1, now=0.0))
-    root = local_place.root / "checkpoints"
+def test_a_checkpoint_in_the_place_of_another_is_none(local_storage: Storage) -> None:
+    write(local_storage.open(), 4, claim_lineage(local_storage.open(), at_least=1, now=0.0))
+    root = local_storage.root / "checkpoints"
     (root / "step_4").rename(root / "step_9")
     assert read_manifests(str(root)) == []
 

@@ -19,68 +19,68 @@ import torch
 from structlog.testing import capture_logs
 
 from consumers.training.checkpoints.catalogue import Lineage, read_entries
-from consumers.training.checkpoints.storage import open_location
+from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from schemas.identifiers import PolicyVersion
-from tests.consumers.training.checkpoints.scene import Place, newest, write
+from tests.consumers.training.checkpoints.scene import Storage, newest, write
 
 CRASHED = 9
 WRITING = os.O_WRONLY | os.O_RDWR
 EVENTS = {"os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree"}
 
 
-def a_next_step(place: Place) -> Lineage:
-    lineage = CheckpointStore(place.open(), 2).claim_lineage(now=0.0)
+def a_next_step(storage: Storage) -> Lineage:
+    lineage = CheckpointStore(storage.open(), 2).claim_lineage(now=0.0)
     for step in (2, 4):
-        write(place.open(), step, lineage, keep=2)
+        write(storage.open(), step, lineage, keep=2)
     return lineage
 
 
-def a_step_that_replaces_an_abandoned_one(place: Place) -> Lineage:
-    first = CheckpointStore(place.open(), 2).claim_lineage(now=0.0)
+def a_step_that_replaces_an_abandoned_one(storage: Storage) -> Lineage:
+    first = CheckpointStore(storage.open(), 2).claim_lineage(now=0.0)
     for step in (4, 6):
-        write(place.open(), step, first, keep=2)
-    return CheckpointStore(place.open(), 2).claim_lineage(now=0.0)
+        write(storage.open(), step, first, keep=2)
+    return CheckpointStore(storage.open(), 2).claim_lineage(now=0.0)
 
 
 HISTORIES = [a_next_step, a_step_that_replaces_an_abandoned_one]
 
 
-def proceed(place: Place, lineage: Lineage) -> None:
+def proceed(storage: Storage, lineage: Lineage) -> None:
     parent = PolicyVersion(1, 4) if lineage.number > 1 else None
-    write(place.open(), 6, lineage, parent, keep=2)
+    write(storage.open(), 6, lineage, parent, keep=2)
 
 
-def assert_old_or_new(place: Place, lineage: Lineage, before: tuple[int, int]) -> tuple[int, int]:
+def assert_old_or_new(storage: Storage, lineage: Lineage, before: tuple[int, int]) -> tuple[int, int]:
     """What the next incarnation finds: one of the two, whole, with nothing damaged beside it."""
-    store = CheckpointStore(place.open(), 2)
+    store = CheckpointStore(storage.open(), 2)
     assert store.claim_lineage(now=0.0).number == lineage.number + 1
     with capture_logs() as logs:
-        found = newest(place.open())
-        for entry in read_entries(place.open()):
+        found = newest(storage.open())
+        for entry in read_entries(storage.open()):
             assert entry.manifest is not None, entry.problem
             store.load(entry.manifest)
     assert found in (before, (lineage.number, 6))
     assert logs == []
-    assert not [name for name in place.names() if ".tmp" in name]
+    assert not [name for name in storage.names() if ".tmp" in name]
     return found
 
 
 @pytest.mark.parametrize("history", HISTORIES)
 def test_a_writer_killed_at_any_system_call_leaves_the_old_or_the_new_checkpoint(
-    tmp_path: Path, history: Callable[[Place], Lineage]
+    tmp_path: Path, history: Callable[[Storage], Lineage]
 ) -> None:
     torch.set_num_threads(1)
-    lineage = history(Place(tmp_path / "template", tmp_path))
-    before = newest(open_location(tmp_path / "template", tmp_path))
+    lineage = history(Storage(tmp_path / "template", tmp_path))
+    before = newest(open_storage(tmp_path / "template", tmp_path))
     found = []
     for moment in itertools.count():
-        place = Place(tmp_path / "checkpoints", tmp_path)
-        shutil.copytree(tmp_path / "template", place.url)
-        own = Lineage(lineage.number, place.open())
-        ended = in_a_child_that_dies(moment, partial(proceed, place, own))
-        found.append(assert_old_or_new(place, lineage, before))
-        shutil.rmtree(place.url)
+        storage = Storage(tmp_path / "checkpoints", tmp_path)
+        shutil.copytree(tmp_path / "template", storage.url)
+        own = Lineage(lineage.number, storage.open())
+        ended = in_a_child_that_dies(moment, partial(proceed, storage, own))
+        found.append(assert_old_or_new(storage, lineage, before))
+        shutil.rmtree(storage.url)
         if ended == 0:
             break
         assert ended == CRASHED
@@ -126,23 +126,23 @@ class Crash(BaseException):
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("carried_out", [False, True])
 def test_a_writer_killed_at_any_request_leaves_the_old_or_the_new_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, history: Callable[[Place], Lineage], carried_out: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, history: Callable[[Storage], Lineage], carried_out: bool
 ) -> None:
     found = []
     for moment in itertools.count():
-        place = Place(f"memory://{tmp_path.name}-{moment}", tmp_path)
-        lineage = history(place)
-        before = newest(place.open())
+        storage = Storage(f"memory://{tmp_path.name}-{moment}", tmp_path)
+        lineage = history(storage)
+        before = newest(storage.open())
         crashed = False
         with monkeypatch.context() as patch:
             count = itertools.count()
             for name in ("put", "delete", "list"):
                 patch.setattr(obstore, name, _dying(getattr(obstore, name), count, moment, carried_out))
             try:
-                proceed(place, lineage)
+                proceed(storage, lineage)
             except Crash:
                 crashed = True
-        found.append(assert_old_or_new(place, lineage, before))
+        found.append(assert_old_or_new(storage, lineage, before))
         if not crashed:
             break
     assert found == sorted(found, key=lambda version: version == (lineage.number, 6))

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from consumers.training.checkpoints.storage import open_location
+from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore, load_checkpoint
 from schemas.errors import CheckpointError
-from tests.consumers.training.checkpoints.scene import FILES, Place, write
+from tests.consumers.training.checkpoints.scene import FILES, Storage, write
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
-    location = open_location(root, root)
-    return Path(write(location, 3, CheckpointStore(location, 2).claim_lineage(now=0.0)))
+    opened = open_storage(root, root)
+    return Path(write(opened, 3, CheckpointStore(opened, 2).claim_lineage(now=0.0)))
 
 
 @given(st.sampled_from(FILES), st.floats(0, 1, exclude_max=True), st.integers(1, 255))
@@ -52,16 +52,16 @@ def test_a_checkpoint_with_any_file_cut_short_is_refused(checkpoint: Path, name:
 
 @given(st.sampled_from(FILES), st.floats(0, 1, exclude_max=True), st.integers(1, 255))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_an_object_with_any_byte_changed_is_refused(memory_place: Place, name: str, at: float, mask: int) -> None:
-    if not memory_place.names():
-        store = CheckpointStore(memory_place.open(), 2)
-        write(memory_place.open(), 3, store.claim_lineage(now=0.0))
-    content = memory_place.read(1, 3, name)
+def test_an_object_with_any_byte_changed_is_refused(memory_storage: Storage, name: str, at: float, mask: int) -> None:
+    if not memory_storage.names():
+        store = CheckpointStore(memory_storage.open(), 2)
+        write(memory_storage.open(), 3, store.claim_lineage(now=0.0))
+    content = memory_storage.read(1, 3, name)
     damaged = bytearray(content)
     damaged[int(at * len(content))] ^= mask
-    memory_place.put(1, 3, name, bytes(damaged))
+    memory_storage.put(1, 3, name, bytes(damaged))
     try:
         with pytest.raises(CheckpointError, match="expected a checkpoint that verifies"):
-            CheckpointStore(memory_place.open(), 2).newest()
+            CheckpointStore(memory_storage.open(), 2).newest()
     finally:
-        memory_place.put(1, 3, name, content)
+        memory_storage.put(1, 3, name, content)

@@ -18,25 +18,25 @@ from obstore.store import ObjectStore
 from consumers.training.checkpoints.catalogue import Lineage
 from consumers.training.checkpoints.store import CheckpointStore
 from schemas.errors import CheckpointError
-from tests.consumers.training.checkpoints.scene import Place, newest, state_of, versions, write, write_model
+from tests.consumers.training.checkpoints.scene import Storage, newest, state_of, versions, write, write_model
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
-def begin(place: Place) -> Lineage:
-    lineage = CheckpointStore(place.open(), 3).claim_lineage(now=0.0)
-    write(place.open(), 1, lineage)
+def begin(storage: Storage) -> Lineage:
+    lineage = CheckpointStore(storage.open(), 3).claim_lineage(now=0.0)
+    write(storage.open(), 1, lineage)
     return lineage
 
 
-def assert_as_before(place: Place) -> None:
-    assert versions(place.open()) == [(1, 1)]
-    assert newest(place.open()) == (1, 1)
-    assert not list(place.root.rglob(".tmp-*"))
+def assert_as_before(storage: Storage) -> None:
+    assert versions(storage.open()) == [(1, 1)]
+    assert newest(storage.open()) == (1, 1)
+    assert not list(storage.root.rglob(".tmp-*"))
 
 
-def test_a_full_disk_leaves_the_checkpoints_as_they_were(place: Place) -> None:
-    lineage = begin(place)
+def test_a_full_disk_leaves_the_checkpoints_as_they_were(storage: Storage) -> None:
+    lineage = begin(storage)
 
     def fill(directory: Path) -> None:
         write_model(directory)
@@ -44,10 +44,10 @@ def test_a_full_disk_leaves_the_checkpoints_as_they_were(place: Place) -> None:
             file.write(b"one more byte")
 
     with pytest.raises(CheckpointError, match=r"about [0-9]+ bytes to .*step_2.*No space left.*[0-9]+ bytes are free"):
-        CheckpointStore(place.open(), 3).write(state_of(1, 2), fill, lineage)
-    assert_as_before(place)
-    write(place.open(), 2, lineage)
-    assert newest(place.open()) == (1, 2)
+        CheckpointStore(storage.open(), 3).write(state_of(1, 2), fill, lineage)
+    assert_as_before(storage)
+    write(storage.open(), 2, lineage)
+    assert newest(storage.open()) == (1, 2)
 
 
 @contextmanager
@@ -62,31 +62,33 @@ def largest_file(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_tensor_file_that_the_system_cuts_off_leaves_the_checkpoints_as_they_were(place: Place) -> None:
-    lineage = begin(place)
+def test_a_tensor_file_that_the_system_cuts_off_leaves_the_checkpoints_as_they_were(storage: Storage) -> None:
+    lineage = begin(storage)
     state = state_of(1, 2)
     state.optimizer["w.exp_avg_sq"] = torch.zeros(1 << 16)
     with largest_file(1 << 16), pytest.raises(CheckpointError, match="File too large"):
-        CheckpointStore(place.open(), 3).write(state, write_model, lineage)
-    assert_as_before(place)
+        CheckpointStore(storage.open(), 3).write(state, write_model, lineage)
+    assert_as_before(storage)
 
 
-def test_too_little_space_is_noticed_before_anything_is_written(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    lineage = begin(place)
+def test_too_little_space_is_noticed_before_anything_is_written(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lineage = begin(storage)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100, 80, 20))
 
     def never(directory: Path) -> None:
         raise AssertionError("nothing is to be written")
 
     with pytest.raises(CheckpointError, match=r"expected [0-9]+ bytes free in .* got 20"):
-        CheckpointStore(place.open(), 3).write(state_of(1, 2), never, lineage)
-    assert_as_before(place)
+        CheckpointStore(storage.open(), 3).write(state_of(1, 2), never, lineage)
+    assert_as_before(storage)
 
 
 def test_a_store_that_fails_half_way_leaves_the_checkpoints_as_they_were(
-    s3_place: Place, monkeypatch: pytest.MonkeyPatch
+    s3_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lineage = begin(s3_place)
+    lineage = begin(s3_storage)
     put = obstore.put
 
     def failing(store: ObjectStore, key: str, *arguments: Any, **options: Any) -> Any:
@@ -99,7 +101,7 @@ def test_a_store_that_fails_half_way_leaves_the_checkpoints_as_they_were(
         with pytest.raises(
             CheckpointError, match=r"\Aexpected to write .*step_2, got: the connection was reset \(.*\Z"
         ):
-            write(s3_place.open(), 2, lineage)
-    assert_as_before(s3_place)
-    write(s3_place.open(), 3, lineage)
-    assert not [name for name in s3_place.names() if "step_2" in name]
+            write(s3_storage.open(), 2, lineage)
+    assert_as_before(s3_storage)
+    write(s3_storage.open(), 3, lineage)
+    assert not [name for name in s3_storage.names() if "step_2" in name]

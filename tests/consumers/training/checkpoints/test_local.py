@@ -7,11 +7,11 @@ from typing import cast
 import pytest
 
 from consumers.training.checkpoints.catalogue import Lineage
-from consumers.training.checkpoints.storage import CheckpointLocation
+from consumers.training.checkpoints.storage import CheckpointStorage
 from consumers.training.checkpoints.store import CheckpointStore
 from schemas.errors import Superseded
 from schemas.identifiers import PolicyVersion
-from tests.consumers.training.checkpoints.scene import Place, newest, state_of, versions, write, write_model
+from tests.consumers.training.checkpoints.scene import Storage, newest, state_of, versions, write, write_model
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Meanwhile:
 
     act: Callable[[], None]
     at: int
-    truth: CheckpointLocation
+    truth: CheckpointStorage
     looks: int = 0
 
     def claims(self) -> list[int]:
@@ -30,65 +30,65 @@ class Meanwhile:
         return [] if self.looks <= self.at else self.truth.claims()
 
 
-def claimed(place: Place) -> Lineage:
-    return CheckpointStore(place.open(), 2).claim_lineage(now=0.0)
+def claimed(storage: Storage) -> Lineage:
+    return CheckpointStore(storage.open(), 2).claim_lineage(now=0.0)
 
 
 @pytest.mark.parametrize("look", [1, 2])
 @pytest.mark.parametrize("occupied", [False, True])
-def test_a_newer_checkpoint_is_never_written_over(local_place: Place, look: int, occupied: bool) -> None:
-    write(local_place.open(), 4, claimed(local_place))
-    zombie = claimed(local_place)
+def test_a_newer_checkpoint_is_never_written_over(local_storage: Storage, look: int, occupied: bool) -> None:
+    write(local_storage.open(), 4, claimed(local_storage))
+    zombie = claimed(local_storage)
     if occupied:
-        late = Meanwhile(lambda: None, 99, local_place.open())
-        write(local_place.open(), 6, Lineage(1, cast(CheckpointLocation, late)))
+        late = Meanwhile(lambda: None, 99, local_storage.open())
+        write(local_storage.open(), 6, Lineage(1, cast(CheckpointStorage, late)))
 
     def take_over() -> None:
-        write(local_place.open(), 6, claimed(local_place), PolicyVersion(1, 4))
+        write(local_storage.open(), 6, claimed(local_storage), PolicyVersion(1, 4))
 
-    stopped = Meanwhile(take_over, look, local_place.open())
+    stopped = Meanwhile(take_over, look, local_storage.open())
     with pytest.raises(Superseded):
-        write(local_place.open(), 6, Lineage(zombie.number, cast(CheckpointLocation, stopped)), PolicyVersion(1, 4))
-    assert newest(local_place.open()) == (3, 6)
+        write(local_storage.open(), 6, Lineage(zombie.number, cast(CheckpointStorage, stopped)), PolicyVersion(1, 4))
+    assert newest(local_storage.open()) == (3, 6)
 
 
-def test_a_checkpoint_appears_whole(local_place: Place) -> None:
-    lineage = claimed(local_place)
+def test_a_checkpoint_appears_whole(local_storage: Storage) -> None:
+    lineage = claimed(local_storage)
     seen: list[list[tuple[int, int]]] = []
 
     def look(directory: Path) -> None:
         write_model(directory)
-        seen.append(versions(local_place.open()))
+        seen.append(versions(local_storage.open()))
 
-    CheckpointStore(local_place.open(), 2).write(state_of(1, 2), look, lineage)
+    CheckpointStore(local_storage.open(), 2).write(state_of(1, 2), look, lineage)
     assert seen == [[]]
-    assert versions(local_place.open()) == [(1, 2)]
+    assert versions(local_storage.open()) == [(1, 2)]
 
 
-def test_a_checkpoint_whose_replacement_never_came_is_put_back(local_place: Place) -> None:
-    write(local_place.open(), 4, claimed(local_place))
-    root = local_place.root / "checkpoints"
+def test_a_checkpoint_whose_replacement_never_came_is_put_back(local_storage: Storage) -> None:
+    write(local_storage.open(), 4, claimed(local_storage))
+    root = local_storage.root / "checkpoints"
     (root / "step_4").rename(root / ".tmp-old-step_4")
     (root / ".tmp-2-step_4").mkdir()
-    claimed(local_place)
-    assert newest(local_place.open()) == (1, 4)
+    claimed(local_storage)
+    assert newest(local_storage.open()) == (1, 4)
     assert sorted(path.name for path in root.iterdir()) == ["lineages", "step_4"]
 
 
-def test_other_files_beside_the_checkpoints_are_none(local_place: Place) -> None:
-    root = local_place.root / "checkpoints"
+def test_other_files_beside_the_checkpoints_are_none(local_storage: Storage) -> None:
+    root = local_storage.root / "checkpoints"
     for name in ("step_x", "step_4.bak", "notes", "step_", "step_٣"):
         (root / name).mkdir(parents=True)
     (root / "lineages").mkdir()
     (root / "lineages" / "²x.json").touch()
-    assert versions(local_place.open()) == []
-    assert claimed(local_place).number == 1
+    assert versions(local_storage.open()) == []
+    assert claimed(local_storage).number == 1
 
 
 def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(
-    local_place: Place, monkeypatch: pytest.MonkeyPatch
+    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lineage = claimed(local_place)
+    lineage = claimed(local_storage)
     synced: set[int] = set()
     unsynced: list[list[str]] = []
     fsync, rename = os.fsync, Path.rename
@@ -104,5 +104,5 @@ def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "rename", note_rename)
-    write(local_place.open(), 4, lineage)
+    write(local_storage.open(), 4, lineage)
     assert unsynced == [[]]

@@ -4,18 +4,18 @@ import obstore
 import pytest
 
 from consumers.training.checkpoints.catalogue import Lineage
-from consumers.training.checkpoints.storage import ObjectLocation, open_location
+from consumers.training.checkpoints.storage import ObjectStorage, open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from schemas.errors import CheckpointError
 from schemas.identifiers import PolicyVersion
-from tests.consumers.training.checkpoints.scene import Place, newest, state_of, versions, write, write_model
+from tests.consumers.training.checkpoints.scene import Storage, newest, state_of, versions, write, write_model
 
 
-def claimed(place: Place) -> Lineage:
-    return CheckpointStore(place.open(), 2).claim_lineage(now=0.0)
+def claimed(storage: Storage) -> Lineage:
+    return CheckpointStore(storage.open(), 2).claim_lineage(now=0.0)
 
 
-def test_the_manifest_comes_last(memory_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_comes_last(memory_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
     put = obstore.put
 
@@ -23,96 +23,96 @@ def test_the_manifest_comes_last(memory_place: Place, monkeypatch: pytest.Monkey
         keys.append(key)
         return put(store, key, *arguments, **options)  # type: ignore[arg-type]
 
-    lineage = claimed(memory_place)
+    lineage = claimed(memory_storage)
     monkeypatch.setattr(obstore, "put", noted)
-    write(memory_place.open(), 2, lineage)
+    write(memory_storage.open(), 2, lineage)
     assert len(keys) == 7
     assert keys[-1] == "lineage_1/step_2/trainer_state/manifest.json"
 
 
-def test_no_lineage_writes_over_another(s3_place: Place) -> None:
-    first = claimed(s3_place)
-    write(s3_place.open(), 4, first)
-    before = {name: s3_place.read(1, 4, name) for name in ("model.safetensors", "trainer_state/manifest.json")}
-    second = claimed(s3_place)
-    write(s3_place.open(), 6, second, PolicyVersion(1, 4))
-    write(s3_place.open(), 8, second, PolicyVersion(1, 4))
-    assert {name: s3_place.read(1, 4, name) for name in before} == before
-    assert versions(s3_place.open()) == [(2, 8), (2, 6), (1, 4)]
+def test_no_lineage_writes_over_another(s3_storage: Storage) -> None:
+    first = claimed(s3_storage)
+    write(s3_storage.open(), 4, first)
+    before = {name: s3_storage.read(1, 4, name) for name in ("model.safetensors", "trainer_state/manifest.json")}
+    second = claimed(s3_storage)
+    write(s3_storage.open(), 6, second, PolicyVersion(1, 4))
+    write(s3_storage.open(), 8, second, PolicyVersion(1, 4))
+    assert {name: s3_storage.read(1, 4, name) for name in before} == before
+    assert versions(s3_storage.open()) == [(2, 8), (2, 6), (1, 4)]
 
 
-def test_an_upload_that_never_ended_is_no_checkpoint_and_goes_with_the_next_lineage(s3_place: Place) -> None:
-    write(s3_place.open(), 4, claimed(s3_place))
-    s3_place.put(1, 6, "model.safetensors", b"half")
-    s3_place.put(1, 60, "model.safetensors", b"half")
-    assert versions(s3_place.open()) == [(1, 4)]
-    claimed(s3_place)
-    assert not [name for name in s3_place.names() if "step_6" in name]
-    assert newest(s3_place.open()) == (1, 4)
+def test_an_upload_that_never_ended_is_no_checkpoint_and_goes_with_the_next_lineage(s3_storage: Storage) -> None:
+    write(s3_storage.open(), 4, claimed(s3_storage))
+    s3_storage.put(1, 6, "model.safetensors", b"half")
+    s3_storage.put(1, 60, "model.safetensors", b"half")
+    assert versions(s3_storage.open()) == [(1, 4)]
+    claimed(s3_storage)
+    assert not [name for name in s3_storage.names() if "step_6" in name]
+    assert newest(s3_storage.open()) == (1, 4)
 
 
-def test_an_object_that_grew_is_not_downloaded(memory_place: Place) -> None:
-    write(memory_place.open(), 4, claimed(memory_place))
-    memory_place.put(1, 4, "model.safetensors", b"x" * 10_000)
+def test_an_object_that_grew_is_not_downloaded(memory_storage: Storage) -> None:
+    write(memory_storage.open(), 4, claimed(memory_storage))
+    memory_storage.put(1, 4, "model.safetensors", b"x" * 10_000)
     with pytest.raises(CheckpointError, match=r"expected at most .* bytes in .*model.safetensors, got 10000"):
-        CheckpointStore(memory_place.open(), 2).newest()
+        CheckpointStore(memory_storage.open(), 2).newest()
 
 
-def test_a_large_file_goes_up_in_parts_and_comes_back_whole(s3_place: Place) -> None:
-    lineage = claimed(s3_place)
+def test_a_large_file_goes_up_in_parts_and_comes_back_whole(s3_storage: Storage) -> None:
+    lineage = claimed(s3_storage)
     content = bytes(range(256)) * (20 << 12)
 
     def large(directory: Path) -> None:
         write_model(directory)
         (directory / "model.bin").write_bytes(content)
 
-    CheckpointStore(s3_place.open(), 2).write(state_of(1, 2), large, lineage)
-    restored = CheckpointStore(s3_place.open(), 2).newest()
+    CheckpointStore(s3_storage.open(), 2).write(state_of(1, 2), large, lineage)
+    restored = CheckpointStore(s3_storage.open(), 2).newest()
     assert restored is not None
     assert (restored.directory / "model.bin").read_bytes() == content
 
 
-def test_a_checkpoint_comes_down_into_the_cache_of_whoever_restores_it(s3_place: Place, tmp_path: Path) -> None:
-    write(s3_place.open(), 2, claimed(s3_place))
-    location = open_location(s3_place.url, tmp_path / "other")
-    restored = CheckpointStore(location, 2).newest()
+def test_a_checkpoint_comes_down_into_the_cache_of_whoever_restores_it(s3_storage: Storage, tmp_path: Path) -> None:
+    write(s3_storage.open(), 2, claimed(s3_storage))
+    opened = open_storage(s3_storage.url, tmp_path / "other")
+    restored = CheckpointStore(opened, 2).newest()
     assert restored is not None
     assert restored.directory == tmp_path / "other" / "restored" / "lineage_1" / "step_2"
-    location.clear_leftovers()
+    opened.clear_leftovers()
     assert not list((tmp_path / "other").iterdir())
 
 
 def test_a_store_that_does_not_answer_is_named_in_one_line(
-    s3_place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    s3_storage: Storage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     store = obstore.store.S3Store(
         "bucket", endpoint="http://127.0.0.1:1", client_options={"allow_http": True}, retry_config={"max_retries": 0}
     )
-    location = ObjectLocation(store, "s3://bucket/x", tmp_path)
-    lineage = Lineage(1, location)
+    opened = ObjectStorage(store, "s3://bucket/x", tmp_path)
+    lineage = Lineage(1, opened)
     with pytest.raises(CheckpointError, match=r"\Aexpected to read the lineage claims in s3://bucket/x, got: .*\Z"):
         lineage.check()
     with pytest.raises(CheckpointError, match=r"\Aexpected to list the checkpoints in s3://bucket/x, got: .*\Z"):
-        CheckpointStore(location, 2).newest()
+        CheckpointStore(opened, 2).newest()
 
 
-def test_an_object_that_is_missing_is_named_in_one_line(s3_place: Place) -> None:
-    write(s3_place.open(), 4, claimed(s3_place))
-    s3_place.put(1, 4, "config.json", None)
+def test_an_object_that_is_missing_is_named_in_one_line(s3_storage: Storage) -> None:
+    write(s3_storage.open(), 4, claimed(s3_storage))
+    s3_storage.put(1, 4, "config.json", None)
     with pytest.raises(CheckpointError, match=r"\Aexpected a checkpoint that verifies.*config.json not found.*\Z"):
-        CheckpointStore(s3_place.open(), 2).newest()
+        CheckpointStore(s3_storage.open(), 2).newest()
 
 
 def test_plain_http_beyond_this_machine_takes_an_explicit_word(
-    s3_place: Place, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+    s3_storage: Storage, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint.replace("127.0.0.1", "0.0.0.0"))
     with pytest.raises(CheckpointError, match="expected to list the checkpoints"):
-        CheckpointStore(s3_place.open(), 2).newest()
+        CheckpointStore(s3_storage.open(), 2).newest()
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    assert CheckpointStore(s3_place.open(), 2).newest() is None
+    assert CheckpointStore(s3_storage.open(), 2).newest() is None
 
 
-def test_a_memory_location_is_the_same_for_all_who_open_it(memory_place: Place, tmp_path: Path) -> None:
-    write(memory_place.open(), 2, claimed(memory_place))
-    assert newest(open_location(f"{memory_place.url}/", tmp_path)) == (1, 2)
+def test_a_memory_location_is_the_same_for_all_who_open_it(memory_storage: Storage, tmp_path: Path) -> None:
+    write(memory_storage.open(), 2, claimed(memory_storage))
+    assert newest(open_storage(f"{memory_storage.url}/", tmp_path)) == (1, 2)
