@@ -1,5 +1,6 @@
 // The inspector: one trajectory, token by token, its rewards, its life hop by hop, and what to type to see more.
-import { el, short, span } from "./draw.js";
+import { el } from "/charts/elements.js";
+import { short, span } from "/charts/words.js";
 
 const dialog = document.getElementById("inspector"), body = document.getElementById("ins-body"), title = document.getElementById("ins-title");
 document.getElementById("ins-close").addEventListener("click", () => dialog.close());

@@ -1,5 +1,7 @@
 // Tables and lists: trajectories, workers, lag, time split, events, dead letters. Rows are reused, not made anew.
-import { clock, colour, el, short, span, text } from "./draw.js";
+import { el, text } from "/charts/elements.js";
+import { KINDS } from "/charts/lanes.js";
+import { clock, short, span } from "/charts/words.js";
 import { inspect } from "./inspector.js";
 
 const $ = (id) => document.getElementById(id);
@@ -67,12 +69,10 @@ function fill(row, label, shares, end) {
 }
 
 export function lag(found) {
-  const whole = found.buckets.map((_, index) => Math.max(found.unread[index], found.unfinished[index] ?? 0)), most = Math.max(64, ...whole);
+  const most = Math.max(64, ...found.lag);
   rowsOf($("lag"), found.buckets.length, barRow).forEach((row, index) => {
-    const unread = found.unread[index], rest = Math.max(0, (found.unfinished[index] ?? 0) - unread);
-    const said = found.unfinished[index] === null ? `${short(unread)} unread` : `${short(unread)} / ${short(found.unfinished[index])}`;
-    fill(row, `bucket ${found.buckets[index]}`, [["generate", unread / most], ["generate-2", rest / most]], said);
-    row.title = `unread ${unread}; not yet in a step that is kept: ${found.unfinished[index] ?? "not known"}`;
+    fill(row, `bucket ${found.buckets[index]}`, [["generate", found.lag[index] / most]], short(found.lag[index]));
+    row.title = `${found.lag[index]} trajectories that the trainer has not finished`;
   });
 }
 
@@ -135,7 +135,7 @@ export function tiles(state) {
   });
 }
 
-export function legend(kinds) {
-  $("legend").replaceChildren(...Object.entries(kinds).map(([kind, name]) => { const b = el("b"); b.style.background = `var(--${kind})`; return el("span", {}, b, name); }),
-    (() => { const b = el("b"); b.style.background = "var(--adopt)"; return el("span", {}, b, "adopts weights"); })());
+export function legend() {
+  const { other, ...told } = KINDS;  // nothing that a live run tells is of another kind
+  $("legend").replaceChildren(...Object.entries({ ...told, adopt: "adopts weights" }).map(([kind, name]) => { const b = el("b"); b.style.background = `var(--${kind})`; return el("span", {}, b, name); }));
 }

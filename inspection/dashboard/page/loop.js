@@ -1,5 +1,5 @@
 // The loop as a drawing: five stations, the pipes between them, and what flows through each.
-import { short } from "./draw.js";
+import { short } from "/charts/words.js";
 
 const NS = "http://www.w3.org/2000/svg";
 const STATIONS = {
@@ -77,12 +77,12 @@ function fleet(workers) {
 }
 
 function lag(found) {
-  const count = found.buckets.length, most = Math.max(64, ...found.unread), room = 162;
+  const count = found.buckets.length, most = Math.max(64, ...found.lag), room = 162;
   while (parts.bars.length < count) {
     parts.bars.push([svg("rect", { rx: 2, style: "fill: var(--wait)" }, parts.lag), svg("rect", { rx: 2, style: "fill: var(--generate)" }, parts.lag)]);
   }
   parts.bars.forEach(([back, bar], index) => {
-    const w = room / Math.max(1, count), h = index < count ? Math.max(2, (found.unread[index] / most) * 56) : 0;
+    const w = room / Math.max(1, count), h = index < count ? Math.max(2, (found.lag[index] / most) * 56) : 0;
     const place = (node, height) => {
       for (const [name, value] of Object.entries({ x: 780 + index * w, width: Math.max(2, w - 5), y: 160 - height, height })) node.setAttribute(name, value.toFixed(1));
     };
@@ -99,8 +99,8 @@ export function drawLoop(root, state) {
   const say = (name, first, second) => { set(parts.text[name][0], first); set(parts.text[name][1], second); };
   say("dispatcher", "prompts to orders", loop.health === "paused" ? "paused" : `${short(loop.totals.orders)} seen`);
   say("workers", `${loop.workers} · ${short(loop.running)} of ${short(loop.capacity)} slots busy`, `${short(loop.engine_tokens_per_s)} tokens/s`);
-  const unread = (state.lag?.unread ?? []).reduce((sum, each) => sum + each, 0);
-  say("log", `${short(unread)} unread`, "by length bucket");
+  const behind = (state.lag?.lag ?? []).reduce((sum, each) => sum + each, 0);
+  say("log", `lag ${short(behind)}`, "by length bucket");
   say("trainer", `step ${loop.step}`, loop.algorithm || "–");
   say("coordinator", `weights ${loop.announced}`, loop.health);
   for (const [name, node] of Object.entries(parts.nodes)) node.classList.toggle("on", (shown[{ dispatcher: "orders", workers: "trajectories", log: "trajectories", trainer: "trained", coordinator: "weights" }[name]] ?? 0) > 0);

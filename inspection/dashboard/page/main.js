@@ -1,13 +1,17 @@
 // Receives updates, keeps the newest of each section, and draws what changed, at most once a frame.
-import { columns, curves, grid, smooth } from "./charts.js";
-import { colour, forgetColours, short, text } from "./draw.js";
+import { ages } from "/charts/ages.js";
+import { curves, smoothed } from "/charts/curves.js";
+import { text } from "/charts/elements.js";
+import { lengths } from "/charts/lengths.js";
+import { repaint } from "/charts/plot.js";
+import { short } from "/charts/words.js";
 import * as lists from "./lists.js";
 import { drawLoop } from "./loop.js";
-import { KINDS, Timeline } from "./timeline.js";
+import { Timeline } from "./timeline.js";
 
 const $ = (id) => document.getElementById(id);
-const state = {}, dirty = new Set();
-const REDRAW_MS = 100, PATIENCE_MS = 2000;
+const state = {}, dirty = new Set(), charts = {};
+const REDRAW_MS = 100, PATIENCE_MS = 2000, TALL = 190, SMOOTHED = 4;
 let pace = 1, heardAt = 0, skew = 0, drawnAt = 0, letterCount = -1;
 
 const timeline = new Timeline($("timeline"), $("tip"), (on) => $("follow").setAttribute("aria-pressed", String(on)));
@@ -23,34 +27,38 @@ const DRAW = {
     if (totals.dead_letters !== letterCount) { letterCount = totals.dead_letters; lists.letters(); }
   },
   curves() {
-    const found = state.curves, steps = found.step, length = found["completions/mean_length"];
-    curves($("reward"), steps, [{ values: found.reward, colour: colour("generate-2"), width: 1 }, { values: smooth(found.reward, 8), colour: colour("generate"), fill: true, dot: true }]);
-    curves($("length"), steps, [{ values: found["completions/max_length"], colour: colour("publish"), width: 1 }, { values: length, colour: colour("train"), fill: true, dot: true }]);
-    text($("reward-now"), found.reward.length ? short(found.reward.at(-1)) : "");
-    text($("length-now"), length.length ? `mean ${short(length.at(-1))}, longest ${short(found["completions/max_length"].at(-1))} tokens` : "");
+    const { step: x, reward, "completions/mean_length": length, "completions/max_length": longest } = state.curves;
+    if (x.length < 2) return;
+    chart("reward", curves, [{ name: "reward", hue: "generate", x, y: reward, smooth: smoothed(reward, SMOOTHED), filled: true, ends: true }]);
+    chart("length", curves, [{ name: "longest", hue: "publish", x, y: longest, width: 1 }, { name: "mean", hue: "train", x, y: length, filled: true, ends: true }]);
+    text($("reward-now"), short(reward.at(-1)));
+    text($("length-now"), `mean ${short(length.at(-1))}, longest ${short(longest.at(-1))} tokens`);
   },
   lag() { lists.lag(state.lag); },
   workers() { lists.workers(state.workers); },
   split() { lists.split(state.split); },
   lengths() {
     const { cells, close } = state.lengths;
-    grid($("lengths"), cells);
+    if (cells.length) chart("lengths", lengths, cells);
     text($("close"), close === null ? "" : `${Math.round(close * 100)}% within ×1.5`);
   },
-  staleness() { columns($("staleness"), state.staleness.counts); },
-  timeline() { timeline.lanes = state.timeline; timeline.dirty = true; },
+  staleness() { if (state.staleness.counts.length) chart("staleness", ages, [{ name: "", hue: "train", counts: state.staleness.counts }]); },
+  timeline() { timeline.hold(state.timeline); },
   trajectories() { lists.trajectories(state.trajectories); },
   events() { lists.events(state.events); },
 };
 
+/** Draw a chart when it has its first data, and its new data from then on. */
+function chart(id, make, data) {
+  if (charts[id]) charts[id](data); else charts[id] = make($(id), data, { label: $(id).dataset.said, height: TALL, over: "step" });
+}
+
 function frame(time) {
   for (const name of dirty) DRAW[name]?.();
   dirty.clear();
-  if (timeline.dirty || (timeline.following && time - drawnAt > REDRAW_MS)) { drawnAt = time; timeline.draw(present()); }
+  if (time - drawnAt > REDRAW_MS) { drawnAt = time; timeline.advance(present()); }
   requestAnimationFrame(frame);
 }
-
-function redraw() { forgetColours(); for (const name of Object.keys(state)) dirty.add(name); timeline.dirty = true; }
 
 function connect() {
   const source = new EventSource("/api/updates");
@@ -76,14 +84,12 @@ $("theme").addEventListener("click", () => {
   const names = Object.keys(SCHEMES), next = names[(names.indexOf(document.documentElement.dataset.theme ?? "") + 1) % names.length];
   if (next) document.documentElement.dataset.theme = next; else delete document.documentElement.dataset.theme;
   try { localStorage.setItem("streamrl-theme", next); } catch { /* forgotten at the next visit */ }
-  settleScheme(); showScheme(); redraw();
+  settleScheme(); showScheme(); repaint();
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-addEventListener("redraw", () => { for (const name of Object.keys(state)) dirty.add(name); timeline.dirty = true; });
-$("zoom-in").addEventListener("click", () => timeline.zoom(0.6, 0.5));
-$("zoom-out").addEventListener("click", () => timeline.zoom(1.7, 0.5));
+$("zoom-in").addEventListener("click", () => timeline.zoom(0.6));
+$("zoom-out").addEventListener("click", () => timeline.zoom(1.6));
 $("zoom-all").addEventListener("click", () => timeline.all());
 $("follow").addEventListener("click", () => timeline.follow(!timeline.following));
 $("dlq-refresh").addEventListener("click", lists.letters);
 
-showScheme(); lists.legend(KINDS); lists.holdWhileLookedAt(); connect(); requestAnimationFrame(frame);
+showScheme(); lists.legend(); lists.holdWhileLookedAt(); connect(); requestAnimationFrame(frame);

@@ -1,0 +1,59 @@
+// Lines over steps or over time, with gaps where nothing is known, and the values that are pointed at.
+import { colour } from "./elements.js";
+import { axis, moments, plot, TIMES, WHOLE } from "./plot.js";
+import { short, span } from "./words.js";
+
+const AXES = {
+  step: { incrs: WHOLE, values: (_chart, ticks) => ticks.map(short), told: (at) => `step ${at}` },
+  time: { incrs: TIMES, values: moments, told: (at) => `after ${span(at)}` },
+};
+
+/**
+ * Draw lines into a box; what is returned draws other points of the same lines.
+ * A line has `name`, `hue`, `x`, `y` and may have `smooth` (drawn boldly over `y`), `dash`, `width`, `filled`, `ends` (in a dot).
+ */
+export function curves(box, lines, { label, height, over }) {
+  const { incrs, values, told } = AXES[over];
+  const options = {
+    label, height, named: true,
+    scales: { x: { time: false }, y: { range: (_chart, low, high) => roomy(low, high) } },
+    axes: [axis({ incrs, values, grid: { show: false } }), axis({ size: 46, values: (_chart, ticks) => ticks.map(short) })],
+    series: [{ class: "at", value: (_chart, at) => (at === null ? "" : told(at)) }, ...lines.flatMap((line) => (line.smooth ? [pale(line), bold(line)] : [bold(line)]))],
+  };
+  const chart = plot(box, options, points(lines));
+  return (found) => chart.setData(points(found));
+}
+
+/** From zero unless that would leave the lower half empty. */
+function roomy(low, high) {
+  const margin = (high - low || Math.abs(high) || 1) * 0.06;
+  return [low >= 0 && low <= high * 0.5 ? 0 : low - margin, high + margin];
+}
+
+const points = (lines) => uPlot.join(lines.map((line) => (line.smooth ? [line.x, line.y, line.smooth] : [line.x, line.y])));
+
+function bold({ name, hue, dash, width = 1.8, filled, ends, smooth }) {
+  return {
+    label: name, hue, dash, width, class: smooth && "unnamed", value: (_chart, value) => (typeof value === "number" ? short(value) : ""),
+    stroke: () => colour(hue), fill: filled && (() => `${colour(hue)}1f`),
+    points: { show: false, size: 6, width: 0, fill: () => colour(hue), filter: (chart, at) => dots(chart.data[at], ends) },
+  };
+}
+
+/** The values themselves; they are what is told, so the smoothed line has no name. */
+const pale = (line) => ({ ...bold({ ...line, filled: false, ends: false, smooth: null }), width: 1.1, alpha: 0.35 });
+
+/** Places of values that stand alone between gaps, where no line shows them, and of the last value if wanted. */
+function dots(values, ends) {
+  const told = [...values.keys()].filter((at) => values[at] !== undefined), known = (place) => typeof values[told[place]] === "number";
+  return told.filter((at, place) => known(place) && ((ends && place === told.length - 1) || !(known(place - 1) || known(place + 1))));
+}
+
+/** Means over so many neighbours on both sides, so that nothing is drawn later than it was. */
+export function smoothed(values, reach) {
+  return values.map((value, at) => {
+    if (value === null) return null;
+    const near = values.slice(Math.max(0, at - reach), at + reach + 1).filter((each) => each !== null);
+    return near.reduce((sum, each) => sum + each, 0) / near.length;
+  });
+}
