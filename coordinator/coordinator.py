@@ -142,6 +142,7 @@ class CoordinatorSession:
         Consumes: steps. Produces: control (weights ready, wanted workers, run finished). Waits for: the trainer.
         On failure: raises to ``run``. On stop: returns within one poll.
         """
+        # What an earlier coordinator was killed before announcing is in the topics that were replayed.
         await self._announce_weights()
         while not stop.is_set():
             self.coordinator.on_tick(LOOPS[0])
@@ -151,10 +152,12 @@ class CoordinatorSession:
                 self.state.apply(message)
                 if isinstance(message, StepReport) and not self.state.ledger.is_newest(message):
                     log.warning("report of an older lineage ignored", version=str(message.version))
+            # Of all the reports that were read only the newest is announced; the fleet's times are of each.
             await self._announce_weights()
             for message in messages:
                 if isinstance(message, StepReport):
                     await self._scale(message)
+            # Only behind the last record: the report of a continued run may stand right after the one that ended it.
             if not records:
                 await self._announce_end()
 
@@ -194,6 +197,7 @@ class CoordinatorSession:
         while not stop.is_set():
             self.coordinator.on_tick(LOOPS[1])
             for record in await others.poll(timeout_s=POLL_S):
+                # Until caught up, heartbeats are old ones: they count from when they were sent.
                 now = self.coordinator.clock()
                 await self._handle(record, now if caught_up else min(record.timestamp, now))
             caught_up = caught_up or all(at >= ends[tp] for tp, at in (await others.positions()).items())
@@ -223,6 +227,7 @@ class CoordinatorSession:
         worker = heartbeat.worker_id
         if at - self.claimed_again.setdefault(worker, at) > CLAIM_AGAIN_S:
             log.warning("superseded worker still there", worker=worker, incarnation=heartbeat.incarnation)
+            # Forgetting the claim makes it due: the next turn of the loop writes it again.
             self.claimed_again[worker] = at
             self.state.claims.pop(worker, None)
 

@@ -73,6 +73,7 @@ class ScalingRule:
 
     def decide(self, times: StageTimes) -> ScalingDecision | None:
         """What follows from a step; none if nothing changes."""
+        # Steps in a row, because lengths vary from step to step: one short batch is no reason to let a worker go.
         spare = times.with_one_fewer_s <= times.train_s * (1 - self.settings.margin)
         self._spare_steps = self._spare_steps + 1 if spare else 0
         if times.workers < self.bounds.most and times.delta_s >= times.gain_s > 0:
@@ -129,6 +130,7 @@ class FleetWatch:
     def stepped(self, report: StepReport) -> ScalingDecision | None:
         """Note a step; the number of workers that is wanted now, if it changes."""
         occupied, self._occupied = self._occupied, []
+        # A resumed trainer repeats its last report, and a report without groups is of no step.
         if report.version <= self._newest or not report.group_ids:
             return None
         is_first, self._newest = self._newest.lineage != report.version.lineage, report.version

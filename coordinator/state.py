@@ -71,6 +71,7 @@ class CoordinatorState:
                 self.claims[message.worker_id] = message.incarnation
             case StepReport():
                 self.ledger.observe_report(message)
+        # Compaction removes messages, never the order: the largest number that is left is the last one given.
         if isinstance(message, Control):
             self.next_sequence = max(self.next_sequence, message.sequence + 1)
 
@@ -87,6 +88,7 @@ async def recover(bus: Bus, run: str, client_id: str) -> tuple[CoordinatorState,
         BusUnavailable: the broker does not answer, or the topics do not exist.
     """
     state = CoordinatorState(VersionLedger())
+    # Control first: reports that are read after it are compared with what was announced.
     control = await bus.subscribe([CONTROL.full_name(run)], client_id=client_id, start="earliest")
     try:
         await _replay(control, state)
@@ -103,6 +105,7 @@ async def subscribe_members(bus: Bus, run: str, client_id: str, last_command: in
     Commands that changed nothing are judged again, in the same order, and change nothing again.
     """
     topics = [HEARTBEATS.full_name(run), COMMANDS.full_name(run)]
+    # A subscription at the end is the only way to ask where the end is.
     now = await bus.subscribe(topics, client_id=client_id, start="latest")
     try:
         ends, first = await now.positions(), await now.beginning_offsets()
@@ -133,6 +136,7 @@ class VersionLedger:
 
     def observe_report(self, report: StepReport) -> bool:
         """Note a step; true if it exported weights that are newer than every other's."""
+        # Without a checksum no weights were exported at this step, so there is nothing to announce.
         if report.manifest_sha256 is None or not (self.latest is None or report.version > self.latest.version):
             return False
         self.latest = report
@@ -170,6 +174,7 @@ def decide(command: OperatorCommand, current: FlowMode, finished: bool) -> FlowD
     if command.action == "drain_worker":
         return FlowDecision(drain_worker=command.worker_id, reason=command.reason) if command.worker_id else None
     mode = _MODE_AFTER[command.action]
+    # Draining has no way back: workers have left by now.
     if finished or current == "drain" or mode == current:
         return None
     return FlowDecision(mode=mode, reason=command.reason)

@@ -53,6 +53,7 @@ class Outbox:
             before_sleep=_log_undelivered,
             reraise=True,
         )
+        # Counted also while the first attempt runs: a broker that is slow to answer is behind, too.
         self.undelivered += 1
         try:
             await persistently(self.publisher.publish, record)
@@ -61,6 +62,7 @@ class Outbox:
 
 
 def _is_refused_for_good(attempt: RetryCallState) -> bool:
+    # No answer is no refusal, however often: an outage may last for hours, and the trajectory was paid for.
     return attempt.attempt_number >= MAX_REFUSALS and not isinstance(
         _error_of(attempt), DeliveryUnknown | BusUnavailable
     )
@@ -131,6 +133,7 @@ class Fence:
         Raises:
             Superseded: we are.
         """
+        # A loop: by the time we wake, the process may have been suspended once more.
         while self.superseded is None and self.was_suspended:
             self._control_read.clear()
             await self._control_read.wait()
@@ -152,6 +155,7 @@ class FencedPublisher:
 
     async def publish(self, record: Outgoing) -> Position:
         """See the port."""
+        # Every attempt passes the fence anew: the worker may have been superseded since the last one.
         await self.fence.wait_until_passed()
         return await self.publisher.publish(record)
 

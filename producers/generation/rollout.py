@@ -92,6 +92,7 @@ class Rollout:
             completion = await self._generate_twice(request)
         finally:
             self.load.generating -= 1
+        # The slot is free by now: scoring costs the engine nothing.
         text = self.tokenizer.decode(completion.token_ids)
         scores = await self._score(order, completion, text)
         token_ids, logprobs = completion.arrays()
@@ -153,7 +154,7 @@ class Rollout:
         }
 
     async def _score(self, order: WorkOrder, completion: "SampledCompletion", text: str) -> Scores:
-        if completion.finish_reason is FinishReason.ABORT:
+        if completion.finish_reason is FinishReason.ABORT:  # half a text would be scored as if it were a whole one
             names = self.scorer.names
             return Scores(dict.fromkeys(names), dict.fromkeys(names, "the engine gave up on the completion"))
         return await self.scorer.score(ScoreRequest(order.prompt, text, completion.token_ids))
@@ -166,6 +167,7 @@ class Rollout:
             return await self._generate(request)
 
     async def _generate(self, request: GenerationRequest) -> "SampledCompletion":
+        # A second attempt begins anew; what the first one streamed stays on the tokens topic.
         completion = SampledCompletion()
         async with _closing(self.engine.generate(request)) as deltas:
             async for delta in deltas:
@@ -194,6 +196,7 @@ def _own_seed(order: WorkOrder, trajectory_id: str) -> SamplingParams:
     sampling = order.sampling
     if sampling.seed is None:
         return sampling
+    # 31 bits: what every engine takes for a seed.
     name = f"{trajectory_id}@{order.attempt}"
     seed = xxhash.xxh32_intdigest(name.encode(), seed=sampling.seed & 0xFFFFFFFF) & 0x7FFFFFFF
     return sampling.model_copy(update={"seed": seed})
@@ -229,6 +232,7 @@ class SampledCompletion:
             self.logprobs.extend(delta.logprobs)
         except (TypeError, OverflowError) as error:
             raise EngineError(f"expected token ids and logprobs from the engine, got: {error}") from error
+        # A new run of tokens where the version changed, else the last run grows.
         if not self._spans or self._spans[-1][0] != delta.version:
             self._spans.append((delta.version, len(self.token_ids)))
         else:

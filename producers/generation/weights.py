@@ -162,16 +162,18 @@ class WeightsFetcher:
         base = f"{relay}/weights/{ready.version}"
         try:
             self.cache.mkdir(parents=True, exist_ok=True)
+            # No limit on the whole: gigabytes may take long, and only silence tells a relay that is gone.
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s)
             async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
                 raw = await _read_manifest(session, f"{base}/{MANIFEST}")
                 manifest = _checked_manifest(raw, ready, base)
+                # Named by the manifest too: what is left of another version of this number is not mixed into it.
                 partial = self.cache / f"{_PARTIAL}{ready.version}-{ready.manifest_sha256[:16]}"
                 self._check_space(manifest, partial)
                 partial.mkdir(exist_ok=True)
                 for file in manifest.files:
                     await _download_file(session, f"{base}/{file.name}", file, partial / file.name)
-                (partial / MANIFEST).write_bytes(raw)
+                (partial / MANIFEST).write_bytes(raw)  # last, then the rename: a directory that is there is whole
                 return await asyncio.to_thread(self._put_in_place, partial, ready.version)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise WeightsError(f"expected weights {ready.version} from {base}, got {error!r}") from error
@@ -197,6 +199,7 @@ def _checked_manifest(raw: bytes, ready: WeightsReady, where: str) -> WeightMani
     except ValidationError as error:
         raise WeightsError(f"expected a weights manifest at {where}, got: {error.errors()[0]['msg']}") from error
     names = {file.name for file in manifest.files}
+    # A file named like the manifest would overwrite it when the version is put together.
     if manifest.version != ready.version or len(names) != len(manifest.files) or MANIFEST in names:
         raise WeightsError(
             f"expected a manifest of {ready.version} at {where}, got {manifest.version}: {sorted(names)}"
@@ -233,13 +236,13 @@ async def _download_file(session: aiohttp.ClientSession, url: str, file: WeightF
 async def _append(session: aiohttp.ClientSession, url: str, path: Path, have: int, size: int) -> int:
     """Fetch a file from a byte on, up to one byte too many; how many there are now."""
     async with _opened(session, url, {"Range": f"bytes={have}-"} if have else {}) as response:
-        if response.status == 200:
+        if response.status == 200:  # a relay that does not know Range sends all of it again
             have = 0
         with path.open("ab" if have else "wb") as target:
             async for chunk in response.content.iter_chunked(READ_BYTES):
                 have += len(chunk)
                 await asyncio.to_thread(target.write, chunk)
-                if have > size:
+                if have > size:  # enough to know that it is not the file, whatever else follows
                     break
     return have
 
@@ -248,6 +251,7 @@ async def _append(session: aiohttp.ClientSession, url: str, path: Path, have: in
 async def _opened(
     session: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None
 ) -> AsyncIterator[aiohttp.ClientResponse]:
+    # A redirect would let a relay choose where weights come from; they are checked, but need not be fetched from there.
     async with session.get(url, headers=headers, allow_redirects=False) as response:
         if response.status != 200 and not (headers and response.status == 206):
             raise WeightsError(f"expected status 200 from {url}, got {response.status}")

@@ -76,6 +76,8 @@ class GenerationWorker:
         On stop: takes no more orders, gives what is running the grace period, abandons the rest.
         """
         client_id = f"worker-{self.worker_id}"
+        # The partition is subscribed to first: see nothing_is_missed. Closed in reverse: first the engine, which ends
+        # completions, then the rewards, and after both the publisher.
         async with AsyncExitStack() as stack:
             work_orders = await self.bus.subscribe(
                 [WORK_ORDERS.full_name(self.run_name)],
@@ -149,6 +151,7 @@ class WorkerSession:
 
     async def work(self, stop: asyncio.Event) -> None:
         """Start the parts, take orders, finish."""
+        # Known before the model is loaded, which may take minutes: so the coordinator can name us the holder of the id.
         await self.heartbeats.beat()
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self.heartbeats.heartbeat_loop(self.worker.settings.heartbeat_interval_s))]
@@ -157,13 +160,14 @@ class WorkerSession:
                 background.append(tasks.create_task(self.adopter.adopt_loop()))
                 await self._orders_loop(stop, tasks)
                 await self._finish(stop)
+            # The group ends with its last task, and these would go on for ever.
             for task in background:
                 task.cancel()
 
     async def sign_off(self) -> None:
         """Say that this worker is gone, so that nobody waits for its lease to end; bounded in time."""
         if self.control.fence.superseded is not None:
-            return
+            return  # the id is another's: a last heartbeat of ours would say that it is gone
         self.heartbeats.update(state=WorkerState.STOPPED)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_BEAT_S):
@@ -187,6 +191,7 @@ class WorkerSession:
             self.worker.on_tick("orders")
             state = self._state()
             self.heartbeats.update(state=state)
+            # Orders stay on the topic meanwhile: the dispatcher sees the state, and orders elsewhere.
             if state is not WorkerState.READY:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(GATE_S):
@@ -242,6 +247,7 @@ class OrderExecutor:
         prompt = self._prompt_token_ids(order)
         for index in order.sample_indices:
             trajectory_id = make_trajectory_id(order.group_id, index)
+            # An order may come twice, from a dispatcher that restarted: the trajectory is the same, and is under way.
             if trajectory_id not in self.running:
                 task = tasks.create_task(self._produce(order, index, prompt), name=trajectory_id)
                 self.running[trajectory_id] = task
@@ -273,6 +279,7 @@ class OrderExecutor:
         return reason
 
     async def _produce(self, order: WorkOrder, index: int, prompt: Sequence[int] | str) -> None:
+        # A task has its own context, so this binds the lines about one trajectory only.
         structlog.contextvars.bind_contextvars(trajectory=make_trajectory_id(order.group_id, index))
         if isinstance(prompt, str):
             trajectory = self.rollout.refused(order, index, prompt)
@@ -284,7 +291,7 @@ class OrderExecutor:
     def _record(self, order: WorkOrder, trajectory: Trajectory) -> Outgoing:
         try:
             return Outgoing.of(self.topic, trajectory, key=order.group_id, partition=order.partition)
-        except WireError as error:
+        except WireError as error:  # larger than a record may be; an empty one in its place completes the group
             log.error("trajectory cannot be sent", trajectory=trajectory.trajectory_id, error=str(error))
             refused = self.rollout.refused(order, trajectory.sample_index, str(error))
             return Outgoing.of(self.topic, refused, key=order.group_id, partition=order.partition)

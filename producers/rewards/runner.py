@@ -83,7 +83,7 @@ class RewardRunner:
             RewardLoadError: one of them cannot be loaded; none is left running.
         """
         outcomes = await asyncio.gather(*(queue.start() for queue in self._queues), return_exceptions=True)
-        failed = [outcome for outcome in outcomes if outcome is not None]
+        failed = [outcome for outcome in outcomes if outcome is not None]  # the others run already
         if failed:
             await self.close()
             raise failed[0]
@@ -181,6 +181,7 @@ class RewardQueue:
         loop = asyncio.get_running_loop()
         call = RewardCall(next(self._numbers), task, loop.create_future())
         self._waiting.append(call)
+        # One write for all calls of a tick: a whole group often ends together, and each write is a system call.
         if not self._send_is_due:
             self._send_is_due = True
             loop.call_soon(self._send)
@@ -205,6 +206,7 @@ class RewardQueue:
             elif replies := await self._replies(self._process):
                 self._settle(replies, self._process)
             else:
+                # Nothing more is sent to it: a call that comes while its last words are read must not get the blame.
                 process, self._process = self._process, None
                 ended = await process.ended()
                 self._blame(process, timed_out(self._settings.timeout_s) if self._has_hung else ended)
@@ -217,11 +219,15 @@ class RewardQueue:
         The silence is measured from the last reply, or from the first call after a rest.
         """
         with contextlib.suppress(TimeoutError):
+            # No limit while nothing is asked: _send sets one with the first call.
             try:
-                async with asyncio.timeout(self._patience_s(process) if self._unanswered else None) as self._silence:
+                async with asyncio.timeout(
+                    self._silence_limit_s(process) if self._unanswered else None
+                ) as self._silence:
                     return await process.receive()
             finally:
                 self._silence = None
+        # The time-out may have been ours: where the loop was blocked, the reply lies in the pipe and is read at once.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SECOND_LOOK_S):
                 return await process.receive()
@@ -229,7 +235,7 @@ class RewardQueue:
         process.kill()
         return []
 
-    def _patience_s(self, process: "RewardProcess") -> float:
+    def _silence_limit_s(self, process: "RewardProcess") -> float:
         return self._settings.timeout_s + (ASYNC_MARGIN_S if process.is_async else 0.0)
 
     async def _restart(self) -> None:
@@ -248,13 +254,14 @@ class RewardQueue:
         calls = self._next_calls(self._settings.concurrency if self._process.is_async else SYNC_WINDOW)
         if calls:
             if not self._unanswered and self._silence is not None:
-                until = asyncio.get_running_loop().time() + self._patience_s(self._process)
+                until = asyncio.get_running_loop().time() + self._silence_limit_s(self._process)
                 self._silence.reschedule(until)
             self._unanswered.update((call.number, call) for call in calls)
             self._process.send(b"".join(msgpack.packb((call.number, call.task)) for call in calls))
 
     def _next_calls(self, window: int) -> list[RewardCall]:
         """What may be sent now: a suspect alone, else as many as fill the window of unanswered calls."""
+        # While a suspect runs, nothing else does: if the process dies again, it was this one.
         if self._suspect_runs and self._unanswered:
             return []
         self._suspect_runs = bool(self._suspects)
@@ -281,6 +288,7 @@ class RewardQueue:
         guilty, suspects = offenders(list(self._unanswered.values()), is_async=process.is_async)
         innocent = [call for call in self._unanswered.values() if call not in guilty and call not in suspects]
         self._unanswered.clear()
+        # The innocent go back to the front, in their order: they have waited longest.
         self._suspects.extend(suspects)
         self._waiting.extendleft(reversed(innocent))
         for call in guilty:
@@ -347,6 +355,7 @@ class RewardProcess:
         To a process that has just ended they are lost; ``receive`` tells.
         """
         assert self.process.stdin is not None
+        # RuntimeError is uvloop's for a pipe that is closed, OSError asyncio's.
         with contextlib.suppress(OSError, RuntimeError):
             self.process.stdin.write(data)
 
@@ -366,6 +375,7 @@ class RewardProcess:
 
     def kill(self) -> None:
         """End the process and everything it started."""
+        # Its pid is its group's number: it leads a session of its own. PermissionError is macOS' for a zombie.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 

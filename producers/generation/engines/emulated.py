@@ -134,6 +134,7 @@ class EmulatedBatch(Generic[V]):
         """Go to the last boundary not after ``until``; what happened on the way."""
         events: list[TokensSampled[V] | WeightsAdopted[V]] = []
         while (news := self._next_news()) is not None or self.running:
+            # An empty batch has no steps: its next boundary is when something arrives.
             if not self.running and news is not None:
                 self.at = max(self.at, news)
             if self.at > until:
@@ -171,6 +172,7 @@ class EmulatedBatch(Generic[V]):
         return arrival if change is None else min(change, arrival)
 
     def _take_in_news(self) -> None:
+        # Taking in takes time, in which more may arrive: all of it is taken in before the next step.
         while (news := self._next_news()) is not None and news <= self.at:
             self.at += self._take_changes_s() + self._admit_s()
 
@@ -233,7 +235,7 @@ class EmulatedBatch(Generic[V]):
     def _hand_over(self, events: list[TokensSampled[V] | WeightsAdopted[V]]) -> None:
         while self._due and self._due[0][0] <= self.steps:
             sequence = heapq.heappop(self._due)[2]
-            if sequence.is_gone:
+            if sequence.is_gone:  # aborted; its entry in the heap is left to come up by itself
                 continue
             parts = self._new_tokens(sequence)
             is_over = sequence.handed == sequence.length
@@ -248,6 +250,7 @@ class EmulatedBatch(Generic[V]):
         assert sequence.first_step is not None
         start = sequence.first_step + sequence.handed
         sequence.handed = self.steps - sequence.first_step
+        # The version in force at the first new token, then each later one up to the present step.
         first = bisect_right(self._since, start) - 1
         ends = [*self._since[first + 1 :], self.steps]
         parts = []
@@ -329,6 +332,7 @@ class EmulatedEngine:
         length, reason = self._length(request)
         sequence, reply = EmulatedSequence(len(request.prompt_token_ids), length), _Reply(reason)
         self._replies[sequence] = reply
+        # Not advanced at once: a whole group arrives in one turn of the loop, and is taken in at one boundary.
         batch.arrive(sequence, clock.now())
         self._wake_at(None)
         try:
@@ -376,6 +380,7 @@ class EmulatedEngine:
                 f"expected a prompt of at least 1 token, and fewer than generation.max_model_len, "
                 f"got {prompt_tokens} in request {request.request_id}; lower loop.max_prompt_length"
             )
+        # The trace knows lengths by sample, and a request's id is the trajectory's.
         group_id, _, index = request.request_id.rpartition("/")
         length = trace_length(self._lengths, group_id, int(index) if index.isdecimal() else 0, request.prompt)
         return (length, FinishReason.STOP) if length <= limit else (limit, FinishReason.LENGTH)
@@ -425,6 +430,7 @@ class EmulatedEngine:
             del self._replies[sampled.sequence]
 
     def _delta(self, version: PolicyVersion, tokens: int, reason: FinishReason | None) -> TokenDelta:
+        # Slices of one array, so that a delta costs no loop over its tokens.
         if len(self._filler) < tokens:
             self._filler = array("i", [FILLER_ID]) * (2 * tokens)
             self._logprobs = array("f", [FILLER_LOGPROB]) * (2 * tokens)

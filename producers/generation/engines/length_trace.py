@@ -120,8 +120,10 @@ def _at_score(settings: LengthTraceSettings, score: float) -> float:
     share = _NORMAL.cdf(score)
     if settings.source == "file":
         assert settings.path is not None, "checked by the settings"
+        # Sorted, so that the share is a quantile of the lengths that were recorded.
         lengths = _read_lengths(settings.path)
         return float(lengths[min(int(share * len(lengths)), len(lengths) - 1)])
+    # The distribution function is linear within a bin.
     shares, ends = _cumulated(settings.histogram, settings.histogram_end_tokens)
     return float(np.interp(share, shares, ends))
 

@@ -73,7 +73,7 @@ def read_facts(model_path: str, max_model_len: int | None) -> ModelFacts:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(model_path)
-        with torch.device("meta"):
+        with torch.device("meta"):  # shapes without memory: the model may not fit a second time
             skeleton = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise ModelError(
@@ -93,6 +93,7 @@ def read_facts(model_path: str, max_model_len: int | None) -> ModelFacts:
 
 def describe_tensors(model: torch.nn.Module) -> dict[str, TensorFacts]:
     """Every tensor of the state dict by name; tied ones share their owner."""
+    # A state dict repeats tied tensors under each of their names; only as parameters are they the same object.
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), name)
@@ -104,6 +105,7 @@ def describe_tensors(model: torch.nn.Module) -> dict[str, TensorFacts]:
 
 
 def _eos_token_ids(model_path: str, config: Any) -> frozenset[int]:
+    # The generation config first: chat models list several end tokens there, and only one in the configuration.
     try:
         found = GenerationConfig.from_pretrained(model_path).eos_token_id
     except OSError:
@@ -132,6 +134,7 @@ def check_weights(directory: Path, tensors: Mapping[str, TensorFacts]) -> dict[s
         for name, shape, kind in _read_header(file):
             _check_tensor(name, shape, kind, tensors.get(name), file, repeated=name in found)
             found[name] = file
+    # Of tied tensors, which a publisher may write once or under each name, one suffices.
     owners = {tensors[name].owner for name in found}
     missing = [name for name, facts in tensors.items() if facts.owner not in owners]
     if missing:

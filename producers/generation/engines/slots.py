@@ -105,6 +105,7 @@ class SlotDecoder:
     @torch.inference_mode()
     def step(self) -> Iterable[ActiveCompletion]:
         """See ``Decoder``."""
+        # Every row grows by one token a step, so the tensors of the last step serve until a row comes or goes.
         self._admit()
         batch = self._batch or self._gather()
         self._model.cache.reserve(len(self._rows), batch.longest, len(self._rows), batch.longest - 1)
@@ -140,12 +141,12 @@ class SlotDecoder:
         """Free these rows, given in ascending order; each is filled by the then last one, so that no gap remains."""
         for row in reversed(ended):
             last = self._rows.pop()
-            if row < len(self._rows):
+            if row < len(self._rows):  # the last row, if it is not the one that ended, moves into the gap
                 self._model.cache.move(len(self._rows), row, last.position)
                 self._rows[row] = last
         if ended:
             self._batch = None
-        if not self.busy:
+        if not self.busy:  # memory of the longest completions is not held while nothing runs
             self._model.cache.release()
 
     def _admit(self) -> None:
@@ -169,6 +170,7 @@ class SlotDecoder:
         for prefix, members in groups.items():
             spans[prefix] = range(len(self._rows), len(self._rows) + len(members))
             self._rows.extend(members)
+        # By length, so that a batch of prefixes has little padding; a prompt of one token has no prefix to prefill.
         for chunk in self._chunks(sorted(filter(len, spans), key=len)):
             self._model.prefill(chunk, [spans[prefix] for prefix in chunk])
         self._batch = None
@@ -259,6 +261,7 @@ class SlotModel:
             Logits [n, vocabulary].
         """
         self.cache.positions.set(positions, longest)
+        # Grown by doubling and kept: a new range for each step would be an allocation for each step.
         if len(self._indices) < longest:
             self._indices = torch.arange(2 * longest, device=self.device)
         # Added to attention's scores [n, heads, 1, longest]: 0 up to a row's own position, the lowest number behind it.
@@ -277,6 +280,7 @@ class SlotModel:
 
     def adopt(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy checked weights over the model's, tensor by tensor."""
+        # In place: nothing is allocated, and tied tensors stay tied.
         present = self._model.state_dict()
         with torch.no_grad():
             for name, tensor in weights.items():

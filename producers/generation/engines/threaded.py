@@ -80,6 +80,7 @@ class ThreadedEngine:
         Raises:
             EngineError: the engine failed or is closed, or the prompt does not fit the model.
         """
+        # Refusals are raised here, in the caller, before the engine's thread hears of the request.
         completion = ActiveCompletion(request, self._limit(request), self._seed(request))
         self._submit(partial(self._begin, completion))
         ended = False
@@ -101,6 +102,7 @@ class ThreadedEngine:
             WeightsError: the weights do not fit this model; the old ones stay.
         """
         self._running_facts()
+        # One at a time, and read outside the engine's thread: decoding goes on while gigabytes come from disk.
         async with self._adopting:
             weights = await asyncio.to_thread(self._decoder.read_weights, directory)
             adopted: asyncio.Future[None] = self._loop.create_future()
@@ -162,6 +164,7 @@ class ThreadedEngine:
         self._settle(loaded, facts)
         try:
             while not self._stopping:
+                # With nothing to decode the thread sleeps in the queue; else it only looks.
                 self._run_commands(wait=not self._decoder.busy)
                 if self._decoder.busy and not self._stopping:
                     self._step()
@@ -170,6 +173,7 @@ class ThreadedEngine:
             self._end()
 
     def _end(self) -> None:
+        # First no more commands, then the ones that are there: none of their callers is left waiting.
         with self._gate:
             self._closed = True
         self._stopping = True
@@ -195,6 +199,7 @@ class ThreadedEngine:
                 if has_ended or len(completion.tokens) >= self._chunk_tokens:
                     self._outbox.append((completion, completion.take(self._version)))
         except Exception as error:
+            # The library's state is unknown now: everything that ran is given up, and callers may ask again.
             log.exception("engine step failed", engine=self.name, running=len(self._active))
             self._decoder.clear()
             self._fail_all(f"expected a decode step, got {type(error).__name__}: {error}; the request may be repeated")
@@ -224,7 +229,7 @@ class ThreadedEngine:
             return
         try:
             self._decoder.adopt(weights)
-        except Exception as error:
+        except Exception as error:  # some tensors are new and some are old: no token may be sampled any more
             log.exception("weights half adopted", engine=self.name, version=str(version))
             self._settle(adopted, EngineError(f"expected checked weights to load, got {error}; restart the worker"))
             self._stopping = True
@@ -240,6 +245,7 @@ class ThreadedEngine:
         self._active.clear()
 
     def _hand_over(self) -> None:
+        # One wake-up of the event loop a step, whatever the number of completions: it is what a step costs the loop.
         if self._outbox:
             batch, self._outbox = self._outbox, []
             self._call_loop(partial(self._deliver, batch))

@@ -69,7 +69,7 @@ class VllmDecoder:
         torch.set_num_threads(self._settings.threads)
         self._facts = read_facts(self._model_path, self._settings.max_model_len)
         try:
-            with _vllm_environment(), warnings.catch_warnings():
+            with vllm_environment(), warnings.catch_warnings():
                 # Of other libraries' interfaces that vLLM's own modules still use: nobody here can act on them.
                 warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
                 self._engine = self._open_engine()
@@ -191,7 +191,7 @@ class VllmDecoder:
 
 
 @contextmanager
-def _vllm_environment() -> Iterator[None]:
+def vllm_environment() -> Iterator[None]:
     """Set what vLLM reads, for as long as it loads; then the process has its own environment back.
 
     Programs that the process starts later see nothing of it. What a user set for vLLM's log is kept; the rest would

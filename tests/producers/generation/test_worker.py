@@ -164,9 +164,9 @@ async def test_orders_for_others_and_records_that_are_no_orders_are_passed_over(
     await it.ready()
     await it.order(work_order(0, worker_id="another"))
     publisher = await it.bus.publisher("test")
-    lane = WORK_ORDERS.full_name(RUN)
+    topic = WORK_ORDERS.full_name(RUN)
     for value in (b"garbage", None):
-        await publisher.publish(Outgoing(lane, value, "k", partition_of_worker(WORKER), (("schema", b"work-order"),)))
+        await publisher.publish(Outgoing(topic, value, "k", partition_of_worker(WORKER), (("schema", b"work-order"),)))
     await it.order(work_order(1, samples=1))
     await until(lambda: it.trajectories)
     assert [trajectory.group_id for trajectory in it.trajectories] == ["d/1/0"]

@@ -1,10 +1,12 @@
 """The settings name the engine."""
 
 import importlib.util
+import os
 
 import pytest
 
 from producers.generation.engines.factory import build_engine
+from producers.generation.engines.vllm_decoder import vllm_environment
 from producers.generation.settings import GenerationSettings
 from schemas.errors import ModelError
 
@@ -19,3 +21,14 @@ def test_a_missing_vllm_says_how_to_install_it() -> None:
     with pytest.raises(ModelError, match=r"requirements-vllm\.txt") as caught:
         build_engine(GenerationSettings(engine="vllm"), "anywhere")
     assert "\n" not in str(caught.value)
+
+
+def test_what_vllm_reads_from_the_environment_is_there_only_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "mine")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    before = dict(os.environ)
+    with vllm_environment():
+        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+        assert os.environ["VLLM_PLUGINS"] == ""
+        assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert dict(os.environ) == before
