@@ -106,7 +106,7 @@ class Observers:
                 continue
             try:
                 delivery = guard.observer.sending(records)
-            except Exception:
+            except Exception:  # whatever it is: the record matters more than who looks at it
                 guard.drop()
             else:
                 if delivery is not None:
@@ -133,6 +133,7 @@ class _Delivery:
 
     def __init__(self, following: list[tuple[_Guard, DeliveryObserver]]) -> None:
         self._following = following
+        # the first says when, for spans; the second how long, and is never set back
         self._began_s, self._began = time.time(), time.perf_counter()
 
     def accepted(self) -> None:
@@ -201,7 +202,7 @@ class _ObservedPublisher:
     observers: Observers
 
     async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
-        records = [record]
+        records = [record]  # observers put a record with more headers into its place
         delivery = self.observers.sending(records)
         future = await self.inner.submit(records[0])
         delivery.accepted()
@@ -237,6 +238,7 @@ class _ObservedTransactions:
         except Exception as error:
             delivery.settled(None, error)
             raise
+        # readers see the records now, all of them, though nobody tells us their offsets
         delivery.accepted()
         delivery.settled(None, None)
 

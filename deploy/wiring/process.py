@@ -61,6 +61,7 @@ def run_role(role: str, settings: Settings, worker_id: str) -> None:
     from deploy.wiring.build import build_role  # what roles need takes long to import; `--help` and logging do not
 
     watchdog = Watchdog(settings.run.watchdog_s)
+    # observers are opened before the role, which is built with them, and closed after it, with its last records
     with ExitStack() as stack:
         run = settings.run
         tracing = stack.enter_context(open_tracing(role, name, run.name, settings.telemetry, run.path, logged))
@@ -113,7 +114,7 @@ async def _until_stopped(role: "Role", watchdog: "Watchdog", tasks: Sequence[Bac
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, stop)
-    watching = asyncio.create_task(watchdog.watch())
+    watching = asyncio.create_task(watchdog.watch())  # over the start of the role as well, which may hang too
     try:
         async with background(tasks):
             await role.run(stop)

@@ -132,6 +132,7 @@ class LagSampler:
         Consumes: nothing. Produces: gauges. Waits for: the interval, the broker.
         On failure: the gauges go, and the broker is asked again. On stop: returns within one question.
         """
+        # both keep their connections: a new one for every question would cost more than the question
         groups, subscription = GroupOffsets(self.kafka, {self._topic}), None
         try:
             while not await stopped_within(stop, self.interval_s):
@@ -141,7 +142,7 @@ class LagSampler:
                     self._set(await groups.ask(), await subscription.end_offsets())
                 except BusError as error:
                     log.warning("consumer lag not known", error=str(error))
-                    self.meters.forget("consumer_lag_records")
+                    self.meters.forget("consumer_lag_records")  # a stale lag would look like one that holds
         finally:
             await groups.close()
             if subscription is not None:
@@ -160,5 +161,6 @@ class LagSampler:
     def _set(self, committed: Mapping[str, Offsets], ends: Mapping[TopicPartition, int]) -> None:
         for group, offsets in committed.items():
             for tp, end in ends.items():
+                # the ends are asked after the commits, yet both may be of different brokers
                 lag = max(0, end - offsets.get(tp, 0))
                 self.meters.set(lag, "consumer_lag_records", TRAJECTORIES.name, str(tp.partition), group)

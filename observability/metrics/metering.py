@@ -123,6 +123,7 @@ class MeteringObserver:
 
     def settled(self, records: Sequence[Outgoing], report: DeliveryReport) -> None:
         """Count once for each topic how long it took, or why it failed."""
+        # a transaction is one answer for all of its records
         for topic in {self._short(record.topic) for record in records}:
             if report.error is None:
                 self.meters.observe(report.duration_s, "bus_publish_duration_seconds", topic)
@@ -170,6 +171,7 @@ class TrainerMeter:
             case RefusedStep():
                 self.meters.count("trainer_refused_steps", message.algorithm)
             case SkipRecord():
+                # one row tells of a whole range of offsets where retention deleted it
                 count = 1 if message.end_offset is None else message.end_offset - message.offset
                 self.meters.count("skipped_trajectories", message.algorithm, message.reason.value, by=count)
 
@@ -179,10 +181,12 @@ class TrainerMeter:
 
     def _step(self, report: StepReport) -> None:
         name = report.algorithm
+        # the version is set by every report, also by one without a batch: a trainer's first, of its starting weights
         self.meters.set(report.version.number, "trainer_policy_version", name)
         self.meters.set(report.version.lineage, "trainer_policy_lineage", name)
         if tuple(report.version) <= self._newest or not report.micro_batches:
             return
+        # versions are ordered by lineage first, so a resumed trainer's steps count, though it takes some anew
         self._newest = (report.version.lineage, report.version.number)
         self.meters.count("trainer_steps", name)
         self.meters.count("trained_trajectories", name, by=sum(len(batch) for batch in report.micro_batches))
@@ -216,6 +220,7 @@ class WorkerMeter:
         if not isinstance(message, Heartbeat):
             return
         name, meters = message.worker_id, self.meters
+        # totals since the worker started: a heartbeat that is lost takes no count with it
         meters.count_to(message.generated_tokens, "worker_generated_tokens", name)
         meters.count_to(message.finished_trajectories, "worker_finished_trajectories", name)
         meters.set(message.running, "worker_running_completions", name)
@@ -260,6 +265,7 @@ class CoordinatorMeter:
             "lost" if beat.state is not WorkerState.STOPPED and now - beat.sent_at > silent_s else beat.state.value
             for beat in self.heartbeats.values()
         ]
+        # all states, also those of nobody: a gauge that is not set again would keep its last value
         for state in (*WorkerState, "lost"):
             self.meters.set(found.count(state), "workers", state)
 

@@ -81,7 +81,7 @@ class Tracker:
         subscription = await self.bus.subscribe([STEPS.full_name(self.run_name)], client_id="tracking")
         try:
             while self._writers:
-                ending = stop.is_set()
+                ending = stop.is_set()  # asked before the poll, so that one poll more follows the stop
                 records = await subscription.poll(timeout_s=POLL_S)
                 await asyncio.to_thread(self.write, records)
                 if ending and not records:
@@ -114,7 +114,7 @@ class Tracker:
 
     def _write(self, name: str, report: StepReport) -> None:
         if report.step <= self._last[name]:
-            return
+            return  # written by an earlier process, or taken anew by a trainer that resumed
         try:
             self._writers[name].write(report.step, report.sent_at, report.metrics)
             self._last_step_file(name).write_text(f"{report.step}\n")

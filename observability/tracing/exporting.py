@@ -75,7 +75,7 @@ class Exporting:
 
     def record(self, span: TraceSpan) -> None:
         """Take a span; never waits."""
-        self._taken += 1
+        self._taken += 1  # on the event loop's thread alone, so no lock is needed
         self._processor.on_end(
             ReadableSpan(
                 span.name,
@@ -94,6 +94,7 @@ class Exporting:
 
     def close(self) -> None:
         """Export what is left; bounded in time, whatever the collector does."""
+        # the SDK's shutdown waits for the collector however long it takes; a daemon thread does not hold up our exit
         ending = Thread(target=self._processor.shutdown, name="traces-ending", daemon=True)
         ending.start()
         ending.join(END_S)

@@ -111,6 +111,7 @@ class DispatcherTracer:
         order = decode(record.value, record.headers)
         if not isinstance(order, WorkOrder):
             return None
+        # created_at tells apart the same group of two runs of one name; it stays the same when the order is sent again
         trace_id = trace_id_of(self._run, order.group_id, order.created_at)
         if not is_sampled(trace_id, self._ratio):
             return None
@@ -135,6 +136,7 @@ class DispatcherTracer:
             "streamrl.bucket": order.estimate.bucket,
             "streamrl.policy.admitted_version": str(order.admitted_version),
         }
+        # a first order begins when it was made, a repeated one when it was sent
         start_s = stored.began_s if order.attempt else min(order.created_at, stored.began_s)
         self._export(TraceSpan("dispatch", context, parent, start_s, stored.ended_s, "producer", attributes))
 
@@ -160,7 +162,7 @@ class WorkerTracer:
         self.clock = clock
         self._worker_id, self._export, self._logged = worker_id, export, logged
         self._orders: FIFOCache[str, _Heard] = FIFOCache(REMEMBERED)
-        self._weights: FIFOCache[PolicyVersion, _Heard] = FIFOCache(64)
+        self._weights: FIFOCache[PolicyVersion, _Heard] = FIFOCache(64)  # announced, and not taken up yet
         self._generated: FIFOCache[str, _Generated] = FIFOCache(REMEMBERED)
 
     def received(self, record: Record, context: SpanContext) -> None:
@@ -184,7 +186,7 @@ class WorkerTracer:
     def adopted(self, version: PolicyVersion, began_s: float) -> None:
         """The engine took up these weights from then to now."""
         if (heard := self._weights.pop(version, None)) is None:
-            return
+            return  # of a step without a trace
         attributes: dict[str, AttributeValue] = {
             "streamrl.worker_id": self._worker_id,
             "streamrl.policy.version": str(version),
@@ -208,9 +210,11 @@ class WorkerTracer:
     def _sent(
         self, one: Trajectory, heard: _Heard, sample: SpanContext, context: SpanContext, stored: StoredRecord
     ) -> None:
+        # clocks of two calls may differ by a little; a child must not begin before its parent
         begun_s = min(heard.at_s, one.started_at)
         names = {**_names(one), "streamrl.worker_id": self._worker_id}
         self._export(TraceSpan("sample", sample, heard.context, begun_s, stored.ended_s, "consumer", names))
+        # what was refused or abandoned was never generated; what is sent again has had these spans already
         if (generated := self._generated.pop(one.trajectory_id, None)) is not None:
             spent: dict[str, AttributeValue] = {
                 "streamrl.time_to_first_token_s": max(0.0, generated.first_s - one.started_at)
@@ -277,6 +281,7 @@ class TracedEngine:
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         """See the port."""
         deltas = self._inner.generate(request)
+        # tokens of samples outside of all traces, which may be nearly all, cross nothing of ours
         return self._followed(request.request_id, deltas) if self._tracer.follows(request.request_id) else deltas
 
     async def _followed(self, request_id: str, deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[TokenDelta]:
@@ -288,6 +293,7 @@ class TracedEngine:
                     self._tracer.generated(request_id, first_s)
                 yield delta
         finally:
+            # a generator that is left early is closed now, not when it is collected: the engine's slot is wanted
             if (close := getattr(deltas, "aclose", None)) is not None:
                 await close()
 
@@ -349,7 +355,7 @@ class TrainerTracer:
         return OutgoingTrace(context, partial(self._stepped, report, context))
 
     def _stepped(self, report: StepReport, step: SpanContext, stored: StoredRecord) -> None:
-        first: dict[str, _Held] = {}
+        first: dict[str, _Held] = {}  # of each group one sample, so that a step has one link for a group
         for index, batch in enumerate(report.micro_batches):
             for ref, held in self._known(batch):
                 first.setdefault(group_id_of(ref.trajectory_id), held)
@@ -359,6 +365,7 @@ class TrainerTracer:
                 }
                 self._ended("train", held, ref, stored.ended_s, attributes, links=[step])
         links = [held.context for held in first.values()]
+        # the report is made at the end of the step, whose seconds stand in it
         start_s = report.sent_at - report.metrics.get(WHOLE_STEP, 0.0)
         attributes = _trainer_span(report) | _step_attributes(report)
         self._export(
@@ -368,13 +375,14 @@ class TrainerTracer:
         )
 
     def _known(self, refs: Iterable[RecordRef]) -> Iterable[tuple[RecordRef, _Held]]:
+        # popped: a step that is announced again has its spans already
         for ref in refs:
             if (held := self._held.pop((ref.partition, ref.offset), None)) is not None:
                 yield ref, held
 
     def _skipped(self, row: SkipRecord, held: _Held, stored: StoredRecord) -> None:
         if self._held.pop((row.partition, row.offset), None) is None:
-            return
+            return  # the row was sent again
         ref = RecordRef(row.trajectory_id or "", row.partition, row.offset)
         attributes: dict[str, AttributeValue] = {
             "streamrl.algorithm": row.algorithm,
@@ -395,6 +403,7 @@ class TrainerTracer:
         links: tuple[SpanContext, ...] | list[SpanContext] = (),
     ) -> None:
         """What a consumer did with one record: from when it was read."""
+        # read_s tells apart two trainers, one resumed from the other, that both did it
         context = SpanContext(held.context.trace_id, span_id_of(name, *ref, held.read_s))
         found = messaging_attributes("process", self._topic, ref.partition, ref.offset, held.key) | attributes
         self._export(TraceSpan(name, context, held.context, held.read_s, end_s, "consumer", found, links))
@@ -441,7 +450,7 @@ class CoordinatorTracer:
         self.writes = frozenset({CONTROL.full_name(run)})
         self.reads = frozenset({STEPS.full_name(run)})
         self._export, self._clock = export, clock
-        self._reports: FIFOCache[PolicyVersion, _Heard] = FIFOCache(1024)
+        self._reports: FIFOCache[PolicyVersion, _Heard] = FIFOCache(1024)  # the newest steps; older are announced
 
     def received(self, record: Record, context: SpanContext) -> None:
         """A step report."""

@@ -30,18 +30,18 @@ asyncio.run(main())
 def test_a_stuck_process_ends() -> None:
     """Its event loop does not turn any more: faulthandler ends it, with all stacks."""
     process = start(STUCK_LOOP, 0.5)
-    _, told = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert "time.sleep" in told or 'File "<string>", line 8 in main' in told
+    assert "time.sleep" in stderr or 'File "<string>", line 8 in main' in stderr
 
 
 def test_a_role_that_makes_no_progress_ends_though_the_event_loop_turns() -> None:
     process = start(STUCK_ROLE, 0.5)
-    said, told = process.communicate(timeout=20)
+    stdout, stderr = process.communicate(timeout=20)
     assert process.returncode == EXIT_CODE
-    assert "no progress" in said
-    assert "thread" in told
-    assert "in main" in told
+    assert "no progress" in stdout
+    assert "thread" in stderr
+    assert "in main" in stderr
 
 
 def test_a_process_that_was_stopped_for_a_while_goes_on() -> None:

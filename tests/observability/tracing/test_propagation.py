@@ -33,7 +33,7 @@ def memory_bus(run: str) -> MemoryBus:
 
 def by_name(spans: list[TraceSpan]) -> dict[str, TraceSpan]:
     found = {span.name: span for span in spans}
-    assert len(found) == len(spans), "every span of the loop is told once"
+    assert len(found) == len(spans), "every span of the loop is exported once"
     return found
 
 
@@ -95,7 +95,7 @@ async def test_one_trace_goes_around_the_loop_on_kafka(run: str, bootstrap_serve
     assert_one_trace(loop, await loop.play(tmp_path))
 
 
-async def test_what_is_not_sampled_carries_no_header_and_is_not_told(
+async def test_what_is_not_sampled_carries_no_header_and_has_no_span(
     run: str, memory_bus: MemoryBus, tmp_path: Path
 ) -> None:
     loop = TracedLoop(memory_bus, settings(run, sample_ratio=0.0))

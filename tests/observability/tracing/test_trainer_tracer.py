@@ -43,7 +43,7 @@ def skip(offset: int) -> Outgoing:
     return Outgoing.of("r.skips", row.replace(**changes), key=None)
 
 
-def test_a_step_that_is_announced_again_is_told_once(tracer: TrainerTracer, spans: list[TraceSpan]) -> None:
+def test_a_step_that_is_announced_again_has_its_spans_once(tracer: TrainerTracer, spans: list[TraceSpan]) -> None:
     assert send(tracer, step()) is not None
     assert [span.name for span in spans] == ["train", "train", "optimizer step"]
     assert len(spans[-1].links) == 1, "one link for the group"
@@ -63,8 +63,8 @@ def test_the_span_of_a_step_has_its_length_and_its_phases(tracer: TrainerTracer,
     report = examples()["step-report"]
     assert isinstance(report, StepReport)
     assert spans[-1].start_s == report.sent_at - 2.0
-    told = {name for name in spans[-1].attributes if name.startswith("streamrl.metric.")}
-    assert told == {f"streamrl.metric.{name}" for name in metrics if name != "kafka/pending_bytes"}
+    found = {name for name in spans[-1].attributes if name.startswith("streamrl.metric.")}
+    assert found == {f"streamrl.metric.{name}" for name in metrics if name != "kafka/pending_bytes"}
 
 
 def test_a_skipped_trajectory_ends_its_trace_with_the_reason(tracer: TrainerTracer, spans: list[TraceSpan]) -> None:
@@ -76,7 +76,7 @@ def test_a_skipped_trajectory_ends_its_trace_with_the_reason(tracer: TrainerTrac
     assert [one.name for one in spans[1:]] == ["train", "optimizer step"], "a skipped record is not trained as well"
 
 
-def test_a_dead_letter_is_told_in_the_trace_of_its_record(tracer: TrainerTracer, spans: list[TraceSpan]) -> None:
+def test_a_dead_letter_has_a_span_in_the_trace_of_its_record(tracer: TrainerTracer, spans: list[TraceSpan]) -> None:
     headers = (*CONTEXT.headers, ("dlq-error-class", b"MalformedFrame"), ("dlq-error", b"cut short"))
     send(tracer, Outgoing("r.dead-letters", b"?", None, 0, headers))
     send(tracer, Outgoing("r.dead-letters", b"?", None, 0, headers[1:]))

@@ -54,7 +54,7 @@ async def test_a_request_outside_of_all_traces_goes_to_the_engine_itself(tracer:
     assert getattr(deltas, "__qualname__", "") == "FakeEngine.generate"
 
 
-def test_a_trajectory_that_was_never_generated_is_told_without_a_generation(
+def test_a_trajectory_that_was_never_generated_has_no_span_of_a_generation(
     tracer: WorkerTracer, spans: list[TraceSpan]
 ) -> None:
     trace = tracer.sending(Outgoing.of("r.trajectories", trajectory(0), key=GROUP, partition=0))
@@ -64,7 +64,7 @@ def test_a_trajectory_that_was_never_generated_is_told_without_a_generation(
     assert trace.context == spans[1].context
 
 
-async def test_weights_that_the_engine_refuses_are_not_told_as_taken_up(
+async def test_weights_that_the_engine_refuses_have_no_span(
     tracer: WorkerTracer, spans: list[TraceSpan], tmp_path: Path
 ) -> None:
     announced = Outgoing.of("r.control", examples()["control-weights-ready"], key="weights/policy")
@@ -83,7 +83,7 @@ async def test_weights_that_the_engine_refuses_are_not_told_as_taken_up(
     ]
 
 
-def test_a_trajectory_that_is_sent_again_carries_the_same_context_and_is_told_once(
+def test_a_trajectory_that_is_sent_again_carries_the_same_context_and_has_its_spans_once(
     tracer: WorkerTracer, spans: list[TraceSpan]
 ) -> None:
     record = Outgoing.of("r.trajectories", trajectory(), key=GROUP, partition=0)
