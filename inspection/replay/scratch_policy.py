@@ -23,7 +23,7 @@ from consumers.batching.settings import BatchingSettings
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.model import load_model, load_reference, named_tensors, resolve_device
-from consumers.training.policy import NO_LIMIT
+from consumers.training.policy import limits_of
 from consumers.training.ports import StepOutcome
 from consumers.training.settings import TrainingSettings
 from consumers.training.step import PolicyLearner
@@ -203,9 +203,7 @@ class ScratchPolicy:
     @property
     def limits(self) -> ModelLimits:
         """What the model can take."""
-        config = self.model.config
-        positions = getattr(config, "max_position_embeddings", None) or NO_LIMIT
-        return ModelLimits(vocabulary=int(config.vocab_size), positions=int(positions))
+        return limits_of(self.model.config)
 
     def moment(self) -> Moment:
         """A copy of this moment."""
