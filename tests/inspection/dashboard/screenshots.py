@@ -44,7 +44,7 @@ async def take(folder: Path) -> None:
 def _trained(dashboard: Served) -> str:
     """A trajectory that two versions sampled, as partition@offset."""
     log = dashboard.bus.log(TRAJECTORIES.full_name(RUN)).partitions
-    for (partition, offset), fate in reversed(dashboard.state.fates.told.items()):
+    for (partition, offset), fate in reversed(dashboard.state.fates.fates.items()):
         summary = summary_of(log[partition][offset])
         if summary and fate.startswith("trained") and summary.oldest != summary.newest and 120 < summary.length < 200:
             return f"{partition}@{offset}"

@@ -86,7 +86,7 @@ async def test_updates_begin_with_everything_and_go_on_with_what_changed(web: ai
 
 
 async def test_a_trajectory_is_told_by_token_and_by_hop(web: aiohttp.ClientSession, dashboard: Served) -> None:
-    place = next(place for place, fate in dashboard.state.fates.told.items() if fate.startswith("trained"))
+    place = next(place for place, fate in dashboard.state.fates.fates.items() if fate.startswith("trained"))
     name = f"{place[0]}@{place[1]}"
     async with web.get(f"/api/trajectory?id={name}") as answer:
         life = await answer.json()
