@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from consumers.batching.micro_batches import CostModel, Lengths, Run, best_run, cheapest_runs
+from consumers.batching.micro_batches import CostModel, Lengths, SampleRange, best_run, cheapest_runs
 from consumers.batching.settings import BatchingSettings
 from producers.dispatch.dispatcher import build_order
 from producers.dispatch.scheduler import PendingPrompt, Scheduler
@@ -363,7 +363,7 @@ class Shelf:
     def _descending(self) -> Lengths:
         return np.array(self.lengths[::-1], dtype=np.int64)
 
-    def _taken(self, run: Run) -> float:
+    def _taken(self, run: SampleRange) -> float:
         end = len(self.lengths)
         taken = self.lengths[end - run.end : end - run.start]
         del self.lengths[end - run.end : end - run.start]

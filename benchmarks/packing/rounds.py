@@ -8,7 +8,7 @@ Invariants, each with a test of its name:
 
 from collections.abc import Sequence
 
-from consumers.batching.micro_batches import Run
+from consumers.batching.micro_batches import SampleRange
 
 Round = tuple[int | None, ...]
 """The micro-batch of each rank, by its number; none where there was none left."""
@@ -29,7 +29,7 @@ def deal(costs: Sequence[float], ranks: int) -> list[Round]:
     return rounds
 
 
-def split_to_multiple(runs: Sequence[Run], ranks: int) -> list[Run]:
+def split_to_multiple(runs: Sequence[SampleRange], ranks: int) -> list[SampleRange]:
     """As many runs as make whole rounds of ``ranks``: those of the most rows are halved. One-row runs stay whole,
     so that with fewer samples than needed the last round stays short.
     """
@@ -37,7 +37,7 @@ def split_to_multiple(runs: Sequence[Run], ranks: int) -> list[Run]:
     while len(found) % ranks and found[-1].end - found[-1].start > 1:
         start, end = found.pop()
         middle = (start + end + 1) // 2
-        found += [Run(start, middle), Run(middle, end)]
+        found += [SampleRange(start, middle), SampleRange(middle, end)]
         found.sort(key=lambda run: run.end - run.start)
     return sorted(found)
 

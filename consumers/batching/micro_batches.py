@@ -186,7 +186,7 @@ class MicroBatcher:
     def _lengths(self) -> Lengths:
         return np.array([-each.minus_length for each in self._held], dtype=np.int64)
 
-    def _collated(self, run: "Run") -> MicroBatch:
+    def _collated(self, run: "SampleRange") -> MicroBatch:
         return collate([each.item for each in self._held[run.start : run.end]])
 
 
@@ -214,14 +214,14 @@ class CostModel:
         return self.linear * lengths + self.quadratic * np.square(lengths, dtype=np.float64)
 
 
-class Run(NamedTuple):
+class SampleRange(NamedTuple):
     """Samples ``start`` (inclusive) to ``end`` (exclusive) of those given, which are sorted longest first."""
 
     start: int
     end: int
 
 
-def best_run(lengths: Lengths, budget: int, costs: CostModel) -> Run:
+def best_run(lengths: Lengths, budget: int, costs: CostModel) -> SampleRange:
     """The micro-batch with the largest useful share of its cost: the least padding for its fixed cost.
 
     ``lengths``: int64 [N], N >= 1, longest first; ``budget``: tokens, padding included. With c(i) the cost of sample i
@@ -247,10 +247,10 @@ def best_run(lengths: Lengths, budget: int, costs: CostModel) -> Run:
         most = np.where(is_open & ~gains, middle, most)
     useful = (sums[start + rows] - sums[start]) / (rows * own + costs.fixed)
     best = int(np.argmax(useful))
-    return Run(best, best + int(rows[best]))
+    return SampleRange(best, best + int(rows[best]))
 
 
-def cheapest_runs(lengths: Lengths, budget: int, costs: CostModel) -> list[Run]:
+def cheapest_runs(lengths: Lengths, budget: int, costs: CostModel) -> list[SampleRange]:
     """All samples in micro-batches of the least total cost, longest first.
 
     Dynamic programming over ends, O(N x longest run): ``total[j]``, the least cost of the first j samples, is the
@@ -269,10 +269,10 @@ def cheapest_runs(lengths: Lengths, budget: int, costs: CostModel) -> list[Run]:
         is_better = offered < total[reach]
         total[reach][is_better] = offered[is_better]
         came_from[reach][is_better] = start
-    runs: list[Run] = []
+    runs: list[SampleRange] = []
     end = count
     while end:
-        runs.append(Run(int(came_from[end]), end))
+        runs.append(SampleRange(int(came_from[end]), end))
         end = runs[-1].start
     return runs[::-1]
 
