@@ -4,6 +4,7 @@ Only the lineage that survives counts: a trajectory that an undone step had trai
 again, or pending.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,9 +99,13 @@ async def step_table(history: History, run: str, algorithm: str) -> pa.Table:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> pa.Table:
-    """Rows of which each may lack a column that another one has: null there."""
+    """Rows of which each may lack a column that another one has: null there. What is no plain value becomes JSON."""
     columns = dict.fromkeys(name for row in rows for name in row)
-    return pa.table({name: [row.get(name) for row in rows] for name in columns})
+    return pa.table({name: [_plain(row.get(name)) for row in rows] for name in columns})
+
+
+def _plain(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | dict) else value
 
 
 def surviving(log: StepLog) -> list[StepReport]:
