@@ -15,7 +15,7 @@ class DispatchSettings(Section):
         Literal["round_robin", "least_loaded", "lpt", "skewness_aware"],
         Field(
             description="round_robin: one worker after the other, and it stays so; least_loaded: the fewest predicted "
-            "tokens per slot; lpt: that, longest first; skewness_aware: that, with workers of their own for the longest."
+            "tokens per slot; lpt: that, longest first; skewness_aware: that, with own workers for the longest."
         ),
     ] = "skewness_aware"
     profile: Annotated[

@@ -101,12 +101,15 @@ def _quantiles(lengths: Sequence[int], upper: float) -> tuple[float, float]:
 
 
 MIN_TRAIN = 64
-"""Completions that a fit needs at the least: with fewer the trees have not even a leaf each."""
+"""Completions that a fit needs at the least: with fewer, trees whose leaves hold 24 have next to nothing to split."""
 
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """``scores``: by predictor, then by data set and ``all``; over the completions that were held out."""
+    """``train``, ``test``: how many completions were fitted to, and held out.
+
+    ``scores``: over the latter, by predictor, then by data set and ``all``.
+    """
 
     version: int
     train: int
@@ -122,10 +125,10 @@ def split(
     Raises:
         DataError: too few are left to fit to.
     """
-    train = [completion for completion in completions if _place(completion) >= test_share]
+    train = [completion for completion in completions if _uniform_hash(completion) >= test_share]
     if len(train) < MIN_TRAIN:
         raise DataError(f"expected {MIN_TRAIN} completions or more to fit to, got {len(train)} of {len(completions)}")
-    return train, [completion for completion in completions if _place(completion) < test_share]
+    return train, [completion for completion in completions if _uniform_hash(completion) < test_share]
 
 
 def fit_trees(completions: Sequence[ObservedCompletion], out: Path, quantile: float, test_share: float) -> FitReport:
@@ -217,6 +220,6 @@ def _fitted(
     return FitReport(version, len(fitted_to), len(predictions), {who: score(those) for who, those in everyone.items()})
 
 
-def _place(completion: ObservedCompletion) -> float:
+def _uniform_hash(completion: ObservedCompletion) -> float:
     # Uniform in 0 to 1, and the same for all completions of a prompt and in every fit.
     return xxhash.xxh3_64_intdigest(completion.prompt.prompt_id.encode()) / 2**64

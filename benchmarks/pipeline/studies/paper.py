@@ -23,7 +23,7 @@ CURVE = DecodeCurve(DecodeSettings(step_s=0.00859, batch_scale=0.00859 / 0.00005
 SAMPLES = 1024
 PLANTS = ((8, 64), (8, 128), (4, 116), (16, 64))
 """Instances and slots; the first is the one the ceilings are compared with."""
-STRATEGIES = ("lpt", "paper_sum", "paper_max", "skewness_aware")
+STRATEGIES = ("lpt", "streamrl_sum", "streamrl_max", "skewness_aware")
 PUBLISHED = {"perfect": 0.82, "degraded": 0.90}
 RECALLS = {0.2: 0.87, 0.1: 0.82, 0.05: 0.76}
 _NORMAL = NormalDist()

@@ -1,4 +1,4 @@
-"""What plans and corrections come to on a shop floor in virtual time, and when windows are drawn."""
+"""What plans and corrections come to with simulated workers, and when windows are drawn."""
 
 import random
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from schemas.reports import WorkerState
 from schemas.settings import LoopSettings
 from schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.benchmark_lengths import benchmark_lengths, ideal_s
-from tests.producers.dispatch.floor import CURVE, Floor
 from tests.producers.dispatch.scene import heartbeat, step_report
+from tests.producers.dispatch.simulated_workers import CURVE, SimulatedWorkers
 
 COUNT, WORKERS, SLOTS = 256, 4, 16
 STRATEGIES = ["round_robin", "least_loaded", "lpt", "skewness_aware"]
@@ -26,7 +26,7 @@ LOOP = LoopSettings(groups_per_step=4, num_generations=1, mode="stream", max_com
 
 
 def _finish(lengths: list[int], predicted: list[int], strategy: str, delay_s: float = 0.5) -> float:
-    return Floor(lengths, predicted, strategy, workers=WORKERS, slots=SLOTS, delay_s=delay_s).run()
+    return SimulatedWorkers(lengths, predicted, strategy, workers=WORKERS, slots=SLOTS, delay_s=delay_s).run()
 
 
 def _shuffled(lengths: list[int], seed: int) -> list[int]:
@@ -36,11 +36,11 @@ def _shuffled(lengths: list[int], seed: int) -> list[int]:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_with_perfect_knowledge_the_finish_is_as_predicted_and_near_the_ideal(seed: int) -> None:
     lengths = benchmark_lengths(COUNT, seed, cap=4000)
-    floor = Floor(lengths, lengths, "skewness_aware", workers=WORKERS, slots=SLOTS, delay_s=0.2)
-    finish = floor.run()
+    workers = SimulatedWorkers(lengths, lengths, "skewness_aware", workers=WORKERS, slots=SLOTS, delay_s=0.2)
+    finish = workers.run()
     assert finish < 1.35 * ideal_s(lengths, WORKERS, SLOTS, CURVE)
     assert finish < 0.85 * _finish(lengths, lengths, "round_robin")
-    assert floor.state.plan_accuracy.predicted_s == pytest.approx(finish, rel=0.06)
+    assert workers.state.plan_accuracy.predicted_s == pytest.approx(finish, rel=0.06)
 
 
 def test_a_random_ranker_costs_nothing_on_average() -> None:
@@ -56,22 +56,22 @@ def test_a_random_ranker_costs_nothing_on_average() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_prompt_leaves_once_whatever_the_strategy(strategy: str) -> None:
     lengths = benchmark_lengths(120, 3)
-    floor = Floor(lengths, _shuffled(lengths, 3), strategy, workers=3, slots=8)
-    floor.run()
-    assert sorted(order.position for order in floor.sent) == list(range(120))
-    assert {order.attempt for order in floor.sent} == {0}
+    workers = SimulatedWorkers(lengths, _shuffled(lengths, 3), strategy, workers=3, slots=8)
+    workers.run()
+    assert sorted(order.position for order in workers.sent) == list(range(120))
+    assert {order.attempt for order in workers.sent} == {0}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_queue_of_a_worker_that_dies_is_for_the_others(strategy: str) -> None:
     lengths = benchmark_lengths(120, 4, cap=4000)
-    floor = Floor(lengths, lengths, strategy, workers=3, slots=8, delay_s=0.1)
-    floor.run(dies_at=5.0)
-    assert len(floor.finished_at) == 120
-    again = [order for order in floor.sent if order.attempt]
+    workers = SimulatedWorkers(lengths, lengths, strategy, workers=3, slots=8, delay_s=0.1)
+    workers.run(dies_at=5.0)
+    assert len(workers.finished_at) == 120
+    again = [order for order in workers.sent if order.attempt]
     assert 0 < len(again) <= 10
     assert {order.worker_id for order in again} <= {"w1", "w2"}
-    assert sorted({order.position for order in floor.sent}) == list(range(120))
+    assert sorted({order.position for order in workers.sent}) == list(range(120))
 
 
 def _scheduler(**settings: object) -> tuple[DispatchState, Scheduler]:

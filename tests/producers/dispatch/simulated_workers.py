@@ -1,6 +1,6 @@
-"""A shop floor in virtual time: the real state and scheduler, and workers that decode along a curve.
+"""Workers in virtual time: the real state and scheduler, and workers that decode along a curve.
 
-Heartbeats, orders and trajectories arrive at once, or ``delay_s`` later; lengths are what they are, whatever was said.
+Heartbeats, orders and trajectories arrive at once, or ``delay_s`` later; lengths are the true ones, not the estimates.
 """
 
 import heapq
@@ -25,7 +25,7 @@ CURVE = DecodeCurve(DecodeSettings())
 
 
 @dataclass
-class _Bench:
+class _Worker:
     """A worker: what it runs, by the decode step at which it ends, and what waits for a slot."""
 
     slots: int
@@ -45,7 +45,7 @@ class _Bench:
         self.at = now
 
 
-class Floor:
+class SimulatedWorkers:
     """One batch of prompts with these lengths, predicted as told, over workers with so many slots each."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Floor:
         self.state = DispatchState(self.loop, self.settings, ConstantLength(LengthSettings(), self.loop), CURVE)
         self.scheduler = Scheduler(self.state, self.settings)
         self.lengths, self.predicted, self.delay_s = lengths, predicted, delay_s
-        self.benches = {f"w{n}": _Bench(slots) for n in range(workers)}
+        self.workers = {f"w{n}": _Worker(slots) for n in range(workers)}
         self.sent: list[WorkOrder] = []
         self.finished_at: dict[int, float] = {}
         self._mail: list[tuple[float, int, WorkOrder, int, bool]] = []
@@ -76,12 +76,12 @@ class Floor:
     def run(self, *, dies_at: float | None = None) -> float:
         """Seconds until the last completion is there. ``dies_at``: when the first worker stops for good."""
         self.state.observe(step_report(0), 0.0)
-        for name, bench in self.benches.items():
-            self.state.observe(heartbeat(name, capacity=bench.slots), 0.0)
+        for name, worker in self.workers.items():
+            self.state.observe(heartbeat(name, capacity=worker.slots), 0.0)
         self._serve(0.0)
         while len(self.finished_at) < len(self.lengths):
-            name, bench = min(self.benches.items(), key=lambda pair: pair[1].next_end())
-            now = min(bench.next_end(), self._mail[0][0] if self._mail else float("inf"))
+            name, worker = min(self.workers.items(), key=lambda pair: pair[1].next_end())
+            now = min(worker.next_end(), self._mail[0][0] if self._mail else float("inf"))
             assert now < float("inf"), "nothing goes on"
             if dies_at is not None and now >= dies_at:
                 self._die(dies_at)
@@ -89,28 +89,30 @@ class Floor:
             elif self._mail and now == self._mail[0][0]:
                 self._deliver(now)
             else:
-                self._finish(name, bench, now)
+                self._finish(name, worker, now)
         return max(self.finished_at.values())
 
     def _die(self, now: float) -> None:
-        name = next(iter(self.benches))
+        name = next(iter(self.workers))
         self.state.observe(heartbeat(name, state=WorkerState.STOPPED), now)
-        del self.benches[name]
+        del self.workers[name]
         self._has_lost_one = True
-        self._mail = [letter for letter in self._mail if letter[4] or letter[2].worker_id != name]
+        self._mail = [message for message in self._mail if message[4] or message[2].worker_id != name]
         heapq.heapify(self._mail)
         self._serve(now)
 
-    def _finish(self, name: str, bench: _Bench, now: float) -> None:
-        bench.advance(now)
-        _, _, order, index = heapq.heappop(bench.running)
-        self._refill(bench)
+    def _finish(self, name: str, worker: _Worker, now: float) -> None:
+        worker.advance(now)
+        _, _, order, index = heapq.heappop(worker.running)
+        self._refill(worker)
         self._post(now, order, index, is_back=True)
 
-    def _refill(self, bench: _Bench) -> None:
-        while bench.waiting and len(bench.running) < bench.slots:
-            order, index = bench.waiting.popleft()
-            heapq.heappush(bench.running, (bench.steps + self.lengths[order.position], next(self._count), order, index))
+    def _refill(self, worker: _Worker) -> None:
+        while worker.waiting and len(worker.running) < worker.slots:
+            order, index = worker.waiting.popleft()
+            heapq.heappush(
+                worker.running, (worker.steps + self.lengths[order.position], next(self._count), order, index)
+            )
 
     def _post(self, now: float, order: WorkOrder, index: int, *, is_back: bool) -> None:
         heapq.heappush(self._mail, (now + self.delay_s, next(self._count), order, index, is_back))
@@ -123,10 +125,10 @@ class Floor:
             self.finished_at.setdefault(order.position, now)
             self._serve(now)
         else:
-            bench = self.benches[order.worker_id]
-            bench.advance(now)
-            bench.waiting.append((order, index))
-            self._refill(bench)
+            worker = self.workers[order.worker_id]
+            worker.advance(now)
+            worker.waiting.append((order, index))
+            self._refill(worker)
 
     def _pending(self, position: int) -> PendingPrompt:
         median = self.predicted[position]
