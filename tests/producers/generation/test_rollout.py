@@ -1,15 +1,20 @@
 import asyncio
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from producers.generation.rollout import Rollout
+from producers.generation.engines.port import TokenDelta
+from producers.generation.rollout import MAX_PENDING, Rollout, SampledCompletion, TokenStream
 from schemas.codec import decode, encode, headers_of
-from schemas.errors import EngineError
+from schemas.errors import DeliveryUnknown, EngineError
 from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason, SamplingParams, VersionSpan
+from schemas.trajectories import FinishReason, SamplingParams, TokenChunk, VersionSpan
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine, FakeTokenizer, fake_tokens
+from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import WORKER, work_order
@@ -107,3 +112,87 @@ async def test_leaving_early_frees_the_engines_slot() -> None:
     with pytest.raises(asyncio.CancelledError):
         await sampling
     assert (engine.running, engine.left_early, maker.load.generating) == (0, 1, 0)
+
+
+DELTAS = st.lists(
+    st.tuples(
+        st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-100, 0, width=32)), max_size=5), st.integers(0, 2)
+    )
+)
+
+
+@given(DELTAS)
+def test_spans_tile_the_completion_and_name_the_version_of_every_token(
+    deltas: list[tuple[list[tuple[int, float]], int]],
+) -> None:
+    completion, expected = SampledCompletion(), []
+    for tokens, number in deltas:
+        version = PolicyVersion(1, number)
+        completion.extend(TokenDelta([token for token, _ in tokens], [logprob for _, logprob in tokens], version))
+        expected += [(token, logprob, version) for token, logprob in tokens]
+    token_ids, logprobs = completion.arrays()
+    assert (token_ids.dtype, logprobs.dtype) == (np.int32, np.float32)
+    assert token_ids.tolist() == [token for token, _, _ in expected]
+    assert logprobs.tolist() == [logprob for _, logprob, _ in expected]
+    spans = completion.version_spans()
+    assert [span.version for span in spans for _ in range(span.start, span.end)] == [
+        version for *_, version in expected
+    ]
+    assert all(before.version != after.version for before, after in pairwise(spans))
+
+
+def test_the_last_delta_may_be_empty_and_ends_the_completion() -> None:
+    completion = SampledCompletion()
+    completion.extend(TokenDelta([1], [-0.5], PolicyVersion(1, 0)))
+    completion.extend(TokenDelta([], [], PolicyVersion(1, 1), FinishReason.LENGTH))
+    assert completion.finish_reason is FinishReason.LENGTH
+    assert [span.version.number for span in completion.version_spans()] == [0]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "logprobs"), [([1, 2], [-0.5]), ([2**31], [-0.5]), (["a"], [-0.5]), ([1], [None])]
+)
+def test_what_is_no_run_of_tokens_is_an_engine_error(token_ids: list[int], logprobs: list[float]) -> None:
+    with pytest.raises(EngineError):
+        SampledCompletion().extend(TokenDelta(token_ids, logprobs, PolicyVersion(1, 0)))
+
+
+DELTA = TokenDelta([1, 2], [-0.5, -0.25], PolicyVersion(1, 3), FinishReason.STOP)
+
+
+async def test_a_delta_becomes_a_chunk_under_the_trajectory_id() -> None:
+    bus = FailingBus()
+    bus.create_topic("run.tokens", 4)
+    await TokenStream(await bus.publisher("w"), "run.tokens", "w0").send("g/0", 5, DELTA)
+    (record,) = [record for partition in bus.log("run.tokens").partitions for record in partition]
+    expected = TokenChunk(
+        trajectory_id="g/0",
+        worker_id="w0",
+        start=5,
+        version=PolicyVersion(1, 3),
+        token_ids=[1, 2],
+        logprobs=[-0.5, -0.25],
+        finish_reason=FinishReason.STOP,
+    )
+    assert record.key == "g/0"
+    assert record.message() == expected
+
+
+async def test_a_broker_that_fails_costs_chunks_and_nothing_else() -> None:
+    bus = FailingBus(fail=lambda record: DeliveryUnknown("late"))
+    stream = TokenStream(await bus.publisher("w"), "run.tokens", "w0")
+    for _ in range(MAX_PENDING + 5):
+        await stream.send("g/0", 0, DELTA)
+    assert len(bus.attempts) == MAX_PENDING
+    await asyncio.sleep(0)  # the broker's refusals arrive: there is room again
+    await stream.send("g/0", 0, DELTA)
+    assert len(bus.attempts) == MAX_PENDING + 1
+
+
+async def test_a_closed_publisher_is_no_reason_to_stop_sampling() -> None:
+    bus = FailingBus()
+    publisher = await bus.publisher("w")
+    await publisher.close()
+    stream = TokenStream(publisher, "run.tokens", "w0")
+    await stream.send("g/0", 0, DELTA)
+    assert stream._pending == 0
