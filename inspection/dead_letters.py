@@ -138,6 +138,7 @@ def _origin(named: dict[str, str]) -> Origin | None:
 
 
 def _number(text: str | None) -> int | None:
+    # Headers come from outside: at most 18 digits, the range of an offset.
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
@@ -188,11 +189,13 @@ async def plan_retries(
         async for dead_letter in read_dead_letters(history, run)
         if offsets is None or dead_letter.offset in offsets
     ]
+    # Reads the whole topic: only if there is something to retry.
     retried = await _already_retried(history, topic) if dead_letters else set()
     outcomes = []
     for dead_letter in dead_letters:
         outcome = _judge(dead_letter, topic, retried, force=force)
         outcomes.append(outcome)
+        # The same record may stand here twice; the second would send it again.
         if outcome.action is RetryAction.WOULD_SEND and dead_letter.origin is not None:
             retried.add(dead_letter.origin)
     return outcomes, sorted(set(offsets or ()) - {dead_letter.offset for dead_letter in dead_letters})
@@ -211,6 +214,7 @@ async def send_retries(bus: Bus, outcomes: Collection[RetryOutcome]) -> list[Ret
             if outcome.action is not RetryAction.WOULD_SEND:
                 done.append(outcome)
                 continue
+            # One after the other: what was sent is known when a later one fails.
             position = await publisher.publish(outcome.dead_letter.retry())
             done.append(RetryOutcome(outcome.dead_letter, RetryAction.SENT, f"as {Origin(*position)}"))
     finally:
@@ -220,12 +224,14 @@ async def send_retries(bus: Bus, outcomes: Collection[RetryOutcome]) -> list[Ret
 
 def _judge(dead_letter: DeadLetter, topic: str, retried: Collection[Origin], *, force: bool) -> RetryOutcome:
     origin = dead_letter.origin
+    # Only trajectories are retried: other topics have one writer each, whose order a retry would break.
     if origin is None or origin.topic != topic:
         return RetryOutcome(
             dead_letter, RetryAction.REFUSED, f"expected a record of {topic}, it came from {origin or 'nowhere known'}"
         )
     if origin in retried:
         return RetryOutcome(dead_letter, RetryAction.ALREADY)
+    # Half of the bytes can never decode, not even by force.
     if dead_letter.cut_from is not None:
         return RetryOutcome(
             dead_letter, RetryAction.REFUSED, f"only {dead_letter.size} of its {dead_letter.cut_from} bytes were kept"
@@ -302,6 +308,7 @@ def lines_of(dead_letter: DeadLetter) -> Iterator[str]:
 def _hexdump(value: bytes) -> Iterator[str]:
     for begin in range(0, min(len(value), HEAD_BYTES), ROW_BYTES):
         row = value[begin : begin + ROW_BYTES]
+        # As hexdump -C shows it.
         text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
         yield f"  {begin:06x}  {row.hex(' '):<{ROW_BYTES * 3 - 1}}  {text}"
     if len(value) > HEAD_BYTES:
@@ -315,6 +322,7 @@ def _decoded(dead_letter: DeadLetter) -> Iterator[str]:
         yield f"decoding it today: {type(error).__name__}: {error}"
         return
     yield f"decoding it today: a {message.SCHEMA}"
+    # Arrays make it long; the first two thousand characters show what it is.
     text = json.dumps(message.model_dump(mode="json"), ensure_ascii=False, default=str)
     yield f"  {text[:SHOWN]}{' …' if len(text) > SHOWN else ''}"
 
@@ -387,9 +395,11 @@ def _write(run: Path, offsets: Collection[int] | None, *, dry_run: bool, force: 
     from bus.kafka.bus import KafkaBus
 
     past = open_run(run)
+    # On the run's own data rather than a copy, because what is sent has to stay.
     with broker_of(past, None, _tell) as address:
         bus = KafkaBus(past.settings.kafka.model_copy(update={"bootstrap_servers": address}))
         plan, missing = uvloop.run(plan_retries(BusHistory(bus, "dlq"), past.name, offsets, force=force))
+        # All or nothing: a mistyped offset should not leave half of the work done.
         if missing:
             raise UserError(f"expected dead letters at {', '.join(map(str, missing))}, found none; nothing was sent")
         outcomes = plan if dry_run else uvloop.run(send_retries(bus, plan))

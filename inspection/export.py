@@ -94,6 +94,7 @@ def write_manifest(directory: Path, manifest: ExportManifest) -> None:
         file.write(manifest.model_dump_json(indent=1))
         file.flush()
         os.fsync(file.fileno())
+    # Renaming is atomic: a reader finds no manifest or a whole one.
     draft.replace(directory / MANIFEST)
 
 
@@ -144,6 +145,7 @@ class Exporter:
             BusUnavailable: the topics cannot be read.
         """
         self._check_empty()
+        # Steps before trajectories: what a report refers to was written before it, so it is within ends fixed later.
         wanted = sorted(topics, key=ALL.index)
         held = {topic: await self._extents(topic) for topic in wanted}
         if not any(held.values()):
@@ -171,6 +173,7 @@ class Exporter:
             occupied = next(self.to.iterdir(), None)
         except OSError as error:
             raise DataError(f"expected a writable directory for the export, got {self.to}: {error.strerror}") from error
+        # Files of two exports side by side would be read as one.
         if occupied is not None:
             what = "a complete export" if (self.to / MANIFEST).exists() else occupied.name
             raise DataError(f"expected an empty directory, {self.to} holds {what}; name another with --to")
@@ -205,6 +208,7 @@ class Exporter:
         extents: dict[int, Extent] = {}
         for record in records:
             known = extents.get(record.partition, Extent(record.offset, record.offset))
+            # Offsets ascend within a partition, with gaps where transactions ended.
             extents[record.partition] = Extent(known.first, record.offset + 1)
         return SegmentFile(
             path=path.relative_to(self.to).as_posix(),
@@ -243,6 +247,7 @@ class SegmentHistory:
         """
         for file in self._topic(topic).files:
             if ranges is None or any(_overlap(extent, ranges.get(p)) for p, extent in file.extents.items()):
+                # Decompression would hold up the event loop.
                 for record in await asyncio.to_thread(self._read, topic, file):
                     if ranges is None or _holds(ranges.get(record.partition), record.offset):
                         yield record
@@ -265,6 +270,7 @@ class SegmentHistory:
         """
         wanted = set(places)
         found: dict[tuple[int, int], Record] = {}
+        # Most files hold none of the records that are asked for.
         for file in self._topic(topic).files:
             if any(_holds(file.extents.get(partition), offset) for partition, offset in wanted):
                 for record in await asyncio.to_thread(self._read, topic, file):
@@ -280,9 +286,11 @@ class SegmentHistory:
 
     def _read(self, topic: str, file: SegmentFile) -> list[Record]:
         path = self.directory / file.path
+        # A manifest may come from elsewhere; it must not make us read other files.
         if not path.resolve().is_relative_to(self.directory.resolve()):
             raise DataError(f"expected segments inside {self.directory}, its manifest names {file.path}")
         try:
+            # Once for each file: a checksum costs as much as reading.
             if file.path not in self._verified:
                 self._verify(path, file)
             return read_segment(path, topic, self.manifest.encoding)
@@ -354,6 +362,7 @@ def _from_line(topic: str, line: str) -> Record:
 
 
 def _packed(content: bytes | None) -> str | None:
+    # JSON has no bytes.
     return None if content is None else base64.b64encode(content).decode()
 
 
@@ -365,6 +374,7 @@ def _write_parquet(path: Path, records: Sequence[Record], *, readable: bool) -> 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    # A list of pairs rather than a map: Kafka allows a header twice.
     header = pa.struct([("name", pa.string()), ("content", pa.binary())])
     columns: dict[str, Any] = {
         "partition": pa.array([record.partition for record in records], pa.int32()),
@@ -377,6 +387,7 @@ def _write_parquet(path: Path, records: Sequence[Record], *, readable: bool) -> 
     if readable:
         rows = [_readable(record) for record in records]
         columns |= {name: pa.array([row.get(name) for row in rows], pa.string()) for name in READABLE}
+    # Texts and log-probs compress to a fifth or so.
     pq.write_table(pa.table(columns), path, compression="zstd")
 
 

@@ -55,9 +55,11 @@ def running_brokers(nodes: list[Path]) -> str | None:
         with lock.open("rb") as claim:
             try:
                 fcntl.flock(claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # Whoever runs the node holds its lock: that it is held is the sign of life, which no crash can forge.
             except BlockingIOError:
                 if (match := _LISTENER.search(properties.read_text())) is not None:
                     addresses.append(match[1])
+    # A cluster with a node missing cannot be relied on to have every record.
     return ",".join(addresses) if len(addresses) == len(nodes) else None
 
 
@@ -87,6 +89,7 @@ def open_run(path: Path) -> PastRun:
     """
     from settings.loading import load_settings
 
+    # A configuration that a person wrote, rather than the resolved one in the run's directory.
     if path.is_file() and path.name != RunDirectory(path).config.name:
         settings = load_settings(path, [])
         return PastRun(RunDirectory(settings.run.path), settings)
@@ -154,6 +157,7 @@ def broker_of(run: PastRun, scratch: Path | None, progress: Callable[[str], None
         with start_cluster(data, nodes=len(nodes), progress=progress) as cluster:
             yield cluster.bootstrap_servers
         return
+    # Last of all the broker of `streamrl kafka up`, which may serve many runs.
     found = detached.status(detached.default_data_dir())
     if not found.running:
         raise UserError(
@@ -165,6 +169,7 @@ def broker_of(run: PastRun, scratch: Path | None, progress: Callable[[str], None
 
 def _copy_node(source: Path, target: Path) -> None:
     """Copy a broker node's folder without what belongs to its process."""
+    # Locks and logs belong to the process that wrote them; a copy gets its own.
     ignored = shutil.ignore_patterns("tmp", "lock", ".lock", "*.log.*", "output.log", "server.log")
     shutil.copytree(source, target, ignore=ignored, copy_function=copy_sparse)
 
@@ -173,6 +178,7 @@ def copy_sparse(source: str, target: str) -> str:
     """Copy a file; runs of zeros stay holes, for Kafka allocates its indexes in advance."""
     with open(source, "rb") as reader, open(target, "wb") as writer:
         while chunk := reader.read(CHUNK):
+            # Kafka allocates 10 MB of index for each partition in advance, nearly all of it zeros.
             if chunk.count(0) == len(chunk):
                 writer.seek(len(chunk), 1)
             else:

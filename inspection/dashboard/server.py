@@ -41,6 +41,7 @@ HEADERS = {
 
 def is_our_host(host: str, served: str) -> bool:
     """Whether a request's Host header names us: an address (no name can be rebound to it), localhost, or ``served``."""
+    # Without the port; an IPv6 address ends with a bracket and has colons of its own.
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
     name = name.strip("[]").lower()
     if name in ("localhost", served.lower()):
@@ -56,6 +57,7 @@ def may_write(headers: Mapping[str, str]) -> bool:
     """Whether a request comes from our own page: same origin, and JSON, which no form of another page can send."""
     origin, host = headers.get("Origin", ""), headers.get("Host", "")
     own = origin in (f"http://{host}", f"https://{host}")
+    # Browsers that send it cannot be made to lie; those that do not are held to the origin.
     site = headers.get("Sec-Fetch-Site", "same-origin")
     return bool(host) and own and site == "same-origin" and headers.get("Content-Type", "").split(";")[0] == JSON
 
@@ -84,6 +86,7 @@ class UpdateStream:
         sent: dict[str, int] = {}
         while not stop.is_set():
             self._refresh()
+            # Revisions instead of texts: what each browser has is a small number for each section.
             due = [name for name, revision in self._revisions.items() if sent.get(name) != revision]
             sent |= {name: self._revisions[name] for name in due}
             pace_s = self.pace_s()
@@ -95,6 +98,7 @@ class UpdateStream:
     def _refresh(self) -> None:
         """Put into JSON what may have changed; at most once a second, whoever asks."""
         now = self.clock()
+        # A little below the pace, since timers of several browsers are never quite together.
         if 0 <= now - self._refreshed_at < OFTEN_S * 0.8:
             return
         self._refreshed_at = now
@@ -151,6 +155,7 @@ def _guarded(host: str) -> Middleware:
         except web.HTTPException as error:
             error.headers.update(HEADERS)
             raise
+        # A stream has sent its headers already.
         if not response.prepared:
             response.headers.update(HEADERS)
         return response
@@ -191,6 +196,7 @@ async def _updates(request: web.Request) -> web.StreamResponse:
     try:
         async for event in request.app[STREAM].updates(request.app[STOP]):
             await response.write(event.encode())
+    # A browser that was closed is no error.
     except (ClientConnectionError, ConnectionResetError):
         pass
     return response

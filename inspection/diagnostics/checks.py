@@ -113,7 +113,9 @@ async def check_clocks(connection: RunConnection) -> Finding:
         by_broker = await _stamped_by_broker(connection)
     except BusError as error:
         return warn("clocks", f"not measured: {error}", "see the broker's finding")
+    # With LogAppendTime the broker overwrites what the writer stamped.
     who = "the broker" if by_broker else "a worker"
+    # An old heartbeat says nothing of the clocks, unless it is of the future.
     if skew_s is None or (not fresh and skew_s <= TOLERATED_S):
         return ok("clocks", "not measured: no worker beats now, and a broker tells its time only by records")
     detail = f"{who} stamps records {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's clock"
@@ -124,6 +126,7 @@ async def check_clocks(connection: RunConnection) -> Finding:
 
 async def _skew(connection: RunConnection) -> tuple[bool, float | None]:
     """Whether a record came while we listened, and the newest stamp less our time."""
+    # Reading the newest record again and again costs less than a subscription.
     before, deadline = await _newest(connection), time.monotonic() + LISTEN_S
     newest = before
     while before is not None and time.monotonic() < deadline:
@@ -167,13 +170,16 @@ async def check_cluster(connection: RunConnection) -> list[Finding]:
 def _broker(facts: ClusterFacts, kafka: KafkaSettings) -> Iterator[Finding]:
     addresses = ", ".join(facts.brokers.values())
     detail = f"{len(facts.brokers)} at {addresses}, release {facts.release or 'unknown'}"
+    # Older brokers lack requests that we use.
     if facts.release and tuple(map(int, facts.release.split("."))) < OLDEST_RELEASE:
         yield fail("broker", detail, f"use Apache Kafka {'.'.join(map(str, OLDEST_RELEASE))} or later")
     else:
         yield ok("broker", detail)
+    # Between processes of one machine nobody listens.
     if kafka.security_protocol == "PLAINTEXT" and any(_host(each) not in LOCAL for each in facts.brokers.values()):
         remedy = "set kafka.security_protocol to SASL_SSL or SSL, unless the network is trusted"
         yield warn("security", "the connection leaves this machine, neither encrypted nor authenticated", remedy)
+    # A misspelt name would become a topic with one partition, and records would go there.
     if facts.configs.get("auto.create.topics.enable") == "true":
         remedy = "set auto.create.topics.enable=false on the brokers"
         yield warn("broker", "it creates topics that are merely asked for, with settings of its own", remedy)
@@ -194,6 +200,7 @@ async def _topics(connection: RunConnection, facts: ClusterFacts) -> list[Findin
         if topic.leaderless:
             detail = f"{name}: {topic.leaderless} of {topic.partitions} partitions have no leader"
             findings.append(fail("topics", detail, "start the brokers that hold them"))
+    # One broker cannot hold two copies; that is no fault.
     alone = [name for name, topic in facts.topics.items() if topic.replicas < min(2, len(facts.brokers))]
     if alone:
         detail = f"{len(alone)} topics have one copy each, on {len(facts.brokers)} brokers"
@@ -205,6 +212,7 @@ async def _topics(connection: RunConnection, facts: ClusterFacts) -> list[Findin
 
 def _differing(change: Change, remedy: str) -> Finding:
     detail = str(change)
+    # Partitions cannot be taken away, so there is nothing to apply.
     if change.kind == "conflict":
         return fail("topics", detail, "use another run.name, or the settings that the run was begun with")
     if change.kind in ("create", "add partitions") or change.detail.startswith(HARMFUL):
@@ -215,6 +223,7 @@ def _differing(change: Change, remedy: str) -> Finding:
 def _sizes(connection: RunConnection, facts: ClusterFacts) -> Iterator[Finding]:
     """Message ≤ topic ≤ what the broker takes in one request and what readers make of it; batches ≤ topic."""
     kafka, problems = connection.kafka, []
+    # A limit that is higher at the writer than at the reader fails in the middle of a run, at the longest completion.
     request = facts.number("socket.request.max.bytes")
     for topic in CATALOGUE:
         known = facts.topics.get(connection.name_of(topic))
@@ -286,6 +295,7 @@ def check_codecs(used: str) -> Iterator[Finding]:
 def check_disk(places: dict[str, Path]) -> Iterator[Finding]:
     """Room for checkpoints, weights and logs. ``places``: directories by what they hold; they may not exist yet."""
     for name, place in places.items():
+        # The disk of a folder that does not exist yet is that of its nearest parent.
         folder = next(each for each in (place.absolute(), *place.absolute().parents) if each.exists())
         free = shutil.disk_usage(folder).free
         detail = f"{free / GIB:.1f} GiB free for {name} at {place}"
@@ -305,6 +315,7 @@ def check_disk(places: dict[str, Path]) -> Iterator[Finding]:
 
 def start_engine_probe(engine: str) -> "subprocess.Popen[str]":
     """Import the engine's libraries in a process of their own, which may take a while; see ``check_engine``."""
+    # In a process of its own: an engine that breaks at its import breaks only that, and nothing stays loaded.
     command = [sys.executable, "-c", _PROBE, *ENGINE_LIBRARIES.get(engine, ())]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -37,12 +37,14 @@ class ShownRecord:
     def field(self, path: str) -> Any:
         """The value of a field, ``ABSENT`` if the record has none; dots lead into values."""
         head, _, rest = path.partition(".")
+        # The record's own fields first: a message cannot hide where it stands.
         for source in (_RECORD_FIELDS, _DEAD_LETTER_FIELDS if self.dead_letter else {}):
             if head in source:
                 return _within(source[head](self), rest)
         if self.message is None:
             return ABSENT
         derived = _DERIVED.get(type(self.message), {})
+        # A field that a message really has is never shadowed by one that is worked out.
         if head in derived and head not in type(self.message).model_fields:
             return _within(derived[head](self.message), rest)
         return _within(self.message, path)
@@ -67,6 +69,7 @@ def known_fields(topic: Topic | None) -> set[str] | None:
     if topic.message is None:
         return names | set(_DEAD_LETTER_FIELDS)
     kinds: tuple[type[Message], ...] = (topic.message, *topic.also)
+    # Control messages are a union; the catalogue names one of them.
     if topic.message is WeightsReady:
         kinds = get_args(get_args(ControlMessage)[0])
     for kind in kinds:
@@ -85,6 +88,7 @@ def check_fields(fields: Sequence[str], topic: Topic | None) -> None:
     for path in fields:
         head = path.split(".")[0]
         if known is not None and topic is not None and head not in known:
+            # A misspelt name would otherwise filter everything out in silence.
             close = difflib.get_close_matches(head, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(known))}"
             raise UserError(f"expected a field of {topic.name} in the filter, got {head!r}{hint}")
@@ -108,6 +112,7 @@ def _part(value: Any, name: str) -> Any:
         fields = type(value)
         return getattr(value, name) if name in fields.model_fields or _is_property(fields, name) else ABSENT
     if isinstance(value, tuple | list | np.ndarray):
+        # Arrays have no name for it of their own.
         if name == "length":
             return len(value)
         if name.isdigit():

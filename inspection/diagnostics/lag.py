@@ -55,6 +55,7 @@ def shards_of(connection: RunConnection, partitions: int, metrics: Mapping[str, 
     """Partitions per length bucket: from the settings, else from the buckets that the trainer reported."""
     if connection.settings is not None:
         return connection.settings.loop.shards
+    # Partitions are dealt to buckets in blocks of equal size.
     buckets = sum(name.startswith(LAG_PREFIX) for name in metrics)
     return partitions // buckets if buckets and partitions % buckets == 0 else None
 
@@ -127,6 +128,7 @@ async def measure_lags(connection: RunConnection, shards: int | None, interval_s
         BusUnavailable: no broker answers.
     """
     topic = connection.name_of(TRAJECTORIES)
+    # Two samples, or one twice: without an interval there are no rates, and nothing is waited for.
     before = await _sample(connection, topic)
     after = before
     if interval_s:
@@ -148,12 +150,14 @@ async def _partitions(
     before, after = samples
     then, now = (sample.committed.get(group or "", {}) for sample in samples)
     wanted = {tp: now.get(tp, held.first) for tp, held in after.extents.items()}
+    # Only where something is behind, for each costs a read.
     ages = await _ages(
         connection, topic, {tp: offset for tp, offset in wanted.items() if offset < after.extents[tp].end}
     )
     seconds = after.at - before.at
 
     def rate(new: int, old: int | None) -> float | None:
+        # A partition that came between the samples has no rate.
         return None if before is after or old is None else max(0, new - old) / seconds
 
     return tuple(
@@ -164,6 +168,7 @@ async def _partitions(
             end=held.end,
             produced_per_s=rate(held.end, before.extents[tp].end if tp in before.extents else None),
             consumed_per_s=rate(wanted[tp], then.get(tp)),
+            # At the end it is not behind at all; where the next record is gone, that is not known.
             behind_s=ages.get(tp.partition, 0.0 if wanted[tp] >= held.end else None),
         )
         for tp, held in sorted(after.extents.items())
@@ -175,6 +180,7 @@ async def _ages(connection: RunConnection, topic: str, offsets: Mapping[TopicPar
     ranges = {tp.partition: Extent(offset, offset + NEXT_WITHIN) for tp, offset in offsets.items()}
     now, found = time.time(), dict[int, float]()
     async for record in BusHistory(connection.bus, CLIENT_ID).records(topic, ranges):
+        # The first at or after the offset: the offset itself may be the end of a transaction.
         found.setdefault(record.partition, max(0.0, now - record.timestamp))
     return found
 

@@ -29,6 +29,7 @@ KEY_METRICS = ("reward", "loss", "grad_norm", "off_policy/mean", "time/step")
 def line_of(shown: ShownRecord) -> str:
     """Time, place, kind, and what matters most of it."""
     record = shown.record
+    # As of the record, in local time: that is what is compared with other logs.
     time = datetime.fromtimestamp(record.timestamp).astimezone().strftime("%H:%M:%S.%f")[:-3]
     return f"{time} {record.partition}@{record.offset} {_plain(_said(shown))}"
 
@@ -89,6 +90,7 @@ def _of_order(order: WorkOrder) -> str:
 def _of_trajectory(message: Trajectory) -> str:
     total = reward_of(message)
     reward = "-" if total is None else f"{total:.3f}"
+    # More than four would push the text out of the line.
     versions = " ".join(f"v{span.version}" for span in message.version_spans[:4]) or f"v{message.admitted_version}"
     wrong = f"  reward failed: {', '.join(message.reward_errors)}" if message.reward_errors else ""
     return (
@@ -125,6 +127,7 @@ def _head(text: str) -> str:
 
 
 def _plain(text: str) -> str:
+    # Escape sequences and line breaks come out as what they are written with.
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
@@ -140,6 +143,7 @@ def json_of(shown: ShownRecord) -> dict[str, Any]:
         "headers": shown.text_headers,
         "size": len(record.value or b""),
         "schema": None if shown.message is None else shown.message.SCHEMA,
+        # Arrays included, as numbers.
         "message": None if shown.message is None else shown.message.model_dump(mode="json"),
         "problem": shown.problem,
     }

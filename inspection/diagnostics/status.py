@@ -86,11 +86,13 @@ class RunStatus:
     @property
     def lag(self) -> int:
         """Trajectories not finished by the consumer that is furthest behind."""
+        # Several algorithms may train from one run, each with a group of its own.
         return max((lag.lag for lag in self.lags), default=0)
 
     @property
     def trained_groups(self) -> int | None:
         """Groups trained since the run began, however often the trainer was restarted: each step takes equally many."""
+        # Reports of the first steps may be deleted by now; the version counts all of them.
         per_step = self.state.metrics.get("ledger/groups")
         return None if per_step is None else int(per_step) * self.version.number
 
@@ -118,9 +120,11 @@ async def read_status(connection: RunConnection) -> RunStatus:
         history.extents(connection.name_of(DEAD_LETTERS)),
         history.extents(connection.name_of(TRAJECTORIES)),
     )
+    # In the order of time, as whoever followed the run would have read them.
     state = RunState(connection.run)
     state.observe_records(sorted([*steps, *beats, *control], key=lambda record: record.timestamp))
     shards = shards_of(connection, len(trajectories), state.metrics)
+    # The trainer counts since the run began, the topic keeps the newest: the higher one is nearer to the truth.
     kept = sum(held.end - held.first for held in dead_letters.values())
     return RunStatus(
         address=connection.address,
@@ -139,6 +143,7 @@ async def _newest_steps(history: BusHistory, connection: RunConnection) -> list[
 async def _recent_heartbeats(history: BusHistory, connection: RunConnection, now: float) -> list[Record]:
     topic = connection.name_of(HEARTBEATS)
     extents = await history.extents(topic)
+    # A long run has millions of heartbeats; the broker finds the minute by its time index.
     first = await offsets_since(connection.kafka, extents, now - HEARD_WITHIN_S)
     ranges = {tp.partition: Extent(first[tp], held.end) for tp, held in extents.items()}
     return [record async for record in history.records(topic, ranges)]
@@ -154,6 +159,7 @@ def status_lines(status: RunStatus) -> Iterator[str]:
     state, metrics = status.state, status.state.metrics
     yield f"run       {state.run} at {status.address}: {status.activity}"
     yield f"version   {status.version}, announced {_announced(state) or 'none yet'}"
+    # Clocks of two machines may differ: an age is never below zero.
     since = "" if status.step_age_s is None else f", {status.step_age_s:.0f} s ago"
     rate = f"{state.steps.trajectories_per_s():.1f} trajectories/s"
     yield f"step      {status.step}{since}, reward {figure_text(metrics.get('reward'))}, {rate}"

@@ -105,6 +105,7 @@ async def named_topic(connection: RunConnection, name: str) -> tuple[str, Topic 
     Raises:
         UserError: the broker has no such topic.
     """
+    # A short name belongs to a run; a full one may be any topic of the broker.
     for topic in CATALOGUE:
         if name == topic.name:
             return (await connection.with_run()).name_of(topic), topic
@@ -123,6 +124,7 @@ def _show(each: ShownRecord, *, as_json: bool) -> None:
         return
     line = line_of(each)
     if sys.stdout.isatty():
+        # One record, one line: what would wrap is cut, and --json has all of it.
         line = line[: shutil.get_terminal_size().columns]
     print(line, flush=True)
 
@@ -212,12 +214,14 @@ class TopicReader:
         """
         history = BusHistory(self.bus, self.client_id)
         extents = await self._extents(history)
+        # The newest of a topic are not at the same offsets in all partitions.
         if isinstance(start, Last):
             for record in await newest_records(history, self.topic, extents, start.count):
                 yield record
             following = {tp: held.end for tp, held in extents.items()}
         else:
             following = await first_offsets(start, extents, self.offsets_since)
+            # Up to the ends as they are now, so that the command ends however fast records come.
             if not follow:
                 ranges = {tp.partition: Extent(following[tp], held.end) for tp, held in extents.items()}
                 async with aclosing(_closable(history.records(self.topic, ranges))) as held_records:
@@ -228,6 +232,7 @@ class TopicReader:
                 async for record in coming:
                     following[TopicPartition(record.topic, record.partition)] = record.offset + 1
                     yield record
+            # Something was passed over: the subscription begins anew behind it.
             await asyncio.sleep(RETRY_S)
 
     async def _extents(self, history: BusHistory) -> Extents:
@@ -253,6 +258,7 @@ class TopicReader:
             return
         try:
             while True:
+                # By time within a poll; across polls as they come, for nobody would wait longer for order.
                 for record in sorted(await subscription.poll(timeout_s=POLL_S), key=lambda each: each.timestamp):
                     yield record
         except (DataLossRefused, BusUnavailable) as error:
@@ -266,6 +272,7 @@ class TopicReader:
             return
         for topic, partition, first, end in error.holes:
             tp = TopicPartition(topic, partition)
+            # Offsets begin at zero again only if the topic was made anew.
             recreated = positions.get(tp, 0) > first
             positions[tp] = 0 if recreated else end
             self.tell(
@@ -280,6 +287,7 @@ def _closable(records: AsyncIterator[Record]) -> AsyncGenerator[Record, None]:
 
 async def newest_records(history: BusHistory, topic: str, extents: Extents, count: int) -> list[Record]:
     """The newest records by time; reads further back until there are enough, or no more."""
+    # Reading begins near the end and goes back by larger spans: offsets are not records.
     span = MARKERS_TOO * count
     while count:
         ranges = {tp.partition: Extent(max(held.first, held.end - span), held.end) for tp, held in extents.items()}
@@ -301,6 +309,7 @@ class _Newest:
         self.held: list[tuple[float, int, int, Record]] = []
 
     def add(self, record: Record) -> None:
+        # Partition and offset decide between equal times; records themselves have no order.
         item = (record.timestamp, record.partition, record.offset, record)
         if len(self.held) < self._count:
             heapq.heappush(self.held, item)

@@ -134,6 +134,7 @@ def _all_lines(curve: Curve, rows: StepTable) -> list[dict[str, Any]]:
             if found.endswith(after):
                 names[found] = word + found.removeprefix(before).removesuffix(after)
     lines = [line for key, name in names.items() if (line := _line(rows, key, 0, name)) is not None]
+    # A line of zeros beside others says nothing; alone it says that nothing happened.
     return [line for line in lines if len(lines) < 2 or any(line["y"])]
 
 
@@ -144,6 +145,7 @@ def _line(rows: StepTable, key: str, run: int, name: str) -> dict[str, Any] | No
 
 
 def _stride(rows: StepTable) -> int:
+    # Rounded up, so that there are never more points than that.
     return -(-len(rows.steps) // POINTS) or 1
 
 
@@ -201,6 +203,7 @@ def timeline(record: RunRecord) -> dict[str, Any]:
     workers = topics.workers if topics else {}
     tracks = [_trainer_track(rows)] if rows.spans else []
     tracks += [_worker_track(name, activity, rows.began) for name, activity in list(workers.items())[:WORKERS]]
+    # The last span may end after the last step was written, and the last step after the last span.
     ends = [span.end - rows.began for span in rows.spans] + [rows.seconds]
     return {"lanes": tracks, "end": round(max(ends) * 1000)}
 
@@ -228,6 +231,7 @@ def _from_metrics(rows: StepTable) -> list[TrainerSpan]:
 
 def _parts(taken: dict[str, float], whole: float, rest: str) -> list[tuple[str, float]]:
     order = ("generate", "train", "optimizer", "publish", "checkpoint", OTHER, "wait")
+    # What no phase tells.
     left = whole - sum(taken.values())
     taken = taken | {rest: taken.get(rest, 0.0) + max(0.0, left)}
     total = sum(taken.values())
@@ -262,6 +266,7 @@ def _few(intervals: Sequence[DrawnInterval]) -> Sequence[DrawnInterval]:
     if len(intervals) <= MOST:
         return intervals
     first, last = intervals[0][0], max(end for _, end, _ in intervals)
+    # Two intervals for a piece at the most, so half as many pieces.
     piece = max(1.0, (last - first) / (MOST // 2))
     taken: dict[int, dict[str, float]] = {}
     for start, end, kind in intervals:
@@ -269,12 +274,14 @@ def _few(intervals: Sequence[DrawnInterval]) -> Sequence[DrawnInterval]:
         while at < end:
             number = int((at - first) / piece)
             until = min(float(end), first + (number + 1) * piece)
+            # Rounding may put the end of a piece where we stand; then the next one is taken.
             until = until if until > at else at + piece
             here = taken.setdefault(number, {})
             here[kind] = here.get(kind, 0.0) + until - at
             at = until
     found: list[DrawnInterval] = []
     for number, here in sorted(taken.items()):
+        # What took most of it stands for the piece.
         kind = max(here, key=lambda each: here[each])
         start, end = round(first + number * piece), round(first + (number + 1) * piece)
         if found and found[-1][2] == kind and found[-1][1] >= start:

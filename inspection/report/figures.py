@@ -24,6 +24,7 @@ class Figure(NamedTuple):
 def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
     """Figures of a run; with ``level``, also when the reward reached it. Rates are over the sum of step times."""
     rows = record.rows
+    # Over the time of steps rather than wall-clock: pauses between two starts are not the trainer's.
     stepping, trained = rows.total("time/step"), rows.total("ledger/trained")
     rewards = rows.known("reward")
     staleness = _weighted(rows, "off_policy/mean")
@@ -59,6 +60,7 @@ def common_level(all_rows: Iterable[StepTable]) -> float | None:
     """The highest reward that every run reached as a mean over some steps; none if a run tells no reward."""
     bests = [max(_smoothed(rows), default=None) for rows in all_rows]
     known = [best for best in bests if best is not None]
+    # A run that tells no reward could never reach any.
     return min(known) if known and len(known) == len(bests) else None
 
 
@@ -66,6 +68,7 @@ def reached(rows: StepTable, level: float) -> tuple[int, float] | None:
     """Step and seconds after which the mean reward of the last steps was at the level; none if it never was."""
     places = [index for index, row in enumerate(rows.metrics) if "reward" in row]
     for index, value in zip(places[ENDS - 1 :], _smoothed(rows), strict=True):
+        # The level is such a mean itself: it must be reached by the run that it comes from.
         if value >= level - 1e-9:
             return rows.steps[index], rows.times[index]
     return None

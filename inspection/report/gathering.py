@@ -47,6 +47,7 @@ async def gather_topics(history: History, run: str, logs: Path) -> TopicDigest |
     summaries = [summary async for record in _newest(history, run, TRAJECTORIES) if (summary := summary_of(record))]
     if not summaries:
         return None
+    # First and last are by the end of a completion, not by where it stands.
     summaries.sort(key=lambda summary: summary.finished_at)
     upper = await _upper_estimates(history, run)
     estimated = [Estimated(s.finished_at, s.predicted, s.length, upper.get(s.group_id)) for s in summaries]
@@ -65,6 +66,7 @@ async def _newest(history: History, run: str, topic: Topic) -> AsyncIterator[Rec
     """The newest records of a topic: of each partition the same share, for that is about the same time."""
     name = topic.full_name(run)
     extents = await history.extents(name)
+    # The same share of each partition rather than the same count: long buckets have fewer records.
     share = min(1.0, MOST[topic] / max(1, sum(held.end - held.first for held in extents.values())))
     ranges = {
         tp.partition: Extent(held.end - int(share * (held.end - held.first)), held.end) for tp, held in extents.items()
@@ -85,6 +87,7 @@ async def _upper_estimates(history: History, run: str) -> dict[str, int]:
     found: dict[str, int] = {}
     async for message in _messages(history, run, WORK_ORDERS):
         if isinstance(message, WorkOrder):
+            # A group has one estimate for all its samples.
             found[message.group_id] = message.estimate.upper
     return found
 
@@ -96,6 +99,7 @@ async def _workers(
     for summary in summaries:
         intervals.setdefault(summary.worker_id, []).append((summary.started_at, summary.finished_at))
     adopted = {worker: adoptions(logs / f"{worker}.log") for worker in intervals if is_plain_name(worker)}
+    # Log files may be elsewhere, or cut; heartbeats tell the same up to a second late.
     if not all(adopted.get(worker) for worker in intervals):
         adopted |= {worker: told for worker, told in (await _beats(history, run)).items() if not adopted.get(worker)}
     return {
@@ -169,6 +173,7 @@ def _cut(text: str) -> str:
 def joined(intervals: Iterable[tuple[float, float]], most: int = MOST_INTERVALS) -> tuple[tuple[float, float], ...]:
     """The union of intervals, ascending; if that is more than ``most``, nearer ones are joined until it is not."""
     found = list(_union(sorted(intervals), 0.0))
+    # Gaps are doubled until it is few enough: what disappears are the shortest pauses.
     gap = 0.001
     while len(found) > most:
         found = list(_union(found, gap))
@@ -220,6 +225,7 @@ def length_facts(completions: Sequence[Estimated]) -> LengthFacts | None:
     """None for no completion. Order is judged within windows of time, for lengths drift as the policy learns."""
     if not completions:
         return None
+    # A report weighs the whole run alike.
     calibration = LengthCalibration(fade_every=None)
     for each in completions:
         calibration.add(each.predicted, each.actual)
@@ -237,6 +243,7 @@ def length_facts(completions: Sequence[Estimated]) -> LengthFacts | None:
 
 def _windows(ascending: Sequence[Estimated]) -> list[Sequence[Estimated]]:
     count = max(1, min(WINDOWS, len(ascending) // LEAST))
+    # Of equal count rather than equal time, so that each recall rests on as many completions.
     edges = [round(index * len(ascending) / count) for index in range(count + 1)]
     return [ascending[begin:end] for begin, end in pairwise(edges)]
 
@@ -244,6 +251,7 @@ def _windows(ascending: Sequence[Estimated]) -> list[Sequence[Estimated]]:
 def _judged(window: Sequence[Estimated]) -> tuple[float, float | None, float | None, float | None]:
     actual = [each.actual for each in window]
     recall = recall_of_longest([each.predicted for each in window], actual)
+    # What a predictor that knows nothing would recall, by luck of the order.
     constant = recall_of_longest([1] * len(window), actual)
     return round(window[-1].at, 3), recall, constant, _coverage(window)
 

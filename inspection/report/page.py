@@ -55,6 +55,7 @@ def _place(key: str, by_run: Sequence[Sequence[Figure]]) -> int:
 
 def _best(values: Sequence[Value], better: int) -> tuple[bool, ...]:
     numbers = [value for value in values if isinstance(value, int | float)]
+    # Among equals nobody is best.
     if not better or len(values) < 2 or not numbers or len(set(values)) < 2:
         return (False,) * len(values)
     best = max(numbers) if better > 0 else min(numbers)
@@ -100,6 +101,7 @@ def differing_environment(records: Sequence[RunRecord]) -> list[tuple[str, tuple
 def _differing(trees: Sequence[Mapping[str, Any]], ignored: Sequence[str] = ()) -> list[tuple[str, tuple[str, ...]]]:
     keys = list(dict.fromkeys(key for tree in trees for key in tree if key not in ignored))
     rows = [(key, tuple(_text(tree[key]) if key in tree else ABSENT for tree in trees)) for key in keys]
+    # A run that kept no settings differs in nothing that is known.
     telling = [number for number, tree in enumerate(trees) if tree]
     return [(key, texts) for key, texts in rows if len({texts[number] for number in telling}) > 1]
 
@@ -111,6 +113,7 @@ def side_by_side(evaluated: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[d
         return []
     if len(moments) == 1:
         return [dict(row) for row in evaluated[moments[0]]]
+    # By position: an evaluation asks the same questions at each moment.
     pairs = list(zip(*(evaluated[moment] for moment in moments), strict=False))
     columns = list(dict.fromkeys(name for rows in pairs for row in rows for name in row))
     changed = {name for name in columns if any(len({_text(row.get(name)) for row in rows}) > 1 for rows in pairs)}
@@ -145,6 +148,7 @@ def page_of(records: Sequence[RunRecord], level: float | None = None) -> str:
     """The page's text."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     style, script = embedded_style(PARTS / "report.css"), embedded_script(PARTS / name for name in SCRIPTS)
+    # The policy names the hashes of our own style and script, so nothing else can run.
     parts = {"style": style, "script": script, "style_sha": _sha(style), "script_sha": _sha(script)}
     compared = len(records) > 1
     content = _shared(records) | (_compared(records, level) if compared else _single(records[0]))
@@ -209,6 +213,7 @@ def _single(record: RunRecord) -> dict[str, Any]:
 
 
 def _compared(records: Sequence[RunRecord], level: float | None) -> dict[str, Any]:
+    # A level that was asked for needs no explanation.
     told = "" if level is not None else "this level is the highest that every run reached"
     level = level_for(records, level)
     return {
@@ -281,6 +286,7 @@ def _missing(records: Sequence[RunRecord]) -> list[str]:
 
 def _embedded(data: Mapping[str, Any]) -> str:
     """JSON that cannot end the element it stands in."""
+    # A "</script>" within a completion would end the element; two separators end a line in old scripts.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 

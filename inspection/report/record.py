@@ -77,6 +77,7 @@ def rows_of(told: Iterable[Mapping[str, Any]]) -> StepTable:
     began = math.inf
     for line in told:
         step, at = line.get("step"), line.get("time")
+        # A line may be of another program, or cut.
         if type(step) is not int or not _is_number(at):
             continue
         metrics = {
@@ -84,7 +85,9 @@ def rows_of(told: Iterable[Mapping[str, Any]]) -> StepTable:
         }
         found = [span for each in _items(line.get("spans")) if (span := _span(each)) is not None]
         spans += found
+        # A step is written at its end; the run began before its first one.
         began = min([began, float(at) - metrics.get("time/step", 0.0), *(span.start for span in found)])
+        # What a resumed trainer took again replaces what it had undone.
         while kept and kept[-1][0] >= step:
             kept.pop()
         kept.append((step, float(at), metrics))
@@ -106,11 +109,13 @@ def _with_derived(metrics: dict[str, float], *, waits: bool) -> dict[str, float]
     derived: dict[str, float] = {}
     if lags := [value for key, value in metrics.items() if key.startswith(LAG_PREFIX)]:
         derived["report/lag"] = sum(lags)
+    # Rates are over the step's own time: time between the steps of two starts is not the trainer's.
     if step_s > 0:
         for name, key in (("tokens_per_s", "completions/num_tokens"), ("trajectories_per_s", "ledger/trained")):
             if key in metrics:
                 derived[f"report/{name}"] = metrics[key] / step_s
         if waits:
+            # Waiting is measured by another clock than the step, and may come out a little longer.
             derived["report/wait_share"] = min(1.0, metrics.get(WAIT, 0.0) / step_s)
     return metrics | derived
 
@@ -134,6 +139,7 @@ def _span(told: Any) -> TrainerSpan | None:
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
+    # JSON as Python writes it may hold NaN and infinity, which no chart can draw.
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -140,6 +140,7 @@ class Panel(Widget):
     def show(self, sections: Sections) -> bool:
         """Take sections over; whether there was anything new."""
         new = {name: sections[name] for name in self.drawing.needs}
+        # Drawing costs far more than comparing: most sections do not change within a second.
         if new == self.shown:
             return False
         self.shown = new
@@ -185,6 +186,7 @@ class Trajectories(Container):
         """Take the newest rows over, unless the list is held."""
         listed = self.query_one("#list", OptionList)
         width = listed.scrollable_content_region.width - 2
+        # Filling a list costs hundreds of widgets; not for the same rows.
         if self.held or width < 1 or (list(rows) == self.rows and width == self.width):
             return
         self.rows, self.width = list(rows), width
@@ -203,6 +205,7 @@ class Trajectories(Container):
         """Show what is known at once; any row but the newest holds the list."""
         if event.option_index >= len(self.rows):
             return
+        # Whoever moves down wants to read: rows that run away under the cursor cannot be.
         if event.option_index and not self.held:
             self.held = True
             self._title()
@@ -224,6 +227,7 @@ class Trajectories(Container):
             told = whole(await self.read(row["place"]), row["place"], row["fate"], command)
         except StreamRLError as error:
             told = preview(row).append(f"\n{plain(str(error))}", BAD)
+        # Another row may have been chosen while this one was read.
         if self.opened == row["place"]:
             self._tell(told)
 
@@ -280,6 +284,7 @@ class TopApp(App[None]):
         self.head = Panel(HEAD, "head", classes="")
         self.tabs = TabbedContent(id="tabs")
         self.listing = Trajectories(read, run_path)
+        # Tick zero is one at which every section is due.
         self.ticks = 0
         self.held = False
 
@@ -325,8 +330,10 @@ class TopApp(App[None]):
         self.state.tick(now)
         panels = [panel for panel in (self.head, *pane.query(Panel)) if panel.display]
         listing = pane.id == "trajectories-tab"
+        # Sections are put together for what is in sight only.
         needed = {name for panel in panels for name in panel.drawing.needs} | ({"trajectories"} if listing else set())
         for name in needed:
+            # At once when a tab is first opened, at its own pace later.
             if name not in self.sections or not self.ticks % SLOW.get(name, 1):
                 self.sections[name] = SECTIONS[name](self.state, now)
         for panel in panels:

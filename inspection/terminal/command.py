@@ -71,9 +71,11 @@ async def _show(connection: RunConnection, where: str, options: LineOptions, *, 
         await asyncio.wait({reading, showing}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stop.set()
+        # A feed that ended by itself has failed: the screen would show a past for ever.
         if reading.done() and not showing.done():
             showing.cancel()
         results = await asyncio.gather(reading, showing, return_exceptions=True)
+    # The first problem is the one that ended the other task.
     for problem in results:
         if isinstance(problem, Exception):
             raise problem
@@ -131,6 +133,7 @@ def tell_in_events(state: RunState) -> None:
         raise structlog.DropEvent
 
     structlog.configure(processors=[note], wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    # Libraries log by the standard module, past structlog.
     logging.getLogger().handlers[:] = [_Noted(state)]
 
 
@@ -159,6 +162,7 @@ async def print_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) 
         feed.state.tick(now)
         if options.as_json:
             print(json.dumps(object_of(feed.state, now, told), separators=(",", ":"), allow_nan=False), flush=True)
+            # Events are printed once; the next object begins behind them.
             told = feed.state.log.numbered
         else:
             print(line_of(feed.state, now), flush=True)
@@ -170,6 +174,7 @@ async def print_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) 
 async def _caught_up(feed: RunFeed, stop: asyncio.Event) -> None:
     while not feed.positions and not stop.is_set():
         await stopped_within(stop, CATCHING_UP_S)
+    # Nobody asks for the lag then, so there is none to wait for.
     if feed.committed is None or feed.shards is None:
         return
     until = time.monotonic() + LAG_WITHIN_S

@@ -44,6 +44,7 @@ _RUNS = re.compile("█+|[^█]+")
 
 def plain(text: str) -> str:
     """Without characters that a terminal would obey or that have no width of their own."""
+    # A completion may hold escape sequences, which would move the cursor or colour the screen.
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
@@ -66,6 +67,7 @@ def short(value: float | None) -> str:
             return f"{scaled:.1f}{letter}" if abs(scaled) < 9.95 else f"{scaled:.0f}{letter}"
     if value == round(value) or size >= 99.95:
         return f"{value:.0f}"
+    # Bounds a little below the round number, since rounding would lift the figure to one digit more.
     digits = 1 if size >= 9.995 else 2 if size >= 0.995 else 3
     return f"{value:.{digits}f}" if size >= 0.0005 else f"{value:.0e}"
 
@@ -73,6 +75,7 @@ def short(value: float | None) -> str:
 def bar(share: float, width: int) -> str:
     """A horizontal bar of 0 to 1, filled up with blanks; what is not zero can be seen."""
     eighths = round(min(1.0, max(0.0, share)) * width * 8)
+    # Nothing and very little look different.
     eighths = max(eighths, 1) if share > 0 and width else eighths
     whole, rest = divmod(eighths, 8)
     return ("█" * whole + (EIGHTHS[rest] if rest else "")).ljust(width)
@@ -87,6 +90,7 @@ def resampled(values: Sequence[Column], width: int) -> list[Column]:
     for column in range(width):
         first = column * count // width
         last = max(first + 1, (column + 1) * count // width)
+        # A gap in one of several steps is no gap of their mean.
         known = [value for value in values[first:last] if value is not None]
         columns.append(sum(known) / len(known) if known else None)
     return columns
@@ -97,6 +101,7 @@ def columns_of(values: Sequence[Column], height: int, low: float, high: float) -
     span = high - low
     levels = []
     for value in values:
+        # A metric that never changed is drawn half-way up: neither bound would be true.
         share = 0.5 if span <= 0 else 0.0 if value is None else (value - low) / span
         levels.append(0 if value is None else 1 + round(min(1.0, max(0.0, share)) * (height * 8 - 1)))
     return [
@@ -107,6 +112,7 @@ def columns_of(values: Sequence[Column], height: int, low: float, high: float) -
 def inked(drawn: str, style: str) -> Text:
     """Blocks in a colour. Full ones fill their cell behind the character too, as some terminals space lines out."""
     text = Text(no_wrap=True)
+    # By runs of full and of partial blocks, as few spans as possible: Rich styles each.
     for run in _RUNS.findall(drawn):
         text.append(run, f"{style} on {style}" if run[0] == "█" else style)
     return text
@@ -140,6 +146,7 @@ def curve(name: str, style: str = ACCENT) -> Draw:
         rows, room = height - 1, width - MARGIN - 1
         if not known or rows < 1 or room < 4:
             return nothing("no step yet" if not steps else "not reported by this run", width)
+        # The whole height for what the metric really did; the bounds are written beside it.
         low, high = min(known), max(known)
         drawn = columns_of(resampled(values, room), rows, low, high)
         text = []
@@ -156,6 +163,7 @@ def _axis(steps: list[float | None], last: float, room: int) -> Text:
     first, end = f"step {steps[0] or 0:.0f}", f"{steps[-1] or 0:.0f}"
     now = f"now {short(last)}"
     line = Text(" " * (MARGIN + 1))
+    # What fits: first and last step with the newest value between them, else the value alone.
     between = room - len(first) - len(end) - len(now)
     if between < 2:
         return line.append(fitted(now, room, right=True), "bold")
@@ -179,6 +187,7 @@ def draw_head(data: Mapping[str, Any], width: int, _height: int = 1) -> Text:
     ]
     text = Text()
     for told, style in parts:
+        # From the left, as long as the next part fits: the important ones stand first.
         if told and (not text or text.cell_len + 2 + cell_len(told) <= width):
             text.append("  " if text else "").append(told, style)
     return lines([text], width, 1)
@@ -212,6 +221,7 @@ def _columns(width: int) -> dict[str, int]:
 
 def row_of(row: Mapping[str, Any], width: int) -> Text:
     """A trajectory in a line: as many columns as fit, and how it begins."""
+    # Only the number of the last version: the lineage is the same but for the moment of a restart.
     versions, fate = row["versions"], row["fate"]
     held = versions[0] if len(versions) == 1 else f"{versions[0]}…{versions[-1].rpartition('-')[2]}"
     cells = {**row, "tokens": row["length"], "reward": short(row["reward"]), "weights": held}
@@ -267,6 +277,7 @@ def whole(trajectory: Trajectory, place: str, fate: str, command: str) -> Text:
     for name, error in sorted(trajectory.reward_errors.items()):
         text.append(f"\n  {plain(name)} failed: {plain(str(error))}", BAD)
     _part(text, "weights by token")
+    # Colours repeat; what matters is that neighbours differ.
     for number, span in enumerate(trajectory.version_spans):
         style = SERIES[number % len(SERIES)]
         text.append(f"\n  {span.version}".ljust(11), f"bold {style}").append(f" tokens {span.start} to {span.end - 1}")

@@ -48,6 +48,7 @@ def draw_loop(data: Mapping[str, Any], width: int, height: int) -> Text:
     """Six rows, from 75 columns on; below that, the same in words."""
     loop, lag = data["loop"], data["lag"]
     boxes = ROOMY if width >= LOOP_ROOMY_FROM else BOXES
+    # What the boxes leave is divided among the arrows between them.
     gap = (width - sum(boxes)) // ARROWS
     if gap < 8 or height < 5:
         return _in_words(loop, width, height)
@@ -66,6 +67,7 @@ def draw_loop(data: Mapping[str, Any], width: int, height: int) -> Text:
     details = (loop["algorithm"], f"{loop['workers']} alive", _refused(loop, boxes[2] - 3), f"at {loop['version']}")
     rows = [Text(), Text(), Text(), Text()]
     for index, box in enumerate(boxes):
+        # Box by box, each into the four rows of text.
         for row, part in zip(rows, _box(contents[index], details[index], box), strict=True):
             row.append_text(part)
         if index < ARROWS:
@@ -113,6 +115,7 @@ def _arrow(rate: float, gap: int) -> Text:
 
 def _way_back(loop: Mapping[str, Any], boxes: tuple[int, ...], gap: int) -> list[Text]:
     """From under the trainer back to under the workers."""
+    # From the middle of the trainer's box to the middle of the workers'.
     begin = boxes[0] + gap + boxes[1] // 2
     end = sum(boxes[:3]) + ARROWS * gap + boxes[3] // 2
     rate = loop["rates"]["weights"]
@@ -149,9 +152,11 @@ def draw_lengths(data: Mapping[str, Any], width: int, height: int) -> Text:
     cells, first, join = _joined(lengths["cells"], min(rows, (width - LABEL - 1) // CELL))
     if rows < 1 or not cells:
         return lines([_judgement(lengths, width)], width, height)
+    # As tall as wide, so that the diagonal is one.
     count = 1 + max(max(cell) for cell in cells)
     tall = max(1, min(TALLEST, rows // count))
     wide = max(CELL, min(CELL * TALLEST, (width - LABEL - 1) // count))
+    # Neighbouring classes are within a factor of 1.5 of each other, unless classes were joined.
     near = 1 if join == 1 else 0
     drawn = []
     for actual in range(count - 1, -1, -1):
@@ -180,6 +185,7 @@ def _joined(rows: list[list[int]], room: int) -> tuple[dict[tuple[int, int], int
     first, span = min(ends), max(ends) - min(ends) + 1
     if room < 1:
         return {}, first, 1
+    # Rounded up: as many neighbouring classes as it takes to fit.
     join = -(-span // room)
     cells: dict[tuple[int, int], int] = {}
     for predicted, actual, count in rows:
@@ -194,6 +200,7 @@ def _tokens(length_class: int) -> str:
 
 
 def _shade(share: float) -> str:
+    # The root, since counts near the diagonal are far larger than the others, which are worth seeing too.
     return SHADES[min(3, int(4 * share**0.5))] if share > 0 else " "
 
 
@@ -211,6 +218,7 @@ def draw_lag(data: Mapping[str, Any], width: int, height: int) -> Text:
     lag = data["lag"]
     if not lag["buckets"]:
         return nothing("no trajectory yet", width)
+    # At least one, so that an empty topic draws no bars rather than full ones.
     most = max(1, *lag["lag"])
     room = max(1, width - 9 - 6)
     rows = []
@@ -251,6 +259,7 @@ def draw_workers(data: Mapping[str, Any], width: int, height: int) -> Text:
     name = min(NAME, max(6, *(cell_len(plain(worker["id"])) for worker in workers)))
     state = STATE if width >= name + 1 + STATE + 26 else 0
     room = min(WIDEST_BAR, width - name - 1 - state - 26)
+    # A bar of one or two cells says nothing.
     room = room if room > 2 else 0
     head = f"{'worker':{name}} {'state':{STATE}}" if state else f"{'worker':{name}} "
     rows = [Text(f"{head}{'weights':11}{'slots':{room + 9}}{'tok/s':>6}", MUTED)]
@@ -298,6 +307,7 @@ def _stacked(row: Mapping[str, Any], room: int) -> Text:
     drawn, share_so_far = 0, 0.0
     for kind in (kind for kind in KINDS if kind in row["shares"]):
         share_so_far += row["shares"][kind]
+        # From the sum of the shares so far: rounding each by itself would not add up to the width.
         until = min(room, round(share_so_far * room))
         text.append("█" * max(0, until - drawn), KINDS[kind])
         drawn = max(drawn, until)

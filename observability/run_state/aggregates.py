@@ -17,7 +17,7 @@ from schemas.reports import StepReport
 
 NO_VERSION = PolicyVersion(0, 0)
 KEPT_STEPS = 2000
-"""Steps kept whole. A resumed trainer falls back to a checkpoint, which is far nearer than that."""
+"""Steps kept whole, some megabytes. A resumed trainer falls back to a checkpoint, hardly ever further than that."""
 ENDS = 5
 """Steps whose mean reward stands for the beginning of a run, and for its end: one step alone is noisy."""
 RATE_STEPS = 10
@@ -76,6 +76,7 @@ class StepHistory:
     def add(self, report: StepReport) -> bool:
         """Take a report of the newest lineage; whether a step was taken in it."""
         taken = bool(report.micro_batches)
+        # Of version n, step n is the newest: a report without a step keeps that one and undoes what came after.
         undone_from = report.step if taken else report.step + 1
         while self.entries and self.entries[-1].step >= undone_from:
             self.entries.pop()
@@ -91,6 +92,7 @@ class StepHistory:
         if len(self.first_rewards) < ENDS and "reward" in entry.metrics:
             self.first_rewards.append((entry.step, entry.metrics["reward"]))
         if len(self.entries) > KEPT_STEPS:
+            # What leaves stays in the sums, even if a trainer fell back further than that.
             self._older = self._older.plus(self.entries.popleft())
 
     @property
@@ -131,8 +133,10 @@ class Rate:
 
     def add(self, at: float, amount: float = 1.0) -> None:
         """Note what came ``at`` (epoch seconds); what lies behind the newest slot is counted in it."""
+        # Tenths of a second: fine enough for a window of seconds, and few enough to hold.
         self.total += amount
         slot = int(at * 10) / 10
+        # Records of several partitions come a little out of order; a late one counts now rather than not at all.
         if self._slots and slot <= self._slots[-1][0]:
             self._slots[-1][1] += amount
         else:
@@ -143,6 +147,7 @@ class Rate:
     def per_s(self, now: float) -> float:
         """Mean over the window that ends now."""
         self._forget(now)
+        # Adding and taking away floating-point amounts may leave a little less than nothing.
         return max(0.0, self._held) / self.window_s
 
     def _forget(self, now: float) -> None:
@@ -173,6 +178,7 @@ class EventLog:
 
     def add(self, at: float, level: str, text: str, times: int = 1) -> None:
         """Note an event; the same one a moment ago is counted up."""
+        # Two kinds of event that alternate are still counted up: the last four are looked at.
         for index in range(-1, -min(4, len(self.events)) - 1, -1):
             event = self.events[index]
             if event.text == text and event.level == level and at - event.at < REPEAT_WITHIN_S:
@@ -203,6 +209,7 @@ class Curves:
         for rows in (self._pending, self.rows):
             while rows and (rows[-1]["step"] or 0) >= step:
                 rows.pop()
+        # Points of ``stride`` steps each; a rest waits here, and is drawn as the last point.
         self._pending.append({"step": float(step), **{name: values.get(name) for name in self.names}})
         if len(self._pending) >= self.stride:
             self.rows.append(_mean(self._pending))
@@ -222,6 +229,7 @@ def _mean(rows: Sequence[CurveRow]) -> CurveRow:
     for name in rows[0]:
         known = [value for row in rows if (value := row[name]) is not None]
         mean[name] = sum(known) / len(known) if known else None
+    # A point stands at its last step, so that a step taken again is found behind it or not at all.
     mean["step"] = rows[-1]["step"]
     return mean
 
@@ -263,6 +271,7 @@ class TrajectoryFates:
         """These were trained in a step that improved weights number ``base``; the ages of those that were seen."""
         for position in positions:
             self.settle(position, f"trained in step {step}")
+            # Once trained it is not asked for again, which leaves room for those that wait.
             number = self.oldest_version.pop(position, None)
             if number is not None:
                 yield base - number
@@ -383,10 +392,12 @@ class Track:
         """Note an interval; what overlaps the last one begins at its end."""
         last = self.intervals[-1] if self.intervals else None
         if last is not None:
+            # Many completions at once overlap; to draw them as one keeps the number of intervals small.
             if start - last.end < JOINED_WITHIN_S and last.kind == kind and last.tag >= tag:
                 if end > last.end:
                     self.intervals[-1] = last._replace(end=end)
                 return
+            # What is told late begins where the last one ended: intervals never overlap, so that shares add up to one.
             start, tag = max(start, last.end), max(tag, last.tag)
         if end > start:
             self.intervals.append(Interval(start, end, kind, tag))
@@ -399,6 +410,7 @@ class Track:
         """Seconds of each kind between two moments."""
         found: dict[str, float] = {}
         for interval in reversed(self.intervals):
+            # They are in order: what is before the first that is too old is older still.
             if interval.end <= since:
                 break
             inside = min(interval.end, until) - max(interval.start, since)

@@ -76,6 +76,7 @@ class RunFeed:
             while no broker answers, that is told once, and asked again.
         On stop: returns at once; ``read_to_end`` reads what is left.
         """
+        # A poll may wait for seconds; cancelled, it leaves the positions as they were, so nothing is lost.
         following, stopping = asyncio.create_task(self._follow_always()), asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -93,6 +94,8 @@ class RunFeed:
                     await self._catch_up()
                 await self._follow()
             except DataLossRefused as error:
+                # A hole that begins where we stand was deleted by retention; another one is a topic made anew, read
+                # from its end.
                 for topic, partition, begin, end in error.holes:
                     place = TopicPartition(topic, partition)
                     self.positions[place] = end if self.positions[place] == begin else begin
@@ -115,6 +118,7 @@ class RunFeed:
             ranges = {tp.partition: Extent(self.positions.get(tp, 0), held.end) for tp, held in extents.items()}
             records += [record async for record in history.records(name, ranges)]
             self.positions |= {tp: held.end for tp, held in extents.items()}
+        # Before the lag is asked for: a broker that goes away now costs the lag only.
         self.state.observe_records(sorted(records, key=lambda each: each.timestamp))
         trajectories = await history.extents(TRAJECTORIES.full_name(self.state.run))
         await self._measure_lag({tp: held.end for tp, held in trajectories.items()})
@@ -132,10 +136,12 @@ class RunFeed:
                 positions |= {tp: held.first for tp, held in extents.items()}
                 continue
             positions |= {tp: held.end for tp, held in extents.items()}
+            # Of each partition the same share, for that is about the same time.
             share = most // max(1, len(extents))
             ranges = {tp.partition: Extent(max(held.first, held.end - share), held.end) for tp, held in extents.items()}
             if share:
                 records += [record async for record in history.records(name, ranges)]
+        # All are looked into, unlike what comes later: a display begins with the newest trajectories.
         for record in sorted(records, key=lambda each: each.timestamp):
             self.state.observe_record(record)
         self.positions = positions
@@ -146,6 +152,7 @@ class RunFeed:
         subscription = await bus.subscribe(topics, client_id=self.client_id, start=start)
         names = {topic.full_name(self.state.run) for topic in self.past}
         read = {tp for tp in start if tp.topic in names}
+        # Nothing is fetched between two looks, so that whoever looks costs the broker next to nothing.
         subscription.pause(start)
         self.availability.report_answer(self.client_id)
         ends = asyncio.create_task(self._watch_ends(subscription))
@@ -157,6 +164,7 @@ class RunFeed:
                 for record in records:
                     self.positions[TopicPartition(record.topic, record.partition)] = record.offset + 1
                 self.state.observe_records(sorted(records, key=lambda each: each.timestamp))
+                # A full batch means that more is there: it is read at once, so that a busy topic is caught up with.
                 if len(records) < MAX_RECORDS:
                     self.state.read_at = time.time()
                     await asyncio.sleep(self.pace_s())
@@ -182,6 +190,7 @@ class RunFeed:
 
     async def _ask_for_ends(self, subscription: Subscription) -> None:
         ends = await subscription.end_offsets()
+        # How many came is the difference of two ends.
         orders = {tp: end for tp, end in ends.items() if tp.topic == WORK_ORDERS.full_name(self.state.run)}
         self.state.count_orders(sum(max(0, end - self.positions[tp]) for tp, end in orders.items()), time.time())
         self.positions |= orders

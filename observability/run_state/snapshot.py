@@ -24,6 +24,7 @@ def health(state: RunState, now: float) -> str:
         return {"pause": "paused", "drain": "draining"}[state.mode]
     if state.step_at is None:
         return "starting"
+    # A trainer that waits while completions come is slow, not stalled.
     quiet = not state.rates["trajectories"].per_s(now)
     return "stalled" if quiet and now - state.step_at > STALLED_AFTER_S else "running"
 
@@ -83,6 +84,7 @@ def _workers(state: RunState, now: float) -> list[dict[str, Any]]:
 
 def _split(state: RunState, now: float) -> list[dict[str, Any]]:
     """Shares of the last minute, for each process; what no interval tells is waiting."""
+    # Up to the newest interval rather than now: a step is told only when it is over, and would look like waiting.
     ends = [track.intervals[-1].end for track in state.tracks.values() if track.intervals]
     until = min(now, max(ends, default=now))
     rows = []
@@ -90,6 +92,7 @@ def _split(state: RunState, now: float) -> list[dict[str, Any]]:
         track = state.tracks[name]
         if name == COORDINATOR or not track.intervals:
             continue
+        # Of a process that began within the minute, since it began.
         since = max(until - SPLIT_WINDOW_S, track.intervals[0].start)
         span = max(until - since, 1e-6)
         shares = {kind: round(taken / span, 4) for kind, taken in track.seconds(since, until).items() if kind != "wait"}
@@ -126,6 +129,7 @@ def _drawn(track: Track) -> dict[str, Any]:
 
 
 def _ordered_tracks(state: RunState) -> list[str]:
+    # Workers come and go below the two that are always there.
     first = {TRAINER: 0, COORDINATOR: 1}
     return sorted(state.tracks, key=lambda name: (first.get(name, 2), name))
 
@@ -144,6 +148,7 @@ def _row(state: RunState, summary: TrajectorySummary) -> dict[str, Any]:
         "length": summary.length,
         "predicted": summary.predicted,
         "reward": None if summary.reward is None else round(summary.reward, 4),
+        # As text: browsers know no pair of numbers.
         "versions": sorted({str(summary.oldest), str(summary.newest)}),
         "finish": summary.finish_reason,
         "text": summary.completion,

@@ -69,6 +69,7 @@ TRAINER, COORDINATOR = "trainer", "coordinator"
 
 
 def _rates() -> dict[str, Rate]:
+    # What comes in bursts, a step or a group at a time, needs a longer window to be a rate at all.
     slow = {"orders": 30.0, "steps": 30.0, "trained": 30.0, "weights": 30.0}
     names = ("trajectories", "tokens", "skips", "dead_letters", *slow)
     return {name: Rate(slow.get(name, 5.0)) for name in names}
@@ -155,6 +156,7 @@ class RunState:
         trajectories = [index for index, record in enumerate(records) if _name_of(record) == TRAJECTORIES.name]
         passed_over = set(trajectories) - sampled(trajectories)
         for index, record in enumerate(records):
+            # Partitions belong to one bucket each, so the bucket is known without looking into the record.
             if index in passed_over and record.partition in self.bucket_of:
                 self._count_trajectory(record.timestamp, self.mean_length, self.bucket_of[record.partition])
             else:
@@ -166,17 +168,21 @@ class RunState:
         if name == TRAJECTORIES.name:
             if (summary := summary_of(record)) is not None:
                 self.observe_trajectory(summary, record.timestamp)
+        # Their bytes are whatever could not be decoded once already.
         elif name == DEAD_LETTERS.name:
             self.rates["dead_letters"].add(record.timestamp)
             self.log.add(record.timestamp, "bad", "a record was refused; see dead letters")
         else:
+            # What does not decode is the business of those who act on it; a display goes on.
             with suppress(WireError):
                 self.observe_message(record.message())
 
     def observe_trajectory(self, summary: TrajectorySummary, at: float) -> None:
         """A completion came, and was written at this time."""
+        # Whoever wrote the record may have written any number.
         bucket = self.bucket_of[summary.partition] = min(summary.bucket, MOST_BUCKETS - 1)
         self._count_trajectory(at, summary.length, bucket)
+        # An exponential mean: lengths drift as the policy learns.
         self.mean_length += (summary.length - self.mean_length) * (LENGTH_WEIGHT if self.mean_length else 1.0)
         self.calibration.add(summary.predicted, summary.length)
         self.fates.arrived((summary.partition, summary.offset), summary.oldest.number)
@@ -228,6 +234,7 @@ class RunState:
 
     def _heartbeat(self, beat: Heartbeat) -> None:
         before = self.workers.get(beat.worker_id)
+        # Names of workers come from outside: without a limit, whoever makes names up would fill the memory.
         if before is None and len(self.workers) >= WORKERS_HELD:
             return
         self.workers[beat.worker_id] = beat
@@ -241,12 +248,14 @@ class RunState:
         if beat.state is not before.state:
             level = "warn" if beat.state in (WorkerState.DRAINING, WorkerState.STOPPED) else "info"
             self.log.add(beat.sent_at, level, f"{beat.worker_id} is {beat.state.value}")
+        # Between two beats of one process it generated if it held completions; a restarted one held none.
         if beat.incarnation == before.incarnation and before.running and beat.sent_at - before.sent_at < SILENT_AFTER_S:
             track.extend(before.sent_at, beat.sent_at, "generate", before.version.number)
         if beat.version != before.version:
             track.mark(beat.sent_at, "adopt", f"weights {beat.version}")
 
     def _step(self, report: StepReport) -> None:
+        # A trainer that was replaced may still have written: only the newest lineage counts.
         if report.version < self.version:
             return
         if self.version != NO_VERSION and report.version.lineage != self.version.lineage:
@@ -268,6 +277,7 @@ class RunState:
             self.log.add(report.sent_at, "info", f"step {report.step}{told}")
 
     def _phases(self, report: StepReport) -> None:
+        # A report tells how long each phase took, not when; they are drawn back to back, up to the report.
         track, seconds = self._track(TRAINER), [(kind, report.metrics.get(key, 0.0)) for kind, key in PHASES]
         at = report.sent_at - sum(taken for _, taken in seconds)  # the report is sent when the last phase is over
         for kind, taken in seconds:
@@ -280,6 +290,7 @@ class RunState:
         self._track(TRAINER).mark(report.sent_at, "refused", f"step {report.step} refused")
 
     def _skip(self, row: SkipRecord) -> None:
+        # One row may tell of a whole range, such as what retention deleted.
         count = 1 if row.end_offset is None else max(1, row.end_offset - row.offset)
         self.skips[row.reason.value] += count
         self.rates["skips"].add(row.sent_at, count)
@@ -295,6 +306,7 @@ class RunState:
         self._track(COORDINATOR).mark(message.sent_at, "announce", f"weights {message.version} announced")
 
     def _flow(self, message: FlowControl) -> None:
+        # It is announced again to every worker that joins.
         if message.mode != self.mode:
             said = {"run": "the run goes on", "pause": "the run is paused", "drain": "the run is drained"}[message.mode]
             level = "good" if message.mode == "run" else "warn"
@@ -306,6 +318,7 @@ class RunState:
         self.log.add(message.sent_at, "warn", f"{message.worker_id} is asked to leave: {message.reason or 'no reason'}")
 
     def _finish(self, message: RunFinished) -> None:
+        # The last word of the coordinator; a run that is continued takes it back.
         self.finished = True
         self.log.add(message.sent_at, "good", f"the run is finished at step {message.step}: {message.reason}")
 
