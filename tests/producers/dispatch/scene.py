@@ -180,7 +180,7 @@ class Scene:
             self.bus.create_topic(topic.full_name("r"), topic.partition_count(self.loop.trajectory_partitions))
 
     async def start(self) -> Dispatcher:
-        """A new life of the dispatcher on the same bus."""
+        """A new dispatcher on the same bus."""
         self.stop = asyncio.Event()
         predictor = self.predictor or ConstantLength(LengthSettings(), self.loop)
         dispatcher = Dispatcher(self.bus, "r", self.loop, self.settings, self.source, predictor, self.clock, self.seed)

@@ -15,7 +15,7 @@ from schemas.identifiers import partition_of_worker
 from schemas.reports import SkipReason, WorkerState
 from schemas.topics import HEARTBEATS, WORK_ORDERS
 from schemas.trajectories import LengthEstimate, Prompt
-from tests.producers.dispatch.scene import FAST, LOOP, Scene, version
+from tests.producers.dispatch.scene import FAST, LOOP, CountedSource, Scene, version
 
 BOUND = LOOP.max_groups_in_flight
 
@@ -314,6 +314,38 @@ async def test_orders_of_unknown_fate_are_sent_again_before_the_next() -> None:
     records = scene.bus.log(WORK_ORDERS.full_name("r")).partitions[partition_of_worker("w0")]
     assert [record.key for record in records] == [f"toy/{n}/0" for n in (0, 1, 0, 1, 2, 3, 2, 3)]
     await scene.end()
+
+
+class _HeavyColumns(CountedSource):
+    """Short questions with two kilobytes of columns, in characters of two bytes each."""
+
+    def prompt_at(self, position: int) -> tuple[Prompt, int]:
+        prompt, data_pass = super().prompt_at(position)
+        return prompt.model_copy(update={"columns": {"reference": "é" * 1000}}), data_pass
+
+
+async def test_a_turn_ends_once_its_orders_weigh_enough_columns_included(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producers.dispatch.dispatcher.TURN_BYTES", 4000)
+    commits: list[int] = []
+
+    class Counting(MemoryTransactionalPublisher):
+        async def commit(self, records, **offsets):  # type: ignore[no-untyped-def]
+            commits.append(len(records))
+            return await super().commit(records, **offsets)
+
+    class Bus(MemoryBus):
+        async def transactional(self, transactional_id: str) -> MemoryTransactionalPublisher:
+            plain = await super().transactional(transactional_id)
+            return Counting(plain.publisher, plain.transactional_id, plain.epoch)
+
+    loop = LOOP.model_copy(update={"groups_per_step": 8})
+    scene = Scene(loop=loop, bus=Bus(), source=_HeavyColumns())
+    await scene.start()
+    await scene.step(0)
+    await scene.beat()
+    await scene.until(lambda: len(scene.orders()) == loop.max_groups_in_flight)
+    await scene.end()
+    assert set(commits) == {2}
 
 
 async def test_one_dispatcher_orders() -> None:

@@ -39,7 +39,7 @@ def _admit(state: DispatchState, number: int = 0) -> WorkOrder:
     return admitted
 
 
-def test_the_end_of_an_earlier_life_of_the_run_is_not_ours(state: DispatchState) -> None:
+def test_the_end_of_an_earlier_run_of_that_name_is_not_ours(state: DispatchState) -> None:
     state.observe(step_report(5, lineage=2), 1.0)
     state.observe(RunFinished(sequence=0, sent_at=0.0, step=4), 1.0)
     assert not state.finished
@@ -176,3 +176,18 @@ def test_no_worker_is_chosen_without_room_or_fitting_weights(state: DispatchStat
     state.observe(heartbeat(capacity=2), 1.0)
     _admit(state)
     assert state.choose(2, lambda held: True, 1.0) is None
+
+
+def test_asking_what_was_lost_or_whether_all_is_over_changes_nothing(state: DispatchState) -> None:
+    admitted = _admit(state)
+    gone_at = 2 * FAST.lease_s
+    state.mode = "drain"
+    for _ in range(2):
+        assert [flight.order.group_id for flight in state.lost(gone_at)] == [admitted.group_id]
+        assert state.is_over(gone_at)
+        assert state.flights.load("w0") == (2, 20)
+        assert state.progress.remaining("w0", gone_at).tokens > 0
+    assert not state.is_over(0.0)
+    assert [flight.worker_id for flight in state.take_from_lost_workers(gone_at)] == [None]
+    assert state.flights.load("w0") == (0, 0)
+    assert state.progress.remaining("w0", gone_at).tokens == 0
