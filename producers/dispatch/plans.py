@@ -108,6 +108,8 @@ class Plan:
         Raises:
             LifecycleError: an item is in no share or in two, a worker is left out, or a concurrency is impossible.
         """
+        # An item that is lost here would be a prompt that is never trained, and one that is in two shares is sent
+        # twice.
         planned = sorted(item.key for share in self.shares for item in share.items)
         if planned != sorted(item.key for item in items):
             raise LifecycleError(f"expected each of {len(items)} items in one share, got {len(planned)} in all shares")
@@ -162,6 +164,7 @@ def worker_finish_s(lengths: Sequence[int], concurrency: int, curve: DecodeCurve
 
 def _retire(batch: list[int], seconds: float, steps: int, curve: DecodeCurve) -> tuple[float, int]:
     """Seconds and steps at which the next completion of the batch ends, with no other beginning."""
+    # All steps until the first one ends are taken with the batch as it is.
     step_s, end = curve.batch_s(len(batch)), heappop(batch)
     return seconds + (end - steps) * step_s, end
 

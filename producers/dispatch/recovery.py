@@ -30,7 +30,7 @@ Positions = dict[TopicPartition, int]
 
 
 @dataclass
-class _Trainer:
+class _TrainerRecords:
     """What the trainer wrote: its records in order, and how far each step had read the trajectories."""
 
     records: list[tuple[float, StepReport | SkipRecord]] = field(default_factory=list)
@@ -87,7 +87,7 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
     """
     started = clock()
     positions: Positions = {}
-    trainer = _Trainer()
+    trainer = _TrainerRecords()
     present = [topic.full_name(run) for topic in (HEARTBEATS, CONTROL)]
     async for record, message in _history(bus, present, await _recent(bus, present[0]), positions):
         # A finished run that is started again still has the old end on the topic; a new end arrives live.
@@ -124,7 +124,9 @@ async def _restore_orders(bus: Bus, run: str, state: DispatchState, trained: fro
             state.restore(order, record.timestamp)
 
 
-async def _restore_samples(bus: Bus, run: str, state: DispatchState, trainer: _Trainer, positions: Positions) -> None:
+async def _restore_samples(
+    bus: Bus, run: str, state: DispatchState, trainer: _TrainerRecords, positions: Positions
+) -> None:
     topic = TRAJECTORIES.full_name(run)
     # No sample of a group in flight lies before what was consumed by its base version.
     oldest = trainer.number if state.ledger.oldest is None else state.ledger.oldest
