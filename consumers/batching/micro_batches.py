@@ -151,6 +151,7 @@ class MicroBatcher:
         """Take samples in; the micro-batches that are due."""
         for item in samples:
             length = item.sample.length
+            # Sorted as they come, so that every cut finds neighbours in length side by side.
             insort(self._held, _HeldSample(-length, item.sample.ref.trajectory_id, item))
             self._tokens += length
         # Down to the lookahead: a choice among several budgets' worth of samples is what keeps padding low.

@@ -40,7 +40,7 @@ POLL_S = 0.2
 RECORDS_PER_YIELD = 32
 """Records processed before other tasks of the event loop get their turn: a few milliseconds of decoding."""
 OPEN_ATTEMPTS = 5
-"""Retention may go on deleting while the gaps it left are recorded."""
+"""Retention may go on deleting while what it deleted is recorded."""
 COMPARE_TIMEOUT_S = 30.0
 """For reading one known record of each partition: far above what a broker needs that is there."""
 
@@ -246,7 +246,7 @@ class TrajectoryReader:
             self._close_group(closed)
 
     async def _reopen(self, failed: Subscription) -> None:
-        """Go on behind a gap that opened while reading, if that is accepted."""
+        """Go on behind records that were deleted while reading, if that is accepted."""
         await failed.close()
         self._subscription = await self._opening.open(self.ledger)
         self._paused = False  # a fresh subscription is not
@@ -293,17 +293,17 @@ def _all_read(positions: Mapping[TopicPartition, int], ends: Mapping[TopicPartit
     return all(positions.get(tp, 0) >= end for tp, end in ends.items())
 
 
-# Opening. Two things must never be passed in silence: records that retention deleted before they were read (a gap),
+# Opening. Two things must never be passed in silence: records that retention deleted before they were read,
 # and a topic that was deleted and created anew, whose offsets mean other records. The first can be accepted by name,
 # the second never.
 
-Gap = tuple[str, int, int, int]
+LostRange = tuple[str, int, int, int]
 """Topic, partition, first missing offset, the offset after the last missing one."""
 
 
 @dataclass(frozen=True)
 class TopicOpening:
-    """How one reader opens its topic. ``accept_loss``: gaps get skip rows instead of ending the trainer."""
+    """How one reader opens its topic. ``accept_loss``: lost ranges get skip rows instead of ending the trainer."""
 
     bus: Bus
     topic: str
@@ -312,26 +312,26 @@ class TopicOpening:
     accept_loss: bool
 
     async def open(self, ledger: Ledger) -> Subscription:
-        """A subscription that goes on at the frontier's positions; accepted gaps are in the ledger then.
+        """A subscription that goes on at the frontier's positions; accepted losses are in the ledger then.
 
         Raises:
             DataLossRefused: records are missing that were not trained, or this is another topic.
             BusUnavailable: no broker answers.
         """
         for attempt in range(1, OPEN_ATTEMPTS + 1):
-            # The positions: at the beginning they are the low marks, after a gap while reading they are beyond them.
+            # The positions: at the beginning they are the low marks, after a loss while reading they are beyond them.
             start = {TopicPartition(self.topic, n): offset for n, offset in ledger.frontier.positions().items()}
             try:
                 return await self.bus.subscribe(
                     [self.topic], client_id=self.client_id, start=start, group_id=self.group_id
                 )
             except DataLossRefused as error:
-                gaps = await self._gaps(start)
-                if attempt == OPEN_ATTEMPTS or not gaps:
+                lost = await self._lost_ranges(start)
+                if attempt == OPEN_ATTEMPTS or not lost:
                     raise
                 if not self.accept_loss:
-                    raise DataLossRefused(_loss_refused(gaps), gaps) from error
-            for _, partition, first, end in gaps:
+                    raise DataLossRefused(_loss_refused(lost), lost) from error
+            for _, partition, first, end in lost:
                 log.error("records were deleted before they were trained", partition=partition, first=first, end=end)
                 ledger.record_loss(partition, first, end)
         raise AssertionError("unreachable: the last attempt raises or returns")
@@ -365,7 +365,7 @@ class TopicOpening:
         finally:
             await probe.close()
 
-    async def _gaps(self, start: Mapping[TopicPartition, int]) -> list[Gap]:
+    async def _lost_ranges(self, start: Mapping[TopicPartition, int]) -> list[LostRange]:
         begins, ends = await self._extents()
         for tp, offset in start.items():
             _must_reach(tp, offset, ends)
@@ -429,9 +429,9 @@ def _recreated(tp: TopicPartition, expected: str, got: str) -> str:
     )
 
 
-def _loss_refused(gaps: list[Gap]) -> str:
-    ranges = ", ".join(f"{topic}/{number} offsets {start} to {end - 1}" for topic, number, start, end in gaps)
+def _loss_refused(lost: list[LostRange]) -> str:
+    ranges = ", ".join(f"{topic}/{number} offsets {start} to {end - 1}" for topic, number, start, end in lost)
     return (
-        f"expected to read on without a gap, but retention deleted {ranges} before they were trained; give "
-        "--ingest.accept_loss true to go on without them, each gap then gets a retention_expired row"
+        f"expected to read on without loss, but retention deleted {ranges} before they were trained; give "
+        "--ingest.accept_loss true to go on without them, each lost range then gets a retention_expired row"
     )

@@ -123,9 +123,10 @@ class PolicyLearner:
     def finish_step(self, reward_deviation: float) -> StepOutcome:
         """Normalise, clip and apply the gathered gradient; ``reward_deviation`` is of all rewards of the batch."""
         totals = BatchTotals(self._sequences, self._tokens)
-        # loss = sum of token losses / denominator, and with ``scale_rewards="batch"`` all advantages, which were only
-        # centred so far, are divided by the deviation too: a token loss is linear in its advantage, and this is
-        # refused together with a KL term, which is not. So one factor turns the summed gradient into that of the loss.
+        # The loss is the sum of token losses / denominator. With ``scale_rewards="batch"`` the advantages, which were
+        # only centred so far, are divided by sd + 1e-4 as well: A / k with k > 0 makes each token loss, a minimum of
+        # multiples of A, 1 / k of what it was. (A KL term would not shrink with it; settings refuse the two together.)
+        # So one factor turns the gathered gradient into that of the loss.
         scale = 1.0 / denominator(self._algorithm, totals, self._max_completion_length)
         if self._algorithm.scale_rewards == "batch":
             scale /= reward_deviation + SCALE_EPSILON

@@ -66,14 +66,14 @@ class Trainer:
 
     trained: list[tuple[int, int]] = field(default_factory=list)
 
-    async def deal_with(self, reader: TrajectoryReader, group: Group, fate: str) -> None:
-        if fate == "skip":
+    async def deal_with(self, reader: TrajectoryReader, group: Group, outcome: str) -> None:
+        if outcome == "skip":
             reader.ledger.mark_skipped(group, SkipReason.ZERO_ADVANTAGE, "equal")
-        elif fate == "cut":
+        elif outcome == "cut":
             self._train(reader, Group(group.group_id, group.created_at, group.samples[1:]))
             cut = Group(group.group_id, group.created_at, group.samples[:1])
             reader.ledger.mark_skipped(cut, SkipReason.FILTERED, "cut")
-        elif fate == "train":
+        elif outcome == "train":
             self._train(reader, group)
 
     def _train(self, reader: TrajectoryReader, group: Group) -> None:
@@ -98,7 +98,7 @@ async def publish(scene: Scene, plan: list[Event]) -> dict[tuple[int, int], str]
 async def live(
     scene: Scene, start: ReaderSnapshot | None, count: int, chosen: list[str], trainer: Trainer
 ) -> ReaderSnapshot:
-    """One life of a reader, until it is killed: reads ``count`` records, closes what is incomplete, trains."""
+    """One process of a reader, until it is killed: reads ``count`` records, closes what is incomplete, trains."""
     reader = scene.reader(start, **SETTINGS)
     reading = asyncio.create_task(reader.run(asyncio.Event()))
     await scene.until_read(reader, count)

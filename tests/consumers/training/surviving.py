@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from schemas.reports import SkipRecord, StepReport
 
-Place = tuple[int, int]
+PartitionOffset = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -13,8 +13,8 @@ class Surviving:
     """Steps of the chain of lineages that the newest one stands on, and the skip rows that count with them."""
 
     steps: list[StepReport]
-    skips: dict[Place, str]
-    places: Counter[Place]
+    skips: dict[PartitionOffset, str]
+    places: Counter[PartitionOffset]
 
 
 def surviving(reports: list[StepReport], skips: list[SkipRecord]) -> Surviving:
@@ -30,7 +30,9 @@ def surviving(reports: list[StepReport], skips: list[SkipRecord]) -> Surviving:
         if parent is None:
             break
         last_row, (lineage, last_step) = first[lineage].parent_skips, parent
-    places: Counter[Place] = Counter((ref.partition, ref.offset) for r in steps for b in r.micro_batches for ref in b)
+    places: Counter[PartitionOffset] = Counter(
+        (ref.partition, ref.offset) for r in steps for b in r.micro_batches for ref in b
+    )
     for row in rows.values():
         places.update((row.partition, offset) for offset in range(row.offset, row.end_offset or row.offset + 1))
     skipped = {(row.partition, row.offset): row.reason.value for row in rows.values()}

@@ -150,7 +150,7 @@ def test_groups_of_one_sample_with_dynamic_sampling_are_refused(tmp_path: Path, 
         Scene.make(tmp_path, model_path).trainer(loop=one, algorithm=AlgorithmSettings(dynamic_sampling=True))
 
 
-async def test_the_stretches_of_a_step_follow_each_other_and_name_its_acts(tmp_path: Path, model_path: Path) -> None:
+async def test_the_spans_of_a_step_follow_each_other_and_name_its_phases(tmp_path: Path, model_path: Path) -> None:
     scene = Scene.make(tmp_path, model_path)
     async with scene.running(scene.trainer()):
         for number in range(2):

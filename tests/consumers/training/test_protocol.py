@@ -105,7 +105,7 @@ def test_a_straight_run_meets_every_kind_of_record(straight: tuple[Surviving, li
 
 
 @pytest.mark.parametrize("point", list(Failpoint))
-async def test_a_life_that_ends_at_any_point_is_resumed_without_loss_or_repeat(
+async def test_a_process_that_ends_at_any_point_is_resumed_without_loss_or_repeat(
     point: Failpoint, straight: tuple[Surviving, list[Failpoint]], tmp_path: Path, model_path: Path
 ) -> None:
     scene = Scene.make(tmp_path, model_path)
@@ -119,7 +119,7 @@ async def test_a_life_that_ends_at_any_point_is_resumed_without_loss_or_repeat(
 
 
 @pytest.mark.parametrize("occurrence", [2, 5])
-async def test_many_short_lives_learn_the_same(
+async def test_many_short_processes_learn_the_same(
     occurrence: int, straight: tuple[Surviving, list[Failpoint]], tmp_path: Path, model_path: Path
 ) -> None:
     """Killed again and again within one step, then stopped in order within the next."""

@@ -3,7 +3,7 @@ import pytest
 from consumers.training.metrics import PhaseSpan, StepTimer
 
 
-def test_seconds_add_up_by_name_and_stretches_say_when() -> None:
+def test_seconds_add_up_by_name_and_spans_say_when() -> None:
     hours = iter([100.0, 200.0, 300.0])
     timer = StepTimer(lambda: next(hours))
     for name in ("wait_for_batch", "forward_backward", "wait_for_batch"):
@@ -18,7 +18,7 @@ def test_seconds_add_up_by_name_and_stretches_say_when() -> None:
     assert waited == pytest.approx(timer.seconds["wait_for_batch"], abs=1e-6)
 
 
-def test_stretches_of_one_name_that_follow_each_other_are_one() -> None:
+def test_spans_of_one_name_that_follow_each_other_are_one() -> None:
     hours = iter([100.0, 100.0005, 101.0])
     timer = StepTimer(lambda: next(hours))
     for _ in range(3):

@@ -23,7 +23,7 @@ from consumers.training.policy import PolicyPaths, TrainedPolicy
 from schemas.errors import CheckpointError, DeliveryUnknown, StreamRLError, Superseded
 from schemas.identifiers import PolicyVersion
 from schemas.reports import StepReport
-from tests.consumers.training.moody_bus import MoodyBus
+from tests.consumers.training.flaky_bus import FlakyBus
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
 
 UNCAPPED = AlgorithmSettings(importance_sampling_cap=None)
@@ -172,7 +172,7 @@ async def test_an_unanswered_announcement_is_made_again_and_learning_is_the_same
     digests = []
     for answers in ([], [None, DeliveryUnknown("late"), None, DeliveryUnknown("late")]):
         scene = Scene.make(tmp_path / str(len(answers)), model_path)
-        bus = MoodyBus(logs=scene.bus.logs, answers=list(answers), arrives=True)
+        bus = FlakyBus(logs=scene.bus.logs, answers=list(answers), arrives=True)
         scene.bus = bus
         for number in range(4):
             await scene.publish_group(number)
@@ -210,7 +210,7 @@ async def test_plain_announcements_need_no_transaction(scene: Scene) -> None:
 
 
 async def test_the_durable_frontier_is_the_checkpoint_s_and_the_live_one_runs_ahead(scene: Scene) -> None:
-    """What no checkpoint contains is read again by the next life, and only that."""
+    """What no checkpoint contains is read again by the next process, and only that."""
     for number in range(6):
         await scene.publish_group(number)
     stop = asyncio.Event()

@@ -9,21 +9,21 @@ from schemas.errors import BusError, Superseded
 
 
 @dataclass
-class MoodyBus(MemoryBus):
+class FlakyBus(MemoryBus):
     """``answers``: of the next commits, before or after (``arrives``) their records are on the topic."""
 
     answers: list[BusError | Superseded | None] = field(default_factory=list)
     arrives: bool = False
     opened: int = 0
 
-    async def transactional(self, transactional_id: str) -> "MoodyTransactions":
+    async def transactional(self, transactional_id: str) -> "FlakyTransactions":
         self.opened += 1
         found = await super().transactional(transactional_id)
-        return MoodyTransactions(found.publisher, found.transactional_id, found.epoch)
+        return FlakyTransactions(found.publisher, found.transactional_id, found.epoch)
 
 
 @dataclass
-class MoodyTransactions(MemoryTransactionalPublisher):
+class FlakyTransactions(MemoryTransactionalPublisher):
     async def commit(
         self,
         records: Sequence[Outgoing],
@@ -32,7 +32,7 @@ class MoodyTransactions(MemoryTransactionalPublisher):
         group_id: str | None = None,
     ) -> None:
         bus = self.publisher.bus
-        assert isinstance(bus, MoodyBus)
+        assert isinstance(bus, FlakyBus)
         answer = bus.answers.pop(0) if bus.answers else None
         if answer is None or bus.arrives:
             await super().commit(records, offsets=offsets, group_id=group_id)
