@@ -22,7 +22,7 @@ from settings.tree import Settings
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from inspection.audit.verdict import Verdict
+    from inspection.audit.report import AuditReport
     from inspection.replay.results import StepReplay
 
 Source = Settings | Mapping[str, Any] | str | Path | None
@@ -190,7 +190,7 @@ class Run:
 
         return self._read(lambda history: step_table(history, self.name, self._algorithm))
 
-    def audit(self) -> "Verdict":
+    def audit(self) -> "AuditReport":
         """Prove from topics and checkpoints that ``produced = trained + skipped(reason) + pending``.
 
         Raises:

@@ -24,7 +24,7 @@ from schemas.topics import COMMANDS, CONTROL
 PASSING_S = 6.0
 
 
-class Verdict(StrEnum):
+class RestartDecision(StrEnum):
     """What to do about a process that ended."""
 
     DONE = "done"
@@ -48,7 +48,7 @@ class RestartPolicy:
     lives: int = field(default=0, init=False)
     _may_pass: bool = field(default=False, init=False)
 
-    def judge(self, exit_code: int, ran_for_s: float) -> Verdict:
+    def judge(self, exit_code: int, ran_for_s: float) -> RestartDecision:
         """The verdict on an exit.
 
         A superseded process and one that refuses to lose data stay away. A user error is final in the first life; in
@@ -56,14 +56,14 @@ class RestartPolicy:
         """
         self.lives += 1
         if exit_code == 0:
-            return Verdict.DONE
+            return RestartDecision.DONE
         if exit_code in (Superseded.exit_code, DataLossRefused.exit_code):
-            return Verdict.GIVE_UP
+            return RestartDecision.GIVE_UP
         if exit_code == UserError.exit_code and self.lives == 1:
-            return Verdict.GIVE_UP
+            return RestartDecision.GIVE_UP
         self._may_pass = exit_code == UserError.exit_code
         self.crashes = 1 if ran_for_s >= self.healthy_after_s else self.crashes + 1
-        return Verdict.RESTART if self.crashes <= self.max_restarts else Verdict.GIVE_UP
+        return RestartDecision.RESTART if self.crashes <= self.max_restarts else RestartDecision.GIVE_UP
 
     def delay_s(self) -> float:
         """How long to wait before the next start; longer for what may pass, so that a broker has time to come back."""
@@ -232,12 +232,12 @@ class Supervisor:
             if self._over(stop):
                 return
             verdict = policy.judge(code, child.ran_for_s())
-            if verdict is Verdict.DONE:
+            if verdict is RestartDecision.DONE:
                 if spec.essential:
                     self.finished.set()
                 log.info("process ended", process=spec.name)
                 return
-            if verdict is Verdict.GIVE_UP:
+            if verdict is RestartDecision.GIVE_UP:
                 self._give_up(child, code, policy.crashes)
                 return
             self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from bus.history import Extent, History
 from bus.port import Record, TopicPartition
 from consumers.training.checkpoints.manifest import CheckpointManifest
-from inspection.audit.checks import balance
-from inspection.audit.index import Books
-from inspection.audit.verdict import Verdict
+from inspection.audit.checks import check_accounts
+from inspection.audit.index import AuditIndex
+from inspection.audit.report import AuditReport
 from schemas.errors import DataError, WireError
 from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 
@@ -31,7 +31,7 @@ async def audit(
     run: str,
     list_checkpoints: Callable[[], Sequence[CheckpointManifest]],
     progress: Progress = lambda topic, done, total: None,
-) -> Verdict:
+) -> AuditReport:
     """Audit a run, living or not.
 
     Args:
@@ -52,11 +52,11 @@ async def audit(
         raise DataError(
             f"expected the topics of run {run!r}, found none: check the run's name and the broker's address"
         )
-    books = Books(steps_begin=_begins(ends[STEPS]), skips_begin=_begins(ends[SKIPS]))
-    books.hold(ends[TRAJECTORIES])
-    await _read(history, held, _takers(run, books), progress)
-    books.hold(_of(TRAJECTORIES, run, await history.extents(TRAJECTORIES.full_name(run))))
-    verdict = balance(run, books, [manifest for manifest in manifests if manifest.run == run])
+    index = AuditIndex(steps_begin=_begins(ends[STEPS]), skips_begin=_begins(ends[SKIPS]))
+    index.hold(ends[TRAJECTORIES])
+    await _read(history, held, _takers(run, index), progress)
+    index.hold(_of(TRAJECTORIES, run, await history.extents(TRAJECTORIES.full_name(run))))
+    verdict = check_accounts(run, index, [manifest for manifest in manifests if manifest.run == run])
     return verdict.timed(time.monotonic() - began)
 
 
@@ -68,13 +68,13 @@ def _begins(extents: dict[int, Extent]) -> bool:
     return all(extent.first == 0 for extent in extents.values())
 
 
-def _takers(run: str, books: Books) -> dict[str, Take]:
+def _takers(run: str, index: AuditIndex) -> dict[str, Take]:
     takers: dict[Topic, Take] = {
-        STEPS: books.add_step,
-        SKIPS: books.add_skip,
-        TRAJECTORIES: books.add_trajectory,
-        WORK_ORDERS: books.add_order,
-        DEAD_LETTERS: books.add_dead_letter,
+        STEPS: index.add_step,
+        SKIPS: index.add_skip,
+        TRAJECTORIES: index.add_trajectory,
+        WORK_ORDERS: index.add_order,
+        DEAD_LETTERS: index.add_dead_letter,
     }
     return {topic.full_name(run): take for topic, take in takers.items()}
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from consumers.training.checkpoints.catalogue import read_manifests
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.audit import audit
-from inspection.audit.verdict import AlgorithmBalance, Verdict
+from inspection.audit.report import AlgorithmBalance, AuditReport
 from inspection.export import ALL, USUAL, Exporter, ExportManifest, Format, SegmentHistory
 from inspection.process import tune_garbage_collector
 from inspection.source import PastRun, history_of, open_run
@@ -28,8 +28,8 @@ MEASURES = ("produced", "trained", "skipped", "pending")
 WIDTH = 100
 
 
-def show_verdict(verdict: Verdict, console: Console) -> None:
-    """Print the verdict. Its first line says whether the books balance, and if not, what breaks them first."""
+def show_verdict(verdict: AuditReport, console: Console) -> None:
+    """Print the report. Its first line says whether the accounts add up, and if not, what breaks them first."""
     console.print(headline(verdict), soft_wrap=True, markup=False, highlight=False)
     for violation in verdict.violations[1:]:
         console.print(str(violation), soft_wrap=True, markup=False, highlight=False)
@@ -38,7 +38,7 @@ def show_verdict(verdict: Verdict, console: Console) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def headline(verdict: Verdict) -> str:
+def headline(verdict: AuditReport) -> str:
     """One line."""
     if verdict.violations:
         return f"NOT BALANCED: {verdict.violations[0]}"
@@ -47,7 +47,7 @@ def headline(verdict: Verdict) -> str:
     return f"balanced: run {verdict.run}, {verdict.produced} records, every one with exactly one fate"
 
 
-def _table(verdict: Verdict) -> Table:
+def _table(verdict: AuditReport) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     columns = verdict.algorithms
@@ -75,7 +75,7 @@ def _table(verdict: Verdict) -> Table:
     return table
 
 
-def _facts(verdict: Verdict) -> Iterable[str]:
+def _facts(verdict: AuditReport) -> Iterable[str]:
     for own in verdict.algorithms:
         yield from _facts_of(own)
     copies = verdict.produced - verdict.undecodable - verdict.distinct
@@ -131,7 +131,7 @@ def audit_run(run: Path | None, export: Path | None, *, as_json: bool) -> int:
     return 0 if verdict.is_balanced else NOT_BALANCED
 
 
-def audited(run: PastRun | None, export: Path | None) -> Verdict:
+def audited(run: PastRun | None, export: Path | None) -> AuditReport:
     """The audit of a run, or of an export if one is named.
 
     Raises:

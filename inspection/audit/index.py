@@ -93,7 +93,7 @@ def as_ints(column: "array[int]") -> Ints:
     return np.array(column, dtype=np.int64)
 
 
-class Names:
+class NameTable:
     """A list of texts, None among them; ``hashes`` tells them apart at the cost of 8 bytes each."""
 
     def __init__(self) -> None:
@@ -122,12 +122,12 @@ def _column() -> "array[int]":
 
 
 @dataclass
-class Places:
+class RecordPlaces:
     """Records of the trajectories topic, by where they stand and what they are called."""
 
     partitions: "array[int]" = field(default_factory=_column)
     offsets: "array[int]" = field(default_factory=_column)
-    names: Names = field(default_factory=Names)
+    names: NameTable = field(default_factory=NameTable)
 
     def add_place(self, partition: int, offset: int, name: str | None) -> None:
         """Add a row."""
@@ -144,7 +144,7 @@ class Places:
 
 
 @dataclass
-class Entries(Places):
+class RecordEntries(RecordPlaces):
     """What became of records: code 0 is trained, others name a skip reason.
 
     ``numbers``: the step of a trained record, the sequence of a skip row; ``ends``: the offset after the last record
@@ -170,7 +170,7 @@ class Entries(Places):
 # from which its child went on: steps up to the parent's number, skip rows up to ``parent_skips``.
 
 
-class Birth(NamedTuple):
+class LineageStart(NamedTuple):
     """The first report of a lineage: at which step it began, and from which version it went on."""
 
     lineage: int
@@ -179,7 +179,7 @@ class Birth(NamedTuple):
     parent_skips: int
 
 
-class Link(NamedTuple):
+class LineageLink(NamedTuple):
     """The part of a lineage that counts: steps ``after < step <= until``, rows up to ``rows``.
 
     ``after`` None: its beginning is not known. ``until``, ``rows`` None: it is the newest, and all of it counts.
@@ -195,7 +195,7 @@ class Link(NamedTuple):
         return (self.after is None or self.after <= number) and (self.until is None or number <= self.until)
 
 
-class BrokenLink(NamedTuple):
+class BrokenLineageLink(NamedTuple):
     """Why the chain cannot be followed, and at which lineage."""
 
     lineage: int
@@ -203,13 +203,13 @@ class BrokenLink(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chain:
+class LineageChain:
     """Links from the oldest lineage to the newest."""
 
-    links: tuple[Link, ...]
-    broken: tuple[BrokenLink, ...]
+    links: tuple[LineageLink, ...]
+    broken: tuple[BrokenLineageLink, ...]
 
-    def link(self, lineage: int) -> Link | None:
+    def link(self, lineage: int) -> LineageLink | None:
         """The counted part of a lineage, if any."""
         return next((link for link in self.links if link.lineage == lineage), None)
 
@@ -219,33 +219,35 @@ class Chain:
         return self.links[-1].lineage if self.links else 0
 
 
-def surviving_chain(births: Mapping[int, Birth], *, beginning_is_held: bool) -> Chain:
+def surviving_chain(births: Mapping[int, LineageStart], *, beginning_is_held: bool) -> LineageChain:
     """The chain of one algorithm.
 
     Args:
         births: first reports by lineage.
         beginning_is_held: whether the topic still holds its first report; if not, a birth may have expired.
     """
-    links: list[Link] = []
-    broken: list[BrokenLink] = []
+    links: list[LineageLink] = []
+    broken: list[BrokenLineageLink] = []
     lineage, until, rows = max(births, default=0), None, None
     while lineage:
         birth = births.get(lineage)
-        links.append(Link(lineage, birth.step if birth else None, until, rows))
+        links.append(LineageLink(lineage, birth.step if birth else None, until, rows))
         if birth is None:
             if beginning_is_held:
-                broken.append(BrokenLink(lineage, f"lineage {lineage} went on to others and never announced itself"))
+                broken.append(
+                    BrokenLineageLink(lineage, f"lineage {lineage} went on to others and never announced itself")
+                )
             break
         problem = _problem(birth, until)
         if problem:
-            broken.append(BrokenLink(lineage, problem))
+            broken.append(BrokenLineageLink(lineage, problem))
         if birth.parent is None or birth.parent.lineage >= lineage:
             break
         lineage, until, rows = birth.parent.lineage, birth.parent.number, birth.parent_skips
-    return Chain(tuple(reversed(links)), tuple(broken))
+    return LineageChain(tuple(reversed(links)), tuple(broken))
 
 
-def _problem(birth: Birth, until: int | None) -> str | None:
+def _problem(birth: LineageStart, until: int | None) -> str | None:
     number, step, parent = birth.lineage, birth.step, birth.parent
     if parent is None and step:
         return f"lineage {number} began at step {step} without a parent, expected step 0"
@@ -264,11 +266,11 @@ CODE_OF = {reason: code for code, reason in enumerate(REASONS, start=1)}
 
 
 @dataclass
-class AlgorithmBooks:
+class AlgorithmIndex:
     """What one algorithm's trainer reported. ``steps``: fingerprints of the reports with groups, by version."""
 
-    entries: Entries = field(default_factory=Entries)
-    births: dict[int, Birth] = field(default_factory=dict)
+    entries: RecordEntries = field(default_factory=RecordEntries)
+    births: dict[int, LineageStart] = field(default_factory=dict)
     steps: dict[PolicyVersion, str] = field(default_factory=dict)
     rows: dict[tuple[int, int], int] = field(default_factory=dict)
     refused_steps: int = 0
@@ -278,7 +280,7 @@ class AlgorithmBooks:
         """Take in a step, or the beginning of a lineage."""
         version = report.version
         if not report.group_ids and not report.micro_batches:
-            birth = Birth(version.lineage, version.number, report.parent, report.parent_skips)
+            birth = LineageStart(version.lineage, version.number, report.parent, report.parent_skips)
             if self.births.setdefault(version.lineage, birth) != birth:
                 self.conflicts.append((f"lineage {version.lineage} began twice, differently", None))
             return
@@ -309,7 +311,7 @@ class AlgorithmBooks:
 
 
 @dataclass
-class Books:
+class AuditIndex:
     """All of a run. ``held``: extents of the trajectories topic; the flags say whether a topic still holds its first
     record, so that what is missing cannot have expired.
     """
@@ -317,16 +319,16 @@ class Books:
     held: dict[int, Extent] = field(default_factory=dict)
     steps_begin: bool = True
     skips_begin: bool = True
-    produced: Places = field(default_factory=Places)
+    produced: RecordPlaces = field(default_factory=RecordPlaces)
     undecodable: int = 0
-    algorithms: dict[str, AlgorithmBooks] = field(default_factory=dict)
+    algorithms: dict[str, AlgorithmIndex] = field(default_factory=dict)
     ordered: set[int] = field(default_factory=set)
     orders: int = 0
     dead_letters: Counter[str] = field(default_factory=Counter)
 
-    def of(self, algorithm: str) -> AlgorithmBooks:
-        """The books of one algorithm."""
-        return self.algorithms.setdefault(algorithm, AlgorithmBooks())
+    def of(self, algorithm: str) -> AlgorithmIndex:
+        """The index of one algorithm."""
+        return self.algorithms.setdefault(algorithm, AlgorithmIndex())
 
     def add_trajectory(self, record: Record) -> None:
         """A record of the trajectories topic, whatever is in it."""

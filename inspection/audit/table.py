@@ -14,15 +14,15 @@ from inspection.audit.index import (
     CODE_OF,
     PARTITION_SHIFT,
     TRAINED,
-    AlgorithmBooks,
-    Chain,
+    AlgorithmIndex,
     Ints,
+    LineageChain,
     Mask,
-    Places,
+    RecordPlaces,
     as_ints,
     place_of,
 )
-from inspection.audit.verdict import Offence, Violation
+from inspection.audit.report import Violation, ViolationKind
 from schemas.reports import SkipReason
 
 PENDING = -1
@@ -32,7 +32,7 @@ EXPIRED_RANGE = CODE_OF[SkipReason.RETENTION_EXPIRED]
 class ProducedRecords:
     """The records that the topic holds, sorted by place."""
 
-    def __init__(self, places: Places, held: Mapping[int, Extent]) -> None:
+    def __init__(self, places: RecordPlaces, held: Mapping[int, Extent]) -> None:
         keys = places.keys()
         order = np.argsort(keys, kind="stable")
         first = self._first_held(held)
@@ -78,7 +78,7 @@ class ProducedRecords:
         """Name of a record."""
         return self.names[int(self.order[index])]
 
-    def violation(self, offence: Offence, algorithm: str, which: Mask, detail: str = "") -> list[Violation]:
+    def violation(self, offence: ViolationKind, algorithm: str, which: Mask, detail: str = "") -> list[Violation]:
         """The offence of these records, if there are any."""
         indices = np.flatnonzero(which)
         if not len(indices):
@@ -88,33 +88,33 @@ class ProducedRecords:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class AuditTable:
     """``chosen``: indices of counted entries that are no ranges; all other arrays run beside it."""
 
     algorithm: str
-    books: AlgorithmBooks
-    chain: Chain
+    index: AlgorithmIndex
+    chain: LineageChain
     produced: ProducedRecords
 
     @cached_property
     def all_codes(self) -> Ints:
         """Codes of all entries, counted or not."""
-        return as_ints(self.books.entries.codes)
+        return as_ints(self.index.entries.codes)
 
     @cached_property
     def all_lineages(self) -> Ints:
         """Lineages of all entries."""
-        return as_ints(self.books.entries.lineages)
+        return as_ints(self.index.entries.lineages)
 
     @cached_property
     def all_numbers(self) -> Ints:
         """Steps or sequences of all entries."""
-        return as_ints(self.books.entries.numbers)
+        return as_ints(self.index.entries.numbers)
 
     @cached_property
     def counted(self) -> Mask:
         """Which of all entries the surviving chain contains."""
-        counted = np.zeros(len(self.books.entries), dtype=np.bool_)
+        counted = np.zeros(len(self.index.entries), dtype=np.bool_)
         trained, numbers = self.all_codes == TRAINED, self.all_numbers
         for link in self.chain.links:
             steps, rows = trained.copy(), ~trained
@@ -145,7 +145,7 @@ class Sheet:
     @cached_property
     def keys(self) -> Ints:
         """The record's place."""
-        return self.books.entries.keys()[self.chosen]
+        return self.index.entries.keys()[self.chosen]
 
     @cached_property
     def at(self) -> Ints:
@@ -170,7 +170,7 @@ class Sheet:
 
     def covered_by(self, index: int) -> Mask:
         """The produced records that a range stands for."""
-        entries = self.books.entries
+        entries = self.index.entries
         base = entries.partitions[index] << PARTITION_SHIFT
         keys = self.produced.keys
         covered: Mask = (keys >= base + entries.offsets[index]) & (keys < base + entries.ends[index])
@@ -178,7 +178,7 @@ class Sheet:
 
     def name(self, position: int) -> str | None:
         """The name under which an entry of ``chosen`` was reported."""
-        return self.books.entries.names[int(self.chosen[position])]
+        return self.index.entries.names[int(self.chosen[position])]
 
     def source(self, position: int) -> str:
         """Where an entry of ``chosen`` was reported."""
@@ -188,7 +188,7 @@ class Sheet:
             return f"step {lineage}-{number}"
         return f"row {number} of lineage {lineage}"
 
-    def violation(self, offence: Offence, which: Mask, detail: str = "") -> list[Violation]:
+    def violation(self, offence: ViolationKind, which: Mask, detail: str = "") -> list[Violation]:
         """The offence of these entries of ``chosen``, if there are any; names the first by place."""
         positions = np.flatnonzero(which)
         if not len(positions):

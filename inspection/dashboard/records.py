@@ -14,7 +14,7 @@ from typing import Any
 from bus.history import BusHistory, Extent
 from bus.port import Bus
 from inspection.dead_letters import DeadLetter, as_json, dead_letter_of, plan_retries, send_retries
-from inspection.replay.history import Life, Tracer
+from inspection.replay.history import HistoryReader, TrajectoryHistory
 from inspection.replay.show import Piece
 from observability.run_state.state import RunState
 from schemas.errors import UserError
@@ -91,18 +91,18 @@ def _shown(dead_letter: DeadLetter) -> dict[str, Any]:
 
 
 async def inspect(context: DashboardContext, name: str) -> dict[str, Any]:
-    """The life of a trajectory, by id or as ``partition@offset``.
+    """The history of a trajectory, by id or as ``partition@offset``.
 
     Raises:
         UserError: there is none, or its record is gone or does not decode.
     """
-    life = await Tracer(context.history, context.state.run, context.state.algorithm).trace(name)
-    return life_json(life, await context.pieces(), context.run_path)
+    history = await HistoryReader(context.history, context.state.run, context.state.algorithm).trace(name)
+    return history_json(history, await context.pieces(), context.run_path)
 
 
-def life_json(life: Life, piece: Piece, run_path: str) -> dict[str, Any]:
+def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dict[str, Any]:
     """Everything there is to show; at most 4,000 tokens."""
-    trajectory = life.trajectory
+    trajectory = history.trajectory
     return {
         "id": trajectory.trajectory_id,
         "sample": f"{trajectory.sample_index + 1} of {trajectory.num_generations}",
@@ -119,17 +119,17 @@ def life_json(life: Life, piece: Piece, run_path: str) -> dict[str, Any]:
         "reward_errors": trajectory.reward_errors,
         "tokens": _tokens(trajectory, piece),
         "spans": [[str(span.version), span.start, span.end] for span in trajectory.version_spans],
-        "records": [[f"{seen.partition}@{seen.offset}", seen.fate] for seen in life.appearances],
-        "hops": [[hop.at, hop.since, hop.what, hop.detail] for hop in life.hops],
-        "commands": commands_for(life, run_path),
+        "records": [[f"{seen.partition}@{seen.offset}", seen.fate] for seen in history.appearances],
+        "events": [[event.at, event.since, event.what, event.detail] for event in history.events],
+        "commands": commands_for(history, run_path),
     }
 
 
-def commands_for(life: Life, run_path: str) -> list[str]:
+def commands_for(history: TrajectoryHistory, run_path: str) -> list[str]:
     """What to type to see more: the trajectory, and the step that it was trained in."""
     run = shlex.quote(run_path)
-    steps = [match[1] for seen in life.appearances if (match := _STEP.match(seen.fate))]
-    shown = f"streamrl show {shlex.quote(life.trajectory.trajectory_id)} {run}"
+    steps = [match[1] for seen in history.appearances if (match := _STEP.match(seen.fate))]
+    shown = f"streamrl show {shlex.quote(history.trajectory.trajectory_id)} {run}"
     return [*(f"streamrl replay {run} --step {step}" for step in steps), shown]
 
 

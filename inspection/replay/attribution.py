@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from inspection.replay.comparing import Row, measured_rows
 from inspection.replay.replayer import Replayer
-from inspection.replay.results import Bisected, Suspect
+from inspection.replay.results import BisectionResult, GradientOutlier
 from inspection.replay.scratch_policy import ScratchPolicy
 from inspection.replay.steps import Batch, Step, StepLog, as_recorded, holding
 from schemas.errors import UserError
@@ -77,7 +77,7 @@ TIMES_MEDIAN = 10.0
 
 async def bisect(
     replayer: Replayer, log: StepLog, step: Step, lineage: int | None = None, above: float | None = None
-) -> Bisected:
+) -> BisectionResult:
     """The culprits of one step. ``above`` None: ten times the median of the 20 recorded norms before the step.
 
     Raises:
@@ -118,7 +118,7 @@ def median_norm(log: StepLog, step: int, lineage: int | None = None) -> float:
 
 def _found(
     policy: ScratchPolicy, batch: Batch, version: PolicyVersion, threshold: float, progress: Callable[[str], None]
-) -> Bisected:
+) -> BisectionResult:
     scale = policy.scale(batch)
     computed: list[float] = []
 
@@ -137,14 +137,14 @@ def _found(
     culprits = Bisection(everything, fails).culprits()
     named = {name for culprit in culprits for name in culprit}
     whole = norm(everything)
-    return Bisected(
+    return BisectionResult(
         step=0,
         refused=False,
         gradient_norm=whole,
         threshold=threshold,
         median=None,
         culprits=tuple(
-            tuple(_suspect(rows[name], batch) for name in sorted(culprit, key=lambda name: _by_share(rows[name])))
+            tuple(_outlier(rows[name], batch) for name in sorted(culprit, key=lambda name: _by_share(rows[name])))
             for culprit in sorted(culprits, key=lambda names: min(_by_share(rows[name]) for name in names))
         ),
         without_culprits=norm([name for name in everything if name not in named]) if named else whole,
@@ -159,6 +159,6 @@ def _by_share(row: Row) -> float:
     return -norm if math.isfinite(norm) else -math.inf
 
 
-def _suspect(row: Row, batch: Batch) -> Suspect:
+def _outlier(row: Row, batch: Batch) -> GradientOutlier:
     trajectory = batch.samples[row.trajectory_id].sample.trajectory
-    return Suspect(row, trajectory.group_id, trajectory.prompt_text, trajectory.completion_text)
+    return GradientOutlier(row, trajectory.group_id, trajectory.prompt_text, trajectory.completion_text)

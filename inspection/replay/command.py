@@ -15,12 +15,12 @@ from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.policy import ComputeThread
 from inspection.replay.attribution import bisect
-from inspection.replay.dead_letters import judged_letters
+from inspection.replay.dead_letters import judged_dead_letters
 from inspection.replay.replayer import Replayer, Wanted
 from inspection.replay.results import StepReplay
 from inspection.replay.scratch_policy import Recipe, StoredStarts, Variation, ids_among
 from inspection.replay.steps import Step, StepLog, refs_of, refused_step, steps_between
-from inspection.replay.view import as_json, bisected_lines, letter_lines, overview, replay_lines, step_line
+from inspection.replay.view import as_json, bisected_lines, dead_letter_lines, overview, replay_lines, step_line
 from inspection.source import PastRun, history_of, open_run
 from schemas.errors import SettingsError, UserError
 from settings.layers import from_arguments, merged
@@ -204,8 +204,8 @@ async def replay_with(request: Request, run: PastRun, history: History, scratch:
     """``replay`` of an opened run. ``scratch``: where a remote checkpoint is fetched to."""
     async with _session(request, run, history, scratch) as session:
         if request.from_dlq:
-            version, letters = await judged_letters(session.replayer)
-            session.show({"weights": version, "letters": letters}, letter_lines(version, letters))
+            version, letters = await judged_dead_letters(session.replayer)
+            session.show({"weights": version, "letters": letters}, dead_letter_lines(version, letters))
             return 0
         log = await session.replayer.log()
         if request.first is None or request.last is None:

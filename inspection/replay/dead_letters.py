@@ -23,7 +23,7 @@ PREFIX = "dlq-"
 
 
 @dataclass(frozen=True)
-class Letter:
+class JudgedDeadLetter:
     """A dead letter. ``origin``: topic, partition and offset it stood at; ``first_error``: why it was refused then.
 
     ``problem``: why it still cannot be used; empty if it can, and then ``row`` is what it would have contributed to
@@ -38,17 +38,17 @@ class Letter:
     siblings: int = 0
 
 
-async def judged_letters(replayer: Replayer) -> tuple[str, list[Letter]]:
+async def judged_dead_letters(replayer: Replayer) -> tuple[str, list[JudgedDeadLetter]]:
     """The version of the weights that were used (``none``: none were needed), and every letter in its order.
 
     Raises:
         UserError: there are letters that decode, and no weights to judge them with.
     """
-    letters: list[Letter] = []
+    letters: list[JudgedDeadLetter] = []
     samples: dict[int, Sample] = {}
     async for record in replayer.history.records(DEAD_LETTERS.full_name(replayer.run)):
         place = _origin(record)
-        letter = Letter(record.offset, f"{place[0]}[{place[1]}]@{place[2]}", _header(record, "dlq-error"), "")
+        letter = JudgedDeadLetter(record.offset, f"{place[0]}[{place[1]}]@{place[2]}", _header(record, "dlq-error"), "")
         try:
             samples[len(letters)] = _sample(record, place, replayer.reward_weights)
         except WireError as error:
@@ -65,8 +65,13 @@ async def judged_letters(replayer: Replayer) -> tuple[str, list[Letter]]:
 
 
 async def _judged(
-    replayer: Replayer, policy: ScratchPolicy, version: PolicyVersion, letter: Letter, sample: Sample, group: Group
-) -> Letter:
+    replayer: Replayer,
+    policy: ScratchPolicy,
+    version: PolicyVersion,
+    letter: JudgedDeadLetter,
+    sample: Sample,
+    group: Group,
+) -> JudgedDeadLetter:
     name = sample.trajectory.trajectory_id
     batch = as_cut_anew([group], replayer.recipe.algorithm, replayer.batching, policy.limits)
     if name not in batch.samples:

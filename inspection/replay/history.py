@@ -1,4 +1,4 @@
-"""Collects a trajectory's life from the topics: orders, its records, steps, skips, control and heartbeats."""
+"""Collects a trajectory's history from the topics: orders, its records, steps, skips, control and heartbeats."""
 
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -16,12 +16,12 @@ from schemas.reports import Heartbeat, RecordRef, RefusedStep, SkipRecord, StepR
 from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 from schemas.trajectories import Trajectory, WorkOrder
 
-# What can be told of one trajectory: its record, and the hops of its life in the order of their times. Pure.
+# What can be told of one trajectory: its record, and the events of its history in the order of their times. Pure.
 
 
 @dataclass(frozen=True)
-class Hop:
-    """Something that happened: when (seconds since the epoch), and the seconds since the hop before."""
+class HistoryEvent:
+    """Something that happened: when (seconds since the epoch), and the seconds since the event before."""
 
     at: float
     what: str
@@ -40,27 +40,27 @@ class Appearance:
 
 
 @dataclass(frozen=True)
-class Life:
+class TrajectoryHistory:
     """``trajectory``: as in the first of its records."""
 
     trajectory: Trajectory
     appearances: tuple[Appearance, ...]
-    hops: tuple[Hop, ...]
+    events: tuple[HistoryEvent, ...]
 
 
-def in_order(hops: Iterable[Hop]) -> tuple[Hop, ...]:
+def in_order(events: Iterable[HistoryEvent]) -> tuple[HistoryEvent, ...]:
     """By time, each with the seconds since the one before."""
-    ordered = sorted(hops, key=lambda hop: hop.at)
+    ordered = sorted(events, key=lambda event: event.at)
     return tuple(
-        replace(hop, since=None if number == 0 else hop.at - ordered[number - 1].at)
-        for number, hop in enumerate(ordered)
+        replace(event, since=None if number == 0 else event.at - ordered[number - 1].at)
+        for number, event in enumerate(ordered)
     )
 
 
-def ordered_hop(order: WorkOrder) -> Hop:
+def order_event(order: WorkOrder) -> HistoryEvent:
     """The dispatcher asks a worker for it."""
     estimate = order.estimate
-    return Hop(
+    return HistoryEvent(
         order.created_at,
         "ordered",
         f"worker {order.worker_id}, attempt {order.attempt}, prompt position {order.position}, estimated "
@@ -69,13 +69,13 @@ def ordered_hop(order: WorkOrder) -> Hop:
     )
 
 
-def worker_hops(trajectory: Trajectory) -> list[Hop]:
+def worker_events(trajectory: Trajectory) -> list[HistoryEvent]:
     """What its worker says."""
     tokens, seconds = len(trajectory.token_ids), trajectory.finished_at - trajectory.started_at
     rate = f", {tokens / seconds:.0f} tokens/s" if seconds > 0 else ""
     return [
-        Hop(trajectory.started_at, "started", f"worker {trajectory.worker_id}, attempt {trajectory.attempt}"),
-        Hop(
+        HistoryEvent(trajectory.started_at, "started", f"worker {trajectory.worker_id}, attempt {trajectory.attempt}"),
+        HistoryEvent(
             trajectory.finished_at,
             "finished",
             f"{tokens} tokens (predicted {trajectory.predicted_length}), {trajectory.finish_reason.value}{rate}",
@@ -83,22 +83,24 @@ def worker_hops(trajectory: Trajectory) -> list[Hop]:
     ]
 
 
-def skipped_hop(row: SkipRecord, *, counts: bool) -> Hop:
+def skip_event(row: SkipRecord, *, counts: bool) -> HistoryEvent:
     """The trainer does not train it."""
     undone = "" if counts else "; undone by a crash"
-    return Hop(row.sent_at, "skipped", f"{row.reason.value} at step {row.step}: {row.detail or 'no detail'}{undone}")
+    return HistoryEvent(
+        row.sent_at, "skipped", f"{row.reason.value} at step {row.step}: {row.detail or 'no detail'}{undone}"
+    )
 
 
-def announced_hop(message: WeightsReady, version: PolicyVersion) -> Hop:
+def announcement_event(message: WeightsReady, version: PolicyVersion) -> HistoryEvent:
     """The coordinator tells the workers of weights that contain it."""
     later = "" if message.version == version else ", which contains it"
-    return Hop(message.sent_at, "weights announced", f"version {message.version}{later}")
+    return HistoryEvent(message.sent_at, "weights announced", f"version {message.version}{later}")
 
 
-def adopted_hop(beat: Heartbeat, version: PolicyVersion) -> Hop:
+def adoption_event(beat: Heartbeat, version: PolicyVersion) -> HistoryEvent:
     """The first worker that was seen on the weights."""
     later = "" if beat.version == version else f" (already {beat.version})"
-    return Hop(beat.sent_at, "weights in use", f"first seen on worker {beat.worker_id}{later}")
+    return HistoryEvent(beat.sent_at, "weights in use", f"first seen on worker {beat.worker_id}{later}")
 
 
 PENDING = "pending"
@@ -106,15 +108,15 @@ PLACE = re.compile(r"(\d+)@(\d+)")
 
 
 @dataclass(frozen=True)
-class Tracer:
+class HistoryReader:
     """Of one run and algorithm."""
 
     history: History
     run: str
     algorithm: str
 
-    async def trace(self, name: str) -> Life:
-        """The life of a trajectory, by id or as ``partition@offset``.
+    async def trace(self, name: str) -> TrajectoryHistory:
+        """The history of a trajectory, by id or as ``partition@offset``.
 
         Raises:
             UserError: there is none, or its record is gone or does not decode.
@@ -122,33 +124,35 @@ class Tracer:
         found = await self._found(name)
         trajectory = found[0][1]
         places = {(record.partition, record.offset): record for record, _ in found}
-        hops = [ordered_hop(order) for order in await self._orders(trajectory)] + worker_hops(trajectory)
-        hops += [Hop(record.timestamp, "appended", _where(record)) for record, _ in found]
+        events = [order_event(order) for order in await self._orders(trajectory)] + worker_events(trajectory)
+        events += [HistoryEvent(record.timestamp, "appended", _where(record)) for record, _ in found]
         fates = dict.fromkeys(places, PENDING)
         told, trained = await self._told_by_trainer(fates)
-        hops += told + (await self._weights(trained) if trained is not None else [])
+        events += told + (await self._weights(trained) if trained is not None else [])
         appearances = tuple(Appearance(*place, record.timestamp, fates[place]) for place, record in places.items())
-        return Life(trajectory, appearances, in_order(hops))
+        return TrajectoryHistory(trajectory, appearances, in_order(events))
 
-    async def _told_by_trainer(self, fates: dict[tuple[int, int], str]) -> tuple[list[Hop], PolicyVersion | None]:
+    async def _told_by_trainer(
+        self, fates: dict[tuple[int, int], str]
+    ) -> tuple[list[HistoryEvent], PolicyVersion | None]:
         """Hops from steps and skips, and the weights that it is in; ``fates`` of its records are filled in."""
         log, steps = await self._steps()
-        hops: list[Hop] = []
+        events: list[HistoryEvent] = []
         trained: PolicyVersion | None = None
         for record, report in steps:
-            for place, hop in _in_step(log, record, report, set(fates)):
-                hops.append(hop)
-                if hop.what == "trained" and log.counts(report.version):
+            for place, event in _in_step(log, record, report, set(fates)):
+                events.append(event)
+                if event.what == "trained" and log.counts(report.version):
                     fates[place], trained = f"trained in step {report.step}", report.version
         for row in await self._skips(set(fates)):
             counts = log.counts_row(row)
-            hops.append(skipped_hop(row, counts=counts))
+            events.append(skip_event(row, counts=counts))
             if counts:
                 fates[row.partition, row.offset] = f"skipped: {row.reason.value}"
         reports = [report for _, report in steps if isinstance(report, StepReport)]
         if reports and reports[-1].finished:
             fates |= {place: "left over: the run is finished" for place, fate in fates.items() if fate == PENDING}
-        return hops, trained
+        return events, trained
 
     async def _found(self, name: str) -> list[tuple[Record, Trajectory]]:
         """Its records, first one first."""
@@ -212,7 +216,7 @@ class Tracer:
         }
         return list(rows.values())
 
-    async def _weights(self, version: PolicyVersion) -> list[Hop]:
+    async def _weights(self, version: PolicyVersion) -> list[HistoryEvent]:
         """When weights that contain it were announced, and first used."""
         announced = [
             message
@@ -224,8 +228,8 @@ class Tracer:
             async for _, message in self._messages(HEARTBEATS)
             if isinstance(message, Heartbeat) and message.version >= version
         ]
-        return [announced_hop(message, version) for message in announced[:1]] + [
-            adopted_hop(message, version) for message in beats[:1]
+        return [announcement_event(message, version) for message in announced[:1]] + [
+            adoption_event(message, version) for message in beats[:1]
         ]
 
     async def _messages(self, topic: Topic, key: str | None = None) -> AsyncIterator[tuple[Record, Message]]:
@@ -253,7 +257,7 @@ def _decoded(record: Record) -> Trajectory:
 
 def _in_step(
     log: StepLog, record: Record, report: StepReport | RefusedStep, places: set[tuple[int, int]]
-) -> Iterator[tuple[tuple[int, int], Hop]]:
+) -> Iterator[tuple[tuple[int, int], HistoryEvent]]:
     """What this report says of the records at these places."""
     counts = isinstance(report, StepReport) and log.counts(report.version)
     undone = "" if counts or isinstance(report, RefusedStep) else "; undone by a crash"
@@ -263,13 +267,16 @@ def _in_step(
                 micro_batch = f"micro-batch {number} of {len(report.micro_batches)}"
                 where = f"step {report.step}, {micro_batch}, row {row} of {len(batch)}"
                 if isinstance(report, RefusedStep):
-                    yield place, Hop(report.sent_at, "gradient refused", f"{where}: {report.problem}")
+                    yield place, HistoryEvent(report.sent_at, "gradient refused", f"{where}: {report.problem}")
                     continue
-                yield place, Hop(report.sent_at, "trained", f"{where}, weights {report.version}{undone}")
-                yield place, Hop(record.timestamp, "reported", _where(record))
+                yield place, HistoryEvent(report.sent_at, "trained", f"{where}, weights {report.version}{undone}")
+                yield place, HistoryEvent(record.timestamp, "reported", _where(record))
     for ref in report.left_out:
         if (place := _place(ref)) in places:
-            yield place, Hop(report.sent_at, "counted, not trained", f"step {report.step}, for the advantages{undone}")
+            yield (
+                place,
+                HistoryEvent(report.sent_at, "counted, not trained", f"step {report.step}, for the advantages{undone}"),
+            )
 
 
 def _where(record: Record) -> str:

@@ -28,7 +28,16 @@ from inspection.replay.scratch_policy import (
     candidates,
     keep_tensors,
 )
-from inspection.replay.steps import Batch, Step, StepLog, Stretch, as_recorded, read_groups, read_steps, steps_between
+from inspection.replay.steps import (
+    Batch,
+    ChainSegment,
+    Step,
+    StepLog,
+    as_recorded,
+    read_groups,
+    read_steps,
+    steps_between,
+)
 from schemas.errors import CheckpointError, UserError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import StepReport
@@ -130,7 +139,7 @@ class Replayer:
         args = (self.recipe, start.model, start.version.number, start.optimizer)
         return await self.compute(ScratchPolicy, *args), start.version
 
-    async def _start(self, chain: Sequence[Stretch], done: int) -> Start:
+    async def _start(self, chain: Sequence[ChainSegment], done: int) -> Start:
         """Where the steps after ``done`` finished ones can be rebuilt from."""
         for version in candidates(chain, done, await self.compute(self.starts.versions)):
             try:

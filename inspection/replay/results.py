@@ -87,7 +87,7 @@ class StepReplay:
 
 
 @dataclass(frozen=True)
-class Suspect:
+class GradientOutlier:
     """A trajectory of a step, with its texts."""
 
     row: Row
@@ -97,7 +97,7 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class Bisected:
+class BisectionResult:
     """``culprits``: minimal sets whose share of the gradient alone is above ``threshold`` or not finite, largest first.
 
     A culprit of the same group as a larger one may be there for that one's reward, from which its advantage comes.
@@ -110,7 +110,7 @@ class Bisected:
     gradient_norm: float
     threshold: float
     median: float | None
-    culprits: tuple[tuple[Suspect, ...], ...]
+    culprits: tuple[tuple[GradientOutlier, ...], ...]
     without_culprits: float
     ranking: tuple[Row, ...]
     computed: int

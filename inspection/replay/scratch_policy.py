@@ -28,7 +28,7 @@ from consumers.training.ports import StepOutcome
 from consumers.training.settings import TrainingSettings
 from consumers.training.step import PolicyLearner
 from consumers.training.weight_export import WEIGHTS
-from inspection.replay.steps import Batch, Cut, Stretch, as_cut_anew, as_recorded
+from inspection.replay.steps import Batch, ChainSegment, Cut, as_cut_anew, as_recorded
 from schemas.errors import CheckpointError, UserError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
@@ -115,7 +115,7 @@ class StoredStarts:
         return None
 
 
-def candidates(chain: Sequence[Stretch], step: int, versions: Iterable[PolicyVersion]) -> list[PolicyVersion]:
+def candidates(chain: Sequence[ChainSegment], step: int, versions: Iterable[PolicyVersion]) -> list[PolicyVersion]:
     """Checkpoints from which the step that follows ``step`` finished ones can be rebuilt, nearest first."""
     usable = [
         version
@@ -129,7 +129,7 @@ def candidates(chain: Sequence[Stretch], step: int, versions: Iterable[PolicyVer
     return sorted(usable, key=lambda version: version.number, reverse=True)
 
 
-def begins_with_the_model(chain: Sequence[Stretch]) -> bool:
+def begins_with_the_model(chain: Sequence[ChainSegment]) -> bool:
     """Whether the chain goes back to the initial model."""
     return bool(chain) and chain[0].first == 1
 

@@ -1,4 +1,4 @@
-"""Carries out `streamrl show`: opens the run, traces the trajectory, prints its life."""
+"""Carries out `streamrl show`: opens the run, traces the trajectory, prints its history."""
 
 import asyncio
 import datetime
@@ -11,22 +11,22 @@ from rich.console import Console
 from rich.text import Text
 
 from bus.history import History
-from inspection.replay.history import Life, Tracer
+from inspection.replay.history import HistoryReader, TrajectoryHistory
 from inspection.replay.view import as_json, columns, number
 from inspection.source import history_of, open_run
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import Trajectory
 
-# A trajectory's life as text: tokens with log-probs by weight version, rewards, and every hop with its time.
+# A trajectory's history as text: tokens with log-probs by weight version, rewards, and every event with its time.
 
 STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
 UNTRAINED = "dim"
 Piece = Callable[[int], str]
 
 
-def life_text(life: Life, piece: Piece) -> Text:
+def history_text(history: TrajectoryHistory, piece: Piece) -> Text:
     """Everything; ``piece`` gives a token's text. Without colours it still says which version sampled which tokens."""
-    trajectory = life.trajectory
+    trajectory = history.trajectory
     styles = _styles(trajectory)
     text = Text("\n".join(_head(trajectory)) + "\n\n")
     text.append(f"tokens, with log-probs at temperature {number(trajectory.temperature)}; versions: ")
@@ -37,7 +37,7 @@ def life_text(life: Life, piece: Piece) -> Text:
     text.append("\n")
     for line in _token_lines(trajectory, piece, styles):
         text.append_text(line).append("\n")
-    return text.append("\n" + "\n".join([*_rewards(trajectory), "", *_records(life), "", *_hops(life)]))
+    return text.append("\n" + "\n".join([*_rewards(trajectory), "", *_records(history), "", *_events(history)]))
 
 
 def pieces_of(model_path: str) -> Piece:
@@ -88,16 +88,17 @@ def _rewards(trajectory: Trajectory) -> list[str]:
     return lines + [f"  {name} failed: {error}" for name, error in sorted(trajectory.reward_errors.items())]
 
 
-def _records(life: Life) -> list[str]:
-    return ["records:", *(f"  {seen.partition}@{seen.offset}: {seen.fate}" for seen in life.appearances)]
+def _records(history: TrajectoryHistory) -> list[str]:
+    return ["records:", *(f"  {seen.partition}@{seen.offset}: {seen.fate}" for seen in history.appearances)]
 
 
-def _hops(life: Life) -> list[str]:
+def _events(history: TrajectoryHistory) -> list[str]:
     rows = [
-        (_clock(hop.at), "" if hop.since is None else f"+{hop.since:.3f} s", hop.what, hop.detail) for hop in life.hops
+        (_clock(event.at), "" if event.since is None else f"+{event.since:.3f} s", event.what, event.detail)
+        for event in history.events
     ]
     padded = columns(("time (UTC)", "after", "", ""), rows, left=4)
-    return ["life:", *(f"  {line}" for line in padded)]
+    return ["history:", *(f"  {line}" for line in padded)]
 
 
 def _clock(at: float) -> str:
@@ -105,7 +106,7 @@ def _clock(at: float) -> str:
 
 
 def show(name: str, run_path: Path, export: Path | None, *, json: bool) -> None:
-    """Print a trajectory's life.
+    """Print a trajectory's history.
 
     Raises:
         UserError: there is no such trajectory, or no such run.
@@ -113,17 +114,17 @@ def show(name: str, run_path: Path, export: Path | None, *, json: bool) -> None:
     run = open_run(run_path)
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-show-") as scratch,
-        history_of(run, export, Path(scratch), lambda line: print(line, file=sys.stderr)) as history,
+        history_of(run, export, Path(scratch), lambda line: print(line, file=sys.stderr)) as topics,
     ):
-        life = asyncio.run(_trace(history, run.name, run.settings.algorithm.name, name))
+        history = asyncio.run(_trace(topics, run.name, run.settings.algorithm.name, name))
     if json:
-        print(as_json(life))
+        print(as_json(history))
     else:
-        Console(soft_wrap=True, highlight=False).print(life_text(life, pieces_of(run.settings.model.path)))
+        Console(soft_wrap=True, highlight=False).print(history_text(history, pieces_of(run.settings.model.path)))
 
 
-async def _trace(history: History, run: str, algorithm: str, name: str) -> Life:
+async def _trace(topics: History, run: str, algorithm: str, name: str) -> TrajectoryHistory:
     try:
-        return await Tracer(history, run, algorithm).trace(name)
+        return await HistoryReader(topics, run, algorithm).trace(name)
     finally:
-        await history.close()
+        await topics.close()

@@ -12,7 +12,7 @@ from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import Group, MicroBatch, MicroBatcher, Sample, TrainingSample, collate
 from consumers.batching.settings import BatchingSettings
 from consumers.ingest.filters import weighted_reward
-from inspection.audit.index import Birth, Link, surviving_chain
+from inspection.audit.index import LineageLink, LineageStart, surviving_chain
 from schemas.errors import UserError, WireError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef, RefusedStep, SkipRecord, StepReport
@@ -24,7 +24,7 @@ from schemas.trajectories import Trajectory
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ChainSegment:
     """Steps ``first`` to ``last`` (both inclusive; none if last < first) of one lineage, as part of a chain."""
 
     lineage: int
@@ -44,7 +44,7 @@ class StepLog:
     """
 
     reports: dict[PolicyVersion, StepReport] = field(default_factory=dict)
-    births: dict[int, Birth] = field(default_factory=dict)
+    births: dict[int, LineageStart] = field(default_factory=dict)
     refused: list[RefusedStep] = field(default_factory=list)
 
     def observe(self, message: StepReport | RefusedStep) -> None:
@@ -55,9 +55,9 @@ class StepLog:
         lineage, step = message.version.lineage, message.step
         if message.group_ids:
             self.reports.setdefault(message.version, message)
-            self.births.setdefault(lineage, Birth(lineage, step - 1, None, 0))
+            self.births.setdefault(lineage, LineageStart(lineage, step - 1, None, 0))
         else:
-            self.births.setdefault(lineage, Birth(lineage, step, message.parent, message.parent_skips))
+            self.births.setdefault(lineage, LineageStart(lineage, step, message.parent, message.parent_skips))
 
     @property
     def newest(self) -> int:
@@ -70,19 +70,19 @@ class StepLog:
             raise UserError("expected reports of optimizer steps on the steps topic, got none: nothing was trained")
         return max(self.births)
 
-    def chain(self, lineage: int | None = None) -> tuple[Stretch, ...]:
+    def chain(self, lineage: int | None = None) -> tuple[ChainSegment, ...]:
         """The stretches that a lineage (None: the newest) consists of, oldest first.
 
         Raises:
             UserError: there is no such lineage.
         """
         return tuple(
-            Stretch(link.lineage, link.after + 1, self._last(link) if link.until is None else link.until)
+            ChainSegment(link.lineage, link.after + 1, self._last(link) if link.until is None else link.until)
             for link in self._links(lineage)
             if link.after is not None
         )
 
-    def _links(self, lineage: int | None) -> tuple[Link, ...]:
+    def _links(self, lineage: int | None) -> tuple[LineageLink, ...]:
         number = self.newest if lineage is None else lineage
         if number not in self.births:
             known = ", ".join(str(each) for each in sorted(self.births))
@@ -90,7 +90,7 @@ class StepLog:
         known_by_then = {each: birth for each, birth in self.births.items() if each <= number}
         return surviving_chain(known_by_then, beginning_is_held=False).links
 
-    def _last(self, link: Link) -> int:
+    def _last(self, link: LineageLink) -> int:
         steps = [version.number for version in self.reports if version.lineage == link.lineage]
         return max(steps, default=link.after or 0)
 
@@ -104,13 +104,13 @@ class StepLog:
         link = next((link for link in self._links(None) if link.lineage == row.lineage), None)
         return link is not None and (link.rows is None or row.sequence <= link.rows)
 
-    def attempts(self, step: int, chain: Iterable[Stretch]) -> list[RefusedStep]:
+    def attempts(self, step: int, chain: Iterable[ChainSegment]) -> list[RefusedStep]:
         """Gradients of this step that were not applied, computed from weights of the chain."""
         lineages = {stretch.lineage for stretch in chain if stretch.first <= step <= stretch.last + 1}
         return [refused for refused in self.refused if refused.step == step and refused.version.lineage in lineages]
 
 
-def holding(chain: Iterable[Stretch], step: int) -> Stretch | None:
+def holding(chain: Iterable[ChainSegment], step: int) -> ChainSegment | None:
     """The stretch that a step is in."""
     return next((stretch for stretch in chain if stretch.first <= step <= stretch.last), None)
 
@@ -269,7 +269,7 @@ def listed(attempts: Sequence[RefusedStep]) -> str:
     )
 
 
-def _absent(log: StepLog, step: int, chain: Sequence[Stretch], lineage: int | None) -> str:
+def _absent(log: StepLog, step: int, chain: Sequence[ChainSegment], lineage: int | None) -> str:
     if attempts := log.attempts(step, chain):
         return f"expected a step that was taken, got step {step}, which was only refused: {listed(attempts)}"
     there = ", ".join(str(stretch) for stretch in chain if stretch.last >= stretch.first) or "no step yet"

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from inspection.replay.comparing import Row
-from inspection.replay.dead_letters import Letter
-from inspection.replay.results import Bisected, Rebuilt, StepReplay, Suspect, WhatIf
+from inspection.replay.dead_letters import JudgedDeadLetter
+from inspection.replay.results import BisectionResult, GradientOutlier, Rebuilt, StepReplay, WhatIf
 from inspection.replay.steps import StepLog, listed
 
 # Results as JSON, and as aligned plain columns. Knows nothing of what the results mean.
@@ -188,7 +188,7 @@ def _what_if(found: WhatIf) -> list[str]:
     return lines + (["", "rows of the what-if:", *row_lines(found.rows)] if found.rows else [])
 
 
-def bisected_lines(found: Bisected, run: str) -> list[str]:
+def bisected_lines(found: BisectionResult, run: str) -> list[str]:
     """The culprits, and everything by its share."""
     why = "given" if found.median is None else f"10 × the median {number(found.median)} of the 20 steps before"
     head = f"step {found.step}: grad norm {number(found.gradient_norm)}, limit {number(found.threshold)} ({why})"
@@ -199,22 +199,22 @@ def bisected_lines(found: Bisected, run: str) -> list[str]:
         lines = [head, f"{count} culprit(s), found with {found.computed} gradients:"]
         seen: set[str] = set()
         for culprit in found.culprits:
-            lines += ["", *(line for suspect in culprit for line in _suspect(suspect, run, seen))]
-            seen |= {suspect.group_id for suspect in culprit}
+            lines += ["", *(line for outlier in culprit for line in _outlier_lines(outlier, run, seen))]
+            seen |= {outlier.group_id for outlier in culprit}
         lines += ["", f"grad norm without them: {number(found.without_culprits)}"]
     return [*lines, "", "by own gradient norm:", *row_lines(found.ranking[:LARGEST])]
 
 
-def _suspect(suspect: Suspect, run: str, seen: set[str]) -> list[str]:
+def _outlier_lines(outlier: GradientOutlier, run: str, seen: set[str]) -> list[str]:
     """``seen``: groups of larger culprits."""
-    row = suspect.row
+    row = outlier.row
     sibling = ["    its group has a larger culprit above, whose reward its advantage depends on"]
     return [
         f"  {row.trajectory_id} at {row.partition}@{row.offset}: own grad norm {number(row.gradient_norm)}, "
         f"reward {number(row.reward)}, advantage {number(row.advantage)}, max ratio {number(row.ratio_max)}",
-        *(sibling if suspect.group_id in seen else []),
-        f"    prompt:     {_short(suspect.prompt)}",
-        f"    completion: {_short(suspect.completion)}",
+        *(sibling if outlier.group_id in seen else []),
+        f"    prompt:     {_short(outlier.prompt)}",
+        f"    completion: {_short(outlier.completion)}",
         f"    streamrl show {row.trajectory_id} {run}",
     ]
 
@@ -223,7 +223,7 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= TEXT else f"{text[:TEXT]}…")
 
 
-def letter_lines(version: str, letters: Sequence[Letter]) -> list[str]:
+def dead_letter_lines(version: str, letters: Sequence[JudgedDeadLetter]) -> list[str]:
     """The dead letters."""
     usable = [letter for letter in letters if letter.row is not None]
     lines = [f"{len(letters)} dead letters, {len(usable)} of them usable now; weights {version}"]

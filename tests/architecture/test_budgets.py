@@ -11,6 +11,7 @@ LONG = {
 }
 """Files of over 500 lines, and why."""
 FEW = {
+    "inspection/charts": "the page's and the report's JavaScript, styles and uPlot; Python only says where they lie",
     "consumers/batching": "one mechanism, read as a whole: samples in, micro-batches out; and its settings",
     "deploy/images": "what runs inside a container, beside the files it is built of",
     "streamrl/init": "the templates and the checks have nothing in common but the moment they are for",

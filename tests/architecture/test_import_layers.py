@@ -26,6 +26,7 @@ HEAVY = {
         "producers.generation.engines",
         "producers.lengths.language_model",
         "streamrl.demo",
+        "streamrl.datasets",
     ),
     "vllm": ("producers.generation.engines",),
     "transformers": ("consumers.training", "producers.generation", "producers.lengths.language_model", "streamrl.demo"),

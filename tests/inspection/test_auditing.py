@@ -7,7 +7,7 @@ from bus.history import BusHistory, Extent
 from bus.memory import MemoryBus
 from bus.port import Outgoing, Subscription, TopicPartition
 from inspection.audit.audit import audit
-from inspection.audit.verdict import Offence, Verdict
+from inspection.audit.report import AuditReport, ViolationKind
 from schemas.errors import DataError
 from schemas.identifiers import PolicyVersion, make_trajectory_id
 from schemas.reports import SkipRecord
@@ -78,7 +78,7 @@ async def test_a_lost_record_is_named() -> None:
     frontier = {**manifest.frontier, str(partition): {"low": offset + 1, "done": []}}
     world.saved[-1].manifest = manifest.model_copy(update={"frontier": frontier})
     verdict = await audit(BusHistory(await _filled(world)), RUN, world.manifests)
-    lost = next(violation for violation in verdict.violations if violation.offence is Offence.LOST)
+    lost = next(violation for violation in verdict.violations if violation.offence is ViolationKind.LOST)
     assert lost.trajectory_id == world.log[partition][offset]
 
 
@@ -144,7 +144,7 @@ async def test_a_live_audit_raises_no_false_alarm(seed: int) -> None:
                 visible = len(world.saved)
             await catch_up()
 
-    verdicts: list[Verdict] = []
+    verdicts: list[AuditReport] = []
     living = asyncio.create_task(live())
 
     class Interrupted(BusHistory):

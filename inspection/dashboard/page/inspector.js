@@ -1,4 +1,4 @@
-// The inspector: one trajectory, token by token, its rewards, its life hop by hop, and what to type to see more.
+// The inspector: one trajectory, token by token, its rewards, its history event by event, and what to type to see more.
 import { el } from "/charts/elements.js";
 import { short, span } from "/charts/words.js";
 
@@ -39,7 +39,7 @@ function show(life) {
     el("h3", {}, "Prompt"), el("div", { class: "prompt", tabindex: "0", role: "region", "aria-label": "Prompt" }, life.prompt),
     el("h3", {}, "Completion, coloured by", ...modes, legend), tokens,
     el("h3", {}, "Reward"), rewards(life),
-    el("h3", {}, "Life"), hops(life),
+    el("h3", {}, "History"), events(life),
     el("h3", {}, "See more"), ...life.commands.map(command),
   );
   body.scrollTop = 0;
@@ -63,8 +63,8 @@ function rewards(life) {
   return rows.length ? el("table", { class: "scores" }, el("tbody", {}, ...rows)) : el("p", { class: "empty" }, "no reward");
 }
 
-function hops(life) {
-  return el("ol", { class: "life" }, ...life.hops.map(([at, since, what, detail]) => el("li", {}, el("b", {}, what), " ",
+function events(life) {
+  return el("ol", { class: "life" }, ...life.events.map(([at, since, what, detail]) => el("li", {}, el("b", {}, what), " ",
     el("span", { class: "quiet" }, `${new Date(at * 1000).toISOString().slice(11, 23)}${since === null ? "" : ` · +${span(since)}`} · ${detail}`))));
 }
 

@@ -7,8 +7,8 @@ import pytest
 
 from bus.port import Outgoing
 from consumers.training.checkpoints.manifest import KnownRecord
-from inspection.audit.checks import balance
-from inspection.audit.verdict import EXPLAINED, Offence, Verdict
+from inspection.audit.checks import check_accounts
+from inspection.audit.report import EXPLAINED, AuditReport, ViolationKind
 from schemas.codec import decode, encode
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
@@ -24,9 +24,9 @@ SEEDS = range(3)
 class Planted:
     """What must be found. ``name`` None: the offence has no trajectory."""
 
-    offence: Offence
+    offence: ViolationKind
     name: str | None
-    verdict: Verdict
+    verdict: AuditReport
 
 
 def change(world: World, topic: Topic, edit: Callable[[Message], Message | None]) -> None:
@@ -81,7 +81,7 @@ def lost_from_a_step(world: World) -> Planted:
     report = surviving_steps(world)[3]
     victim = refs_of(report)[1]
     edit_step(world, report.version, lambda refs: [ref for ref in refs if ref != victim])
-    return Planted(Offence.LOST, victim.trajectory_id, world.audit())
+    return Planted(ViolationKind.LOST, victim.trajectory_id, world.audit())
 
 
 def lost_in_the_frontier(world: World) -> Planted:
@@ -92,14 +92,14 @@ def lost_in_the_frontier(world: World) -> Planted:
     part["done"] = [*part["done"], place[1]]
     frontier[str(place[0])] = part
     world.saved[-1].manifest = manifest.model_copy(update={"frontier": frontier})
-    return Planted(Offence.LOST, world.log[place[0]][place[1]], world.audit())
+    return Planted(ViolationKind.LOST, world.log[place[0]][place[1]], world.audit())
 
 
 def trained_in_two_steps(world: World) -> Planted:
     one, other = surviving_steps(world)[1:3]
     victim = refs_of(one)[0]
     edit_step(world, other.version, lambda refs: [*refs, victim])
-    return Planted(Offence.TRAINED_TWICE, victim.trajectory_id, world.audit())
+    return Planted(ViolationKind.TRAINED_TWICE, victim.trajectory_id, world.audit())
 
 
 def trained_across_a_crash(world: World) -> Planted:
@@ -108,14 +108,14 @@ def trained_across_a_crash(world: World) -> Planted:
     old = next(r for r in reports if isinstance(r, StepReport) and refs_of(r) and r.version[0] == counted[0])
     victim, last = refs_of(old)[0], surviving_steps(world)[-1]
     edit_step(world, last.version, lambda refs: [*refs, victim])
-    return Planted(Offence.TRAINED_TWICE, victim.trajectory_id, world.audit())
+    return Planted(ViolationKind.TRAINED_TWICE, victim.trajectory_id, world.audit())
 
 
 def trained_twice_in_one_step(world: World) -> Planted:
     report = surviving_steps(world)[0]
     victim = refs_of(report)[0]
     edit_step(world, report.version, lambda refs: [*refs, victim])
-    return Planted(Offence.TRAINED_TWICE, victim.trajectory_id, world.audit())
+    return Planted(ViolationKind.TRAINED_TWICE, victim.trajectory_id, world.audit())
 
 
 def a_duplicate_trained_too(world: World) -> Planted:
@@ -123,46 +123,46 @@ def a_duplicate_trained_too(world: World) -> Planted:
     place = world.produce(victim.trajectory_id, 0)
     world.step([place])
     world.announce()
-    return Planted(Offence.TRAINED_TWICE, victim.trajectory_id, world.audit())
+    return Planted(ViolationKind.TRAINED_TWICE, victim.trajectory_id, world.audit())
 
 
 def trained_and_skipped(world: World) -> Planted:
     victim = refs_of(surviving_steps(world)[0])[0]
     world.skip((victim.partition, victim.offset), SkipReason.FILTERED)
-    return Planted(Offence.TWO_FATES, victim.trajectory_id, world.audit())
+    return Planted(ViolationKind.TWO_FATES, victim.trajectory_id, world.audit())
 
 
 def skipped_by_two_rows(world: World) -> Planted:
     row = surviving_rows(world)[0]
     world.skip((row.partition, row.offset), SkipReason.FILTERED)
-    return Planted(Offence.SKIPPED_TWICE, row.trajectory_id, world.audit())
+    return Planted(ViolationKind.SKIPPED_TWICE, row.trajectory_id, world.audit())
 
 
 def a_step_refers_to_nothing(world: World) -> Planted:
     report = surviving_steps(world)[2]
     ghost = RecordRef("ghost/0/0/0", 1, 10_000)
     edit_step(world, report.version, lambda refs: [*refs, ghost])
-    return Planted(Offence.UNKNOWN_RECORD, ghost.trajectory_id, world.audit())
+    return Planted(ViolationKind.UNKNOWN_RECORD, ghost.trajectory_id, world.audit())
 
 
 def a_step_names_another_trajectory(world: World) -> Planted:
     report = surviving_steps(world)[2]
     edit_step(world, report.version, lambda refs: [refs[0]._replace(trajectory_id="other/0/0/0"), *refs[1:]])
-    return Planted(Offence.WRONG_RECORD, "other/0/0/0", world.audit())
+    return Planted(ViolationKind.WRONG_RECORD, "other/0/0/0", world.audit())
 
 
 def the_record_changed_its_name(world: World) -> Planted:
     victim = refs_of(surviving_steps(world)[2])[0]
     world.log[victim.partition][victim.offset] = None
-    books = world.books()
-    index = next(i for i in range(len(books.produced)) if books.produced.names[i] == victim.trajectory_id)
-    names = [books.produced.names[i] for i in range(len(books.produced))]
-    names[index] = "other/0/0/0"
-    fresh = type(books.produced)(books.produced.partitions, books.produced.offsets)
+    index = world.index()
+    at = next(i for i in range(len(index.produced)) if index.produced.names[i] == victim.trajectory_id)
+    names = [index.produced.names[i] for i in range(len(index.produced))]
+    names[at] = "other/0/0/0"
+    fresh = type(index.produced)(index.produced.partitions, index.produced.offsets)
     for name in names:
         fresh.names.append(name)
-    books.produced = fresh
-    return Planted(Offence.WRONG_RECORD, victim.trajectory_id, balance(RUN, books, world.manifests()))
+    index.produced = fresh
+    return Planted(ViolationKind.WRONG_RECORD, victim.trajectory_id, check_accounts(RUN, index, world.manifests()))
 
 
 def the_frontier_forgot_a_record(world: World) -> Planted:
@@ -174,7 +174,7 @@ def the_frontier_forgot_a_record(world: World) -> Planted:
     done = {*range(part["low"]), *part["done"]} - {victim.offset}
     frontier[str(victim.partition)] = {"low": 0, "done": sorted(done)}
     world.saved[-1].manifest = manifest.model_copy(update={"frontier": frontier})
-    return Planted(Offence.NOT_FINISHED, victim.trajectory_id, world.audit())
+    return Planted(ViolationKind.NOT_FINISHED, victim.trajectory_id, world.audit())
 
 
 def finished_before_it_was_trained(world: World) -> Planted:
@@ -186,27 +186,27 @@ def finished_before_it_was_trained(world: World) -> Planted:
     part = dict(frontier[str(victim.partition)])  # type: ignore[arg-type]
     frontier[str(victim.partition)] = {**part, "done": [*part["done"], victim.offset]}
     world.saved[-1].manifest = newest.model_copy(update={"frontier": frontier})
-    return Planted(Offence.FINISHED_EARLY, victim.trajectory_id, world.audit())
+    return Planted(ViolationKind.FINISHED_EARLY, victim.trajectory_id, world.audit())
 
 
 def the_log_is_shorter_than_the_frontier(world: World) -> Planted:
     manifest = world.saved[-1].manifest
     frontier = {**manifest.frontier, "1": {"low": 99_999, "done": []}}
     world.saved[-1].manifest = manifest.model_copy(update={"frontier": frontier})
-    return Planted(Offence.ORPHAN_FRONTIER, None, world.audit())
+    return Planted(ViolationKind.ORPHAN_FRONTIER, None, world.audit())
 
 
 def the_topic_was_made_anew(world: World) -> Planted:
     manifest = world.saved[-1].manifest
     anchors = {**manifest.anchors, "0": KnownRecord(offset=0, trajectory_id="of/another/topic/0")}
     world.saved[-1].manifest = manifest.model_copy(update={"anchors": anchors})
-    return Planted(Offence.ORPHAN_FRONTIER, "of/another/topic/0", world.audit())
+    return Planted(ViolationKind.ORPHAN_FRONTIER, "of/another/topic/0", world.audit())
 
 
 def a_row_disappeared(world: World) -> Planted:
     victim = surviving_rows(world)[1]
     change(world, SKIPS, lambda m: None if (m.lineage, m.sequence) == (victim.lineage, victim.sequence) else m)  # type: ignore[attr-defined]
-    return Planted(Offence.SKIP_ROW_MISSING, None, world.audit())
+    return Planted(ViolationKind.SKIP_ROW_MISSING, None, world.audit())
 
 
 def a_row_changed_its_reason(world: World) -> Planted:
@@ -220,20 +220,20 @@ def a_row_changed_its_reason(world: World) -> Planted:
 
     change(world, SKIPS, edited)
     verdict = world.audit()
-    return Planted(Offence.SKIP_MISMATCH, verdict.violations[0].trajectory_id, verdict)
+    return Planted(ViolationKind.SKIP_MISMATCH, verdict.violations[0].trajectory_id, verdict)
 
 
 def the_tally_hash_differs(world: World) -> Planted:
     manifest = world.saved[-1].manifest
     skips = manifest.skips.model_copy(update={"hash": "0" * 32})
     world.saved[-1].manifest = manifest.model_copy(update={"skips": skips})
-    return Planted(Offence.SKIP_MISMATCH, None, world.audit())
+    return Planted(ViolationKind.SKIP_MISMATCH, None, world.audit())
 
 
 def a_step_was_never_reported(world: World) -> Planted:
     gap, after = surviving_steps(world)[2:4]
     change(world, STEPS, lambda m: None if m.version == gap.version else m)  # type: ignore[attr-defined]
-    return Planted(Offence.STEP_GAP, refs_of(after)[0].trajectory_id, world.audit())
+    return Planted(ViolationKind.STEP_GAP, refs_of(after)[0].trajectory_id, world.audit())
 
 
 def a_lineage_never_announced_itself(world: World) -> Planted:
@@ -244,7 +244,7 @@ def a_lineage_never_announced_itself(world: World) -> Planted:
         return None if message.version.lineage == parent and not message.micro_batches else message
 
     change(world, STEPS, edited)
-    return Planted(Offence.BROKEN_CHAIN, None, world.audit())
+    return Planted(ViolationKind.BROKEN_CHAIN, None, world.audit())
 
 
 def a_lineage_forgot_its_parent(world: World) -> Planted:
@@ -256,14 +256,14 @@ def a_lineage_forgot_its_parent(world: World) -> Planted:
         return message.replace(parent=None) if hit else message
 
     change(world, STEPS, edited)
-    return Planted(Offence.BROKEN_CHAIN, None, world.audit())
+    return Planted(ViolationKind.BROKEN_CHAIN, None, world.audit())
 
 
 def a_checkpoint_nobody_reported(world: World) -> Planted:
     manifest = world.saved[-1].manifest
     version = PolicyVersion(manifest.lineage, manifest.step + 7)
     world.saved[-1].manifest = manifest.model_copy(update={"policy_version": version, "step": version.number})
-    return Planted(Offence.UNREPORTED_CHECKPOINT, None, world.audit())
+    return Planted(ViolationKind.UNREPORTED_CHECKPOINT, None, world.audit())
 
 
 def a_checkpoint_of_a_lineage_nobody_knows(world: World) -> Planted:
@@ -271,20 +271,20 @@ def a_checkpoint_of_a_lineage_nobody_knows(world: World) -> Planted:
     version = PolicyVersion(manifest.lineage + 1, manifest.step)
     update = {"policy_version": version, "lineage": version.lineage}
     world.saved[-1].manifest = manifest.model_copy(update=update)
-    return Planted(Offence.UNREPORTED_CHECKPOINT, None, world.audit())
+    return Planted(ViolationKind.UNREPORTED_CHECKPOINT, None, world.audit())
 
 
 def one_version_with_two_contents(world: World) -> Planted:
     report = surviving_steps(world)[2]
     refs = refs_of(report)
     world.write(STEPS, with_refs(report, refs[:1]))
-    return Planted(Offence.CONFLICT, refs[0].trajectory_id, world.audit())
+    return Planted(ViolationKind.CONFLICT, refs[0].trajectory_id, world.audit())
 
 
 def one_row_number_with_two_contents(world: World) -> Planted:
     row = surviving_rows(world)[0]
     world.write(SKIPS, row.replace(offset=row.offset + 1))
-    return Planted(Offence.CONFLICT, row.trajectory_id, world.audit())
+    return Planted(ViolationKind.CONFLICT, row.trajectory_id, world.audit())
 
 
 PLANTS = (
@@ -331,7 +331,7 @@ def test_every_corruption_is_found_and_named(plant: Callable[[World], Planted], 
 
 def test_every_offence_is_planted() -> None:
     found = {plant(busy_world(0)).offence for plant in PLANTS}
-    assert found == set(Offence)
+    assert found == set(ViolationKind)
 
 
 def test_a_checkpoint_that_waits_for_its_report_is_no_offence() -> None:
@@ -345,8 +345,8 @@ def test_a_checkpoint_that_waits_for_its_report_is_no_offence() -> None:
 
 def test_with_forgotten_steps_a_finished_record_proves_nothing() -> None:
     world = busy_world(0)
-    books = world.books()
-    own = books.algorithms["grpo"]
+    index = world.index()
+    own = index.algorithms["grpo"]
     for version in sorted(own.steps)[:4]:
         del own.steps[version]
     keep = [i for i in range(len(own.entries)) if own.entries.codes[i] or own.entries.numbers[i] > 4]
@@ -358,9 +358,9 @@ def test_with_forgotten_steps_a_finished_record_proves_nothing() -> None:
         fresh.entries.add(
             e.codes[i], e.lineages[i], e.numbers[i], (e.partitions[i], e.offsets[i]), e.ends[i], e.names[i]
         )
-    books.algorithms["grpo"] = fresh
-    books.steps_begin = False
-    verdict = balance(RUN, books, world.manifests())
+    index.algorithms["grpo"] = fresh
+    index.steps_begin = False
+    verdict = check_accounts(RUN, index, world.manifests())
     assert verdict.violations == ()
     assert verdict.is_balanced
     assert verdict.algorithms[0].expired_fates > 0

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.port import Record
-from inspection.audit.index import Names, keys_of, ordered_ids_of, place_of, trajectory_id_of
+from inspection.audit.index import NameTable, keys_of, ordered_ids_of, place_of, trajectory_id_of
 from schemas.codec import encode, headers_of
 from schemas.trajectories import Trajectory
 from tests.consumers.factories import trajectory
@@ -64,7 +64,7 @@ def test_any_bytes_are_looked_at_without_an_error(value: bytes) -> None:
 
 @given(st.lists(st.none() | st.text(min_size=1, max_size=12).filter(lambda text: "\ud800" not in text)))
 def test_names_come_back_as_they_were(names: list[str | None]) -> None:
-    kept = Names()
+    kept = NameTable()
     for name in names:
         kept.append(name)
     assert [kept[index] for index in range(len(names))] == names

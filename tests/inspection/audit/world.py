@@ -14,9 +14,9 @@ from bus.port import Outgoing, Record
 from consumers.ingest.rejections import SkipTally
 from consumers.training.checkpoints import manifest as stored
 from consumers.training.checkpoints.manifest import CheckpointManifest
-from inspection.audit.checks import balance
-from inspection.audit.index import Books
-from inspection.audit.verdict import Verdict
+from inspection.audit.checks import check_accounts
+from inspection.audit.index import AuditIndex
+from inspection.audit.report import AuditReport
 from schemas.codec import encode, headers_of
 from schemas.identifiers import PolicyVersion, group_id_of
 from schemas.messages import Message
@@ -208,21 +208,21 @@ class World:
                 counts[partition] += 1
         return found
 
-    def books(self, first: int = 0) -> Books:
+    def index(self, first: int = 0) -> AuditIndex:
         """What an audit reads; ``first``: retention has deleted the trajectories below."""
-        books = Books()
-        books.hold({p: Extent(min(first, len(names)), len(names)) for p, names in self.log.items()})
+        index = AuditIndex()
+        index.hold({p: Extent(min(first, len(names)), len(names)) for p, names in self.log.items()})
         for record in self.records(STEPS):
-            books.add_step(record)
+            index.add_step(record)
         for record in self.records(SKIPS):
-            books.add_skip(record)
+            index.add_skip(record)
         for record in self.records(TRAJECTORIES):
             if record.offset >= first:
-                books.add_trajectory(record)
-        return books
+                index.add_trajectory(record)
+        return index
 
     def manifests(self) -> list[CheckpointManifest]:
         return [saved.manifest for saved in self.saved]
 
-    def audit(self, first: int = 0) -> Verdict:
-        return balance(RUN, self.books(first), self.manifests())
+    def audit(self, first: int = 0) -> AuditReport:
+        return check_accounts(RUN, self.index(first), self.manifests())

@@ -93,7 +93,7 @@ async def test_a_trajectory_is_told_by_token_and_by_hop(web: aiohttp.ClientSessi
     assert life["length"] == len(life["tokens"])
     assert "".join(text for text, *_ in life["tokens"]) == life["completion"]
     assert sum(end - start for _, start, end in life["spans"]) == life["length"]
-    assert [what for _, _, what, _ in life["hops"]][-1] in ("weights in use", "weights announced", "reported")
+    assert [what for _, _, what, _ in life["events"]][-1] in ("weights in use", "weights announced", "reported")
     step = dashboard.state.fates.of(place).removeprefix("trained in step ")
     assert life["commands"] == [f"streamrl replay runs/{RUN} --step {step}", f"streamrl show {life['id']} runs/{RUN}"]
     async with web.get(f"/api/trajectory?id={quote(life['id'])}") as answer:

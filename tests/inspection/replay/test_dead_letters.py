@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from bus.port import Outgoing
-from inspection.replay.dead_letters import judged_letters
+from inspection.replay.dead_letters import judged_dead_letters
 from schemas.codec import encode, headers_of
 from schemas.topics import DEAD_LETTERS, TRAJECTORIES
 from schemas.trajectories import Trajectory
@@ -17,7 +17,7 @@ async def test_letters_that_decode_today_show_what_they_would_have_taught(tmp_pa
     await dead_letter(run, encode(group[0])[:-3], offset=78)
     await dead_letter(run, encode(group[0].replace(rewards={})), offset=79)
     async with run.replayer() as replayer:
-        version, letters = await judged_letters(replayer)
+        version, letters = await judged_dead_letters(replayer)
     good, cut, unrewarded = letters
     assert version == "1-3"
     assert good.row is not None
@@ -36,7 +36,7 @@ async def test_letters_that_decode_today_show_what_they_would_have_taught(tmp_pa
 async def test_without_letters_nothing_is_loaded(tmp_path: Path, model_path: Path) -> None:
     run = await record(tmp_path, model_path, usual_groups(1))
     async with run.replayer() as replayer:
-        assert await judged_letters(replayer) == ("none", [])
+        assert await judged_dead_letters(replayer) == ("none", [])
 
 
 async def dead_letter(run: Recorded, value: bytes, offset: int) -> None:

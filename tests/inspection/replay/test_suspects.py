@@ -35,7 +35,7 @@ async def test_a_planted_trajectory_is_found_in_a_step_that_was_taken(tmp_path: 
         log = await replayer.log()
         found = await bisect(replayer, log, taken_step(log, BAD_STEP))
         assert found.culprits[0][0].row.trajectory_id == CULPRIT
-        assert {suspect.group_id for culprit in found.culprits for suspect in culprit} == {"p/25/0"}
+        assert {outlier.group_id for culprit in found.culprits for outlier in culprit} == {"p/25/0"}
         assert found.ranking[0].trajectory_id == CULPRIT
         assert found.gradient_norm > found.threshold > found.without_culprits
         assert found.gradient_norm == pytest.approx(
@@ -60,7 +60,7 @@ async def test_a_planted_trajectory_is_found_in_a_step_that_was_refused(tmp_path
         refused = refused_step(log, BAD_STEP, attempt=1)
         assert CULPRIT in {ref.trajectory_id for batch in refused.micro_batches for ref in batch}
         found = await bisect(replayer, log, refused)
-        assert [[suspect.row.trajectory_id for suspect in culprit] for culprit in found.culprits] == [[CULPRIT]]
+        assert [[outlier.row.trajectory_id for outlier in culprit] for culprit in found.culprits] == [[CULPRIT]]
         (again,) = [each async for each in replayer.replay(log, [refused], None, Wanted())]
         assert again.rebuilt.problem == again.rebuilt.recorded_problem != ""
         assert again.rebuilt.verdict == "bit-equal"
@@ -76,5 +76,5 @@ async def test_without_earlier_norms_the_limit_must_be_given(tmp_path: Path, mod
             median_norm(log, 1)
         found = await bisect(replayer, log, taken_step(log, 1), above=0.0)
         assert {row.trajectory_id for row in found.ranking if row.gradient_norm} == {
-            suspect.row.trajectory_id for culprit in found.culprits for suspect in culprit
+            outlier.row.trajectory_id for culprit in found.culprits for outlier in culprit
         }

@@ -86,7 +86,7 @@ def test_a_planted_trajectory_is_found_with_one_command(ask: Ask) -> None:
     assert "prompt:     'why?'" in text
     assert "completion: 'because'" in text
     found = json.loads(ask(steps=(BAD_STEP, BAD_STEP), bisect=True, json=True)[1])
-    assert [[suspect["row"]["trajectory_id"] for suspect in culprit] for culprit in found["culprits"]] == [[CULPRIT]]
+    assert [[outlier["row"]["trajectory_id"] for outlier in culprit] for culprit in found["culprits"]] == [[CULPRIT]]
 
 
 def test_without_the_culprit_the_step_is_a_usual_one(ask: Ask) -> None:

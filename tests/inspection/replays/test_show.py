@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from inspection.replay.history import Appearance, Hop, Life
-from inspection.replay.show import life_text, pieces_of, show
+from inspection.replay.history import Appearance, HistoryEvent, TrajectoryHistory
+from inspection.replay.show import history_text, pieces_of, show
 from schemas.errors import UserError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import VersionSpan
@@ -15,22 +15,24 @@ from tests.consumers.training.factories import make_trajectory
 from tests.inspection.replays.conftest import CULPRIT, Told
 
 
-def life() -> Life:
+def life() -> TrajectoryHistory:
     spans = (
         VersionSpan(version=PolicyVersion(1, 3), start=0, end=1),
         VersionSpan(version=PolicyVersion(1, 4), start=1, end=4),
     )
     mask = np.array([1, 0, 1, 1], dtype="<u1")
     trajectory = make_trajectory().replace(version_spans=spans, loss_mask=mask, reward_errors={"style": "timed out"})
-    return Life(
-        trajectory, (Appearance(0, 7, 2.0, "pending"),), (Hop(1.0, "started", "w", None), Hop(2.5, "x", "y", 1.5))
+    return TrajectoryHistory(
+        trajectory,
+        (Appearance(0, 7, 2.0, "pending"),),
+        (HistoryEvent(1.0, "started", "w", None), HistoryEvent(2.5, "x", "y", 1.5)),
     )
 
 
 def printed(*, terminal: bool) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, color_system="standard" if terminal else None, soft_wrap=True)
-    console.print(life_text(life(), lambda token_id: f"t{token_id}"))
+    console.print(history_text(life(), lambda token_id: f"t{token_id}"))
     return out.getvalue()
 
 
@@ -63,6 +65,6 @@ def test_show_prints_a_life_from_an_export(told: Told, capsys: pytest.CaptureFix
     show(CULPRIT, told.directory, told.export, json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["trajectory"]["trajectory_id"] == CULPRIT
-    assert [hop["what"] for hop in found["hops"]] == ["started", "finished", "appended", "trained", "reported"]
+    assert [event["what"] for event in found["events"]] == ["started", "finished", "appended", "trained", "reported"]
     with pytest.raises(UserError, match="not there"):
         show("nobody", told.directory, told.export, json=False)

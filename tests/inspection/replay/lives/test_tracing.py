@@ -4,7 +4,7 @@ import pytest
 
 from bus.history import BusHistory
 from bus.port import Outgoing
-from inspection.replay.history import Tracer
+from inspection.replay.history import HistoryReader
 from schemas.control import WeightsReady, control_key
 from schemas.errors import UserError
 from schemas.identifiers import PolicyVersion
@@ -17,8 +17,8 @@ from tests.inspection.replay.scene import Recorded, members, record, usual_group
 ZERO = "0" * 64
 
 
-def tracer(run: Recorded) -> Tracer:
-    return Tracer(BusHistory(run.scene.bus), RUN, run.algorithm.name)
+def tracer(run: Recorded) -> HistoryReader:
+    return HistoryReader(BusHistory(run.scene.bus), RUN, run.algorithm.name)
 
 
 async def send(run: Recorded, topic: str, message: object, key: str) -> None:
@@ -71,14 +71,14 @@ async def test_a_life_is_told_from_the_order_to_the_weights_in_use(tmp_path: Pat
     await send(run, HEARTBEATS.name, beat(PolicyVersion(1, 1), 4e9 + 2.5), "w1")
     life = await tracer(run).trace("p/0/0/1")
     assert life.trajectory.trajectory_id == "p/0/0/1"
-    assert [hop.what for hop in life.hops] == [
+    assert [event.what for event in life.events] == [
         "ordered", "ordered", "started", "finished", "appended", "trained", "reported", "weights announced",
         "weights in use",
     ]  # fmt: skip
-    assert "worker w0, attempt 0, prompt position 12, estimated 4 tokens" in life.hops[0].detail
-    assert "worker w1, attempt 1" in life.hops[1].detail
-    assert (life.hops[0].since, life.hops[1].since, life.hops[-1].since) == (None, 1.0, 2.5)
-    assert "step 1, micro-batch " in life.hops[5].detail
+    assert "worker w0, attempt 0, prompt position 12, estimated 4 tokens" in life.events[0].detail
+    assert "worker w1, attempt 1" in life.events[1].detail
+    assert (life.events[0].since, life.events[1].since, life.events[-1].since) == (None, 1.0, 2.5)
+    assert "step 1, micro-batch " in life.events[5].detail
     (seen,) = life.appearances
     assert seen.fate == "trained in step 1"
     by_place = await tracer(run).trace(f"{seen.partition}@{seen.offset}")
@@ -90,13 +90,13 @@ async def test_a_repeat_is_shown_beside_the_record_that_was_trained(tmp_path: Pa
     run = await record(tmp_path, model_path, [[*groups[0], groups[0][0]], *groups[1:]])
     life = await tracer(run).trace("p/0/0/0")
     assert [seen.fate for seen in life.appearances] == ["trained in step 1", f"skipped: {SkipReason.DUPLICATE.value}"]
-    assert [hop.what for hop in life.hops].count("appended") == 2
+    assert [event.what for event in life.events].count("appended") == 2
 
 
 async def test_what_a_crash_undid_is_told_and_does_not_count(tmp_path: Path, model_path: Path) -> None:
     run = await record(tmp_path, model_path, usual_groups(6), crash_at=5)
     life = await tracer(run).trace("p/8/0/0")
-    trained = [hop.detail for hop in life.hops if hop.what == "trained"]
+    trained = [event.detail for event in life.events if event.what == "trained"]
     assert len(trained) == 2
     assert ["undone by a crash" in detail for detail in trained] == [True, False]
     assert [seen.fate for seen in life.appearances] == ["trained in step 5"]

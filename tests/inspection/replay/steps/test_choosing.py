@@ -1,6 +1,6 @@
 import pytest
 
-from inspection.replay.steps import StepLog, Stretch, refused_step, steps_between, taken_step
+from inspection.replay.steps import ChainSegment, StepLog, refused_step, steps_between, taken_step
 from schemas.errors import UserError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
@@ -50,7 +50,7 @@ def log() -> StepLog:
 
 
 def test_only_the_surviving_chain_counts(log: StepLog) -> None:
-    assert log.chain() == (Stretch(1, 1, 4), Stretch(2, 5, 5), Stretch(3, 6, 7))
+    assert log.chain() == (ChainSegment(1, 1, 4), ChainSegment(2, 5, 5), ChainSegment(3, 6, 7))
     assert [taken_step(log, step).version for step in range(1, 8)] == [
         *(PolicyVersion(1, step) for step in range(1, 5)),
         PolicyVersion(2, 5),
@@ -80,7 +80,7 @@ def test_skip_rows_count_up_to_where_the_child_went_on(log: StepLog) -> None:
 
 
 def test_a_lineage_can_be_followed_beyond_where_a_crash_undid_it(log: StepLog) -> None:
-    assert log.chain(2) == (Stretch(1, 1, 4), Stretch(2, 5, 6))
+    assert log.chain(2) == (ChainSegment(1, 1, 4), ChainSegment(2, 5, 6))
     assert taken_step(log, 8, lineage=1).version == PolicyVersion(1, 8)
     assert [each.version.lineage for each in steps_between(log, 4, 6, lineage=2)] == [1, 2, 2]
 

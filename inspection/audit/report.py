@@ -6,8 +6,8 @@ from enum import StrEnum
 from typing import Any, Self
 
 
-class Offence(StrEnum):
-    """How books can fail to balance; the texts say what was found."""
+class ViolationKind(StrEnum):
+    """How accounts can fail to add up; the texts say what was found."""
 
     LOST = "lost"
     TRAINED_TWICE = "trained_twice"
@@ -27,21 +27,21 @@ class Offence(StrEnum):
 
 
 EXPLAINED = {
-    Offence.LOST: "finished in the newest checkpoint's frontier, but neither trained nor skipped",
-    Offence.TRAINED_TWICE: "trained in more than one place of the surviving steps",
-    Offence.TWO_FATES: "both trained and skipped",
-    Offence.SKIPPED_TWICE: "skipped by more than one row",
-    Offence.UNKNOWN_RECORD: "trained or skipped, but not on the trajectories topic",
-    Offence.WRONG_RECORD: "trained or skipped under a name that the record does not have",
-    Offence.NOT_FINISHED: "trained or skipped before the newest checkpoint, which would read it again",
-    Offence.FINISHED_EARLY: "finished in the newest checkpoint's frontier before it was trained or skipped",
-    Offence.ORPHAN_FRONTIER: "the newest checkpoint's frontier does not belong to this topic",
-    Offence.SKIP_ROW_MISSING: "a skip row that a checkpoint contains is not on the skips topic",
-    Offence.SKIP_MISMATCH: "the skip rows on the topic are not those that the checkpoint contains",
-    Offence.STEP_GAP: "a step of the surviving lineages was never reported",
-    Offence.BROKEN_CHAIN: "the lineages' parents do not fit together",
-    Offence.UNREPORTED_CHECKPOINT: "a checkpoint is newer than any report",
-    Offence.CONFLICT: "one version or row was written with two contents",
+    ViolationKind.LOST: "finished in the newest checkpoint's frontier, but neither trained nor skipped",
+    ViolationKind.TRAINED_TWICE: "trained in more than one place of the surviving steps",
+    ViolationKind.TWO_FATES: "both trained and skipped",
+    ViolationKind.SKIPPED_TWICE: "skipped by more than one row",
+    ViolationKind.UNKNOWN_RECORD: "trained or skipped, but not on the trajectories topic",
+    ViolationKind.WRONG_RECORD: "trained or skipped under a name that the record does not have",
+    ViolationKind.NOT_FINISHED: "trained or skipped before the newest checkpoint, which would read it again",
+    ViolationKind.FINISHED_EARLY: "finished in the newest checkpoint's frontier before it was trained or skipped",
+    ViolationKind.ORPHAN_FRONTIER: "the newest checkpoint's frontier does not belong to this topic",
+    ViolationKind.SKIP_ROW_MISSING: "a skip row that a checkpoint contains is not on the skips topic",
+    ViolationKind.SKIP_MISMATCH: "the skip rows on the topic are not those that the checkpoint contains",
+    ViolationKind.STEP_GAP: "a step of the surviving lineages was never reported",
+    ViolationKind.BROKEN_CHAIN: "the lineages' parents do not fit together",
+    ViolationKind.UNREPORTED_CHECKPOINT: "a checkpoint is newer than any report",
+    ViolationKind.CONFLICT: "one version or row was written with two contents",
 }
 
 
@@ -49,7 +49,7 @@ EXPLAINED = {
 class Violation:
     """``count`` offences of one kind, and the first of them."""
 
-    offence: Offence
+    offence: ViolationKind
     algorithm: str
     count: int
     trajectory_id: str | None
@@ -68,7 +68,7 @@ class Violation:
 
 
 @dataclass(frozen=True)
-class Undone:
+class UndoneByCrash:
     """What crashes took back: it was reported, and no surviving lineage contains it."""
 
     lineages: int = 0
@@ -97,7 +97,7 @@ class AlgorithmBalance:
     refused_steps: int
     lineages: tuple[int, ...]
     checkpoint: str | None
-    undone: Undone
+    undone: UndoneByCrash
     notes: tuple[str, ...] = ()
     violations: tuple[Violation, ...] = ()
 
@@ -114,7 +114,7 @@ class AlgorithmBalance:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AuditReport:
     """The audit of a run. ``produced``: records held on the trajectories topic, ``distinct`` names among them."""
 
     run: str
@@ -135,7 +135,7 @@ class Verdict:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether every algorithm's books balance."""
+        """Whether every algorithm's accounts add up."""
         return all(each.is_balanced for each in self.algorithms)
 
     def timed(self, seconds: float) -> Self:
