@@ -1,7 +1,8 @@
 """`streamrl lag`: how far each consumer of the trajectories is behind, in records, in time, and how fast.
 
 Lag means one thing everywhere: records at or above the offset that the consumer committed as finished, whether it has
-read them or not. A trajectory that waits for the rest of its group, or for its step to be kept, is not finished.
+read them or not. A trajectory that waits for the rest of its group, or for its step to be kept, is not finished; those
+behind it in its partition count too until it is, even if they were trained before it.
 """
 
 import asyncio

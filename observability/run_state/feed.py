@@ -174,15 +174,19 @@ class RunFeed:
             await subscription.close()
 
     async def _watch_ends(self, subscription: Subscription) -> None:
+        refused = 0
         try:
             while True:
                 try:
                     await self._ask_for_ends(subscription)
+                    refused = 0
                     self.availability.report_answer(self.client_id)
                 except BusUnavailable as error:
                     self.availability.report_silence(self.client_id, error)
                 except (BrokerError, BusError) as error:
-                    log.warning("lag is not known now", error=str(error))
+                    refused += 1
+                    if refused > 1:  # a broker that has just started refuses once, while it loads its groups
+                        log.warning("lag is not known now", error=str(error))
                 await asyncio.sleep(max(ENDS_EVERY_S, 2 * self.pace_s()))
         finally:
             if self.committed is not None:

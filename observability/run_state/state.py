@@ -121,7 +121,8 @@ class RunState:
     def lag(self) -> dict[int, int]:
         """Trajectories on the topic that the trainer has not finished (neither trained nor skipped), by length bucket.
 
-        By its committed offsets where they are known, else as the trainer itself reported it with the newest step.
+        By its committed offsets where they are known: a partition's oldest unfinished record counts with all behind it,
+        even those that were trained out of order. Else as the trainer itself reported it with the newest step.
         """
         return self.committed_lag or lag_by_bucket(self.metrics)
 
