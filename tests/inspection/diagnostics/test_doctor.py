@@ -49,12 +49,12 @@ def test_a_directory_without_room_or_right_to_write_fails(tmp_path: Path) -> Non
         assert next(iter(check_disk({"runs": tmp_path}))).level == "fail"
 
 
-def test_an_engine_that_cannot_be_imported_fails_with_a_way_to_mend_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inspection.diagnostics.checks.LIBRARIES", {"vllm": ("no_such_library",)})
+def test_an_engine_that_cannot_be_imported_fails_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inspection.diagnostics.checks.ENGINE_LIBRARIES", {"vllm": ("no_such_library",)})
     (found,) = check_engine("vllm", start_engine_probe("vllm"))
     assert found.level == "fail"
     assert "no_such_library" in found.detail
-    assert "setup-vllm" in found.mend
+    assert "setup-vllm" in found.remedy
 
 
 def test_an_emulated_engine_needs_nothing() -> None:
@@ -71,7 +71,7 @@ def test_a_broker_that_does_not_answer_fails_and_the_rest_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("inspection.diagnostics.checks.LIBRARIES", {})
+    monkeypatch.setattr("inspection.diagnostics.checks.ENGINE_LIBRARIES", {})
     assert run_doctor(None, "", f"127.0.0.1:{closed_port()}", as_json=True) == 2
     rows = json.loads(capsys.readouterr().out)
     levels = {row["check"]: row["level"] for row in rows}
@@ -109,7 +109,7 @@ async def test_a_run_s_topics_are_held_against_the_catalogue(bootstrap_servers: 
         "fail",
         "fail",
     ]  # a message, and a batch, may be larger than the topic takes
-    assert "topics apply --run checked" in by_check(findings, "topics")[0].mend
+    assert "topics apply --run checked" in by_check(findings, "topics")[0].remedy
 
 
 @pytest.mark.kafka
