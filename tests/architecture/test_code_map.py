@@ -1,0 +1,43 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.shape import code_map
+from tests.architecture.sources import ROOT
+from tests.architecture.trajectory_way import measured
+
+PAGE = ROOT / "docs" / "code-map.md"
+MOST_FILES, MOST_LAYERS = 40, 4
+ELSEWHERE = {"producers/rewards/child.py"}
+"""Runs in a process of its own."""
+DECLARES = {"producers/generation/engines/port.py"}
+"""Has dataclasses and protocols only, and no function that could be called."""
+
+
+def test_one_trajectory_is_followed_in_few_files_and_published_through_few_layers() -> None:
+    way, layers = code_map(ROOT)
+    assert 0 < len(way) <= MOST_FILES
+    assert len(way) == len(set(way))
+    assert 0 < len(layers) <= MOST_LAYERS
+
+
+def test_every_file_that_the_map_names_exists() -> None:
+    named = re.findall(r"`([\w/]+/[\w.]+\.(?:py|js))`", PAGE.read_text())
+    assert named
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+async def test_the_map_is_the_way_that_a_trajectory_takes(tmp_path: Path, bootstrap_servers: str) -> None:
+    way, beside = set(code_map(ROOT)[0]), set(_beside())
+    found = await measured(tmp_path, bootstrap_servers)
+    assert not found.touching - way - beside, "handed a sample, and not on the map"
+    assert not way - found.called - ELSEWHERE - DECLARES, "on the map, and never called"
+    assert beside <= found.touching, "beside the way, and handed no sample"
+
+
+def _beside() -> list[str]:
+    section = PAGE.read_text().split("\n## Beside the way\n")[1].split("\n## ")[0]
+    return re.findall(r"`([\w/]+\.py)`", section)
