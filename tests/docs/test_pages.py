@@ -123,3 +123,11 @@ def _addresses(page: Path) -> str:
     """What a page would fetch from elsewhere."""
     found = re.findall(r'(?:src|href)="(https?://[^"]*)', page.read_text())
     return " ".join(address for address in found if "zensical.org" not in address)
+
+
+def test_every_test_that_the_table_of_faults_names_exists() -> None:
+    named = re.findall(r"`([\w/]+/test_\w+\.py)(?:::(\w+))?", (DOCS / "reliability.md").read_text())
+    assert len(named) > 50
+    for path, name in named:
+        text = (ROOT / "tests" / path).read_text()
+        assert not name or re.search(rf"\b(def|class) {name}\b", text), f"{path}::{name}"
