@@ -37,7 +37,7 @@ check: .venv/ready  ## lint, formatting, types, the shape of the tree, and the m
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/python -m pytest -q tests/architecture
+	.venv/bin/python -m pytest -q -m "not slow" tests/architecture
 	.venv/bin/zensical build --strict
 
 shape: .venv/ready  ## the tree in figures: files, lines, importers, cycles, comments, a trajectory's way
