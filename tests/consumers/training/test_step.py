@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,23 @@ def test_accumulated_micro_batches_equal_one_batch(model_path: Path, loss_type: 
         assert other_loss == pytest.approx(loss, rel=1e-4)
         for one, other in zip(gradients, others, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_the_gradient_is_that_of_the_completions_tokens_and_of_no_others(model_path: Path) -> None:
+    """On policy every ratio is 1, so the loss is the advantage times the log-probability of each completion token."""
+    batch, model = make_micro_batch(5), load_model(model_path, CPU)
+    tokens = torch.tensor(batch.input_ids)  # [B, S]
+    log_softmax = torch.log_softmax(model(input_ids=tokens).logits[:, :-1], dim=-1)
+    predicted = log_softmax.gather(2, tokens[:, 1:, None]).squeeze(2)  # [B, S - 1], of token i + 1 at i
+    behaviour, loss = np.zeros_like(batch.behaviour_logprobs), torch.zeros(())
+    for row, (length, advantage) in enumerate(zip(batch.lengths, batch.advantages, strict=True)):
+        completion = predicted[row, 2 : length - 1]  # the prompt has three tokens
+        behaviour[row, 3:length] = completion.detach()
+        loss = loss - float(advantage) * completion.sum()
+    loss.backward()
+    _, found = gradient_of(make_learner(model_path), [replace(batch, behaviour_logprobs=behaviour)])
+    for parameter, gradient in zip(model.parameters(), found, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_samples_without_advantage_count_but_are_not_computed(model_path: Path) -> None:

@@ -75,6 +75,21 @@ async def test_a_checkpoint_is_written_before_its_step_is_announced(scene: Scene
     assert passed[written:].count(Failpoint.ANNOUNCED) == 1
 
 
+@pytest.mark.parametrize("announce", ["transaction", "plain"])
+async def test_a_checkpoint_is_written_before_offsets_behind_it_are_committed(scene: Scene, announce: str) -> None:
+    committed: list[set[int]] = []
+
+    def note(failpoint: Failpoint) -> None:
+        if failpoint is Failpoint.CHECKPOINT_WRITTEN:
+            committed.append(set(scene.bus.committed.values()))
+
+    for number in range(4):
+        await scene.publish_group(number)
+    await run(scene.trainer(training=training(max_steps=2, announce=announce), failpoint=note))
+    assert committed == [{2}], "of both partitions what step 1 trained, while the checkpoint is of step 2"
+    assert set(scene.bus.committed.values()) == {4}
+
+
 async def test_rows_of_the_parent_s_checkpoint_are_counted_in_the_first_report(scene: Scene) -> None:
     await scene.publish_group(0)
     await scene.publish_group(0)

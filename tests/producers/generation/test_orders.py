@@ -28,3 +28,26 @@ async def test_every_line_about_a_completion_names_its_trajectory() -> None:
             orders.accept(record, tasks)
     assert {line["trajectory"] for line in logs} == {"d/0/0/0", "d/0/0/1"}
     assert "trajectory" not in structlog.contextvars.get_contextvars()
+
+
+async def test_samples_of_one_group_go_where_their_order_says_whatever_their_lengths() -> None:
+    bus = MemoryBus()
+    for topic in ("orders", "trajectories"):
+        bus.create_topic(topic, 8)
+    publisher = await bus.publisher(WORKER)
+    lengths = (1, 8, 40, 2000)
+    for index in range(len(lengths)):
+        order = work_order(samples=len(lengths), sample_indices=(index,))
+        await publisher.publish(Outgoing.of("orders", order, key=order.group_id))
+    engine = FakeEngine(version=PolicyVersion(1, 0), started=True)
+    rollout = Rollout(engine, FakeTokenizer(), FakeScorer(), WORKER)
+    executor = OrderExecutor(rollout, Outbox(publisher, 10), "trajectories", 1024)
+    for record, length in zip(await (await bus.subscribe(["orders"], client_id="w")).poll(), lengths, strict=True):
+        engine.length = length
+        async with asyncio.TaskGroup() as tasks:
+            executor.accept(record, tasks)
+    messages = [[record.message() for record in records] for records in bus.log("trajectories").partitions]
+    found = messages[work_order().partition]
+    assert [len(trajectory.token_ids) for trajectory in found] == list(lengths)
+    assert {trajectory.bucket for trajectory in found} == {work_order().estimate.bucket}
+    assert sum(map(len, messages)) == len(lengths)

@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from producers.generation.settings import GenerationSettings
 from producers.generation.worker import GenerationWorker
 from producers.rewards.runner import RewardRunner
 from producers.rewards.settings import RewardSettings
-from schemas.control import Control, DrainWorker, FlowControl, RunFinished, control_key
+from schemas.control import Control, DrainWorker, FlowControl, RunFinished, WorkerClaimed, control_key
 from schemas.errors import BusUnavailable, DeliveryUnknown, EngineError, ModelError, RewardLoadError
 from schemas.identifiers import PolicyVersion, partition_of_worker
 from schemas.messages import Message
@@ -42,6 +43,7 @@ class Stage:
     rewards: Any = field(default_factory=FakeScorer)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
+    monotonic: Callable[[], float] = time.monotonic
     running: "asyncio.Task[None] | None" = None
 
     def start(self) -> "asyncio.Task[None]":
@@ -55,6 +57,7 @@ class Stage:
             self.tokenizer,
             self.rewards,
             self.cache,
+            monotonic=self.monotonic,
         )
         self.running = asyncio.create_task(worker.run(self.stop))
         return self.running
@@ -68,6 +71,9 @@ class Stage:
 
     async def control(self, message: Control) -> None:
         await self.send(CONTROL, message, control_key(message))
+
+    async def claim(self, incarnation: str) -> None:
+        await self.control(WorkerClaimed(sequence=0, sent_at=0.0, worker_id=WORKER, incarnation=incarnation))
 
     def read(self, topic: Topic) -> list[Message]:
         partitions = self.bus.log(topic.full_name(RUN)).partitions

@@ -3,16 +3,21 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bus.memory import MemorySubscription
+from bus.port import TopicPartition
 from coordinator.coordinator import Coordinator
 from coordinator.settings import CoordinatorSettings
 from schemas.control import WorkerClaimed
 from schemas.errors import Superseded
 from schemas.reports import WorkerState
 from schemas.topics import CONTROL
+from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine
 from tests.fakes.publisher import FailingBus
 from tests.fakes.waiting import until
@@ -101,3 +106,54 @@ async def test_of_two_started_at_the_same_time_one_stays(tmp_path: Path) -> None
         assert isinstance(done.pop().exception(), Superseded)
         await asyncio.sleep(0.1)
         assert not pending.pop().done()
+
+
+@dataclass
+class ReachableSubscription(MemorySubscription):
+    """Answers where its end is only while the bus is reachable."""
+
+    bus: "ReachableBus"
+
+    async def end_offsets(self) -> dict[TopicPartition, int]:
+        await self.bus.is_reachable.wait()
+        return await super().end_offsets()
+
+
+@dataclass
+class ReachableBus(FailingBus):
+    """``attempts`` lists whatever was handed to it."""
+
+    is_reachable: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def subscribe(self, *topics: Any, **how: Any) -> ReachableSubscription:
+        found = await super().subscribe(*topics, **how)
+        return ReachableSubscription(self, found.offsets, found.group_id)
+
+
+@pytest.mark.parametrize("stream_tokens", [False, True])
+async def test_a_worker_that_was_suspended_hands_nothing_over_before_it_has_read_control(
+    tmp_path: Path, stream_tokens: bool
+) -> None:
+    """Neither trajectories nor heartbeats nor tokens; and none at all once it has read that another has its id."""
+    clock, bus = FakeClock(), ReachableBus()
+    bus.is_reachable.set()
+    async with stages(tmp_path / "weights") as make:
+        settings = {"stream_tokens": stream_tokens}
+        it = make(bus=bus, engine=FakeEngine(hold_at=4), settings=settings, monotonic=clock)
+        worker = await it.ready()
+        await it.order(work_order(0, samples=1))
+        await until(lambda: it.engine.running == 1)
+        await it.claim(it.heartbeats[-1].incarnation)
+        await asyncio.sleep(0.05)
+        bus.is_reachable.clear()
+        clock.advance(60.0)
+        handed_over = len(bus.attempts)
+        it.engine.release.set()
+        await asyncio.sleep(0.2)
+        assert len(bus.attempts) == handed_over
+        await it.claim("other")
+        bus.is_reachable.set()
+        with pytest.raises(Superseded):
+            await asyncio.wait_for(worker, 5)
+        assert len(bus.attempts) == handed_over
+        assert it.trajectories == []
