@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test check shape chaos soak bench bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-observation docs fmt lock clean
+.PHONY: help setup setup-vllm demo test check shape mutants chaos soak bench bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-observation docs fmt lock clean
 SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -42,6 +42,9 @@ check: .venv/ready  ## lint, formatting, types, the shape of the tree, and the m
 
 shape: .venv/ready  ## the tree in figures: files, lines, importers, cycles, comments, a trajectory's way
 	.venv/bin/python -m tests.architecture.shape $(ARGS)
+
+mutants: .venv/ready  ## plant known bugs one at a time, and see that a test catches each
+	.venv/bin/python -m tests.mutants $(ARGS)
 
 chaos: .venv/ready  ## break real brokers and processes, and a simulation of the loop (RUNS=50 SEEDS=10000)
 	.venv/bin/python -m tests.chaos --runs $(RUNS) --seeds $(SEEDS) $(ARGS)

@@ -1,0 +1,213 @@
+"""Known bugs to plant, each a change of one text in one file, and the narrowest tests that must notice it.
+
+They are mistakes against the promises that the loop rests on: what a checkpoint covers, what is read again after a
+restart, which tokens are trained, what a fenced worker may still do. A later letter is the same mistake elsewhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+INGEST, TRAINING, GENERATION = "tests/consumers/ingest", "tests/consumers/training", "tests/producers/generation"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` occurs once in ``file`` and becomes ``new``; then each of ``tests``, pytest's node ids, must fail."""
+
+    id: str
+    description: str
+    file: str
+    old: str
+    new: str
+    tests: Sequence[str]
+
+
+MUTANTS = (
+    # A step's report, and with it the offsets, goes out in its transaction before the step's checkpoint is written.
+    Mutant(
+        "01",
+        "offsets committed before the checkpoint: the step's transaction",
+        "consumers/training/trainer.py",
+        """        with timer.measure("save_ckpt"):
+""",
+        """        await session.announce(session.report)
+        with timer.measure("save_ckpt"):
+""",
+        (
+            f"{TRAINING}/test_trainer_failures.py::test_a_checkpoint_is_written_before_its_step_is_announced",
+            f"{TRAINING}/test_trainer_failures.py::"
+            "test_a_checkpoint_is_written_before_offsets_behind_it_are_committed[transaction]",
+        ),
+    ),
+    # The same for a trainer that announces without transactions, and commits its offsets by a call of their own.
+    Mutant(
+        "01b",
+        "offsets committed before the checkpoint: without transactions",
+        "consumers/training/trainer.py",
+        """        with timer.measure("save_ckpt"):
+""",
+        """        if self.training.announce == "plain":
+            await session.reader.commit()
+        with timer.measure("save_ckpt"):
+""",
+        (
+            f"{TRAINING}/test_trainer_failures.py::"
+            "test_a_checkpoint_is_written_before_offsets_behind_it_are_committed[plain]",
+        ),
+    ),
+    # The low-water mark of a partition is the record after the first unfinished one.
+    Mutant(
+        "02",
+        "frontier off by one: the low-water mark passes the first unfinished record",
+        "consumers/ingest/frontier.py",
+        "self.read[0] if self.read else self.position",
+        "self.read[0] + 1 if self.read else self.position",
+        (f"{INGEST}/test_frontier.py::test_nothing_unfinished_is_passed",),
+    ),
+    # A resumed reader starts without the finished ids that its checkpoint holds.
+    Mutant(
+        "03",
+        "dedupe window dropped at resume",
+        "consumers/training/resume.py",
+        'document.get("dedupe", {}).items()',
+        "{}.items()",
+        (
+            f"{TRAINING}/test_resume.py::test_a_reader_goes_on_where_the_checkpoint_was_taken_with_rows_of_its_own",
+            f"{TRAINING}/test_trainer.py::test_a_repeated_trajectory_is_not_trained_twice",
+        ),
+    ),
+    # The age of a trajectory is that of the newest weights that sampled a token of it, not of the oldest.
+    Mutant(
+        "04",
+        "staleness checked against the newest version span",
+        "consumers/ingest/filters.py",
+        "oldest = min(",
+        "oldest = max(",
+        (f"{INGEST}/test_staleness.py::test_the_oldest_span_counts_by_its_number_whatever_its_lineage",),
+    ),
+    # A group is closed and handed on, to be given advantages, while one of its samples is still missing.
+    Mutant(
+        "05",
+        "advantages over an incomplete group",
+        "consumers/ingest/groups.py",
+        "len(entry.samples) + len(entry.rejections) == entry.wanted",
+        "len(entry.samples) + len(entry.rejections) >= entry.wanted - 1",
+        (f"{INGEST}/test_groups.py::test_a_group_is_whole_when_every_sample_is_accounted_for",),
+    ),
+    # Where samples are padded to a batch: the last token of the prompt is trained, the last of the completion is not.
+    Mutant(
+        "06",
+        "loss mask shifted by one: in the micro-batch",
+        "consumers/batching/micro_batches.py",
+        "loss_mask[row, start:end] = ",
+        "loss_mask[row, start - 1 : end - 1] = ",
+        ("tests/consumers/batching/test_samples.py::test_rows_are_right_padded_and_aligned_with_their_tokens",),
+    ),
+    # The same where the learner takes the micro-batch's mask.
+    Mutant(
+        "06b",
+        "loss mask shifted by one: in the learner",
+        "consumers/training/step.py",
+        "mask = torch.tensor(batch.loss_mask)",
+        "mask = torch.tensor(batch.loss_mask).roll(-1, 1)",
+        (f"{TRAINING}/test_step.py::test_the_gradient_is_that_of_the_completions_tokens_and_of_no_others",),
+    ),
+    # The manifest of a checkpoint is created in the object store before the files that it names are uploaded.
+    Mutant(
+        "07",
+        "checkpoint manifest written first: in an object store",
+        "consumers/training/checkpoints/storage.py",
+        """        self._sweep(f"lineage_{slot.lineage}")
+""",
+        """        self._sweep(f"lineage_{slot.lineage}")
+        self._create(_manifest_key(slot), encode_manifest(manifest))
+""",
+        (f"{TRAINING}/checkpoints/test_objects.py::test_the_manifest_comes_last",),
+    ),
+    # The manifest is written to the checkpoint's final directory before the staged files are renamed to it.
+    Mutant(
+        "07b",
+        "checkpoint manifest written first: in a local directory",
+        "consumers/training/checkpoints/storage.py",
+        """        written = staged / STATE / MANIFEST
+""",
+        """        early = self.root / slot.name / STATE
+        early.mkdir(parents=True, exist_ok=True)
+        (early / MANIFEST).write_bytes(encode_manifest(manifest))
+        written = staged / STATE / MANIFEST
+""",
+        (f"{TRAINING}/checkpoints/test_local.py::test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk",),
+    ),
+    # An exported version gets the name under which it can be fetched with the next export, after it was announced.
+    Mutant(
+        "08",
+        "weights announced before they are fetchable",
+        "consumers/training/weight_export.py",
+        """        with appearing_directory(self.root / str(version)) as directory:
+""",
+        """        for late in self.root.glob("late-*"):
+            late.rename(self.root / late.name.removeprefix("late-"))
+        with appearing_directory(self.root / f"late-{version}") as directory:
+""",
+        (
+            f"{TRAINING}/checkpoints/test_weight_export.py::"
+            "test_the_manifest_describes_every_file_and_its_checksum_is_returned",
+            f"{TRAINING}/test_trainer.py::test_the_first_report_makes_the_initial_weights_available",
+        ),
+    ),
+    # The fence lets a worker pass that knows that another one has its id.
+    Mutant(
+        "09",
+        "a worker publishes after being fenced: the fence lets it pass",
+        "producers/generation/outbox.py",
+        """        if self.superseded is not None:
+            raise self.superseded
+""",
+        "",
+        (
+            f"{GENERATION}/test_fence.py::test_a_zombie_publishes_nothing",
+            f"{GENERATION}/test_worker_succession.py::"
+            "test_a_worker_that_was_suspended_hands_nothing_over_before_it_has_read_control",
+        ),
+    ),
+    # The fence holds, but the worker's outbox is given the publisher that does not pass it.
+    Mutant(
+        "09b",
+        "a worker publishes after being fenced: its outbox goes past the fence",
+        "producers/generation/worker.py",
+        "Outbox(fenced, ",
+        "Outbox(publisher, ",
+        (
+            f"{GENERATION}/test_worker_succession.py::"
+            "test_a_worker_that_was_suspended_hands_nothing_over_before_it_has_read_control[False]",
+        ),
+    ),
+    # A trajectory goes to the partition of its own length's bucket, not to the one that the order says.
+    Mutant(
+        "10",
+        "length bucket computed per sample: from its actual length",
+        "producers/generation/worker.py",
+        """            return Outgoing.of(self.topic, trajectory, key=order.group_id, partition=order.partition)
+""",
+        """            loop = LoopSettings()
+            partition = loop.partition_of(loop.bucket_of(len(trajectory.token_ids)), order.position)
+            return Outgoing.of(self.topic, trajectory, key=order.group_id, partition=partition)
+""",
+        (
+            f"{GENERATION}/test_worker.py::test_an_order_becomes_one_trajectory_per_sample_on_its_partition",
+            f"{GENERATION}/test_orders.py::test_samples_of_one_group_go_where_their_order_says_whatever_their_lengths",
+        ),
+    ),
+    # Only a sample that is longer than predicted goes elsewhere: to a later partition.
+    Mutant(
+        "10b",
+        "length bucket computed per sample: if it is longer than predicted",
+        "producers/generation/worker.py",
+        """            return Outgoing.of(self.topic, trajectory, key=order.group_id, partition=order.partition)
+""",
+        """            partition = order.partition + (len(trajectory.token_ids) > order.estimate.upper)
+            return Outgoing.of(self.topic, trajectory, key=order.group_id, partition=partition)
+""",
+        (f"{GENERATION}/test_orders.py::test_samples_of_one_group_go_where_their_order_says_whatever_their_lengths",),
+    ),
+)
