@@ -16,8 +16,8 @@ from schemas.control import Control
 from schemas.messages import Message
 from schemas.topics import CATALOGUE, DAY_MS, HOUR_MS, Topic
 from settings.explaining import explain
+from settings.keys import known_keys
 from settings.tree import Settings
-from settings.wording import known_keys
 from streamrl.cli.app import app
 
 # Markdown tables. Knows nothing of what stands in them.

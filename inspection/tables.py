@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
 
 def surviving(log: StepLog) -> list[StepReport]:
     """The reports of the steps that no crash has undone, in order; none if nothing was trained."""
-    if not log.births:
+    if not log.lineage_starts:
         return []
     counted = {report.step: report for version, report in log.reports.items() if log.counts(version)}
     return [counted[step] for step in sorted(counted)]
@@ -124,7 +124,11 @@ async def _skipped(history: History, run: str, algorithm: str, log: StepLog) -> 
             row = record.message()
         except WireError:
             continue
-        if isinstance(row, SkipRecord) and row.algorithm == algorithm and (not log.births or log.counts_row(row)):
+        if (
+            isinstance(row, SkipRecord)
+            and row.algorithm == algorithm
+            and (not log.lineage_starts or log.counts_row(row))
+        ):
             end = row.offset + 1 if row.end_offset is None else row.end_offset
             found |= {(row.partition, offset): row.reason.value for offset in range(row.offset, end)}
     return found

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from schemas.errors import SettingsError
-from settings.layers import Given
+from settings.layers import SettingsLayers
 from settings.tree import Settings
 
 
 @dataclass(frozen=True)
-class Rule:
-    """``keys`` mean nothing unless ``applies``; ``because`` says what is against it, and ``deciders`` decide it."""
+class ExclusionRule:
+    """``keys`` mean nothing unless ``applies``, which ``deciders`` decide; ``because`` names what rules them out."""
 
     keys: tuple[str, ...]
     deciders: tuple[str, ...]
@@ -27,49 +27,49 @@ def _functions(settings: Settings) -> set[str]:
 
 
 RULES = (
-    Rule(
+    ExclusionRule(
         ("loop.max_staleness",),
         ("loop.mode",),
         lambda settings: settings.loop.mode == "trajectory_async",
         lambda settings: f'loop.mode = "{settings.loop.mode}", whose bound is {settings.loop.staleness_bound}',
     ),
-    Rule(
+    ExclusionRule(
         ("data.subset", "data.split", "data.format", "data.prompt_column", "data.answer_column"),
         ("data.path", "data.dataset", "data.mixture"),
         lambda settings: settings.data.path is not None,
         lambda _: "generated prompts (data.dataset or data.mixture)",
     ),
-    Rule(
+    ExclusionRule(
         ("data.size",),
         ("data.path",),
         lambda settings: settings.data.path is None,
         lambda _: "data.path, where one pass is all its rows",
     ),
-    Rule(
+    ExclusionRule(
         ("rewards.format_pattern",),
         ("rewards.functions",),
         lambda settings: "format" in _functions(settings),
         lambda _: 'rewards.functions that lack "format"',
     ),
-    Rule(
+    ExclusionRule(
         ("rewards.answer_pattern",),
         ("rewards.functions",),
         lambda settings: bool(_functions(settings) & {"math_verify", "exact_match"}),
         lambda _: 'rewards.functions that lack "math_verify" and "exact_match"',
     ),
-    Rule(
+    ExclusionRule(
         ("algorithm.overlong_l_cache", "algorithm.overlong_factor"),
         ("algorithm.overlong_l_max",),
         lambda settings: settings.algorithm.overlong_l_max is not None,
         lambda _: "no algorithm.overlong_l_max, so no overlong penalty",
     ),
-    Rule(
+    ExclusionRule(
         ("kafka.sasl_mechanism", "kafka.sasl_plain_username", "kafka.sasl_plain_password"),
         ("kafka.security_protocol",),
         lambda settings: settings.kafka.security_protocol.startswith("SASL"),
         lambda settings: f'kafka.security_protocol = "{settings.kafka.security_protocol}"',
     ),
-    Rule(
+    ExclusionRule(
         ("kafka.ssl_cafile", "kafka.ssl_certfile", "kafka.ssl_keyfile"),
         ("kafka.security_protocol",),
         lambda settings: settings.kafka.security_protocol.endswith("SSL"),
@@ -78,7 +78,7 @@ RULES = (
 )
 
 
-def refuse_contradictions(settings: Settings, given: Given) -> None:
+def refuse_contradictions(settings: Settings, given: SettingsLayers) -> None:
     """Check what the user gave.
 
     Raises:
@@ -87,6 +87,7 @@ def refuse_contradictions(settings: Settings, given: Given) -> None:
     for rule in RULES:
         if rule.applies(settings):
             continue
+        # A decider that a later layer gave overrides a key of an earlier one; -1: the decider is at its default.
         decided = max(given.rank(tuple(key.split("."))) for key in rule.deciders)
         for key in rule.keys:
             path = tuple(key.split("."))

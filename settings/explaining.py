@@ -1,4 +1,4 @@
-"""What a setting means, what it may be and where to set it, from its type alone."""
+"""What a setting means, which values it takes and where to set it, from its type alone: `streamrl config explain`."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -7,10 +7,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from schemas.errors import SettingsError
+from settings.keys import RENAMED, keys_in, suggestion
 from settings.layers import ENV_PREFIX, Key
-from settings.renamed import RENAMED
 from settings.tree import Settings
-from settings.wording import names_in, nearest
 
 _BOUNDS = {
     "minimum": ">=",
@@ -37,12 +36,12 @@ def explain(key: str, settings: Settings | None = None) -> list[str]:
     """
     path = tuple(key.split("."))
     *sections, name = path
-    if name not in names_in(tuple(sections)):
+    if name not in keys_in(tuple(sections)):
         now = RENAMED.get(key)
-        raise SettingsError(f"setting {key} is now {now}" if now else f"unknown setting {key}{nearest(path)}")
-    if inner := names_in(path):
-        return [f"[{key}]", *(f"  {one:<24} {described((*path, one))}" for one in inner)]
-    lines = [key, f"  {described(path)}", f"  {_shape(path)}"]
+        raise SettingsError(f"setting {key} is now {now}" if now else f"unknown setting {key}{suggestion(path)}")
+    if inner := keys_in(path):
+        return [f"[{key}]", *(f"  {one:<24} {description_of((*path, one))}" for one in inner)]
+    lines = [key, f"  {description_of(path)}", f"  {_shape(path)}"]
     if settings is not None:
         lines.append(f"  here: {_shown(value_at(settings, path))}")
     variable = ENV_PREFIX + "__".join(path).upper()
@@ -50,7 +49,7 @@ def explain(key: str, settings: Settings | None = None) -> list[str]:
     return lines
 
 
-def described(path: Key) -> str:
+def description_of(path: Key) -> str:
     """The description of a setting, in one line; empty where its name says all."""
     field = _field(path)
     text = str(field.get("description") or "")

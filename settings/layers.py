@@ -1,4 +1,7 @@
-"""The layers that settings come from, as nested dictionaries: TOML file, environment, command line. Later ones win."""
+"""The layers that settings come from, as nested dictionaries: TOML file, environment, command line. Later ones win.
+
+Which layer gave a key, and on which line, is kept for error messages. Knows no setting by name.
+"""
 
 import os
 import re
@@ -12,6 +15,53 @@ from schemas.errors import SettingsError
 
 ENV_PREFIX = "STREAMRL_"
 Tree = dict[str, Any]
+Key = tuple[str, ...]
+"""``loop.mode`` as ``("loop", "mode")``."""
+
+# A table's header and a key of a TOML line. tomllib keeps no line numbers, so they are looked for in the text.
+_HEADER = re.compile(r"\s*\[+\s*([^\]]+?)\s*\]+")
+_KEY = re.compile(r"\s*([A-Za-z0-9_.\"'-]+)\s*=")
+
+
+@dataclass(frozen=True)
+class SettingsLayers:
+    """What the user gave: TOML file, environment and command line; later ones win."""
+
+    config: Path | None
+    toml: Tree
+    environment: Tree
+    arguments: Tree
+
+    @classmethod
+    def read(cls, config: Path | None, arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Self:
+        """Read all three.
+
+        Raises:
+            SettingsError: one of them cannot be read.
+        """
+        return cls(config, from_toml(config) if config else {}, from_environment(environ), from_arguments(arguments))
+
+    @property
+    def layers(self) -> tuple[Tree, ...]:
+        """In the order in which they replace each other."""
+        return self.toml, self.environment, self.arguments
+
+    def rank(self, key: Key) -> int:
+        """The number of the last layer that gives a key, from 0; -1: none does."""
+        return max((rank for rank, tree in enumerate(self.layers) if _has(tree, key)), default=-1)
+
+    def origin(self, key: Key) -> str:
+        """Where a key's value came from, in brackets and with a space in front; empty where that is not known."""
+        match self.rank(key):
+            case 2:
+                return f" (--{'.'.join(key)})"
+            case 1:
+                return f" ({ENV_PREFIX}{'__'.join(key).upper()})"
+            case 0 if self.config is not None:
+                line = line_of(self.config.read_text(), key)
+                return f" ({self.config}, line {line})" if line else f" ({self.config})"
+            case _:
+                return ""
 
 
 def from_toml(path: Path) -> Tree:
@@ -83,54 +133,6 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-# What the user gave, layer by layer, and where each key came from. Knows no setting by name.
-
-_HEADER = re.compile(r"\s*\[+\s*([^\]]+?)\s*\]+")
-_KEY = re.compile(r"\s*([A-Za-z0-9_.\"'-]+)\s*=")
-Key = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Given:
-    """TOML file, environment and command line as nested dictionaries; later ones win."""
-
-    config: Path | None
-    toml: Tree
-    environment: Tree
-    arguments: Tree
-
-    @classmethod
-    def read(cls, config: Path | None, arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Self:
-        """Read all three.
-
-        Raises:
-            SettingsError: one of them cannot be read.
-        """
-        return cls(config, from_toml(config) if config else {}, from_environment(environ), from_arguments(arguments))
-
-    @property
-    def layers(self) -> tuple[Tree, ...]:
-        """In the order in which they replace each other."""
-        return self.toml, self.environment, self.arguments
-
-    def rank(self, key: Key) -> int:
-        """The number of the last layer that gives a key, from 0; -1: none does."""
-        return max((rank for rank, tree in enumerate(self.layers) if _has(tree, key)), default=-1)
-
-    def origin(self, key: Key) -> str:
-        """Where a key's value came from, in brackets and with a space in front; empty where that is not known."""
-        match self.rank(key):
-            case 2:
-                return f" (--{'.'.join(key)})"
-            case 1:
-                return f" ({ENV_PREFIX}{'__'.join(key).upper()})"
-            case 0 if self.config is not None:
-                line = line_of(self.config.read_text(), key)
-                return f" ({self.config}, line {line})" if line else f" ({self.config})"
-            case _:
-                return ""
 
 
 def line_of(text: str, key: Key) -> int | None:

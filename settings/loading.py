@@ -1,4 +1,8 @@
-"""Layers → the validated tree, and the tree → TOML. Sections that contradict each other are refused here."""
+"""Loads settings: layers → the validated tree, and the tree → TOML.
+
+An error is one line: the key, where it came from (file and line, variable or option), and what is expected. Sections
+that contradict each other are refused.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,9 +14,9 @@ from pydantic import BaseModel, ValidationError
 from schemas.errors import SettingsError
 from schemas.settings import UNSET
 from settings.contradictions import meaningless_keys, refuse_contradictions
-from settings.layers import ENV_PREFIX, Given, Tree, merged
+from settings.keys import RENAMED, known_keys, suggestion
+from settings.layers import ENV_PREFIX, SettingsLayers, Tree, merged
 from settings.tree import Settings
-from settings.wording import known_keys, line_about
 
 
 def load_settings(config: Path | None, arguments: Sequence[str], defaults: Tree | None = None) -> Settings:
@@ -21,15 +25,15 @@ def load_settings(config: Path | None, arguments: Sequence[str], defaults: Tree 
     Raises:
         SettingsError: an unknown key, a wrong value, or sections that contradict each other.
     """
-    given = Given.read(config, arguments)
+    given = SettingsLayers.read(config, arguments)
     _refuse_lone_underscores(os.environ)
     settings = validated(merged(defaults or {}, *given.layers), given)
     refuse_contradictions(settings, given)
     return settings
 
 
-def validated(tree: Tree, given: Given | None = None) -> Settings:
-    """The typed tree; ``given`` tells an error where a key came from.
+def validated(tree: Tree, given: SettingsLayers | None = None) -> Settings:
+    """The typed tree; ``given`` gives an error the origin of a key.
 
     Raises:
         SettingsError: see ``load_settings``.
@@ -37,28 +41,81 @@ def validated(tree: Tree, given: Given | None = None) -> Settings:
     try:
         settings = Settings.model_validate(tree)
     except ValidationError as error:
-        raise SettingsError(line_about(error, given)) from error
-    _agree(settings)
+        raise SettingsError(_explain_error(error, given)) from error
+    _check_sections_agree(settings)
     return settings
 
 
+def as_toml(settings: Settings) -> str:
+    """The resolved tree as TOML; reading it back gives the same run.
+
+    What is unset by default is left out, and so is what other settings make meaningless.
+    """
+    return tomli_w.dumps(_without_meaningless(settings, settings.model_dump(mode="json"), meaningless_keys(settings)))
+
+
+def _without_meaningless(model: BaseModel, values: Tree, meaningless: frozenset[str], prefix: str = "") -> Tree:
+    tree: Tree = {}
+    for name, value in values.items():
+        part = getattr(model, name)
+        if prefix + name in meaningless:
+            continue
+        if isinstance(part, BaseModel):
+            tree[name] = _without_meaningless(part, value, meaningless, f"{prefix}{name}.")
+        elif value is not None:
+            tree[name] = value
+        elif type(model).model_fields[name].default is not None:  # TOML has no null: a word stands for "unset"
+            tree[name] = UNSET
+    return tree
+
+
+def _explain_error(error: ValidationError, given: SettingsLayers | None) -> str:
+    """The first of the errors, wrong names before all others, and how many more there are."""
+    first, *others = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
+    location = tuple(str(part) for part in first["loc"])
+    key = ".".join(location)
+    origin = given.origin(location) if given else ""
+    more = f" ({len(others)} more)" if others else ""
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    match first["type"]:
+        case "extra_forbidden" if key in RENAMED:
+            return f"setting {key}{origin} is now {RENAMED[key]}{more}"
+        case "extra_forbidden":
+            return f"unknown setting {key}{origin}{suggestion(location)}{more}; `streamrl config show` lists all"
+        case "missing" if len(location) == 1:
+            return f"expected a section [{key}], got none; `streamrl init` writes a whole configuration{more}"
+        case "missing":
+            return f"expected a value for {key}, got none; set it in the file or with --{key} ...{more}"
+        case "model_type":
+            return f"expected a section [{key}], got {first['input']!r:.200}{origin}{more}"
+        case "value_error":
+            return f"setting {key}: {message}{origin}{more}"
+        case "tuple_type" if isinstance(first["input"], str):
+            message = f"expected a list such as '[\"{first['input']:.200}\"]', got {first['input']!r:.200}"
+            return f"setting {key}: {message}{origin}{more}"
+        case _:
+            return f"setting {key}: {message}, got {first['input']!r:.200}{origin}{more}"
+
+
 def _refuse_lone_underscores(environ: Mapping[str, str]) -> None:
-    """A variable such as STREAMRL_LOOP_MODE would be taken for none of ours, and its value be lost in silence."""
+    """A variable such as STREAMRL_LOOP_MODE is no setting, and its value would be ignored silently."""
     names = {f"{ENV_PREFIX}{key.replace('.', '_')}".upper(): key for key in known_keys()}
     for name in environ.keys() & names.keys():
         right = ENV_PREFIX + names[name].replace(".", "__").upper()
         raise SettingsError(f"expected two underscores between section and key, got {name}; did you mean {right}?")
 
 
-def _agree(settings: Settings) -> None:
+def _check_sections_agree(settings: Settings) -> None:
+    # An advantage is relative to the group's other samples; emulated training computes none.
     if settings.loop.num_generations < 2 and settings.training.backend != "emulated":
         raise SettingsError(
             f"expected loop.num_generations >= 2 for group advantages, got {settings.loop.num_generations}"
         )
-    _agree_on_emulation(settings)
+    _check_emulation(settings)
 
 
-def _agree_on_emulation(settings: Settings) -> None:
+def _check_emulation(settings: Settings) -> None:
     engine_is, training_is = settings.generation.engine == "emulated", settings.training.backend == "emulated"
     if training_is and not engine_is:
         raise SettingsError(
@@ -72,26 +129,3 @@ def _agree_on_emulation(settings: Settings) -> None:
         )
     if not training_is and not settings.model.path:
         raise SettingsError("expected a value for model.path, got none; set it in the file or with --model.path ...")
-
-
-def as_toml(settings: Settings) -> str:
-    """The resolved tree as TOML; reading it back gives the same run.
-
-    What is unset by default is left out, and so is what other settings make meaningless.
-    """
-    return tomli_w.dumps(_with_words(settings, settings.model_dump(mode="json"), meaningless_keys(settings)))
-
-
-def _with_words(model: BaseModel, values: Tree, meaningless: frozenset[str], prefix: str = "") -> Tree:
-    tree: Tree = {}
-    for name, value in values.items():
-        part = getattr(model, name)
-        if prefix + name in meaningless:
-            continue
-        if isinstance(part, BaseModel):
-            tree[name] = _with_words(part, value, meaningless, f"{prefix}{name}.")
-        elif value is not None:
-            tree[name] = value
-        elif type(model).model_fields[name].default is not None:
-            tree[name] = UNSET
-    return tree

@@ -196,9 +196,9 @@ class Run:
         Raises:
             UserError: nothing has the run's topics.
         """
-        from inspection.audit.command import audited
+        from inspection.audit.command import audit_history
 
-        return _apart(partial(audited, self._past, self._export))
+        return _apart(partial(audit_history, self._past, self._export))
 
     def replay(self, first: int, last: int | None = None, **changes: Any) -> "list[StepReplay]":
         """Take steps ``first`` to ``last`` (both inclusive) again, from what topics and checkpoints hold, in memory.
@@ -209,11 +209,13 @@ class Run:
         Raises:
             UserError: a step, a record or a checkpoint is not there.
         """
-        from inspection.replay.command import Request, replayed
+        from inspection.replay.command import ReplayRequest, replay_steps
 
         named = tuple(_as_arguments(_tree_of(changes)))
-        request = Request(self.directory, first, first if last is None else last, changes=named, export=self._export)
-        return _apart(partial(replayed, request))
+        request = ReplayRequest(
+            self.directory, first, first if last is None else last, changes=named, export=self._export
+        )
+        return _apart(partial(replay_steps, request))
 
     @cached_property
     def _algorithm(self) -> str:

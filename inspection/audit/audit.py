@@ -12,16 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from bus.history import Extent, History
 from bus.port import Record, TopicPartition
 from consumers.training.checkpoints.manifest import CheckpointManifest
-from inspection.audit.checks import check_accounts
+from inspection.audit.checks import check_balance
 from inspection.audit.index import AuditIndex
 from inspection.audit.report import AuditReport
 from schemas.errors import DataError, WireError
 from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 
 Progress = Callable[[str, int, int], None]
-"""Told the topic, how many of its offsets were read, and how many there are."""
-TELL_EVERY = 500
-Take = Callable[[Record], None]
+"""Called with the topic, how many of its offsets were read, and how many there are."""
+PROGRESS_EVERY = 500
+"""Records between two calls: a bar that moves some times a second at the usual 10,000 records/s and more."""
+Handler = Callable[[Record], None]
 TOPICS = (STEPS, SKIPS, TRAJECTORIES, WORK_ORDERS, DEAD_LETTERS)
 """In the order in which their ends are fixed."""
 
@@ -38,7 +39,7 @@ async def audit(
         history: where its topics are.
         run: its name.
         list_checkpoints: called once, before anything is read.
-        progress: told how far the reading is.
+        progress: called as the reading goes on.
 
     Raises:
         DataError: there is no such run, or a record of the steps or skips topic does not decode.
@@ -46,6 +47,7 @@ async def audit(
     """
     began = time.monotonic()
     manifests = list_checkpoints()
+    # In this order: checkpoints, then the topics in the order of TOPICS (see the invariant).
     held = await history.extents(*(topic.full_name(run) for topic in TOPICS))
     ends = {topic: _of(topic, run, held) for topic in TOPICS}
     if not ends[TRAJECTORIES]:
@@ -54,10 +56,11 @@ async def audit(
         )
     index = AuditIndex(steps_begin=_begins(ends[STEPS]), skips_begin=_begins(ends[SKIPS]))
     index.hold(ends[TRAJECTORIES])
-    await _read(history, held, _takers(run, index), progress)
+    await _read(history, held, _handlers(run, index), progress)
+    # Retention may have deleted records while they were read: what is gone by now counts as expired, not as unknown.
     index.hold(_of(TRAJECTORIES, run, await history.extents(TRAJECTORIES.full_name(run))))
-    verdict = check_accounts(run, index, [manifest for manifest in manifests if manifest.run == run])
-    return verdict.timed(time.monotonic() - began)
+    report = check_balance(run, index, [manifest for manifest in manifests if manifest.run == run])
+    return report.timed(time.monotonic() - began)
 
 
 def _of(topic: Topic, run: str, held: Mapping[TopicPartition, Extent]) -> dict[int, Extent]:
@@ -68,21 +71,21 @@ def _begins(extents: dict[int, Extent]) -> bool:
     return all(extent.first == 0 for extent in extents.values())
 
 
-def _takers(run: str, index: AuditIndex) -> dict[str, Take]:
-    takers: dict[Topic, Take] = {
+def _handlers(run: str, index: AuditIndex) -> dict[str, Handler]:
+    handlers: dict[Topic, Handler] = {
         STEPS: index.add_step,
         SKIPS: index.add_skip,
         TRAJECTORIES: index.add_trajectory,
         WORK_ORDERS: index.add_order,
         DEAD_LETTERS: index.add_dead_letter,
     }
-    return {topic.full_name(run): take for topic, take in takers.items()}
+    return {topic.full_name(run): handler for topic, handler in handlers.items()}
 
 
 async def _read(
-    history: History, held: Mapping[TopicPartition, Extent], takers: Mapping[str, Take], progress: Progress
+    history: History, held: Mapping[TopicPartition, Extent], handlers: Mapping[str, Handler], progress: Progress
 ) -> None:
-    totals = Counter(dict.fromkeys(takers, 0))
+    totals = Counter(dict.fromkeys(handlers, 0))
     for tp, extent in held.items():
         totals[tp.topic] += extent.end - extent.first
     for topic, total in totals.items():
@@ -90,12 +93,12 @@ async def _read(
     done: Counter[str] = Counter()
     async for record in history.within(held):
         try:
-            takers[record.topic](record)
+            handlers[record.topic](record)
         except WireError as error:
-            place = f"{record.topic}[{record.partition}]@{record.offset}"
-            raise DataError(f"expected a step report or skip row at {place}, got: {error}") from error
+            where = f"{record.topic}[{record.partition}]@{record.offset}"
+            raise DataError(f"expected a step report or skip row at {where}, got: {error}") from error
         done[record.topic] += 1
-        if done[record.topic] % TELL_EVERY == 0:
+        if done[record.topic] % PROGRESS_EVERY == 0:
             progress(record.topic, done[record.topic], totals[record.topic])
     for topic, total in totals.items():
         progress(topic, total, total)

@@ -1,8 +1,14 @@
-"""The verdict: produced = trained + skipped(reason) + pending, per algorithm, and whatever breaks it by name. Pure.
+"""The accounting check: produced = trained + skipped + pending, per algorithm, and by name what breaks it. Pure.
 
 Every record on the trajectories topic must be trained by exactly one surviving step, skipped by exactly one surviving
-row, or pending; and what the newest checkpoint takes for finished must be exactly what was trained or skipped before
-it. Places below the first offset that the topic holds are compared with each other only.
+row, or pending; and what the newest checkpoint's frontier calls finished must be exactly what was trained or skipped
+before it. Positions below the first offset that the topic holds are compared with each other only.
+
+Invariants, each with a test of its name:
+- every_surviving_step_is_reported: the numbers of each lineage's counted steps have no gap;
+- nothing_is_trained_twice, no_record_has_two_fates, every_reference_is_right: of single records;
+- nothing_finished_is_unexplained, nothing_counted_is_read_again, the_checkpoint_contains_the_rows_on_the_topic: of the
+  newest surviving checkpoint.
 """
 
 from collections import Counter
@@ -28,12 +34,113 @@ from inspection.audit.report import AlgorithmBalance, AuditReport, UndoneByCrash
 from inspection.audit.table import EXPIRED_RANGE, PENDING, AuditTable, ProducedRecords
 from schemas.reports import SkipRecord
 
-# Whether the surviving lineages fit together, and whether every one of their steps was reported, once. Pure.
-# Invariant every_surviving_step_is_reported: the numbers of each lineage's counted steps have no gap.
+_SEVERITY = tuple(ViolationKind)
+"""Worst first: the order in which the kinds are declared."""
+
+
+@dataclass(frozen=True)
+class NewestCheckpoint:
+    """The newest announced checkpoint that survives, if any. ``unannounced``: one that waits for its report."""
+
+    manifest: CheckpointManifest | None
+    unannounced: CheckpointManifest | None
+    violations: tuple[Violation, ...] = ()
+
+
+def check_balance(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest]) -> AuditReport:
+    """The report on a run. ``manifests``: its checkpoints as they were before the topics were read."""
+    produced = ProducedRecords(index.produced, index.held)
+    names = sorted({*index.algorithms, *(manifest.algorithm for manifest in manifests)})
+    hashes = np.unique(produced.hashes[produced.hashes != 0])
+    ordered = np.fromiter(index.ordered, dtype=np.uint64, count=len(index.ordered))
+    return AuditReport(
+        run=run,
+        produced=len(produced),
+        distinct=len(hashes),
+        undecodable=int(np.count_nonzero(produced.hashes == 0)),
+        expired=sum(extent.first for extent in index.held.values()),
+        orders=index.orders,
+        ordered=len(ordered),
+        ordered_unproduced=int(np.count_nonzero(~np.isin(ordered, hashes))),
+        dead_letters=dict(sorted(index.dead_letters.items())),
+        algorithms=tuple(_balance_of(name, index, produced, manifests) for name in names),
+    )
+
+
+def _balance_of(
+    name: str, index: AuditIndex, produced: ProducedRecords, manifests: Iterable[CheckpointManifest]
+) -> AlgorithmBalance:
+    own = index.algorithms.get(name, AlgorithmIndex())
+    chain = surviving_chain(own.lineage_starts, beginning_is_held=index.steps_begin)
+    table = AuditTable(name, own, chain, produced)
+    newest = newest_checkpoint(table, manifests)
+    violations = [*check_references(table), *check_lineages(table), *newest.violations]
+    forgotten = 0
+    if newest.manifest is not None:
+        found, forgotten = check_checkpoint(
+            table, newest.manifest, rows_are_held=index.skips_begin, steps_are_held=index.steps_begin
+        )
+        violations = found + violations
+    here = ~table.expired
+    return AlgorithmBalance(
+        algorithm=name,
+        produced=len(produced),
+        trained=int(np.count_nonzero(here & (table.codes == TRAINED))),
+        skipped=_skipped(table),
+        pending=int(np.count_nonzero(table.fates == PENDING)) - forgotten,
+        expired_trained=int(np.count_nonzero(~here & (table.codes == TRAINED))),
+        expired_skipped=int(np.count_nonzero(~here & (table.codes != TRAINED))),
+        expired_fates=forgotten,
+        steps=len(counted_steps(own, chain)),
+        refused_steps=own.refused_steps,
+        lineages=tuple(link.lineage for link in chain.links),
+        checkpoint=str(newest.manifest.policy_version) if newest.manifest else None,
+        undone=_undone(table),
+        notes=tuple(_notes(index, newest, forgotten)),
+        violations=tuple(sorted(violations, key=lambda violation: _SEVERITY.index(violation.kind))),
+    )
+
+
+def _skipped(table: AuditTable) -> dict[str, int]:
+    codes = table.codes[~table.expired & (table.codes != TRAINED)]
+    counts = Counter({REASONS[code - 1].value: int(count) for code, count in zip(*_counted(codes), strict=True)})
+    counts[REASONS[EXPIRED_RANGE - 1].value] += int(np.count_nonzero(table.fates == EXPIRED_RANGE))
+    return dict(sorted((+counts).items()))
+
+
+def _counted(codes: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> tuple[list[int], list[int]]:
+    values, counts = np.unique(codes, return_counts=True)
+    return values.tolist(), counts.tolist()
+
+
+def _undone(table: AuditTable) -> UndoneByCrash:
+    trained = table.all_codes == TRAINED
+    lost = ~table.counted
+    surviving = {link.lineage for link in table.chain.links}
+    counted = counted_steps(table.index, table.chain)
+    return UndoneByCrash(
+        lineages=len(table.index.lineage_starts.keys() - surviving),
+        steps=len(table.index.steps) - sum(len(lineages) for lineages in counted.values()),
+        trained=int(np.count_nonzero(lost & trained)),
+        rows=int(np.count_nonzero(lost & ~trained & (table.all_lineages <= table.chain.newest))),
+    )
+
+
+def _notes(index: AuditIndex, newest: NewestCheckpoint, forgotten: int) -> Iterable[str]:
+    if not index.steps_begin:
+        yield "the steps topic has lost its beginning to retention: what was trained there is not known"
+    if not index.skips_begin:
+        yield "the skips topic has lost its beginning to retention: the checkpoint's rows could not be compared"
+    if forgotten:
+        yield f"{forgotten} finished records have a fate that the topics have forgotten"
+    if newest.unannounced is not None:
+        yield f"checkpoint {newest.unannounced.policy_version} has not been announced yet"
+    if newest.manifest is None:
+        yield "no announced checkpoint yet: nothing is compared with a frontier"
 
 
 def check_lineages(table: AuditTable) -> list[Violation]:
-    """All offences of lineages, steps and rows as such."""
+    """All violations of lineages, steps and rows as such."""
     return [*_broken_chain(table), *_gaps(table), *_conflicts(table)]
 
 
@@ -89,12 +196,8 @@ def _conflicts(table: AuditTable) -> list[Violation]:
     return [Violation(ViolationKind.CONFLICT, table.algorithm, len(conflicts), name, partition, offset, detail)]
 
 
-# Whether each record met one fate, and is the one that was meant. Pure. Invariants, each with a test of its name:
-# nothing_is_trained_twice, no_record_has_two_fates, every_reference_is_right.
-
-
 def check_references(table: AuditTable) -> list[Violation]:
-    """All offences of single records."""
+    """All violations of single records."""
     return [
         *_second_fates(table),
         *_same_name_trained_twice(table),
@@ -104,14 +207,16 @@ def check_references(table: AuditTable) -> list[Violation]:
 
 
 def _second_fates(table: AuditTable) -> list[Violation]:
-    """Places that more than one counted entry names, by what the entries say."""
+    """Positions that more than one counted entry names, by what the entries say."""
+    # Sorted by position, the entries of one record are neighbours: a run of equal keys begins at ``begins``, has
+    # ``sizes`` entries, and ``trained_in`` of them are steps.
     order = np.argsort(table.keys, kind="stable")
     keys, trained = table.keys[order], table.codes[order] == TRAINED
     begins = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1]))) if len(keys) else np.zeros(0, np.int64)
     sizes = np.diff(np.append(begins, len(keys)))
     trained_in = np.add.reduceat(trained.astype(np.int64), begins) if len(begins) else sizes
     found: list[Violation] = []
-    for offence, groups in (
+    for kind, groups in (
         (ViolationKind.TRAINED_TWICE, trained_in > 1),
         (ViolationKind.TWO_FATES, (trained_in > 0) & (trained_in < sizes)),
         (ViolationKind.SKIPPED_TWICE, sizes - trained_in > 1),
@@ -122,7 +227,7 @@ def _second_fates(table: AuditTable) -> list[Violation]:
             which = np.zeros(len(keys), dtype=np.bool_)
             which[order[begins[offending]]] = True
             sources = " and ".join(table.source(int(position)) for position in order[begin : begin + size][:4])
-            found += table.violation(offence, which, f"by {sources}")
+            found += table.violation(kind, which, f"by {sources}")
     return found
 
 
@@ -145,6 +250,7 @@ def _same_name_trained_twice(table: AuditTable) -> list[Violation]:
 
 
 def _unknown_records(table: AuditTable) -> list[Violation]:
+    # Below the first held offset a record is deleted, not unknown.
     return table.violation(ViolationKind.UNKNOWN_RECORD, (table.at < 0) & ~table.expired)
 
 
@@ -163,25 +269,11 @@ def _wrong_records(table: AuditTable) -> list[Violation]:
     return table.violation(ViolationKind.WRONG_RECORD, wrong, f"by {table.source(position)}, the record holds {holds}")
 
 
-# Whether the newest surviving checkpoint's frontier and skip tally are what the topics say. Pure. Invariants, each
-# with a test of its name: nothing_finished_is_unexplained, nothing_counted_is_read_again,
-# the_checkpoint_contains_the_rows_on_the_topic.
-
-
-@dataclass(frozen=True)
-class NewestCheckpoint:
-    """The newest announced checkpoint that survives, if any. ``unannounced``: one that waits for its report."""
-
-    manifest: CheckpointManifest | None
-    unannounced: CheckpointManifest | None
-    violations: tuple[Violation, ...] = ()
-
-
 def newest_checkpoint(table: AuditTable, manifests: Iterable[CheckpointManifest]) -> NewestCheckpoint:
     """Choose among the checkpoints of the table's algorithm; those that a crash undid are passed over."""
     reported = max((step for step in table.index.steps if step.lineage == table.chain.newest), default=None)
-    birth = table.index.births.get(table.chain.newest)
-    last = reported.number if reported else birth.step if birth else 0
+    start = table.index.lineage_starts.get(table.chain.newest)
+    last = reported.number if reported else start.step if start else 0
     announced, ahead = [], []
     for manifest in manifests:
         version, link = manifest.policy_version, table.chain.link(manifest.policy_version.lineage)
@@ -193,6 +285,7 @@ def newest_checkpoint(table: AuditTable, manifests: Iterable[CheckpointManifest]
             announced.append(manifest)
     newest = max(announced, key=lambda manifest: manifest.policy_version, default=None)
     first_ahead = min(ahead, key=lambda manifest: manifest.policy_version, default=None)
+    # A trainer writes the checkpoint before it publishes the report: one checkpoint, of the next step, may be ahead.
     if first_ahead is None or first_ahead.policy_version == (table.chain.newest, last + 1):
         return NewestCheckpoint(newest, first_ahead)
     detail = f"checkpoint {first_ahead.policy_version}, newest report {table.chain.newest}-{last}"
@@ -203,7 +296,7 @@ def newest_checkpoint(table: AuditTable, manifests: Iterable[CheckpointManifest]
 def check_checkpoint(
     table: AuditTable, manifest: CheckpointManifest, *, rows_are_held: bool, steps_are_held: bool
 ) -> tuple[list[Violation], int]:
-    """All offences against one checkpoint, and how many finished records have a fate that the topics forgot.
+    """All violations against one checkpoint, and how many finished records have a fate whose report or row is deleted.
 
     ``rows_are_held``, ``steps_are_held``: whether the topics still hold their first records; if not, a finished record
     without a fate proves nothing.
@@ -235,6 +328,7 @@ def _finished(table: AuditTable, manifest: CheckpointManifest) -> tuple[Mask, li
         begin, end = np.searchsorted(produced.keys, [partition << PARTITION_SHIFT, (partition + 1) << PARTITION_SHIFT])
         offsets = produced.keys[begin:end] - (partition << PARTITION_SHIFT)
         low, done = frontier
+        # A frontier per partition: all below ``low`` are finished, and those of ``done`` above it.
         finished[begin:end] = (offsets < low) | np.isin(offsets, np.array(done, dtype=np.int64))
         extent = produced.held.get(partition)
         beyond = max([low, *(offset + 1 for offset in done)])
@@ -261,9 +355,10 @@ def _as_frontier(content: Any) -> tuple[int, list[int]]:
 
 
 def _contained(table: AuditTable, manifest: CheckpointManifest) -> Mask:
-    """Which produced records met their fate before the checkpoint, as the topics tell it."""
+    """Which produced records were trained or skipped before the checkpoint, by what the topics say."""
     lineage, number = manifest.policy_version
     numbers, lineages = table.all_numbers, table.all_lineages
+    # The checkpoint holds its lineage's steps up to its own number, and skip rows up to the tally's count.
     limit = np.where(table.all_codes == TRAINED, number, manifest.skips.count)
     before = (lineages < lineage) | ((lineages == lineage) & (numbers <= limit))
     contained: Mask = np.zeros(len(table.produced), dtype=np.bool_)
@@ -310,7 +405,7 @@ def _mismatch(table: AuditTable, manifest: CheckpointManifest, reasons: Counter[
 
 
 def _first_row_of(table: AuditTable, reasons: Sequence[str]) -> tuple[str | None, int | None, int | None]:
-    """Where to begin to look: the first counted row of the reason that differs."""
+    """Where to start looking: the first counted row of a reason that differs."""
     codes = [code for code, reason in enumerate(REASONS, start=1) if reason.value in reasons]
     found = np.flatnonzero(table.counted & np.isin(table.all_codes, codes))
     if not len(found):
@@ -335,98 +430,3 @@ def _row(table: AuditTable, index: int) -> SkipRecord:
         offset=entries.offsets[index],
         end_offset=entries.ends[index],
     )
-
-
-_SEVERITY = tuple(ViolationKind)
-
-
-def check_accounts(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest]) -> AuditReport:
-    """Judge a run. ``manifests``: its checkpoints as they were before the topics were read."""
-    produced = ProducedRecords(index.produced, index.held)
-    names = sorted({*index.algorithms, *(manifest.algorithm for manifest in manifests)})
-    hashes = np.unique(produced.hashes[produced.hashes != 0])
-    ordered = np.fromiter(index.ordered, dtype=np.uint64, count=len(index.ordered))
-    return AuditReport(
-        run=run,
-        produced=len(produced),
-        distinct=len(hashes),
-        undecodable=int(np.count_nonzero(produced.hashes == 0)),
-        expired=sum(extent.first for extent in index.held.values()),
-        orders=index.orders,
-        ordered=len(ordered),
-        ordered_unproduced=int(np.count_nonzero(~np.isin(ordered, hashes))),
-        dead_letters=dict(sorted(index.dead_letters.items())),
-        algorithms=tuple(_judge(name, index, produced, manifests) for name in names),
-    )
-
-
-def _judge(
-    name: str, index: AuditIndex, produced: ProducedRecords, manifests: Iterable[CheckpointManifest]
-) -> AlgorithmBalance:
-    own = index.algorithms.get(name, AlgorithmIndex())
-    chain = surviving_chain(own.births, beginning_is_held=index.steps_begin)
-    table = AuditTable(name, own, chain, produced)
-    newest = newest_checkpoint(table, manifests)
-    violations = [*check_references(table), *check_lineages(table), *newest.violations]
-    forgotten = 0
-    if newest.manifest is not None:
-        found, forgotten = check_checkpoint(
-            table, newest.manifest, rows_are_held=index.skips_begin, steps_are_held=index.steps_begin
-        )
-        violations = found + violations
-    here = ~table.expired
-    return AlgorithmBalance(
-        algorithm=name,
-        produced=len(produced),
-        trained=int(np.count_nonzero(here & (table.codes == TRAINED))),
-        skipped=_skipped(table),
-        pending=int(np.count_nonzero(table.fates == PENDING)) - forgotten,
-        expired_trained=int(np.count_nonzero(~here & (table.codes == TRAINED))),
-        expired_skipped=int(np.count_nonzero(~here & (table.codes != TRAINED))),
-        expired_fates=forgotten,
-        steps=len(counted_steps(own, chain)),
-        refused_steps=own.refused_steps,
-        lineages=tuple(link.lineage for link in chain.links),
-        checkpoint=str(newest.manifest.policy_version) if newest.manifest else None,
-        undone=_undone(table),
-        notes=tuple(_notes(index, newest, forgotten)),
-        violations=tuple(sorted(violations, key=lambda violation: _SEVERITY.index(violation.offence))),
-    )
-
-
-def _skipped(table: AuditTable) -> dict[str, int]:
-    codes = table.codes[~table.expired & (table.codes != TRAINED)]
-    counts = Counter({REASONS[code - 1].value: int(count) for code, count in zip(*_counted(codes), strict=True)})
-    counts[REASONS[EXPIRED_RANGE - 1].value] += int(np.count_nonzero(table.fates == EXPIRED_RANGE))
-    return dict(sorted((+counts).items()))
-
-
-def _counted(codes: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> tuple[list[int], list[int]]:
-    values, counts = np.unique(codes, return_counts=True)
-    return values.tolist(), counts.tolist()
-
-
-def _undone(table: AuditTable) -> UndoneByCrash:
-    trained = table.all_codes == TRAINED
-    lost = ~table.counted
-    surviving = {link.lineage for link in table.chain.links}
-    counted = counted_steps(table.index, table.chain)
-    return UndoneByCrash(
-        lineages=len(table.index.births.keys() - surviving),
-        steps=len(table.index.steps) - sum(len(lineages) for lineages in counted.values()),
-        trained=int(np.count_nonzero(lost & trained)),
-        rows=int(np.count_nonzero(lost & ~trained & (table.all_lineages <= table.chain.newest))),
-    )
-
-
-def _notes(index: AuditIndex, newest: NewestCheckpoint, forgotten: int) -> Iterable[str]:
-    if not index.steps_begin:
-        yield "the steps topic has lost its beginning to retention: what was trained there is not known"
-    if not index.skips_begin:
-        yield "the skips topic has lost its beginning to retention: the checkpoint's rows could not be compared"
-    if forgotten:
-        yield f"{forgotten} finished records have a fate that the topics have forgotten"
-    if newest.unannounced is not None:
-        yield f"checkpoint {newest.unannounced.policy_version} has not been announced yet"
-    if newest.manifest is None:
-        yield "no announced checkpoint yet: nothing is compared with a frontier"

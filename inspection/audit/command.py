@@ -1,4 +1,4 @@
-"""What `streamrl audit` and `streamrl export` do: find the run, open its history, show progress, end with a code."""
+"""`streamrl audit` and `streamrl export`: find the run, open its history, show progress, print, give the exit code."""
 
 import json
 import sys
@@ -22,97 +22,10 @@ from inspection.source import PastRun, history_of, open_run
 from schemas.errors import UserError
 from schemas.topics import Topic
 
-# An audit's verdict as lines and tables for people.
-
-MEASURES = ("produced", "trained", "skipped", "pending")
-WIDTH = 100
-
-
-def show_verdict(verdict: AuditReport, console: Console) -> None:
-    """Print the report. Its first line says whether the accounts add up, and if not, what breaks them first."""
-    console.print(headline(verdict), soft_wrap=True, markup=False, highlight=False)
-    for violation in verdict.violations[1:]:
-        console.print(str(violation), soft_wrap=True, markup=False, highlight=False)
-    console.print(_table(verdict))
-    for line in _facts(verdict):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-
-
-def headline(verdict: AuditReport) -> str:
-    """One line."""
-    if verdict.violations:
-        return f"NOT BALANCED: {verdict.violations[0]}"
-    if not verdict.is_balanced:
-        return "NOT BALANCED: the figures do not add up, though no record was found to be wrong"
-    return f"balanced: run {verdict.run}, {verdict.produced} records, every one with exactly one fate"
-
-
-def _table(verdict: AuditReport) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    columns = verdict.algorithms
-    for own in columns:
-        table.add_column(own.algorithm, justify="right")
-    table.add_column("total", justify="right")
-
-    def row(name: str, figures: Iterable[int], *, indent: bool = False) -> None:
-        numbers = list(figures)
-        shown = [f"{number:,}" for number in (*numbers, sum(numbers))]
-        table.add_row(f"  {name}" if indent else name, *shown)
-
-    if not columns:
-        table.add_row("produced", f"{verdict.produced:,}")
-        table.add_row("= pending", f"{verdict.produced:,}")
-        return table
-    row("produced", (own.produced for own in columns))
-    row("= trained", (own.trained for own in columns))
-    row("+ skipped", (own.skipped_in_all for own in columns))
-    for reason in sorted({reason for own in columns for reason in own.skipped}):
-        row(reason, (own.skipped.get(reason, 0) for own in columns), indent=True)
-    row("+ pending", (own.pending for own in columns))
-    if any(own.expired_fates for own in columns):
-        row("+ forgotten by the topics", (own.expired_fates for own in columns))
-    return table
-
-
-def _facts(verdict: AuditReport) -> Iterable[str]:
-    for own in verdict.algorithms:
-        yield from _facts_of(own)
-    copies = verdict.produced - verdict.undecodable - verdict.distinct
-    yield f"records: {verdict.distinct:,} trajectories, {copies:,} copies, {verdict.undecodable:,} undecodable"
-    if verdict.orders:
-        missing = verdict.ordered_unproduced
-        yield f"ordered: {verdict.ordered:,} trajectories in {verdict.orders:,} orders, {missing:,} not produced"
-    if verdict.dead_letters:
-        reasons = ", ".join(f"{name} {count:,}" for name, count in verdict.dead_letters.items())
-        yield f"dead letters: {reasons}"
-    if verdict.expired:
-        yield f"retention has deleted {verdict.expired:,} offsets at the start of the log"
-    yield f"audited in {verdict.seconds:.1f} s"
-
-
-def _facts_of(own: AlgorithmBalance) -> Iterable[str]:
-    chain = " → ".join(map(str, own.lineages)) or "none"
-    compared = own.checkpoint or "none"
-    yield f"{own.algorithm}: {own.steps:,} steps, lineages {chain}, compared with checkpoint {compared}"
-    undone = own.undone
-    if undone.steps or undone.lineages or undone.rows:
-        yield (
-            f"{own.algorithm}: undone by crashes: {undone.steps} steps with {undone.trained} trajectories, "
-            f"{undone.rows} skip rows, {undone.lineages} whole lineages"
-        )
-    if own.refused_steps:
-        yield f"{own.algorithm}: {own.refused_steps} refused steps"
-    if own.expired_trained or own.expired_skipped:
-        yield (
-            f"{own.algorithm}: of records that retention has deleted since: {own.expired_trained} trained, "
-            f"{own.expired_skipped} skipped"
-        )
-    for note in own.notes:
-        yield f"{own.algorithm}: {note}"
-
-
 NOT_BALANCED = 4
+"""Exit code of an audit that found violations."""
+WIDTH = 100
+"""Columns of the table where standard output is no terminal, so that a log or a file has whole lines."""
 
 
 def audit_run(run: Path | None, export: Path | None, *, as_json: bool) -> int:
@@ -123,15 +36,15 @@ def audit_run(run: Path | None, export: Path | None, *, as_json: bool) -> int:
     """
     if run is None and export is None:
         raise UserError("expected a run to audit, got none; name its directory, its configuration, or --export DIR")
-    verdict = audited(None if run is None else open_run(run), export)
+    report = audit_history(None if run is None else open_run(run), export)
     if as_json:
-        print(json.dumps(verdict.to_json(), indent=1))
+        print(json.dumps(report.to_json(), indent=1))
     else:
-        show_verdict(verdict, Console(width=None if sys.stdout.isatty() else WIDTH))
-    return 0 if verdict.is_balanced else NOT_BALANCED
+        print_report(report, Console(width=None if sys.stdout.isatty() else WIDTH))
+    return 0 if report.is_balanced else NOT_BALANCED
 
 
-def audited(run: PastRun | None, export: Path | None) -> AuditReport:
+def audit_history(run: PastRun | None, export: Path | None) -> AuditReport:
     """The audit of a run, or of an export if one is named.
 
     Raises:
@@ -145,7 +58,7 @@ def audited(run: PastRun | None, export: Path | None) -> AuditReport:
     tune_garbage_collector()
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-audit-") as scratch,
-        history_of(run, None, Path(scratch), _tell) as history,
+        history_of(run, None, Path(scratch), _print_progress) as history,
         _progress() as progress,
     ):
         return uvloop.run(audit(history, run.name, lambda: checkpoints_of(run), progress))
@@ -170,7 +83,7 @@ def export_run(run: Path, to: Path | None, encoding: Format, topics: Sequence[st
     target = to or past.directory.path / "export"
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-export-") as scratch,
-        history_of(past, None, Path(scratch), _tell) as history,
+        history_of(past, None, Path(scratch), _print_progress) as history,
         _progress() as progress,
     ):
         exporter = Exporter(history, past.name, past.directory.config, target, encoding, progress)
@@ -197,8 +110,92 @@ def _described(manifest: ExportManifest) -> Iterator[str]:
         yield f"{name}: {records:,} records in {len(topic.files)} files, {size / 1e6:.1f} MB"
 
 
-def _tell(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+def print_report(report: AuditReport, console: Console) -> None:
+    """Print the report. Its first line says whether the accounts add up, and if not, what breaks them first."""
+    console.print(headline(report), soft_wrap=True, markup=False, highlight=False)
+    for violation in report.violations[1:]:
+        console.print(str(violation), soft_wrap=True, markup=False, highlight=False)
+    console.print(_table(report))
+    for line in _facts(report):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def headline(report: AuditReport) -> str:
+    """One line."""
+    if report.violations:
+        return f"NOT BALANCED: {report.violations[0]}"
+    if not report.is_balanced:
+        return "NOT BALANCED: the figures do not add up, though no record was found to be wrong"
+    return f"balanced: run {report.run}, {report.produced} records, every one with exactly one fate"
+
+
+def _table(report: AuditReport) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    columns = report.algorithms
+    for own in columns:
+        table.add_column(own.algorithm, justify="right")
+    table.add_column("total", justify="right")
+
+    def row(name: str, figures: Iterable[int], *, indent: bool = False) -> None:
+        numbers = list(figures)
+        shown = [f"{number:,}" for number in (*numbers, sum(numbers))]
+        table.add_row(f"  {name}" if indent else name, *shown)
+
+    if not columns:
+        table.add_row("produced", f"{report.produced:,}")
+        table.add_row("= pending", f"{report.produced:,}")
+        return table
+    row("produced", (own.produced for own in columns))
+    row("= trained", (own.trained for own in columns))
+    row("+ skipped", (own.skipped_in_all for own in columns))
+    for reason in sorted({reason for own in columns for reason in own.skipped}):
+        row(reason, (own.skipped.get(reason, 0) for own in columns), indent=True)
+    row("+ pending", (own.pending for own in columns))
+    if any(own.expired_fates for own in columns):
+        row("+ forgotten by the topics", (own.expired_fates for own in columns))
+    return table
+
+
+def _facts(report: AuditReport) -> Iterable[str]:
+    for own in report.algorithms:
+        yield from _facts_of(own)
+    copies = report.produced - report.undecodable - report.distinct
+    yield f"records: {report.distinct:,} trajectories, {copies:,} copies, {report.undecodable:,} undecodable"
+    if report.orders:
+        missing = report.ordered_unproduced
+        yield f"ordered: {report.ordered:,} trajectories in {report.orders:,} orders, {missing:,} not produced"
+    if report.dead_letters:
+        reasons = ", ".join(f"{name} {count:,}" for name, count in report.dead_letters.items())
+        yield f"dead letters: {reasons}"
+    if report.expired:
+        yield f"retention has deleted {report.expired:,} offsets at the start of the log"
+    yield f"audited in {report.seconds:.1f} s"
+
+
+def _facts_of(own: AlgorithmBalance) -> Iterable[str]:
+    chain = " → ".join(map(str, own.lineages)) or "none"
+    compared = own.checkpoint or "none"
+    yield f"{own.algorithm}: {own.steps:,} steps, lineages {chain}, compared with checkpoint {compared}"
+    undone = own.undone
+    if undone.steps or undone.lineages or undone.rows:
+        yield (
+            f"{own.algorithm}: undone by crashes: {undone.steps} steps with {undone.trained} trajectories, "
+            f"{undone.rows} skip rows, {undone.lineages} whole lineages"
+        )
+    if own.refused_steps:
+        yield f"{own.algorithm}: {own.refused_steps} refused steps"
+    if own.expired_trained or own.expired_skipped:
+        yield (
+            f"{own.algorithm}: of records that retention has deleted since: {own.expired_trained} trained, "
+            f"{own.expired_skipped} skipped"
+        )
+    for note in own.notes:
+        yield f"{own.algorithm}: {note}"
 
 
 @contextmanager
@@ -211,9 +208,9 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 
-        def tell(topic: str, done: int, total: int) -> None:
+        def advance(topic: str, done: int, total: int) -> None:
             if topic not in tasks:
                 tasks[topic] = bars.add_task(topic, total=total)
             bars.update(tasks[topic], completed=done)
 
-        yield tell
+        yield advance

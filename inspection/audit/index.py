@@ -1,7 +1,14 @@
-"""Takes in what the topics of a run say, record by record, in any order, and keeps only what the balance needs.
+"""Indexes the topics of a run, record by record and in any order, keeping only what the balance needs.
 
-Repeats count once: of a step report by its version, of a skip row by its lineage and sequence. A repeat that says
-something else is kept as a conflict.
+A run may hold tens of millions of trajectories, so of a trajectory only the id in its header is read, and what is kept
+are columns of plain numbers and one text buffer: about 100 bytes a record.
+
+Repeats count once: of a step report by its version, of a skip row by its lineage and sequence. A repeat with other
+contents is kept as a conflict.
+
+Only the chain of surviving lineages counts: the newest and its ancestors by parent. A lineage starts with a step report
+without groups that names its parent. Of an ancestor, what counts is what the checkpoint held from which its child went
+on: steps up to the parent's number, skip rows up to ``parent_skips``.
 """
 
 import struct
@@ -23,22 +30,36 @@ from schemas.errors import DataError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
 
-# Reads single fields of a frame's header without decoding the rest, for looking at very many records. Whether the
-# whole record is sound is not its business: a name read here may stand in bytes that the intake refuses.
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+PARTITION_SHIFT = 44
+"""A position as one number: partition × 2⁴⁴ + offset. Leaves 19 bits for partitions; 2⁴⁴ offsets last for decades."""
+
+TRAINED = 0
+REASONS = tuple(SkipReason)
+CODE_OF = {reason: code for code, reason in enumerate(REASONS, start=1)}
+"""Codes of ``RecordEntries``: 0 is trained, the others are skip reasons in their declared order."""
 
 _PREFIX = struct.Struct("<I")
+"""A frame begins with the length of its msgpack header."""
 _NAME_LIMIT = 256
+"""Longer than any id that the producers make: what is longer stands in damaged bytes."""
 _ORDER_LIMIT = 4 << 20
+"""A work order's header holds its prompt, which may be long; a trajectory's own limit is the codec's."""
 
 
 def trajectory_id_of(record: Record) -> str | None:
-    """The trajectory's name; None if the bytes do not begin as a trajectory's do."""
+    """The trajectory's id; None if the bytes do not begin as a trajectory's do.
+
+    The rest is not decoded, so an id may be found in a record that the reader refuses.
+    """
     name = _fields(record, b"trajectory", ("trajectory_id",), MAX_HEADER_BYTES).get("trajectory_id")
     return name if isinstance(name, str) and 0 < len(name) <= _NAME_LIMIT else None
 
 
 def ordered_ids_of(record: Record) -> list[str]:
-    """Names of the trajectories that a work order asks for; none if it is no work order."""
+    """Ids of the trajectories that a work order asks for; none if it is no work order."""
     fields = _fields(record, b"work-order", ("group_id", "sample_indices"), _ORDER_LIMIT)
     group, indices = fields.get("group_id"), fields.get("sample_indices")
     if not isinstance(group, str) or not isinstance(indices, list):
@@ -56,6 +77,7 @@ def _fields(record: Record, schema: bytes, wanted: Collection[str], limit: int) 
     unpacker = msgpack.Unpacker(max_buffer_size=limit, strict_map_key=True)
     unpacker.feed(memoryview(value)[_PREFIX.size : _PREFIX.size + size])
     found: dict[str, Any] = {}
+    # The header is one map; reading it key by key skips the long values, and stops at the last field wanted.
     try:
         for _ in range(unpacker.read_map_header()):
             if (name := unpacker.unpack()) in wanted:
@@ -69,21 +91,12 @@ def _fields(record: Record, schema: bytes, wanted: Collection[str], limit: int) 
     return found
 
 
-# Long append-only tables kept as plain numbers and one text buffer: about 100 bytes a row. Knows no meaning.
-
-Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
-
-PARTITION_SHIFT = 44
-"""A place as one number: partition × 2⁴⁴ + offset."""
-
-
 def keys_of(partitions: Ints, offsets: Ints) -> Ints:
-    """Places as single numbers that sort by partition, then offset."""
+    """Positions as single numbers that sort by partition, then offset."""
     return (partitions << PARTITION_SHIFT) | offsets
 
 
-def place_of(key: int) -> tuple[int, int]:
+def position_of(key: int) -> tuple[int, int]:
     """Partition and offset of such a number."""
     return int(key) >> PARTITION_SHIFT, int(key) & ((1 << PARTITION_SHIFT) - 1)
 
@@ -94,7 +107,7 @@ def as_ints(column: "array[int]") -> Ints:
 
 
 class NameTable:
-    """A list of texts, None among them; ``hashes`` tells them apart at the cost of 8 bytes each."""
+    """A list of texts, None among them; ``hashes`` (8 bytes each) compare them without decoding."""
 
     def __init__(self) -> None:
         self._text = bytearray()
@@ -122,14 +135,14 @@ def _column() -> "array[int]":
 
 
 @dataclass
-class RecordPlaces:
-    """Records of the trajectories topic, by where they stand and what they are called."""
+class RecordPositions:
+    """Records of the trajectories topic: partition, offset and trajectory id of each."""
 
     partitions: "array[int]" = field(default_factory=_column)
     offsets: "array[int]" = field(default_factory=_column)
     names: NameTable = field(default_factory=NameTable)
 
-    def add_place(self, partition: int, offset: int, name: str | None) -> None:
+    def add_position(self, partition: int, offset: int, name: str | None) -> None:
         """Add a row."""
         self.partitions.append(partition)
         self.offsets.append(offset)
@@ -139,12 +152,12 @@ class RecordPlaces:
         return len(self.offsets)
 
     def keys(self) -> Ints:
-        """The places as single numbers, in the order of the rows."""
+        """The positions as single numbers, in the order of the rows."""
         return keys_of(as_ints(self.partitions), as_ints(self.offsets))
 
 
 @dataclass
-class RecordEntries(RecordPlaces):
+class RecordEntries(RecordPositions):
     """What became of records: code 0 is trained, others name a skip reason.
 
     ``numbers``: the step of a trained record, the sequence of a skip row; ``ends``: the offset after the last record
@@ -156,18 +169,13 @@ class RecordEntries(RecordPlaces):
     numbers: "array[int]" = field(default_factory=_column)
     ends: "array[int]" = field(default_factory=_column)
 
-    def add(self, code: int, lineage: int, number: int, place: Sequence[int], end: int, name: str | None) -> None:
-        """Add a row; ``place`` is partition and offset."""
-        self.add_place(place[0], place[1], name)
+    def add(self, code: int, lineage: int, number: int, position: Sequence[int], end: int, name: str | None) -> None:
+        """Add a row; ``position`` is partition and offset."""
+        self.add_position(position[0], position[1], name)
         self.codes.append(code)
         self.lineages.append(lineage)
         self.numbers.append(number)
         self.ends.append(end)
-
-
-# Which lineages of an algorithm survive, and up to where: the newest and its ancestors by parent. Pure. A lineage
-# begins with a step report without groups that names its parent. Of an ancestor only what the checkpoint holds counts
-# from which its child went on: steps up to the parent's number, skip rows up to ``parent_skips``.
 
 
 class LineageStart(NamedTuple):
@@ -182,7 +190,7 @@ class LineageStart(NamedTuple):
 class LineageLink(NamedTuple):
     """The part of a lineage that counts: steps ``after < step <= until``, rows up to ``rows``.
 
-    ``after`` None: its beginning is not known. ``until``, ``rows`` None: it is the newest, and all of it counts.
+    ``after`` None: its start is not known. ``until``, ``rows`` None: it is the newest, and all of it counts.
     """
 
     lineage: int
@@ -191,7 +199,7 @@ class LineageLink(NamedTuple):
     rows: int | None
 
     def holds_step(self, number: int) -> bool:
-        """Whether this step of the lineage counts; the beginning itself does."""
+        """Whether this step of the lineage counts; the step that it started from does."""
         return (self.after is None or self.after <= number) and (self.until is None or number <= self.until)
 
 
@@ -219,36 +227,38 @@ class LineageChain:
         return self.links[-1].lineage if self.links else 0
 
 
-def surviving_chain(births: Mapping[int, LineageStart], *, beginning_is_held: bool) -> LineageChain:
+def surviving_chain(lineage_starts: Mapping[int, LineageStart], *, beginning_is_held: bool) -> LineageChain:
     """The chain of one algorithm.
 
     Args:
-        births: first reports by lineage.
-        beginning_is_held: whether the topic still holds its first report; if not, a birth may have expired.
+        lineage_starts: first reports by lineage.
+        beginning_is_held: whether the topic still holds its first report; if not, a start may have expired.
     """
+    # From the newest lineage to its parent, and so on. ``until`` and ``rows`` are where the child went on: they bound
+    # the lineage looked at; of the newest there is no bound.
     links: list[LineageLink] = []
     broken: list[BrokenLineageLink] = []
-    lineage, until, rows = max(births, default=0), None, None
+    lineage, until, rows = max(lineage_starts, default=0), None, None
     while lineage:
-        birth = births.get(lineage)
-        links.append(LineageLink(lineage, birth.step if birth else None, until, rows))
-        if birth is None:
+        start = lineage_starts.get(lineage)
+        links.append(LineageLink(lineage, start.step if start else None, until, rows))
+        if start is None:
             if beginning_is_held:
                 broken.append(
                     BrokenLineageLink(lineage, f"lineage {lineage} went on to others and never announced itself")
                 )
             break
-        problem = _problem(birth, until)
+        problem = _problem(start, until)
         if problem:
             broken.append(BrokenLineageLink(lineage, problem))
-        if birth.parent is None or birth.parent.lineage >= lineage:
+        if start.parent is None or start.parent.lineage >= lineage:
             break
-        lineage, until, rows = birth.parent.lineage, birth.parent.number, birth.parent_skips
+        lineage, until, rows = start.parent.lineage, start.parent.number, start.parent_skips
     return LineageChain(tuple(reversed(links)), tuple(broken))
 
 
-def _problem(birth: LineageStart, until: int | None) -> str | None:
-    number, step, parent = birth.lineage, birth.step, birth.parent
+def _problem(start: LineageStart, until: int | None) -> str | None:
+    number, step, parent = start.lineage, start.step, start.parent
     if parent is None and step:
         return f"lineage {number} began at step {step} without a parent, expected step 0"
     if parent is not None and parent.lineage >= number:
@@ -260,28 +270,23 @@ def _problem(birth: LineageStart, until: int | None) -> str | None:
     return None
 
 
-TRAINED = 0
-REASONS = tuple(SkipReason)
-CODE_OF = {reason: code for code, reason in enumerate(REASONS, start=1)}
-
-
 @dataclass
 class AlgorithmIndex:
     """What one algorithm's trainer reported. ``steps``: fingerprints of the reports with groups, by version."""
 
     entries: RecordEntries = field(default_factory=RecordEntries)
-    births: dict[int, LineageStart] = field(default_factory=dict)
+    lineage_starts: dict[int, LineageStart] = field(default_factory=dict)
     steps: dict[PolicyVersion, str] = field(default_factory=dict)
     rows: dict[tuple[int, int], int] = field(default_factory=dict)
     refused_steps: int = 0
     conflicts: list[tuple[str, RecordRef | None]] = field(default_factory=list)
 
     def add_report(self, report: StepReport) -> None:
-        """Take in a step, or the beginning of a lineage."""
+        """Add a step, or the start of a lineage."""
         version = report.version
         if not report.group_ids and not report.micro_batches:
-            birth = LineageStart(version.lineage, version.number, report.parent, report.parent_skips)
-            if self.births.setdefault(version.lineage, birth) != birth:
+            start = LineageStart(version.lineage, version.number, report.parent, report.parent_skips)
+            if self.lineage_starts.setdefault(version.lineage, start) != start:
                 self.conflicts.append((f"lineage {version.lineage} began twice, differently", None))
             return
         refs = [ref for batch in report.micro_batches for ref in batch]
@@ -293,11 +298,11 @@ class AlgorithmIndex:
             return
         self.steps[version] = fingerprint
         for ref in refs:
-            place = (ref.partition, ref.offset)
-            self.entries.add(TRAINED, version.lineage, version.number, place, ref.offset + 1, ref.trajectory_id)
+            position = (ref.partition, ref.offset)
+            self.entries.add(TRAINED, version.lineage, version.number, position, ref.offset + 1, ref.trajectory_id)
 
     def add_row(self, row: SkipRecord) -> None:
-        """Take in a skip row."""
+        """Add a skip row."""
         code, end = CODE_OF[row.reason], row.end_offset or row.offset + 1
         known = self.rows.setdefault((row.lineage, row.sequence), len(self.entries))
         entries = self.entries
@@ -312,14 +317,14 @@ class AlgorithmIndex:
 
 @dataclass
 class AuditIndex:
-    """All of a run. ``held``: extents of the trajectories topic; the flags say whether a topic still holds its first
+    """The whole run. ``held``: extents of the trajectories topic; the flags say whether a topic still holds its first
     record, so that what is missing cannot have expired.
     """
 
     held: dict[int, Extent] = field(default_factory=dict)
     steps_begin: bool = True
     skips_begin: bool = True
-    produced: RecordPlaces = field(default_factory=RecordPlaces)
+    produced: RecordPositions = field(default_factory=RecordPositions)
     undecodable: int = 0
     algorithms: dict[str, AlgorithmIndex] = field(default_factory=dict)
     ordered: set[int] = field(default_factory=set)
@@ -334,7 +339,7 @@ class AuditIndex:
         """A record of the trajectories topic, whatever is in it."""
         name = trajectory_id_of(record)
         self.undecodable += name is None
-        self.produced.add_place(record.partition, record.offset, name)
+        self.produced.add_position(record.partition, record.offset, name)
 
     def add_step(self, record: Record) -> None:
         """A record of the steps topic.
@@ -352,7 +357,7 @@ class AuditIndex:
         """A record of the skips topic.
 
         Raises:
-            DataError: the row has no number, by which repeats are told.
+            DataError: the row has no number, by which repeats are recognised.
             WireError: it does not decode.
         """
         message = record.message()

@@ -1,4 +1,8 @@
-"""What an audit concludes, as data that prints as JSON."""
+"""The result of an audit, as data that prints as JSON.
+
+The accounting identity, per algorithm: produced = trained + skipped + pending (+ ``expired_fates``, finished records
+whose report or skip row retention has deleted).
+"""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -7,7 +11,7 @@ from typing import Any, Self
 
 
 class ViolationKind(StrEnum):
-    """How accounts can fail to add up; the texts say what was found."""
+    """How the identity can be broken, the worst first; ``EXPLANATIONS`` says each in words."""
 
     LOST = "lost"
     TRAINED_TWICE = "trained_twice"
@@ -26,7 +30,7 @@ class ViolationKind(StrEnum):
     CONFLICT = "conflict"
 
 
-EXPLAINED = {
+EXPLANATIONS = {
     ViolationKind.LOST: "finished in the newest checkpoint's frontier, but neither trained nor skipped",
     ViolationKind.TRAINED_TWICE: "trained in more than one place of the surviving steps",
     ViolationKind.TWO_FATES: "both trained and skipped",
@@ -47,9 +51,9 @@ EXPLAINED = {
 
 @dataclass(frozen=True)
 class Violation:
-    """``count`` offences of one kind, and the first of them."""
+    """``count`` violations of one kind, and the first of them."""
 
-    offence: ViolationKind
+    kind: ViolationKind
     algorithm: str
     count: int
     trajectory_id: str | None
@@ -64,7 +68,7 @@ class Violation:
             name = " a record without a readable name" if where else ""
         more = f" ({self.count} in all)" if self.count > 1 else ""
         detail = f"; {self.detail}" if self.detail else ""
-        return f"{self.offence.value}:{name}{where}{more}: {EXPLAINED[self.offence]}{detail} [{self.algorithm}]"
+        return f"{self.kind.value}:{name}{where}{more}: {EXPLANATIONS[self.kind]}{detail} [{self.algorithm}]"
 
 
 @dataclass(frozen=True)

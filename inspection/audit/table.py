@@ -1,6 +1,7 @@
-"""The counted entries of one algorithm laid beside the records they refer to, as arrays.
+"""The counted entries of one algorithm joined with the records they refer to, as arrays.
 
-Counted is what the surviving chain contains; a row that stands for records lost to retention is laid aside as a range.
+Counted is what the surviving chain contains. A skip row for a range of records that retention deleted
+unread names no single record, and is kept apart in ``ranges``.
 """
 
 from collections.abc import Mapping
@@ -18,29 +19,30 @@ from inspection.audit.index import (
     Ints,
     LineageChain,
     Mask,
-    RecordPlaces,
+    RecordPositions,
     as_ints,
-    place_of,
+    position_of,
 )
 from inspection.audit.report import Violation, ViolationKind
 from schemas.reports import SkipReason
 
 PENDING = -1
+"""The fate of a record that no counted entry names."""
 EXPIRED_RANGE = CODE_OF[SkipReason.RETENTION_EXPIRED]
 
 
 class ProducedRecords:
-    """The records that the topic holds, sorted by place."""
+    """The records that the topic holds, sorted by position; ``keys`` [N], ``hashes`` of their ids [N]."""
 
-    def __init__(self, places: RecordPlaces, held: Mapping[int, Extent]) -> None:
-        keys = places.keys()
+    def __init__(self, positions: RecordPositions, held: Mapping[int, Extent]) -> None:
+        keys = positions.keys()
         order = np.argsort(keys, kind="stable")
         first = self._first_held(held)
         self.held = dict(held)
         self.order = order[~self._below(first, keys[order])]
         self.keys = keys[self.order]
-        self.names = places.names
-        self.hashes = places.names.hashes()[self.order]
+        self.names = positions.names
+        self.hashes = positions.names.hashes()[self.order]
         self._first = first
 
     @staticmethod
@@ -63,33 +65,38 @@ class ProducedRecords:
         return len(self.keys)
 
     def expired(self, keys: Ints) -> Mask:
-        """Which places lie below the first offset that is held."""
+        """Which positions lie below the first offset that is held: retention has deleted those records."""
         return self._below(self._first, keys)
 
     def find(self, keys: Ints) -> Ints:
-        """Index of the record at each place, -1 where there is none."""
+        """Index of the record at each position, -1 where there is none."""
         if not len(self):
             return np.full(len(keys), -1, dtype=np.int64)
         found = np.searchsorted(self.keys, keys)
-        found[found == len(self)] = 0
+        found[found == len(self)] = 0  # beyond the last one: any index will do, the comparison below fails
         return np.where(self.keys[found] == keys, found, -1)
 
     def name(self, index: int) -> str | None:
         """Name of a record."""
         return self.names[int(self.order[index])]
 
-    def violation(self, offence: ViolationKind, algorithm: str, which: Mask, detail: str = "") -> list[Violation]:
-        """The offence of these records, if there are any."""
+    def violation(self, kind: ViolationKind, algorithm: str, which: Mask, detail: str = "") -> list[Violation]:
+        """The violation of these records, if there are any."""
         indices = np.flatnonzero(which)
         if not len(indices):
             return []
-        place = place_of(self.keys[indices[0]])
-        return [Violation(offence, algorithm, len(indices), self.name(int(indices[0])), *place, detail)]
+        partition, offset = position_of(self.keys[indices[0]])
+        return [Violation(kind, algorithm, len(indices), self.name(int(indices[0])), partition, offset, detail)]
 
 
 @dataclass(frozen=True)
 class AuditTable:
-    """``chosen``: indices of counted entries that are no ranges; all other arrays run beside it."""
+    """One algorithm's entries and the records they name.
+
+    ``all_*`` and ``counted`` have one element per entry [E]; ``chosen`` holds the indices of counted entries
+    that are no ranges [C], and ``codes``, ``keys``, ``at`` and ``expired`` are aligned with it; ``fates`` has one
+    element per produced record [N].
+    """
 
     algorithm: str
     index: AlgorithmIndex
@@ -116,6 +123,7 @@ class AuditTable:
         """Which of all entries the surviving chain contains."""
         counted = np.zeros(len(self.index.entries), dtype=np.bool_)
         trained, numbers = self.all_codes == TRAINED, self.all_numbers
+        # Steps are bounded by step number, skip rows by sequence: both are in ``numbers``, told apart by the code.
         for link in self.chain.links:
             steps, rows = trained.copy(), ~trained
             if link.after is not None:
@@ -129,7 +137,7 @@ class AuditTable:
 
     @cached_property
     def chosen(self) -> Ints:
-        """See above."""
+        """Indices of counted entries that name one record each."""
         return np.flatnonzero(self.counted & (self.all_codes != EXPIRED_RANGE))
 
     @cached_property
@@ -144,7 +152,7 @@ class AuditTable:
 
     @cached_property
     def keys(self) -> Ints:
-        """The record's place."""
+        """The record's position."""
         return self.index.entries.keys()[self.chosen]
 
     @cached_property
@@ -188,12 +196,12 @@ class AuditTable:
             return f"step {lineage}-{number}"
         return f"row {number} of lineage {lineage}"
 
-    def violation(self, offence: ViolationKind, which: Mask, detail: str = "") -> list[Violation]:
-        """The offence of these entries of ``chosen``, if there are any; names the first by place."""
+    def violation(self, kind: ViolationKind, which: Mask, detail: str = "") -> list[Violation]:
+        """The violation of these entries of ``chosen``, if there are any; names the first by position."""
         positions = np.flatnonzero(which)
         if not len(positions):
             return []
         first = int(positions[np.argmin(self.keys[positions])])
         text = detail or f"by {self.source(first)}"
-        place = place_of(self.keys[first])
-        return [Violation(offence, self.algorithm, len(positions), self.name(first), *place, text)]
+        partition, offset = position_of(self.keys[first])
+        return [Violation(kind, self.algorithm, len(positions), self.name(first), partition, offset, text)]

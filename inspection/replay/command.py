@@ -1,4 +1,8 @@
-"""Carries out `streamrl replay`: opens the run, asks the replayer, prints what it found, and says how to exit."""
+"""`streamrl replay`: opens the run, replays what the command line asks for, prints it, and gives the exit code.
+
+A what-if may change ``algorithm``, ``training`` and ``batching``: the settings that a step is computed from. All others
+decided what was recorded, which a replay cannot change.
+"""
 
 import asyncio
 import sys
@@ -14,27 +18,25 @@ from bus.history import History
 from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.policy import ComputeThread
-from inspection.replay.attribution import bisect
-from inspection.replay.dead_letters import judged_dead_letters
-from inspection.replay.replayer import Replayer, Wanted
+from inspection.replay.attribution import find_gradient_outliers
+from inspection.replay.dead_letters import replay_dead_letters
+from inspection.replay.replayer import Replayer, ReplayOptions
 from inspection.replay.results import StepReplay
-from inspection.replay.scratch_policy import Recipe, StoredStarts, Variation, ids_among
+from inspection.replay.scratch_policy import StepConfig, StoredRestorePoints, Variation, ids_among
 from inspection.replay.steps import Step, StepLog, refs_of, refused_step, steps_between
-from inspection.replay.view import as_json, bisected_lines, dead_letter_lines, overview, replay_lines, step_line
+from inspection.replay.view import as_json, bisection_lines, dead_letter_lines, overview, replay_lines, step_line
 from inspection.source import PastRun, history_of, open_run
 from schemas.errors import SettingsError, UserError
 from settings.layers import from_arguments, merged
 from settings.loading import validated
 from settings.tree import Settings
 
-# What somebody asks of a replay, and the settings that follow from it. Reads no topic.
-
 CHANGEABLE = ("algorithm", "training", "batching")
 
 
 @dataclass(frozen=True)
-class Request:
-    """The command line. ``first`` None: no step is named."""
+class ReplayRequest:
+    """The options of the command line. ``first`` None: no step is named."""
 
     run: Path
     first: int | None = None
@@ -66,79 +68,11 @@ class Request:
         return self.first == self.last
 
 
-def step_range(step: int | None, steps: str | None) -> tuple[int | None, int | None]:
-    """First and last step of ``--step N`` or ``--steps FIRST:LAST``.
-
-    Raises:
-        UserError: both are given, or the range is none.
-    """
-    if steps is None:
-        return step, step
-    first, colon, last = steps.partition(":")
-    if step is not None or not colon or not first.isdecimal() or not last.isdecimal() or int(first) > int(last):
-        given = f"{steps!r}" + (f" and --step {step}" if step is not None else "")
-        raise UserError(f"expected --step N or --steps FIRST:LAST (both included), got {given}")
-    return int(first), int(last)
-
-
-def recipe_of(run: PastRun, threads: int | None) -> Recipe:
-    """How the run's own trainer computes."""
-    settings = run.settings
-    wanted = settings.training.threads if threads is None else threads
-    if not wanted and (run.directory.logs / "trainer.log").exists():
-        wanted = 1  # `streamrl run` gives each of its processes one thread where the settings leave it open
-    return Recipe(
-        settings.algorithm,
-        settings.training.model_copy(update={"threads": wanted}),
-        settings.loop.max_completion_length,
-        settings.model.path,
-        settings.run.seed,
-    )
-
-
-def variation_of(request: Request, settings: Settings, recipe: Recipe) -> Variation | None:
-    """The what-if that is asked for, if any.
-
-    Raises:
-        SettingsError: a change names no setting of algorithm, training or batching, or a wrong value.
-    """
-    changed = _changed(settings, request.changes, request.algorithm)
-    algorithm = (f"algorithm.name={request.algorithm}",) if request.algorithm else ()
-    words = (
-        *request.changes,
-        *algorithm,
-        *(f"only {name}" for name in request.only),
-        *(f"without {name}" for name in request.without),
-    )
-    if not words:
-        return None
-    training = changed.training
-    if training.threads == settings.training.threads:
-        training = training.model_copy(update={"threads": recipe.training.threads})
-    return Variation(
-        recipe=replace(recipe, algorithm=changed.algorithm, training=training),
-        changes=words,
-        batching=changed.batching if changed.batching != settings.batching else None,
-        only=frozenset(request.only),
-        without=frozenset(request.without),
-    )
-
-
-def _changed(settings: Settings, changes: Sequence[str], algorithm: str | None) -> Settings:
-    for change in changes:
-        if "=" not in change or change.partition(".")[0] not in CHANGEABLE:
-            raise SettingsError(f"expected --set SECTION.KEY=VALUE of {', '.join(CHANGEABLE)}, got {change!r}")
-    tree = from_arguments(f"--{change}" for change in changes)
-    if algorithm is not None:
-        tree = merged(tree, {"algorithm": {"name": algorithm}})
-    return validated(merged(settings.model_dump(), tree))
-
-
 @dataclass(frozen=True)
-class Session:
+class ReplaySession:
     """An open run and what is asked of it."""
 
-    request: Request
+    request: ReplayRequest
     run: PastRun
     replayer: Replayer
 
@@ -152,22 +86,24 @@ class Session:
         print(as_json(value) if self.request.json else "\n".join(lines))
 
 
-def replay(request: Request) -> int:
+def replay(request: ReplayRequest) -> int:
     """The exit code: 1 if a plain replay on the CPU did not come out bit-equal, else 0.
 
     Raises:
         UserError: what is asked for is not there.
     """
     run = open_run(request.run)
-    variation_of(request, run.settings, recipe_of(run, request.threads))  # refuses a wrong one before anything starts
+    variation_of(
+        request, run.settings, step_config_of(run, request.threads)
+    )  # refuses a wrong one before anything starts
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-replay-") as scratch,
-        history_of(run, request.export, Path(scratch), tell) as history,
+        history_of(run, request.export, Path(scratch), print_progress) as history,
     ):
         return asyncio.run(replay_with(request, run, history, Path(scratch)))
 
 
-def replayed(request: Request) -> list[StepReplay]:
+def replay_steps(request: ReplayRequest) -> list[StepReplay]:
     """The steps that a request names, taken again; nothing is printed but progress, to standard error.
 
     Raises:
@@ -185,12 +121,12 @@ def replayed(request: Request) -> list[StepReplay]:
 
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-replay-") as scratch,
-        history_of(run, request.export, Path(scratch), tell) as history,
+        history_of(run, request.export, Path(scratch), print_progress) as history,
     ):
         return asyncio.run(collected(history, Path(scratch)))
 
 
-def tell(line: str) -> None:
+def print_progress(line: str) -> None:
     """Progress."""
     print(line, file=sys.stderr, flush=True)
 
@@ -200,18 +136,18 @@ def log_to_stderr() -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
-async def replay_with(request: Request, run: PastRun, history: History, scratch: Path) -> int:
+async def replay_with(request: ReplayRequest, run: PastRun, history: History, scratch: Path) -> int:
     """``replay`` of an opened run. ``scratch``: where a remote checkpoint is fetched to."""
     async with _session(request, run, history, scratch) as session:
         if request.from_dlq:
-            version, letters = await judged_dead_letters(session.replayer)
-            session.show({"weights": version, "letters": letters}, dead_letter_lines(version, letters))
+            version, dead_letters = await replay_dead_letters(session.replayer)
+            session.show({"weights": version, "dead_letters": dead_letters}, dead_letter_lines(version, dead_letters))
             return 0
         log = await session.replayer.log()
         if request.first is None or request.last is None:
             if request.needs_a_step:
                 raise UserError("expected --step N or --steps FIRST:LAST with these options, got none")
-            versions = [str(version) for version in session.replayer.starts.versions()]
+            versions = [str(version) for version in session.replayer.restore_points.versions()]
             chain = {"chain": log.chain(), "refused": log.refused, "checkpoints": versions}
             session.show(chain, overview(log, versions))
             return 0
@@ -220,23 +156,27 @@ async def replay_with(request: Request, run: PastRun, history: History, scratch:
 
 
 @asynccontextmanager
-async def _session(request: Request, run: PastRun, history: History, scratch: Path) -> AsyncIterator[Session]:
-    settings, recipe = run.settings, recipe_of(run, request.threads)
+async def _session(
+    request: ReplayRequest, run: PastRun, history: History, scratch: Path
+) -> AsyncIterator[ReplaySession]:
+    settings, config = run.settings, step_config_of(run, request.threads)
     location = open_storage(settings.training.checkpoint_location or run.directory.checkpoints, scratch)
-    compute = ComputeThread(recipe.training.threads)
+    compute = ComputeThread(config.training.threads)
     try:
-        yield Session(
+        yield ReplaySession(
             request,
             run,
             Replayer(
                 history=history,
                 run=run.name,
-                recipe=recipe,
+                config=config,
                 batching=settings.batching,
                 reward_weights=settings.rewards.weight_by_name,
-                starts=StoredStarts(CheckpointStore(location, settings.training.keep_checkpoints), run.weights),
+                restore_points=StoredRestorePoints(
+                    CheckpointStore(location, settings.training.keep_checkpoints), run.weights
+                ),
                 compute=compute,
-                progress=tell,
+                progress=print_progress,
             ),
         )
     finally:
@@ -244,8 +184,8 @@ async def _session(request: Request, run: PastRun, history: History, scratch: Pa
         await history.close()
 
 
-def _steps(request: Request, log: StepLog, first: int, last: int) -> list[Step]:
-    """The steps asked for; a step that was only ever refused stands for its attempt."""
+def _steps(request: ReplayRequest, log: StepLog, first: int, last: int) -> list[Step]:
+    """The steps asked for. A number that was only ever refused means its refused attempt."""
     refused_only = (
         request.single
         and not any(v.number == first for v in log.reports)
@@ -256,39 +196,108 @@ def _steps(request: Request, log: StepLog, first: int, last: int) -> list[Step]:
     return list(steps_between(log, first, last, request.lineage))
 
 
-async def _bisect(session: Session, log: StepLog, steps: list[Step]) -> int:
+async def _bisect(session: ReplaySession, log: StepLog, steps: list[Step]) -> int:
     request = session.request
     if not request.single:
         raise UserError("expected --bisect with one --step N, got a range")
-    found = await bisect(session.replayer, log, steps[0], request.lineage, request.above)
-    session.show(found, bisected_lines(found, session.named))
+    found = await find_gradient_outliers(session.replayer, log, steps[0], request.lineage, request.above)
+    session.show(found, bisection_lines(found, session.named))
     return 0
 
 
-def _refuse_unknown(request: Request, steps: list[Step]) -> None:
+def _refuse_unknown(request: ReplayRequest, steps: list[Step]) -> None:
     """Refuse trajectories that a step does not name, before the steps before it are taken again."""
     for step in steps:
         ids_among(refs_of(step), (*request.only, *request.without), run=str(request.run), step=step.step)
 
 
-async def _replays(session: Session, log: StepLog, steps: list[Step]) -> AsyncGenerator[StepReplay, None]:
+async def _replays(session: ReplaySession, log: StepLog, steps: list[Step]) -> AsyncGenerator[StepReplay, None]:
     request, replayer = session.request, session.replayer
-    wanted = Wanted(
-        variation=variation_of(request, session.run.settings, replayer.recipe),
+    options = ReplayOptions(
+        variation=variation_of(request, session.run.settings, replayer.config),
         rows=request.single or request.json,
         row_gradients=request.row_gradients,
         keep=request.keep,
     )
     _refuse_unknown(request, steps)
-    async for found in replayer.replay(log, steps, request.lineage, wanted):
+    async for found in replayer.replay(log, steps, request.lineage, options):
         yield found
 
 
-async def _compare(session: Session, log: StepLog, steps: list[Step]) -> int:
+async def _compare(session: ReplaySession, log: StepLog, steps: list[Step]) -> int:
     request = session.request
     differing, plain = 0, True
     async for found in _replays(session, log, steps):
         session.show(found, replay_lines(found, session.named) if request.single else [step_line(found)])
         differing += found.rebuilt.verdict == "differs"
         plain = plain and found.what_if is None
+    # A what-if is meant to differ, and on an accelerator sums may differ in the last bits from run to run.
     return 1 if differing and plain and not session.replayer.on_accelerator else 0
+
+
+def step_range(step: int | None, steps: str | None) -> tuple[int | None, int | None]:
+    """First and last step of ``--step N`` or ``--steps FIRST:LAST``.
+
+    Raises:
+        UserError: both are given, or the range is none.
+    """
+    if steps is None:
+        return step, step
+    first, colon, last = steps.partition(":")
+    if step is not None or not colon or not first.isdecimal() or not last.isdecimal() or int(first) > int(last):
+        given = f"{steps!r}" + (f" and --step {step}" if step is not None else "")
+        raise UserError(f"expected --step N or --steps FIRST:LAST (both included), got {given}")
+    return int(first), int(last)
+
+
+def step_config_of(run: PastRun, threads: int | None) -> StepConfig:
+    """How the run's own trainer computes a step."""
+    settings = run.settings
+    chosen = settings.training.threads if threads is None else threads
+    if not chosen and (run.directory.logs / "trainer.log").exists():
+        chosen = 1  # `streamrl run` gives each of its processes one thread where the settings leave it open
+    return StepConfig(
+        settings.algorithm,
+        settings.training.model_copy(update={"threads": chosen}),
+        settings.loop.max_completion_length,
+        settings.model.path,
+        settings.run.seed,
+    )
+
+
+def variation_of(request: ReplayRequest, settings: Settings, config: StepConfig) -> Variation | None:
+    """The what-if that is asked for, if any.
+
+    Raises:
+        SettingsError: a change names no setting of algorithm, training or batching, or a wrong value.
+    """
+    changed = _changed(settings, request.changes, request.algorithm)
+    algorithm = (f"algorithm.name={request.algorithm}",) if request.algorithm else ()
+    words = (
+        *request.changes,
+        *algorithm,
+        *(f"only {name}" for name in request.only),
+        *(f"without {name}" for name in request.without),
+    )
+    if not words:
+        return None
+    training = changed.training
+    if training.threads == settings.training.threads:
+        training = training.model_copy(update={"threads": config.training.threads})
+    return Variation(
+        config=replace(config, algorithm=changed.algorithm, training=training),
+        changes=words,
+        batching=changed.batching if changed.batching != settings.batching else None,
+        only=frozenset(request.only),
+        without=frozenset(request.without),
+    )
+
+
+def _changed(settings: Settings, changes: Sequence[str], algorithm: str | None) -> Settings:
+    for change in changes:
+        if "=" not in change or change.partition(".")[0] not in CHANGEABLE:
+            raise SettingsError(f"expected --set SECTION.KEY=VALUE of {', '.join(CHANGEABLE)}, got {change!r}")
+    tree = from_arguments(f"--{change}" for change in changes)
+    if algorithm is not None:
+        tree = merged(tree, {"algorithm": {"name": algorithm}})
+    return validated(merged(settings.model_dump(), tree))

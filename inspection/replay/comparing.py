@@ -1,4 +1,8 @@
-"""What each trajectory contributes to a step: loss, ratio, staleness, and its own gradient. Changes no weights."""
+"""What each trajectory contributes to a step, and how two computations of one step differ. Changes no weights.
+
+A contribution is a share: with s = 1 / (the loss's denominator), the step's loss is the sum over its trajectories of
+s × (a trajectory's summed token losses), and its gradient is the sum of their gradients. So the shares add up.
+"""
 
 import math
 import re
@@ -13,13 +17,113 @@ from consumers.batching.micro_batches import MicroBatch
 from consumers.ingest.filters import staleness
 from consumers.training.policy import digests_of
 from inspection.replay.scratch_policy import ScratchPolicy
-from inspection.replay.steps import Batch
+from inspection.replay.steps import StepBatch
 from schemas.identifiers import PolicyVersion
 
-# Compares tensors and updates of two computations of one step. Knows neither where they come from nor why.
+LARGEST_DIFFERENCES = 8
+"""Tensors that a comparison of updates names: about one layer's worth."""
+_NUMBERED_LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
-MOVERS = 8
-_NUMBERED = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+
+@dataclass(frozen=True)
+class TrajectoryContribution:
+    """One trajectory in a step. ``loss``: its share, so that the shares add up to the step's loss; ratios are of the
+    policy at the start of the step over the behaviour policy, over trained tokens; ``tokens``: those trained.
+    """
+
+    trajectory_id: str
+    partition: int
+    offset: int
+    reward: float
+    advantage: float
+    tokens: int
+    loss: float
+    ratio_mean: float
+    ratio_max: float
+    staleness: int
+    gradient_norm: float | None = None
+
+
+def measure_contributions(
+    policy: ScratchPolicy,
+    batch: StepBatch,
+    version: PolicyVersion,
+    *,
+    with_gradients: bool = False,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[TrajectoryContribution]:
+    """Of each row of a step, in their order. ``version``: of the weights that the policy holds."""
+    scale = policy.scale(batch)
+    norms = own_gradient_norms(policy, batch, scale, progress) if with_gradients else {}
+    scorer = CompletionScorer(policy.model)
+    reference = None if policy.reference is None else CompletionScorer(policy.reference)
+    rows: list[TrajectoryContribution] = []
+    with torch.no_grad():
+        for micro_batch in batch.micro_batches:
+            rows += _rows(policy, micro_batch, scorer, reference, batch, scale, version, norms)
+    return rows
+
+
+def own_gradient_norms(
+    policy: ScratchPolicy, batch: StepBatch, scale: float, progress: Callable[[str], None] = lambda line: None
+) -> dict[str, float]:
+    """Norm of each trajectory's share of the step's gradient."""
+    names = batch.trajectory_ids
+    norms: dict[str, float] = {}
+    # A forward and a backward pass for each: batching would add the gradients up.
+    for number, name in enumerate(names, 1):
+        norms[name] = policy.gradient_norm(batch.keeping([name]), scale)
+        if number % 16 == 0 or number == len(names):
+            progress(f"gradients of {number}/{len(names)} trajectories")
+    return norms
+
+
+def _rows(
+    policy: ScratchPolicy,
+    micro_batch: MicroBatch,
+    scorer: CompletionScorer,
+    reference: CompletionScorer | None,
+    batch: StepBatch,
+    scale: float,
+    version: PolicyVersion,
+    norms: dict[str, float],
+) -> Iterator[TrajectoryContribution]:
+    device = policy.device
+    mask = torch.tensor(micro_batch.loss_mask)
+    mask[:, 0] = 0.0  # the first token has nothing before it that could predict it, and is never trained
+    input_ids, temperatures = torch.as_tensor(micro_batch.input_ids), torch.as_tensor(micro_batch.temperatures)
+    inputs = (input_ids.to(device), mask.to(device), temperatures.to(device))
+    with torch.autocast(device.type, torch.bfloat16, enabled=policy.config.training.dtype == "bfloat16"):
+        logprobs, _ = scorer(*inputs)
+        anchored = None if reference is None else reference(*inputs)[0]
+    behaviour = torch.as_tensor(micro_batch.behaviour_logprobs).to(device)
+    advantages = torch.as_tensor(micro_batch.advantages).to(device)
+    for number, ref in enumerate(micro_batch.refs):
+        here = slice(number, number + 1)  # one row [1, S] of the micro-batch [B, S]
+        sums = token_losses(
+            policy.config.algorithm,
+            logprobs[here],
+            behaviour[here],
+            advantages[here],
+            inputs[1][here],
+            None if anchored is None else anchored[here],
+        )
+        item, tokens = batch.samples[ref.trajectory_id], int(mask[number].sum())
+        yield TrajectoryContribution(
+            *ref,
+            reward=batch.rewards[ref.trajectory_id],
+            advantage=item.advantage,
+            tokens=tokens,
+            loss=float(sums.loss) * scale,
+            ratio_mean=float(sums.metrics["ratio"]) / max(tokens, 1),
+            ratio_max=_finite_or_zero(sums.metrics["ratio_max"], tokens),
+            staleness=staleness(item.sample.trajectory, version),
+            gradient_norm=norms.get(ref.trajectory_id),
+        )
+
+
+def _finite_or_zero(value: Tensor, tokens: int) -> float:
+    return float(value) if tokens else 0.0
 
 
 @dataclass(frozen=True)
@@ -42,8 +146,8 @@ class GroupUpdate:
 
 
 @dataclass(frozen=True)
-class Mover:
-    """A tensor and the norm of the difference of its two updates."""
+class TensorDifference:
+    """A tensor, the norm of the difference of its two updates, and the norms of both."""
 
     name: str
     difference: float
@@ -53,13 +157,16 @@ class Mover:
 
 @dataclass(frozen=True)
 class UpdateComparison:
-    """Two updates from the same weights: in all, by group of tensors, and where they differ most."""
+    """Two updates u, v from the same weights: in all, by group of tensors, and where they differ most.
+
+    Cosine: u·v / (||u|| ||v||); 1 is the same direction, 0 unrelated, -1 the opposite.
+    """
 
     original: float
     what_if: float
     cosine: float
     groups: tuple[GroupUpdate, ...]
-    movers: tuple[Mover, ...]
+    movers: tuple[TensorDifference, ...]
 
 
 def tensor_equality(
@@ -87,20 +194,21 @@ def _equality(
     return TensorEquality(name, equal, difference)
 
 
-def compared_updates(original: Mapping[str, Tensor], what_if: Mapping[str, Tensor]) -> UpdateComparison:
+def compare_updates(original: Mapping[str, Tensor], what_if: Mapping[str, Tensor]) -> UpdateComparison:
     """Both updates side by side. Norms and dot products are summed in float64."""
+    # By group: u·u, v·v and u·v, which add up over tensors as norms and cosines do not.
     sums: dict[str, tuple[float, ...]] = {}
-    movers: list[Mover] = []
+    differences: list[TensorDifference] = []
     for name, one in original.items():
         first, second = one.flatten().double(), what_if[name].flatten().double()
         products = (float(first @ first), float(second @ second), float(first @ second))
         before = sums.get(_group_of(name), (0.0, 0.0, 0.0))
         sums[_group_of(name)] = tuple(total + value for total, value in zip(before, products, strict=True))
         gap = float(torch.linalg.vector_norm(first - second))
-        movers.append(Mover(name, gap, math.sqrt(products[0]), math.sqrt(products[1])))
+        differences.append(TensorDifference(name, gap, math.sqrt(products[0]), math.sqrt(products[1])))
     groups = tuple(GroupUpdate(name, *_norms_and_cosine(values)) for name, values in sums.items())
     whole = tuple(math.fsum(values[number] for values in sums.values()) for number in range(3))
-    ranked = sorted(movers, key=lambda mover: -mover.difference)[:MOVERS]
+    ranked = sorted(differences, key=lambda tensor: -tensor.difference)[:LARGEST_DIFFERENCES]
     return UpdateComparison(*_norms_and_cosine(whole), groups=groups, movers=tuple(ranked))
 
 
@@ -111,105 +219,5 @@ def _norms_and_cosine(sums: tuple[float, ...]) -> tuple[float, float, float]:
 
 def _group_of(name: str) -> str:
     """``model.layers.3`` for everything in that layer; the module for tensors outside numbered layers."""
-    match = _NUMBERED.match(name)
+    match = _NUMBERED_LAYER.match(name)
     return match[1] if match else name.rpartition(".")[0] or name
-
-
-@dataclass(frozen=True)
-class Row:
-    """One trajectory in a step. ``loss``: its share, so that the shares add up to the step's loss; ratios are of the
-    policy at the start of the step over the behaviour policy, over trained tokens; ``tokens``: those trained.
-    """
-
-    trajectory_id: str
-    partition: int
-    offset: int
-    reward: float
-    advantage: float
-    tokens: int
-    loss: float
-    ratio_mean: float
-    ratio_max: float
-    staleness: int
-    gradient_norm: float | None = None
-
-
-def measured_rows(
-    policy: ScratchPolicy,
-    batch: Batch,
-    version: PolicyVersion,
-    *,
-    with_gradients: bool = False,
-    progress: Callable[[str], None] = lambda line: None,
-) -> list[Row]:
-    """The rows of a step in their order. ``version``: of the weights that the policy holds."""
-    scale = policy.scale(batch)
-    norms = own_gradient_norms(policy, batch, scale, progress) if with_gradients else {}
-    scorer = CompletionScorer(policy.model)
-    reference = None if policy.reference is None else CompletionScorer(policy.reference)
-    rows: list[Row] = []
-    with torch.no_grad():
-        for micro_batch in batch.micro_batches:
-            rows += _rows(policy, micro_batch, scorer, reference, batch, scale, version, norms)
-    return rows
-
-
-def own_gradient_norms(
-    policy: ScratchPolicy, batch: Batch, scale: float, progress: Callable[[str], None] = lambda line: None
-) -> dict[str, float]:
-    """Norm of each trajectory's share of the step's gradient."""
-    names = batch.trajectory_ids
-    norms: dict[str, float] = {}
-    for number, name in enumerate(names, 1):
-        norms[name] = policy.gradient_norm(batch.keeping([name]), scale)
-        if number % 16 == 0 or number == len(names):
-            progress(f"gradients of {number}/{len(names)} trajectories")
-    return norms
-
-
-def _rows(
-    policy: ScratchPolicy,
-    micro_batch: MicroBatch,
-    scorer: CompletionScorer,
-    reference: CompletionScorer | None,
-    batch: Batch,
-    scale: float,
-    version: PolicyVersion,
-    norms: dict[str, float],
-) -> Iterator[Row]:
-    device = policy.device
-    mask = torch.tensor(micro_batch.loss_mask)
-    mask[:, 0] = 0.0
-    input_ids, temperatures = torch.as_tensor(micro_batch.input_ids), torch.as_tensor(micro_batch.temperatures)
-    inputs = (input_ids.to(device), mask.to(device), temperatures.to(device))
-    with torch.autocast(device.type, torch.bfloat16, enabled=policy.recipe.training.dtype == "bfloat16"):
-        logprobs, _ = scorer(*inputs)
-        anchored = None if reference is None else reference(*inputs)[0]
-    behaviour = torch.as_tensor(micro_batch.behaviour_logprobs).to(device)
-    advantages = torch.as_tensor(micro_batch.advantages).to(device)
-    for number, ref in enumerate(micro_batch.refs):
-        here = slice(number, number + 1)
-        sums = token_losses(
-            policy.recipe.algorithm,
-            logprobs[here],
-            behaviour[here],
-            advantages[here],
-            inputs[1][here],
-            None if anchored is None else anchored[here],
-        )
-        item, tokens = batch.samples[ref.trajectory_id], int(mask[number].sum())
-        yield Row(
-            *ref,
-            reward=batch.rewards[ref.trajectory_id],
-            advantage=item.advantage,
-            tokens=tokens,
-            loss=float(sums.loss) * scale,
-            ratio_mean=float(sums.metrics["ratio"]) / max(tokens, 1),
-            ratio_max=_finite_or_zero(sums.metrics["ratio_max"], tokens),
-            staleness=staleness(item.sample.trajectory, version),
-            gradient_norm=norms.get(ref.trajectory_id),
-        )
-
-
-def _finite_or_zero(value: Tensor, tokens: int) -> float:
-    return float(value) if tokens else 0.0

@@ -1,6 +1,6 @@
-"""Dead letters, decoded with the code of today: what they would have taught at the newest checkpoint.
+"""Dead letters, decoded with the code of today: what they would have contributed at the newest checkpoint.
 
-Letters keep their bytes and headers unchanged; ``dlq-*`` headers say where they stood and why they were refused.
+A dead letter keeps its bytes and headers; added ``dlq-*`` headers say where it stood and why it was refused.
 """
 
 from collections.abc import Collection, Mapping
@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from bus.port import Record
 from consumers.batching.micro_batches import Group, Sample
 from consumers.ingest.filters import weighted_reward
-from inspection.replay.comparing import Row, measured_rows
+from inspection.replay.comparing import TrajectoryContribution, measure_contributions
 from inspection.replay.replayer import Replayer
 from inspection.replay.scratch_policy import ScratchPolicy
-from inspection.replay.steps import as_cut_anew
+from inspection.replay.steps import rebatched
 from schemas.errors import MalformedFrame, WireError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
@@ -23,63 +23,65 @@ PREFIX = "dlq-"
 
 
 @dataclass(frozen=True)
-class JudgedDeadLetter:
+class ReplayedDeadLetter:
     """A dead letter. ``origin``: topic, partition and offset it stood at; ``first_error``: why it was refused then.
 
     ``problem``: why it still cannot be used; empty if it can, and then ``row`` is what it would have contributed to
     a step of its group alone (its advantage is within the ``siblings`` found on the topic and itself).
     """
 
-    letter_offset: int
+    offset: int
     origin: str
     first_error: str
     problem: str
-    row: Row | None = None
+    row: TrajectoryContribution | None = None
     siblings: int = 0
 
 
-async def judged_dead_letters(replayer: Replayer) -> tuple[str, list[JudgedDeadLetter]]:
-    """The version of the weights that were used (``none``: none were needed), and every letter in its order.
+async def replay_dead_letters(replayer: Replayer) -> tuple[str, list[ReplayedDeadLetter]]:
+    """The version of the weights that were used (``none``: none were needed), and every dead letter in its order.
 
     Raises:
-        UserError: there are letters that decode, and no weights to judge them with.
+        UserError: there are dead letters that decode, and no weights to compute with.
     """
-    letters: list[JudgedDeadLetter] = []
+    dead_letters: list[ReplayedDeadLetter] = []
     samples: dict[int, Sample] = {}
     async for record in replayer.history.records(DEAD_LETTERS.full_name(replayer.run)):
-        place = _origin(record)
-        letter = JudgedDeadLetter(record.offset, f"{place[0]}[{place[1]}]@{place[2]}", _header(record, "dlq-error"), "")
+        position = _origin(record)
+        dead_letter = ReplayedDeadLetter(
+            record.offset, f"{position[0]}[{position[1]}]@{position[2]}", _header(record, "dlq-error"), ""
+        )
         try:
-            samples[len(letters)] = _sample(record, place, replayer.reward_weights)
+            samples[len(dead_letters)] = _sample(record, position, replayer.reward_weights)
         except WireError as error:
-            letter = replace(letter, problem=str(error))
-        letters.append(letter)
+            dead_letter = replace(dead_letter, problem=str(error))
+        dead_letters.append(dead_letter)
     if not samples:
-        return "none", letters
+        return "none", dead_letters
     policy, version = await replayer.newest()
     siblings = await _siblings(replayer, {sample.trajectory.group_id for sample in samples.values()})
     for number, sample in samples.items():
         group = _group(sample, siblings.get(sample.trajectory.group_id, {}))
-        letters[number] = await _judged(replayer, policy, version, letters[number], sample, group)
-    return str(version), letters
+        dead_letters[number] = await _contribution(replayer, policy, version, dead_letters[number], sample, group)
+    return str(version), dead_letters
 
 
-async def _judged(
+async def _contribution(
     replayer: Replayer,
     policy: ScratchPolicy,
     version: PolicyVersion,
-    letter: JudgedDeadLetter,
+    dead_letter: ReplayedDeadLetter,
     sample: Sample,
     group: Group,
-) -> JudgedDeadLetter:
+) -> ReplayedDeadLetter:
     name = sample.trajectory.trajectory_id
-    batch = as_cut_anew([group], replayer.recipe.algorithm, replayer.batching, policy.limits)
+    batch = rebatched([group], replayer.config.algorithm, replayer.batching, policy.limits)
     if name not in batch.samples:
         why = dict(batch.left_out).get(name, "its group is not trained under the run's settings")
-        return replace(letter, problem=why)
-    rows = await replayer.compute(measured_rows, policy, batch, version)
+        return replace(dead_letter, problem=why)
+    rows = await replayer.compute(measure_contributions, policy, batch, version)
     row = next(row for row in rows if row.trajectory_id == name)
-    return replace(letter, row=row, siblings=len(group.samples) - 1)
+    return replace(dead_letter, row=row, siblings=len(group.samples) - 1)
 
 
 def _group(sample: Sample, others: Mapping[int, Sample]) -> Group:
@@ -104,13 +106,13 @@ async def _siblings(replayer: Replayer, groups: Collection[str]) -> dict[str, di
     return found
 
 
-def _sample(record: Record, place: tuple[str, int, int], weights: Mapping[str, float]) -> Sample:
+def _sample(record: Record, position: tuple[str, int, int], weights: Mapping[str, float]) -> Sample:
     """Raises WireError: the record is no trajectory, or one without a reward."""
     trajectory = _decoded(record)
     reward, fault = weighted_reward(trajectory, weights)
     if fault is not None:
         raise MalformedFrame(fault)
-    return Sample(trajectory, RecordRef(trajectory.trajectory_id, *place[1:]), reward, len(record.value or b""))
+    return Sample(trajectory, RecordRef(trajectory.trajectory_id, *position[1:]), reward, len(record.value or b""))
 
 
 def _decoded(record: Record) -> Trajectory:

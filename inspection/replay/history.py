@@ -1,4 +1,9 @@
-"""Collects a trajectory's history from the topics: orders, its records, steps, skips, control and heartbeats."""
+"""A trajectory's history, collected from the topics: ordered, generated, appended, trained or skipped, weights in use.
+
+What each topic says becomes events, sorted by their times. Those are of several clocks (dispatcher, worker, broker,
+trainer), so that near events of two processes may come in the wrong order. Steps and skip rows that a crash undid are
+shown, and do not decide the fate.
+"""
 
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -16,7 +21,8 @@ from schemas.reports import Heartbeat, RecordRef, RefusedStep, SkipRecord, StepR
 from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 from schemas.trajectories import Trajectory, WorkOrder
 
-# What can be told of one trajectory: its record, and the events of its history in the order of their times. Pure.
+PENDING = "pending"
+POSITION = re.compile(r"(\d+)@(\d+)")
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class HistoryEvent:
 
 
 @dataclass(frozen=True)
-class Appearance:
+class TrajectoryRecord:
     """A record of the trajectory. ``fate``: trained, skipped, pending, or left over, in the surviving chain."""
 
     partition: int
@@ -44,72 +50,13 @@ class TrajectoryHistory:
     """``trajectory``: as in the first of its records."""
 
     trajectory: Trajectory
-    appearances: tuple[Appearance, ...]
+    appearances: tuple[TrajectoryRecord, ...]
     events: tuple[HistoryEvent, ...]
-
-
-def in_order(events: Iterable[HistoryEvent]) -> tuple[HistoryEvent, ...]:
-    """By time, each with the seconds since the one before."""
-    ordered = sorted(events, key=lambda event: event.at)
-    return tuple(
-        replace(event, since=None if number == 0 else event.at - ordered[number - 1].at)
-        for number, event in enumerate(ordered)
-    )
-
-
-def order_event(order: WorkOrder) -> HistoryEvent:
-    """The dispatcher asks a worker for it."""
-    estimate = order.estimate
-    return HistoryEvent(
-        order.created_at,
-        "ordered",
-        f"worker {order.worker_id}, attempt {order.attempt}, prompt position {order.position}, estimated "
-        f"{estimate.median} tokens (upper {estimate.upper}, bucket {estimate.bucket}, by {estimate.predictor}), "
-        f"admitted at {order.admitted_version}",
-    )
-
-
-def worker_events(trajectory: Trajectory) -> list[HistoryEvent]:
-    """What its worker says."""
-    tokens, seconds = len(trajectory.token_ids), trajectory.finished_at - trajectory.started_at
-    rate = f", {tokens / seconds:.0f} tokens/s" if seconds > 0 else ""
-    return [
-        HistoryEvent(trajectory.started_at, "started", f"worker {trajectory.worker_id}, attempt {trajectory.attempt}"),
-        HistoryEvent(
-            trajectory.finished_at,
-            "finished",
-            f"{tokens} tokens (predicted {trajectory.predicted_length}), {trajectory.finish_reason.value}{rate}",
-        ),
-    ]
-
-
-def skip_event(row: SkipRecord, *, counts: bool) -> HistoryEvent:
-    """The trainer does not train it."""
-    undone = "" if counts else "; undone by a crash"
-    return HistoryEvent(
-        row.sent_at, "skipped", f"{row.reason.value} at step {row.step}: {row.detail or 'no detail'}{undone}"
-    )
-
-
-def announcement_event(message: WeightsReady, version: PolicyVersion) -> HistoryEvent:
-    """The coordinator tells the workers of weights that contain it."""
-    later = "" if message.version == version else ", which contains it"
-    return HistoryEvent(message.sent_at, "weights announced", f"version {message.version}{later}")
-
-
-def adoption_event(beat: Heartbeat, version: PolicyVersion) -> HistoryEvent:
-    """The first worker that was seen on the weights."""
-    later = "" if beat.version == version else f" (already {beat.version})"
-    return HistoryEvent(beat.sent_at, "weights in use", f"first seen on worker {beat.worker_id}{later}")
-
-
-PENDING = "pending"
-PLACE = re.compile(r"(\d+)@(\d+)")
 
 
 @dataclass(frozen=True)
 class HistoryReader:
-    """Of one run and algorithm."""
+    """Reads the topics of one run, for one algorithm."""
 
     history: History
     run: str
@@ -123,27 +70,29 @@ class HistoryReader:
         """
         found = await self._found(name)
         trajectory = found[0][1]
-        places = {(record.partition, record.offset): record for record, _ in found}
+        positions = {(record.partition, record.offset): record for record, _ in found}
         events = [order_event(order) for order in await self._orders(trajectory)] + worker_events(trajectory)
         events += [HistoryEvent(record.timestamp, "appended", _where(record)) for record, _ in found]
-        fates = dict.fromkeys(places, PENDING)
-        told, trained = await self._told_by_trainer(fates)
-        events += told + (await self._weights(trained) if trained is not None else [])
-        appearances = tuple(Appearance(*place, record.timestamp, fates[place]) for place, record in places.items())
+        fates = dict.fromkeys(positions, PENDING)
+        reported, trained = await self._trainer_events(fates)
+        events += reported + (await self._weights(trained) if trained is not None else [])
+        appearances = tuple(
+            TrajectoryRecord(*position, record.timestamp, fates[position]) for position, record in positions.items()
+        )
         return TrajectoryHistory(trajectory, appearances, in_order(events))
 
-    async def _told_by_trainer(
+    async def _trainer_events(
         self, fates: dict[tuple[int, int], str]
     ) -> tuple[list[HistoryEvent], PolicyVersion | None]:
-        """Hops from steps and skips, and the weights that it is in; ``fates`` of its records are filled in."""
+        """Events of steps and skips, and the version that was trained on it; sets ``fates`` of its records."""
         log, steps = await self._steps()
         events: list[HistoryEvent] = []
         trained: PolicyVersion | None = None
         for record, report in steps:
-            for place, event in _in_step(log, record, report, set(fates)):
+            for position, event in _in_step(log, record, report, set(fates)):
                 events.append(event)
                 if event.what == "trained" and log.counts(report.version):
-                    fates[place], trained = f"trained in step {report.step}", report.version
+                    fates[position], trained = f"trained in step {report.step}", report.version
         for row in await self._skips(set(fates)):
             counts = log.counts_row(row)
             events.append(skip_event(row, counts=counts))
@@ -151,13 +100,13 @@ class HistoryReader:
                 fates[row.partition, row.offset] = f"skipped: {row.reason.value}"
         reports = [report for _, report in steps if isinstance(report, StepReport)]
         if reports and reports[-1].finished:
-            fates |= {place: "left over: the run is finished" for place, fate in fates.items() if fate == PENDING}
+            fates |= {position: "left over: the run is finished" for position, fate in fates.items() if fate == PENDING}
         return events, trained
 
     async def _found(self, name: str) -> list[tuple[Record, Trajectory]]:
         """Its records, first one first."""
         topic = TRAJECTORIES.full_name(self.run)
-        if (match := PLACE.fullmatch(name)) is not None:
+        if (match := POSITION.fullmatch(name)) is not None:
             partition, offset = int(match[1]), int(match[2])
             record = (await self.history.fetch(topic, [(partition, offset)])).get((partition, offset))
             if record is None:
@@ -206,13 +155,13 @@ class HistoryReader:
             and trajectory.sample_index in message.sample_indices
         ]
 
-    async def _skips(self, places: set[tuple[int, int]]) -> list[SkipRecord]:
+    async def _skips(self, positions: set[tuple[int, int]]) -> list[SkipRecord]:
         rows = {
             (message.lineage, message.sequence, message.partition, message.offset): message
             async for _, message in self._messages(SKIPS)
             if isinstance(message, SkipRecord)
             and message.algorithm == self.algorithm
-            and (message.partition, message.offset) in places
+            and (message.partition, message.offset) in positions
         }
         return list(rows.values())
 
@@ -242,6 +191,61 @@ class HistoryReader:
                 continue
 
 
+def in_order(events: Iterable[HistoryEvent]) -> tuple[HistoryEvent, ...]:
+    """By time, each with the seconds since the one before."""
+    ordered = sorted(events, key=lambda event: event.at)
+    return tuple(
+        replace(event, since=None if number == 0 else event.at - ordered[number - 1].at)
+        for number, event in enumerate(ordered)
+    )
+
+
+def order_event(order: WorkOrder) -> HistoryEvent:
+    """The dispatcher orders it from a worker."""
+    estimate = order.estimate
+    return HistoryEvent(
+        order.created_at,
+        "ordered",
+        f"worker {order.worker_id}, attempt {order.attempt}, prompt position {order.position}, estimated "
+        f"{estimate.median} tokens (upper {estimate.upper}, bucket {estimate.bucket}, by {estimate.predictor}), "
+        f"admitted at {order.admitted_version}",
+    )
+
+
+def worker_events(trajectory: Trajectory) -> list[HistoryEvent]:
+    """Generation, by the trajectory itself."""
+    tokens, seconds = len(trajectory.token_ids), trajectory.finished_at - trajectory.started_at
+    rate = f", {tokens / seconds:.0f} tokens/s" if seconds > 0 else ""
+    return [
+        HistoryEvent(trajectory.started_at, "started", f"worker {trajectory.worker_id}, attempt {trajectory.attempt}"),
+        HistoryEvent(
+            trajectory.finished_at,
+            "finished",
+            f"{tokens} tokens (predicted {trajectory.predicted_length}), {trajectory.finish_reason.value}{rate}",
+        ),
+    ]
+
+
+def skip_event(row: SkipRecord, *, counts: bool) -> HistoryEvent:
+    """The trainer skips it."""
+    undone = "" if counts else "; undone by a crash"
+    return HistoryEvent(
+        row.sent_at, "skipped", f"{row.reason.value} at step {row.step}: {row.detail or 'no detail'}{undone}"
+    )
+
+
+def announcement_event(message: WeightsReady, version: PolicyVersion) -> HistoryEvent:
+    """The coordinator announces weights that were trained on it."""
+    later = "" if message.version == version else ", which contains it"
+    return HistoryEvent(message.sent_at, "weights announced", f"version {message.version}{later}")
+
+
+def adoption_event(beat: Heartbeat, version: PolicyVersion) -> HistoryEvent:
+    """The first heartbeat of a worker with these weights or newer ones."""
+    later = "" if beat.version == version else f" (already {beat.version})"
+    return HistoryEvent(beat.sent_at, "weights in use", f"first seen on worker {beat.worker_id}{later}")
+
+
 def _decoded(record: Record) -> Trajectory:
     where = _where(record)
     try:
@@ -256,25 +260,25 @@ def _decoded(record: Record) -> Trajectory:
 
 
 def _in_step(
-    log: StepLog, record: Record, report: StepReport | RefusedStep, places: set[tuple[int, int]]
+    log: StepLog, record: Record, report: StepReport | RefusedStep, positions: set[tuple[int, int]]
 ) -> Iterator[tuple[tuple[int, int], HistoryEvent]]:
-    """What this report says of the records at these places."""
+    """What this report says of the records at these positions."""
     counts = isinstance(report, StepReport) and log.counts(report.version)
     undone = "" if counts or isinstance(report, RefusedStep) else "; undone by a crash"
     for number, batch in enumerate(report.micro_batches, 1):
         for row, ref in enumerate(batch, 1):
-            if (place := _place(ref)) in places:
+            if (position := _position(ref)) in positions:
                 micro_batch = f"micro-batch {number} of {len(report.micro_batches)}"
                 where = f"step {report.step}, {micro_batch}, row {row} of {len(batch)}"
                 if isinstance(report, RefusedStep):
-                    yield place, HistoryEvent(report.sent_at, "gradient refused", f"{where}: {report.problem}")
+                    yield position, HistoryEvent(report.sent_at, "gradient refused", f"{where}: {report.problem}")
                     continue
-                yield place, HistoryEvent(report.sent_at, "trained", f"{where}, weights {report.version}{undone}")
-                yield place, HistoryEvent(record.timestamp, "reported", _where(record))
+                yield position, HistoryEvent(report.sent_at, "trained", f"{where}, weights {report.version}{undone}")
+                yield position, HistoryEvent(record.timestamp, "reported", _where(record))
     for ref in report.left_out:
-        if (place := _place(ref)) in places:
+        if (position := _position(ref)) in positions:
             yield (
-                place,
+                position,
                 HistoryEvent(report.sent_at, "counted, not trained", f"step {report.step}, for the advantages{undone}"),
             )
 
@@ -283,5 +287,5 @@ def _where(record: Record) -> str:
     return f"{record.topic}[{record.partition}]@{record.offset}"
 
 
-def _place(ref: RecordRef) -> tuple[int, int]:
+def _position(ref: RecordRef) -> tuple[int, int]:
     return ref.partition, ref.offset

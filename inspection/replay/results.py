@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from consumers.training.ports import StepOutcome
-from inspection.replay.comparing import Row, TensorEquality, UpdateComparison
+from inspection.replay.comparing import TensorEquality, TrajectoryContribution, UpdateComparison
 
 Verdict = Literal["bit-equal", "differs", "not recorded"]
 
@@ -26,8 +26,10 @@ class MetricPair:
 
 
 @dataclass(frozen=True)
-class Rebuilt:
-    """A step taken again by the run's own settings. ``version``: of the weights after it (before, if it was refused).
+class RebuiltStep:
+    """A step taken again under the run's own settings.
+
+    ``version``: of the weights after it (before it, if it was refused).
 
     ``start``: what it was rebuilt from, over ``steps_between`` further steps, of which ``differing_between`` did not
     come out as recorded. ``problem``: why the gradient was not applied; empty if it was.
@@ -44,12 +46,16 @@ class Rebuilt:
     metrics: tuple[MetricPair, ...]
     tensors: tuple[TensorEquality, ...]
     gradient_norms: Mapping[str, float]
-    rows: tuple[Row, ...]
+    rows: tuple[TrajectoryContribution, ...]
     left_out: tuple[tuple[str, str], ...]
 
     @property
     def verdict(self) -> Verdict:
-        """Of the weights where they can be compared; of the numbers alone: ``not recorded``, if they are equal."""
+        """Of the weights, if there is something to compare them with; else of the numbers.
+
+        Equal numbers alone do not prove equal weights: then it is ``not recorded``, unless the step was refused and has
+        no weights after it.
+        """
         if bool(self.problem) != self.refused or not all(tensor.equal for tensor in self.tensors):
             return "differs"
         if self.tensors:
@@ -75,14 +81,14 @@ class WhatIf:
     problem: str
     metrics: Mapping[str, tuple[float, float]]
     update: UpdateComparison | None
-    rows: tuple[Row, ...]
+    rows: tuple[TrajectoryContribution, ...]
 
 
 @dataclass(frozen=True)
 class StepReplay:
     """One step, and how it compares with a what-if if one was asked for."""
 
-    rebuilt: Rebuilt
+    rebuilt: RebuiltStep
     what_if: WhatIf | None = None
 
 
@@ -90,7 +96,7 @@ class StepReplay:
 class GradientOutlier:
     """A trajectory of a step, with its texts."""
 
-    row: Row
+    row: TrajectoryContribution
     group_id: str
     prompt: str
     completion: str
@@ -112,10 +118,10 @@ class BisectionResult:
     median: float | None
     culprits: tuple[tuple[GradientOutlier, ...], ...]
     without_culprits: float
-    ranking: tuple[Row, ...]
+    ranking: tuple[TrajectoryContribution, ...]
     computed: int
 
 
 def metric_pairs(outcome: StepOutcome, recorded: Mapping[str, float]) -> tuple[MetricPair, ...]:
-    """The numbers of a step that do not depend on time or place."""
+    """The numbers of a step that are functions of weights and batch: none that measures time or place."""
     return tuple(MetricPair(name, recorded.get(name), value) for name, value in sorted(outcome.metrics.items()))

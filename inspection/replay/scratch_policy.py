@@ -1,6 +1,11 @@
-"""A policy in memory that takes recorded steps again, and can be put back. Writes no file; knows no history.
+"""A policy in memory that takes recorded steps again, what may be varied in them, and where it is restored from.
 
-All of it runs in one compute thread with the trainer's number of threads, or results would differ in the last bits.
+``ScratchPolicy`` computes with the trainer's own learner, in one compute thread with the trainer's number of torch
+threads: floating-point sums are split by thread, so another number would change the last bits. It can be set back to a
+snapshot, so that a step is taken as recorded and once more under a ``Variation``. A ``RestorePoint`` is a checkpoint of
+the step's chain, or the initial model.
+
+Nothing here writes to a run's directory; ``keep_tensors`` writes to the one that the user names.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,116 +33,18 @@ from consumers.training.ports import StepOutcome
 from consumers.training.settings import TrainingSettings
 from consumers.training.step import PolicyLearner
 from consumers.training.weight_export import WEIGHTS
-from inspection.replay.steps import Batch, ChainSegment, Cut, as_cut_anew, as_recorded
+from inspection.replay.steps import ChainSegment, RecordedMicroBatches, StepBatch, rebatched, recorded_batch
 from schemas.errors import CheckpointError, UserError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
 
-# Writes a rebuilt step to a directory of the user's choice, for looking at its tensors. Never into a run's own.
-
-
-def keep_tensors(directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """``directory/step_<step>/<name>.safetensors`` for each named set of tensors.
-
-    Raises:
-        UserError: the directory cannot be written to.
-    """
-    target = directory / f"step_{step}"
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        for name, found in tensors.items():
-            contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
-            save_file(contiguous, target / f"{name}.safetensors", metadata={"format": "pt"})
-    except OSError as error:
-        raise UserError(f"expected a writable directory for --keep, got {target}: {error.strerror}") from error
-
-
-# Where a step can be rebuilt from: the nearest earlier checkpoint of its chain, or the initial model. Reads only.
-
 
 @dataclass(frozen=True)
-class Start:
-    """A model directory, and the optimizer after ``version.number`` steps."""
+class StepConfig:
+    """How a step is computed.
 
-    version: PolicyVersion
-    model: Path | str
-    optimizer: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Starts(Protocol):
-    """The checkpoints and weight versions of a run."""
-
-    def versions(self) -> list[PolicyVersion]:
-        """Of the checkpoints that are there; not verified."""
-        ...
-
-    def load(self, version: PolicyVersion) -> Start:
-        """A verified checkpoint.
-
-        Raises:
-            CheckpointError: it is gone or does not verify.
-        """
-        ...
-
-    def originals(self, version: PolicyVersion) -> dict[str, Tensor] | None:
-        """The weights of a version as the trainer wrote them, if a checkpoint or the weights store has them."""
-        ...
-
-
-@dataclass
-class StoredStarts:
-    """``Starts`` of a run: its checkpoints as they were when first asked for, and its weights store."""
-
-    store: CheckpointStore
-    weights: Path
-
-    @cached_property
-    def manifests(self) -> dict[PolicyVersion, CheckpointManifest]:
-        """By version."""
-        return {manifest.policy_version: manifest for manifest in self.store.manifests()}
-
-    def versions(self) -> list[PolicyVersion]:
-        """See ``Starts``."""
-        return list(self.manifests)
-
-    def load(self, version: PolicyVersion) -> Start:
-        """See ``Starts``."""
-        restored = self.store.load(self.manifests[version])
-        return Start(version, restored.directory, restored.state.optimizer)
-
-    def originals(self, version: PolicyVersion) -> dict[str, Tensor] | None:
-        """See ``Starts``."""
-        with suppress(CheckpointError, OSError, SafetensorError):  # a trainer that goes on prunes both meanwhile
-            if version in self.manifests:
-                return dict(load_file(self.store.load(self.manifests[version]).directory / WEIGHTS))
-        with suppress(OSError, SafetensorError):
-            return dict(load_file(self.weights / str(version) / WEIGHTS))
-        return None
-
-
-def candidates(chain: Sequence[ChainSegment], step: int, versions: Iterable[PolicyVersion]) -> list[PolicyVersion]:
-    """Checkpoints from which the step that follows ``step`` finished ones can be rebuilt, nearest first."""
-    usable = [
-        version
-        for version in versions
-        if version.number <= step
-        and any(
-            stretch.lineage == version.lineage and stretch.first - 1 <= version.number <= stretch.last
-            for stretch in chain
-        )
-    ]
-    return sorted(usable, key=lambda version: version.number, reverse=True)
-
-
-def begins_with_the_model(chain: Sequence[ChainSegment]) -> bool:
-    """Whether the chain goes back to the initial model."""
-    return bool(chain) and chain[0].first == 1
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a step is computed. ``initial_model``: where the chain and the KL term's reference begin; ``seed``: for
-    weights that the initial model's files leave open.
+    ``initial_model``: the policy before step 1, and the reference of the KL term. ``seed``: of weights that the initial
+    model's files lack, such as a new head.
     """
 
     algorithm: AlgorithmSettings
@@ -148,8 +55,8 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Weights and optimizer after ``step`` steps; its tensors are its own."""
+class PolicySnapshot:
+    """A copy of weights and optimizer state after ``step`` steps."""
 
     step: int
     parameters: dict[str, Tensor]
@@ -157,8 +64,8 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """An optimizer step: its outcome, norms of its scaled gradient by tensor, and what it added to each tensor."""
+class ObservedStep:
+    """An optimizer step: its outcome, L2 norms of its scaled gradient by tensor, and what it added to each tensor."""
 
     outcome: StepOutcome
     gradient_norms: dict[str, float]
@@ -166,35 +73,35 @@ class Taken:
 
 
 class ScratchPolicy:
-    """Model and learner. Not safe for two threads at once."""
+    """Model and learner, as the trainer has them. Not safe for two threads at once."""
 
-    def __init__(self, recipe: Recipe, directory: Path | str, step: int, optimizer: Mapping[str, Tensor]) -> None:
+    def __init__(self, config: StepConfig, directory: Path | str, step: int, optimizer: Mapping[str, Tensor]) -> None:
         """Load the weights of a checkpoint, or the initial model with no optimizer state and ``step`` 0.
 
         Raises:
             ModelError: there is no model, or no such device.
         """
-        self.device = resolve_device(recipe.training)
-        training = recipe.training
-        torch.manual_seed(recipe.seed)
+        self.device = resolve_device(config.training)
+        training = config.training
+        torch.manual_seed(config.seed)
         self.model = load_model(directory, self.device, gradient_checkpointing=training.gradient_checkpointing)
         self._references: dict[str, Any] = {}
-        self.follow(recipe)
+        self.use_config(config)
         self.learner.step = step
         self.learner.load_optimizer_tensors(dict(optimizer))
 
-    def follow(self, recipe: Recipe) -> None:
+    def use_config(self, config: StepConfig) -> None:
         """Compute by these settings from now on, with a new optimizer that has no state."""
-        self.recipe = recipe
+        self.config = config
         self.learner = PolicyLearner(
-            self.model, self.reference, recipe.algorithm, recipe.training, recipe.max_completion_length
+            self.model, self.reference, config.algorithm, config.training, config.max_completion_length
         )
 
     @property
     def reference(self) -> Any | None:
         """The frozen initial model, if the KL term needs it."""
-        path = self.recipe.initial_model
-        if self.recipe.algorithm.beta == 0:
+        path = self.config.initial_model
+        if self.config.algorithm.beta == 0:
             return None
         if path not in self._references:
             self._references[path] = load_reference(path, self.device)
@@ -205,29 +112,29 @@ class ScratchPolicy:
         """What the model can take."""
         return limits_of(self.model.config)
 
-    def moment(self) -> Moment:
-        """A copy of this moment."""
+    def snapshot(self) -> PolicySnapshot:
+        """A copy of the weights and the optimizer state as they are."""
         parameters = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
-        return Moment(self.learner.step, parameters, self.learner.optimizer_tensors())
+        return PolicySnapshot(self.learner.step, parameters, self.learner.optimizer_tensors())
 
-    def back_to(self, moment: Moment, recipe: Recipe) -> None:
+    def restore(self, snapshot: PolicySnapshot, config: StepConfig) -> None:
         """Put weights and optimizer back, to go on by these settings."""
         with torch.no_grad():
             for name, tensor in self.model.named_parameters():
-                tensor.copy_(moment.parameters[name])
+                tensor.copy_(snapshot.parameters[name])
         self.model.zero_grad(set_to_none=True)
-        self.follow(recipe)
-        self.learner.step = moment.step
-        self.learner.load_optimizer_tensors({name: tensor.clone() for name, tensor in moment.optimizer.items()})
+        self.use_config(config)
+        self.learner.step = snapshot.step
+        self.learner.load_optimizer_tensors({name: tensor.clone() for name, tensor in snapshot.optimizer.items()})
 
-    def take(self, batch: Batch) -> StepOutcome:
+    def take_step(self, batch: StepBatch) -> StepOutcome:
         """One optimizer step, exactly as the trainer takes it."""
         for micro_batch in batch.micro_batches:
             self.learner.accumulate(micro_batch)
         return self.learner.finish_step(batch.reward_deviation)
 
-    def take_observed(self, batch: Batch) -> Taken:
-        """``take``, with the gradient and the update by tensor."""
+    def take_observed_step(self, batch: StepBatch) -> ObservedStep:
+        """``take_step``, with the gradient and the update by tensor."""
         before = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         for micro_batch in batch.micro_batches:
             self.learner.accumulate(micro_batch)
@@ -235,21 +142,26 @@ class ScratchPolicy:
         outcome = self.learner.finish_step(batch.reward_deviation)
         with torch.no_grad():
             update = {name: tensor - before[name] for name, tensor in self.model.named_parameters()}
-        return Taken(outcome, norms, update)
+        return ObservedStep(outcome, norms, update)
 
-    def scale(self, batch: Batch) -> float:
-        """What the summed gradient of this batch is multiplied by."""
-        algorithm = self.recipe.algorithm
-        scale = 1.0 / denominator(algorithm, BatchTotals(*batch.totals), self.recipe.max_completion_length)
+    def scale(self, batch: StepBatch) -> float:
+        """The factor of the summed gradient: 1 / (the loss's denominator), as the learner applies it.
+
+        With ``scale_rewards = "batch"`` advantages are divided by the batch's deviation of rewards, which is known only
+        at the end of a step, so that it is a factor of the gradient too.
+        """
+        algorithm = self.config.algorithm
+        scale = 1.0 / denominator(algorithm, BatchTotals(*batch.totals), self.config.max_completion_length)
         return scale / (batch.reward_deviation + SCALE_EPSILON) if algorithm.scale_rewards == "batch" else scale
 
-    def gradient_norm(self, batch: Batch, scale: float) -> float:
-        """Norm of the batch's gradient times ``scale``; weights and optimizer stay as they are."""
+    def gradient_norm(self, batch: StepBatch, scale: float) -> float:
+        """L2 norm of the batch's gradient times ``scale``; weights and optimizer stay as they are."""
         with self._gradient_only(batch):
             norms = self._gradient_norms(scale)
+        # ||g|| = sqrt(sum over tensors of ||g_t||²), summed in float64
         return float(torch.linalg.vector_norm(torch.tensor(list(norms.values()), dtype=torch.float64)))
 
-    def gradients(self, batch: Batch) -> dict[str, Tensor]:
+    def gradients(self, batch: StepBatch) -> dict[str, Tensor]:
         """The scaled gradient of a batch by parameter, on the CPU; weights and optimizer stay as they are."""
         scale = self.scale(batch)
         with self._gradient_only(batch):
@@ -264,7 +176,7 @@ class ScratchPolicy:
         return named_tensors(self.model)
 
     @contextmanager
-    def _gradient_only(self, batch: Batch) -> Iterator[None]:
+    def _gradient_only(self, batch: StepBatch) -> Iterator[None]:
         self.learner.discard()
         try:
             for micro_batch in batch.micro_batches:
@@ -281,7 +193,50 @@ class ScratchPolicy:
         }
 
 
-# What a what-if changes: settings, and which trajectories take part. Pure.
+@dataclass(frozen=True)
+class Variation:
+    """What a what-if changes; ``changes`` says it in words.
+
+    ``batching`` None: micro-batches stay as recorded, where they can.
+
+    ``only`` (empty: all) and ``without`` name trajectories by id or ``partition@offset``; they keep the advantages
+    that the whole groups give them.
+    """
+
+    config: StepConfig
+    changes: tuple[str, ...] = ()
+    batching: BatchingSettings | None = None
+    only: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
+
+    def batch(
+        self,
+        groups: Iterable[Group],
+        recorded: RecordedMicroBatches,
+        run_batching: BatchingSettings,
+        limits: ModelLimits,
+    ) -> StepBatch:
+        """The step's batch under this variation. ``run_batching``: for when the recorded micro-batches no longer fit.
+
+        Raises:
+            UserError: a named trajectory is not in the step, or nothing is left.
+        """
+        members = tuple(groups)
+        # Other settings may let other trajectories into the step; then the recorded packing is not theirs.
+        batch = rebatched(members, self.config.algorithm, self.batching or run_batching, limits)
+        if self.batching is None and set(batch.samples) == {ref.trajectory_id for rows in recorded for ref in rows}:
+            batch = recorded_batch(members, recorded, self.config.algorithm, limits)
+        return self._selected(batch)
+
+    def _selected(self, batch: StepBatch) -> StepBatch:
+        if not self.only and not self.without:
+            return batch
+        refs = [ref for part in batch.micro_batches for ref in part.refs]
+        only, without = (ids_among(refs, sorted(given)) for given in (self.only, self.without))
+        left = (only or {ref.trajectory_id for ref in refs}) - without
+        if not left:
+            raise UserError("expected --only and --without to leave a trajectory in the step, got none")
+        return batch.keeping(left)
 
 
 def ids_among(
@@ -304,37 +259,100 @@ def ids_among(
 
 
 @dataclass(frozen=True)
-class Variation:
-    """``changes`` says it in words. ``batching`` None: micro-batches stay as recorded, where they can.
+class RestorePoint:
+    """A model directory, and the optimizer state after ``version.number`` steps."""
 
-    ``only`` (empty: all) and ``without`` name trajectories by id or ``partition@offset``; they keep the advantages
-    that the whole groups give them.
-    """
+    version: PolicyVersion
+    model: Path | str
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
 
-    recipe: Recipe
-    changes: tuple[str, ...] = ()
-    batching: BatchingSettings | None = None
-    only: frozenset[str] = frozenset()
-    without: frozenset[str] = frozenset()
 
-    def batch(self, groups: Iterable[Group], cut: Cut, recut: BatchingSettings, limits: ModelLimits) -> Batch:
-        """The step's batch under this variation. ``recut``: the run's own batching, should the cut no longer fit.
+class RestorePoints(Protocol):
+    """The checkpoints and weight versions of a run; read only."""
+
+    def versions(self) -> list[PolicyVersion]:
+        """Of the checkpoints that are there; not verified."""
+        ...
+
+    def load(self, version: PolicyVersion) -> RestorePoint:
+        """A verified checkpoint.
 
         Raises:
-            UserError: a named trajectory is not in the step, or nothing is left.
+            CheckpointError: it is gone or does not verify.
         """
-        members = tuple(groups)
-        batch = as_cut_anew(members, self.recipe.algorithm, self.batching or recut, limits)
-        if self.batching is None and set(batch.samples) == {ref.trajectory_id for rows in cut for ref in rows}:
-            batch = as_recorded(members, cut, self.recipe.algorithm, limits)
-        return self._selected(batch)
+        ...
 
-    def _selected(self, batch: Batch) -> Batch:
-        if not self.only and not self.without:
-            return batch
-        refs = [ref for part in batch.micro_batches for ref in part.refs]
-        only, without = (ids_among(refs, sorted(given)) for given in (self.only, self.without))
-        left = (only or {ref.trajectory_id for ref in refs}) - without
-        if not left:
-            raise UserError("expected --only and --without to leave a trajectory in the step, got none")
-        return batch.keeping(left)
+    def originals(self, version: PolicyVersion) -> dict[str, Tensor] | None:
+        """The weights of a version as the trainer wrote them, if a checkpoint or the weights store has them."""
+        ...
+
+
+@dataclass
+class StoredRestorePoints:
+    """``RestorePoints`` of a run: its checkpoints as they were when first asked for, and its weights store."""
+
+    store: CheckpointStore
+    weights: Path
+
+    @cached_property
+    def manifests(self) -> dict[PolicyVersion, CheckpointManifest]:
+        """By version."""
+        return {manifest.policy_version: manifest for manifest in self.store.manifests()}
+
+    def versions(self) -> list[PolicyVersion]:
+        """See ``RestorePoints``."""
+        return list(self.manifests)
+
+    def load(self, version: PolicyVersion) -> RestorePoint:
+        """See ``RestorePoints``."""
+        restored = self.store.load(self.manifests[version])
+        return RestorePoint(version, restored.directory, restored.state.optimizer)
+
+    def originals(self, version: PolicyVersion) -> dict[str, Tensor] | None:
+        """See ``RestorePoints``."""
+        with suppress(CheckpointError, OSError, SafetensorError):  # a trainer that goes on prunes both meanwhile
+            if version in self.manifests:
+                return dict(load_file(self.store.load(self.manifests[version]).directory / WEIGHTS))
+        with suppress(OSError, SafetensorError):
+            return dict(load_file(self.weights / str(version) / WEIGHTS))
+        return None
+
+
+def usable_restore_points(
+    chain: Sequence[ChainSegment], step: int, versions: Iterable[PolicyVersion]
+) -> list[PolicyVersion]:
+    """Checkpoints from which step ``step`` + 1 can be rebuilt, nearest first.
+
+    A checkpoint is usable if it lies on the chain: between the version its segment started from, and its last step.
+    """
+    usable = [
+        version
+        for version in versions
+        if version.number <= step
+        and any(
+            segment.lineage == version.lineage and segment.first - 1 <= version.number <= segment.last
+            for segment in chain
+        )
+    ]
+    return sorted(usable, key=lambda version: version.number, reverse=True)
+
+
+def starts_at_initial_model(chain: Sequence[ChainSegment]) -> bool:
+    """Whether the chain goes back to the initial model."""
+    return bool(chain) and chain[0].first == 1
+
+
+def keep_tensors(directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """``directory/step_<step>/<name>.safetensors`` for each named set of tensors.
+
+    Raises:
+        UserError: the directory cannot be written to.
+    """
+    target = directory / f"step_{step}"
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name, found in tensors.items():
+            contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
+            save_file(contiguous, target / f"{name}.safetensors", metadata={"format": "pt"})
+    except OSError as error:
+        raise UserError(f"expected a writable directory for --keep, got {target}: {error.strerror}") from error

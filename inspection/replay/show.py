@@ -1,4 +1,4 @@
-"""Carries out `streamrl show`: opens the run, traces the trajectory, prints its history."""
+"""`streamrl show`: one trajectory with its tokens and log-probs by weight version, its rewards, and its history."""
 
 import asyncio
 import datetime
@@ -17,11 +17,35 @@ from inspection.source import history_of, open_run
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import Trajectory
 
-# A trajectory's history as text: tokens with log-probs by weight version, rewards, and every event with its time.
-
 STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
 UNTRAINED = "dim"
+"""Of tokens that the loss mask leaves out, which also stand in brackets: colours may be off."""
 Piece = Callable[[int], str]
+
+
+def show(name: str, run_path: Path, export: Path | None, *, json: bool) -> None:
+    """Print a trajectory's history.
+
+    Raises:
+        UserError: there is no such trajectory, or no such run.
+    """
+    run = open_run(run_path)
+    with (
+        tempfile.TemporaryDirectory(prefix="streamrl-show-") as scratch,
+        history_of(run, export, Path(scratch), lambda line: print(line, file=sys.stderr)) as topics,
+    ):
+        history = asyncio.run(_trace(topics, run.name, run.settings.algorithm.name, name))
+    if json:
+        print(as_json(history))
+    else:
+        Console(soft_wrap=True, highlight=False).print(history_text(history, pieces_of(run.settings.model.path)))
+
+
+async def _trace(topics: History, run: str, algorithm: str, name: str) -> TrajectoryHistory:
+    try:
+        return await HistoryReader(topics, run, algorithm).trace(name)
+    finally:
+        await topics.close()
 
 
 def history_text(history: TrajectoryHistory, piece: Piece) -> Text:
@@ -103,28 +127,3 @@ def _events(history: TrajectoryHistory) -> list[str]:
 
 def _clock(at: float) -> str:
     return datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
-
-
-def show(name: str, run_path: Path, export: Path | None, *, json: bool) -> None:
-    """Print a trajectory's history.
-
-    Raises:
-        UserError: there is no such trajectory, or no such run.
-    """
-    run = open_run(run_path)
-    with (
-        tempfile.TemporaryDirectory(prefix="streamrl-show-") as scratch,
-        history_of(run, export, Path(scratch), lambda line: print(line, file=sys.stderr)) as topics,
-    ):
-        history = asyncio.run(_trace(topics, run.name, run.settings.algorithm.name, name))
-    if json:
-        print(as_json(history))
-    else:
-        Console(soft_wrap=True, highlight=False).print(history_text(history, pieces_of(run.settings.model.path)))
-
-
-async def _trace(topics: History, run: str, algorithm: str, name: str) -> TrajectoryHistory:
-    try:
-        return await HistoryReader(topics, run, algorithm).trace(name)
-    finally:
-        await topics.close()

@@ -1,4 +1,12 @@
-"""Groups → the micro-batches of a step: as recorded, or as other settings would have cut them. Pure."""
+"""A recorded step: which of the reports is meant, its trajectories, and its micro-batches. Writes nothing.
+
+``StepLog`` holds the steps topic by lineage. Invariant only_the_surviving_chain_counts: of an ancestor, only the steps
+up to where its child went on count.
+
+``read_groups`` fetches a step's trajectories; ``recorded_batch`` and ``rebatched`` make micro-batches of them: in the
+recorded order, or as other batching settings would have packed them. The order of rows matters: sums of floating-point
+numbers depend on it, and a replay has to be equal to the last bit.
+"""
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +27,14 @@ from schemas.reports import RecordRef, RefusedStep, SkipRecord, StepReport
 from schemas.topics import STEPS, TRAJECTORIES
 from schemas.trajectories import Trajectory
 
-# The recorded steps by lineage, and which of them lie on the chain that leads to a lineage. Pure. Invariant
-# only_the_surviving_chain_counts: of an ancestor, only the steps up to where its child went on from count.
+Step = StepReport | RefusedStep
+RecordedMicroBatches = Sequence[Sequence[RecordRef]]
+"""References by micro-batch and row, as a report names them."""
+
+MAX_LISTED = 3
+"""Missing records that an error lists."""
+FETCH_SIZE = 2048
+"""Records fetched at once: many enough for the round trip to the broker to matter little, few enough for memory."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +54,11 @@ class ChainSegment:
 class StepLog:
     """The reports of one algorithm, as they stand on the steps topic; repeats of a version are ignored.
 
-    ``births``: by lineage; one whose first report is gone is taken to begin with the first step that is left of it.
+    ``lineage_starts``: by lineage; one whose first report is gone is taken to begin with the first step left of it.
     """
 
     reports: dict[PolicyVersion, StepReport] = field(default_factory=dict)
-    births: dict[int, LineageStart] = field(default_factory=dict)
+    lineage_starts: dict[int, LineageStart] = field(default_factory=dict)
     refused: list[RefusedStep] = field(default_factory=list)
 
     def observe(self, message: StepReport | RefusedStep) -> None:
@@ -55,9 +69,9 @@ class StepLog:
         lineage, step = message.version.lineage, message.step
         if message.group_ids:
             self.reports.setdefault(message.version, message)
-            self.births.setdefault(lineage, LineageStart(lineage, step - 1, None, 0))
+            self.lineage_starts.setdefault(lineage, LineageStart(lineage, step - 1, None, 0))
         else:
-            self.births.setdefault(lineage, LineageStart(lineage, step, message.parent, message.parent_skips))
+            self.lineage_starts.setdefault(lineage, LineageStart(lineage, step, message.parent, message.parent_skips))
 
     @property
     def newest(self) -> int:
@@ -66,12 +80,12 @@ class StepLog:
         Raises:
             UserError: there are no reports.
         """
-        if not self.births:
+        if not self.lineage_starts:
             raise UserError("expected reports of optimizer steps on the steps topic, got none: nothing was trained")
-        return max(self.births)
+        return max(self.lineage_starts)
 
     def chain(self, lineage: int | None = None) -> tuple[ChainSegment, ...]:
-        """The stretches that a lineage (None: the newest) consists of, oldest first.
+        """The segments of the chain that ends in a lineage (None: the newest), oldest first.
 
         Raises:
             UserError: there is no such lineage.
@@ -84,10 +98,10 @@ class StepLog:
 
     def _links(self, lineage: int | None) -> tuple[LineageLink, ...]:
         number = self.newest if lineage is None else lineage
-        if number not in self.births:
-            known = ", ".join(str(each) for each in sorted(self.births))
+        if number not in self.lineage_starts:
+            known = ", ".join(str(each) for each in sorted(self.lineage_starts))
             raise UserError(f"expected one of the lineages {known}, got {lineage}")
-        known_by_then = {each: birth for each, birth in self.births.items() if each <= number}
+        known_by_then = {each: start for each, start in self.lineage_starts.items() if each <= number}
         return surviving_chain(known_by_then, beginning_is_held=False).links
 
     def _last(self, link: LineageLink) -> int:
@@ -96,8 +110,8 @@ class StepLog:
 
     def counts(self, version: PolicyVersion) -> bool:
         """Whether this step is in the surviving chain."""
-        stretch = holding(self.chain(), version.number)
-        return stretch is not None and stretch.lineage == version.lineage
+        segment = segment_with(self.chain(), version.number)
+        return segment is not None and segment.lineage == version.lineage
 
     def counts_row(self, row: SkipRecord) -> bool:
         """Whether a skip row belongs to the surviving chain."""
@@ -106,20 +120,18 @@ class StepLog:
 
     def attempts(self, step: int, chain: Iterable[ChainSegment]) -> list[RefusedStep]:
         """Gradients of this step that were not applied, computed from weights of the chain."""
-        lineages = {stretch.lineage for stretch in chain if stretch.first <= step <= stretch.last + 1}
+        # A refused attempt at step n comes after step n - 1, which may be the last of its segment.
+        lineages = {segment.lineage for segment in chain if segment.first <= step <= segment.last + 1}
         return [refused for refused in self.refused if refused.step == step and refused.version.lineage in lineages]
 
 
-def holding(chain: Iterable[ChainSegment], step: int) -> ChainSegment | None:
-    """The stretch that a step is in."""
-    return next((stretch for stretch in chain if stretch.first <= step <= stretch.last), None)
-
-
-Cut = Sequence[Sequence[RecordRef]]
+def segment_with(chain: Iterable[ChainSegment], step: int) -> ChainSegment | None:
+    """The segment that a step is in."""
+    return next((segment for segment in chain if segment.first <= step <= segment.last), None)
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """What one step computes with. ``rewards``: shaped, by trajectory; ``left_out``: not in the gradient, and why."""
 
     micro_batches: tuple[MicroBatch, ...]
@@ -139,36 +151,39 @@ class Batch:
         per_row = [batch.loss_mask[:, 1:].sum(axis=1) for batch in self.micro_batches]
         return sum(int((rows > 0).sum()) for rows in per_row), sum(int(rows.sum()) for rows in per_row)
 
-    def keeping(self, wanted: Iterable[str]) -> "Batch":
+    def keeping(self, wanted: Iterable[str]) -> "StepBatch":
         """Only these rows; advantages stay what they are within the whole groups."""
         names = set(wanted)
         kept = tuple(part for batch in self.micro_batches if (part := rows_of(batch, names)) is not None)
         return replace(self, micro_batches=kept)
 
 
-def as_recorded(groups: Iterable[Group], cut: Cut, algorithm: AlgorithmSettings, limits: ModelLimits) -> Batch:
+def recorded_batch(
+    groups: Iterable[Group], recorded: RecordedMicroBatches, algorithm: AlgorithmSettings, limits: ModelLimits
+) -> StepBatch:
     """The micro-batches in their recorded order of rows.
 
     Raises:
         UserError: a recorded row would not be trained under these settings.
     """
+    # Advantages are computed again from the rewards; only the order and the packing are taken from the report.
     credits = _credits(groups, algorithm, limits)
     samples = _samples(credits)
-    if lacking := [ref.trajectory_id for rows in cut for ref in rows if ref.trajectory_id not in samples]:
+    if lacking := [ref.trajectory_id for rows in recorded for ref in rows if ref.trajectory_id not in samples]:
         reasons = {sample.trajectory.trajectory_id: detail for credit in credits for sample, detail in credit.left_out}
         why = reasons.get(lacking[0], "its group is not trained")
         raise UserError(f"expected {lacking[0]} to be trained under the run's settings, got: {why}")
-    return _batch(credits, samples, [collate([samples[ref.trajectory_id] for ref in rows]) for rows in cut])
+    return _batch(credits, samples, [collate([samples[ref.trajectory_id] for ref in rows]) for rows in recorded])
 
 
-def as_cut_anew(
+def rebatched(
     groups: Iterable[Group], algorithm: AlgorithmSettings, batching: BatchingSettings, limits: ModelLimits
-) -> Batch:
-    """The micro-batches that the trainer would have cut, had the groups come in this order."""
+) -> StepBatch:
+    """The micro-batches that the trainer would have made, had the groups come in this order."""
     credits = _credits(groups, algorithm, limits)
     batcher = MicroBatcher(batching)
-    cut = [batch for credit in credits for batch in batcher.add(credit.training_samples)]
-    return _batch(credits, _samples(credits), [*cut, *batcher.flush()])
+    full = [batch for credit in credits for batch in batcher.add(credit.training_samples)]
+    return _batch(credits, _samples(credits), [*full, *batcher.flush()])
 
 
 def rows_of(batch: MicroBatch, wanted: set[str]) -> MicroBatch | None:
@@ -191,7 +206,7 @@ def _samples(credits: Iterable[Credit]) -> dict[str, TrainingSample]:
     return {item.sample.ref.trajectory_id: item for credit in credits for item in credit.training_samples}
 
 
-def _batch(credits: list[Credit], samples: dict[str, TrainingSample], cut: list[MicroBatch]) -> Batch:
+def _batch(credits: list[Credit], samples: dict[str, TrainingSample], micro_batches: list[MicroBatch]) -> StepBatch:
     rewards: dict[str, float] = {}
     for credit in credits:
         members = [item.sample for item in credit.training_samples] + [sample for sample, _ in credit.left_out]
@@ -199,19 +214,15 @@ def _batch(credits: list[Credit], samples: dict[str, TrainingSample], cut: list[
         rewards |= {
             sample.ref.trajectory_id: reward for sample, reward in zip(members, credit.rewards.tolist(), strict=True)
         }
+    # Of all rewards of the step, with those of rows that are left out: what ``scale_rewards = "batch"`` divides by.
     everything = [reward for credit in credits for reward in credit.rewards.tolist()]
-    return Batch(
-        micro_batches=tuple(cut),
+    return StepBatch(
+        micro_batches=tuple(micro_batches),
         samples=samples,
         rewards=rewards,
         left_out=tuple((sample.ref.trajectory_id, why) for credit in credits for sample, why in credit.left_out),
         reward_deviation=deviation(np.array(everything, dtype=np.float64)),
     )
-
-
-# Finds the step that somebody asks for, or says in one line why there is none. Pure.
-
-Step = StepReport | RefusedStep
 
 
 def taken_step(log: StepLog, step: int, lineage: int | None = None) -> StepReport:
@@ -221,13 +232,13 @@ def taken_step(log: StepLog, step: int, lineage: int | None = None) -> StepRepor
         UserError: the step was never taken, was undone by a crash, or its report is gone.
     """
     chain = log.chain(lineage)
-    stretch = holding(chain, step)
-    if stretch is None:
+    segment = segment_with(chain, step)
+    if segment is None:
         raise UserError(_absent(log, step, chain, lineage))
-    report = log.reports.get(PolicyVersion(stretch.lineage, step))
+    report = log.reports.get(PolicyVersion(segment.lineage, step))
     if report is None:
         raise UserError(
-            f"expected the report of step {step} (lineage {stretch.lineage}) on the steps topic, got none: "
+            f"expected the report of step {step} (lineage {segment.lineage}) on the steps topic, got none: "
             "retention has deleted it; choose a later step, or read an export made before"
         )
     return report
@@ -255,12 +266,13 @@ def refused_step(log: StepLog, step: int, attempt: int | None, lineage: int | No
         return attempts[0]
     if attempt is None or not 1 <= attempt <= len(attempts):
         raise UserError(
-            f"expected an attempt at step {step} that was refused, got {attempt or 'none'}: {listed(attempts)}"
+            f"expected an attempt at step {step} that was refused, got {attempt or 'none'}: "
+            f"{describe_attempts(attempts)}"
         )
     return attempts[attempt - 1]
 
 
-def listed(attempts: Sequence[RefusedStep]) -> str:
+def describe_attempts(attempts: Sequence[RefusedStep]) -> str:
     """Refused attempts in one line."""
     if not attempts:
         return "this step was never refused"
@@ -271,8 +283,8 @@ def listed(attempts: Sequence[RefusedStep]) -> str:
 
 def _absent(log: StepLog, step: int, chain: Sequence[ChainSegment], lineage: int | None) -> str:
     if attempts := log.attempts(step, chain):
-        return f"expected a step that was taken, got step {step}, which was only refused: {listed(attempts)}"
-    there = ", ".join(str(stretch) for stretch in chain if stretch.last >= stretch.first) or "no step yet"
+        return f"expected a step that was taken, got step {step}, which was only refused: {describe_attempts(attempts)}"
+    there = ", ".join(str(segment) for segment in chain if segment.last >= segment.first) or "no step yet"
     undone = [version for version in log.reports if version.number == step and not log.counts(version)]
     if undone and lineage is None:
         version = max(undone)
@@ -281,14 +293,6 @@ def _absent(log: StepLog, step: int, chain: Sequence[ChainSegment], lineage: int
             f"and a crash undid; replay it with --lineage {version.lineage}"
         )
     return f"expected one of {there}, got step {step}"
-
-
-# Reads the steps topic, and the trajectories that a step took. Works on any history and writes nothing.
-
-NAMED = 3
-"""Missing places that an error spells out."""
-FETCHED = 2048
-"""Records fetched at once: enough to make the way to the broker worth it, few enough to be held."""
 
 
 async def read_steps(history: History, run: str, algorithm: str) -> StepLog:
@@ -307,15 +311,15 @@ async def read_steps(history: History, run: str, algorithm: str) -> StepLog:
 async def read_groups(
     history: History, run: str, steps: Iterable[Step], weights: Mapping[str, float]
 ) -> AsyncGenerator[tuple[Step, tuple[Group, ...]], None]:
-    """The groups of each step as the trainer saw them: samples by index, groups in the order they were taken in.
+    """The groups of each step as the trainer saw them: samples by index, groups in the order in which they were added.
 
     Raises:
         UserError: a record is gone, or is another one than was trained.
     """
     topic = TRAJECTORIES.full_name(run)
     for together in _chunks(steps):
-        places = [(ref.partition, ref.offset) for step in together for ref in refs_of(step)]
-        records = await history.fetch(topic, places)
+        positions = [(ref.partition, ref.offset) for step in together for ref in refs_of(step)]
+        records = await history.fetch(topic, positions)
         for step in together:
             refs = refs_of(step)
             if missing := [ref for ref in refs if (ref.partition, ref.offset) not in records]:
@@ -334,7 +338,7 @@ def _chunks(steps: Iterable[Step]) -> Iterator[list[Step]]:
     together: list[Step] = []
     for step in steps:
         together.append(step)
-        if sum(len(refs_of(each)) for each in together) >= FETCHED:
+        if sum(len(refs_of(each)) for each in together) >= FETCH_SIZE:
             yield together
             together = []
     if together:
@@ -345,12 +349,12 @@ def _sample(record: Record, ref: RecordRef, weights: Mapping[str, float]) -> Sam
     try:
         message = record.message()
     except WireError as error:
-        raise UserError(f"expected trajectory {ref.trajectory_id} at {_place(record)}, got: {error}") from error
+        raise UserError(f"expected trajectory {ref.trajectory_id} at {_position(record)}, got: {error}") from error
     if not isinstance(message, Trajectory) or message.trajectory_id != ref.trajectory_id:
         found = message.trajectory_id if isinstance(message, Trajectory) else message.SCHEMA
         raise UserError(
-            f"expected trajectory {ref.trajectory_id} at {_place(record)}, got {found}: the topic was deleted and made "
-            "anew, or belongs to another run; read an export made before"
+            f"expected trajectory {ref.trajectory_id} at {_position(record)}, got {found}: the topic was deleted and "
+            "created again, or belongs to another run; read an export made before"
         )
     reward, _ = weighted_reward(message, weights)
     return Sample(message, ref, reward, len(record.value or b""))
@@ -368,20 +372,22 @@ def _group(group_id: str, samples: list[Sample]) -> Group:
     return Group(group_id, min(sample.trajectory.created_at for sample in ordered), tuple(ordered))
 
 
-def _place(record: Record) -> str:
+def _position(record: Record) -> str:
     return f"{record.topic}[{record.partition}]@{record.offset}"
 
 
 async def _gone(history: History, topic: str, step: int, missing: list[RecordRef]) -> str:
     extents = await history.extents(topic)
-    places = ", ".join(f"[{ref.partition}]@{ref.offset}" for ref in sorted(missing, key=lambda ref: ref[1:])[:NAMED])
-    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+    positions = ", ".join(
+        f"[{ref.partition}]@{ref.offset}" for ref in sorted(missing, key=lambda ref: ref[1:])[:MAX_LISTED]
+    )
+    more = f" and {len(missing) - MAX_LISTED} more" if len(missing) > MAX_LISTED else ""
     held = ", ".join(
         f"[{number}] {extent.first} to {extent.end - 1}"
         for number in sorted({ref.partition for ref in missing})
         if (extent := extents.get(TopicPartition(topic, number))) is not None
     )
     return (
-        f"expected the trajectories of step {step} on {topic}, got none at {places}{more} (held: {held or 'nothing'}): "
-        "retention has deleted them; choose a later step, or read an export made before"
+        f"expected the trajectories of step {step} on {topic}, got none at {positions}{more} "
+        f"(held: {held or 'nothing'}): retention has deleted them; choose a later step, or read an export made before"
     )

@@ -211,12 +211,12 @@ def replay(
     From what topics and checkpoints hold, in memory. Without a step: list what there is. Exit code 1 if a step does not
     come out bit-equal on the CPU.
     """
-    from inspection.replay.command import Request, log_to_stderr, step_range
+    from inspection.replay.command import ReplayRequest, log_to_stderr, step_range
     from inspection.replay.command import replay as carry_out
 
     log_to_stderr()
     first, last = step_range(step, steps)
-    request = Request(
+    request = ReplayRequest(
         run=run,
         first=first,
         last=last,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import tomli_w
 
 from schemas.errors import UserError
-from settings.explaining import described
+from settings.explaining import description_of
 
 # A commented configuration: chosen settings as TOML, each with what it means, in the words of its own type.
 
@@ -45,7 +45,7 @@ def _lines(entry: Entry) -> list[str]:
     name = entry.key.split(".", 1)[1]
     setting = ("" if entry.active else "# ") + tomli_w.dumps({name: entry.value}, indent=0).replace(",\n", ", ")
     setting = setting.replace("[\n", "[").replace(", ]", "]").strip()
-    comment = described(tuple(entry.key.split("."))) if entry.comment is None else entry.comment
+    comment = description_of(tuple(entry.key.split("."))) if entry.comment is None else entry.comment
     together = f"{setting:<40} # {comment}"
     if len(together) <= WIDTH:
         return [together]

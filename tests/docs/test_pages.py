@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from docs.generate import PAGES as GENERATED
 from docs.generate import commands_page, settings_page, topics_page
 from schemas.topics import CATALOGUE
+from settings.keys import known_keys
 from settings.tree import Settings
-from settings.wording import known_keys
 from streamrl.cli.app import app
 from tests.deploy.compose.stack import FILE, services
 from tests.docs.pages import DOCS, GUIDES, ROOT, anchors, commands, links, settings

@@ -62,8 +62,8 @@ async def test_a_run_is_audited_from_its_topics() -> None:
     verdict = await audit(BusHistory(bus), RUN, world.manifests, lambda *seen: told.append(seen))
     (own,) = verdict.algorithms
     assert verdict.is_balanced
-    assert own.trained == len(world.life.trained)
-    assert own.skipped_in_all == len(world.life.skipped)
+    assert own.trained == len(world.current.trained)
+    assert own.skipped_in_all == len(world.current.skipped)
     assert (verdict.orders, verdict.ordered, verdict.ordered_unproduced) == (2, 4, 3)
     assert verdict.dead_letters == {"MalformedFrame": 1}
     assert told[-1][1] == told[-1][2] == 1
@@ -78,7 +78,7 @@ async def test_a_lost_record_is_named() -> None:
     frontier = {**manifest.frontier, str(partition): {"low": offset + 1, "done": []}}
     world.saved[-1].manifest = manifest.model_copy(update={"frontier": frontier})
     verdict = await audit(BusHistory(await _filled(world)), RUN, world.manifests)
-    lost = next(violation for violation in verdict.violations if violation.offence is ViolationKind.LOST)
+    lost = next(violation for violation in verdict.violations if violation.kind is ViolationKind.LOST)
     assert lost.trajectory_id == world.log[partition][offset]
 
 
@@ -140,7 +140,7 @@ async def test_a_live_audit_raises_no_false_alarm(seed: int) -> None:
                 world.announce()
             else:
                 world.restart(world.saved[-rng.randint(1, 2)])
-                world.saved = [each for each in world.saved if each.manifest.policy_version <= world.life.parent]  # type: ignore[operator]
+                world.saved = [each for each in world.saved if each.manifest.policy_version <= world.current.parent]  # type: ignore[operator]
                 visible = len(world.saved)
             await catch_up()
 
@@ -163,7 +163,7 @@ async def test_a_live_audit_raises_no_false_alarm(seed: int) -> None:
     assert len({verdict.produced for verdict in verdicts}) > 10
     final = await audit(history, RUN, world.manifests)
     assert final.is_balanced
-    assert final.algorithms[0].trained == len(world.life.trained)
+    assert final.algorithms[0].trained == len(world.current.trained)
 
 
 async def test_an_audit_reads_topics_in_the_order_in_which_they_refer_to_each_other() -> None:

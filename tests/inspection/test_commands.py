@@ -77,7 +77,7 @@ def test_a_balanced_run_ends_with_0_and_one_that_is_not_with_4_and_the_first_off
     shown = capsys.readouterr().out
     assert shown.startswith(f"balanced: run {directory.path.name}")
     assert "+ pending" in shown
-    victim = min(world.life.trained)
+    victim = min(world.current.trained)
     world.written.clear()
     world.skip(victim, SkipReason.FILTERED)
     asyncio.run(_publish(bootstrap_servers, directory.path.name, [out for _, out in world.written]))
@@ -89,7 +89,7 @@ def test_a_balanced_run_ends_with_0_and_one_that_is_not_with_4_and_the_first_off
     assert audit_run(directory.path, None, as_json=True) == 4
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["balanced"] is False
-    assert verdict["violations"][0]["offence"] == "two_fates"
+    assert verdict["violations"][0]["kind"] == "two_fates"
     assert verdict["algorithms"]["grpo"]["produced"] == verdict["produced"]
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from schemas.errors import SettingsError
 from settings.contradictions import RULES
+from settings.keys import known_keys
 from settings.loading import as_toml, load_settings
-from settings.wording import known_keys
 
 EXAMPLE = Path(__file__).parents[2] / "benchmarks" / "pipeline" / "example.toml"
 BASE = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n'

@@ -4,7 +4,7 @@ import pytest
 
 from schemas.errors import SettingsError
 from settings.explaining import explain, schema
-from settings.wording import known_keys
+from settings.keys import known_keys
 
 
 def test_every_setting_can_be_explained() -> None:

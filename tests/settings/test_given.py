@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from settings.layers import Given, line_of
+from settings.layers import SettingsLayers, line_of
 
 TEXT = """# a run
 [run]
@@ -35,7 +35,7 @@ def test_the_last_layer_that_gives_a_key_is_its_origin(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text(TEXT)
     environ = {"STREAMRL_LOOP__MODE": "stream", "STREAMRL_RUN__SEED": "1"}
-    given = Given.read(path, ["--run.seed=2"], environ)
+    given = SettingsLayers.read(path, ["--run.seed=2"], environ)
     assert [given.rank(tuple(key.split("."))) for key in ("run.name", "loop.mode", "run.seed", "loop.shards")] == [
         *(0, 1, 2, -1)
     ]

@@ -6,10 +6,9 @@ import pytest
 
 from schemas.errors import SettingsError
 from settings.explaining import explain
+from settings.keys import RENAMED, known_keys
 from settings.loading import as_toml, load_settings, validated
-from settings.renamed import RENAMED
 from settings.tree import Settings
-from settings.wording import known_keys
 
 EXAMPLE = Path(__file__).parents[2] / "benchmarks" / "pipeline" / "example.toml"
 DATA = {"data": {"dataset": "chain_sum"}}

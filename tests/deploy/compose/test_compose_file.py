@@ -11,7 +11,7 @@ import yaml
 from bus.kafka.settings import KafkaSettings
 from schemas.settings import LoopSettings
 from schemas.topics import CATALOGUE
-from settings.layers import Given, from_environment, from_toml
+from settings.layers import SettingsLayers, from_environment, from_toml
 from settings.loading import validated
 from settings.tree import Settings
 from streamrl.cli.app import app
@@ -22,7 +22,7 @@ TASK = IMAGES / "trial" / "streamrl.toml"
 
 
 def merged(environment: dict[str, str], task: Path = TASK) -> Settings:
-    given = Given(task, from_toml(task), from_environment(environment), {})
+    given = SettingsLayers(task, from_toml(task), from_environment(environment), {})
     tree: dict[str, Any] = {}
     for layer in given.layers:
         for section, values in layer.items():

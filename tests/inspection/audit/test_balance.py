@@ -30,17 +30,17 @@ class AnyRunBalances(RuleBasedStateMachine):
     def produce_a_duplicate_and_skip_it(self, partition: int, data: st.DataObject) -> None:
         known = sorted({name for names in self.world.log.values() for name in names if name})
         if known:
-            place = self.world.produce(data.draw(st.sampled_from(known)), partition)
-            self.world.skip(place, SkipReason.DUPLICATE)
+            position = self.world.produce(data.draw(st.sampled_from(known)), partition)
+            self.world.skip(position, SkipReason.DUPLICATE)
 
     @rule(data=st.data())
     def train(self, data: st.DataObject) -> None:
         world = self.world
-        used = {world.log[p][o] for p, o in world.life.trained}
+        used = {world.log[p][o] for p, o in world.current.trained}
         fresh = {world.log[p][o]: (p, o) for p, o in world.pending() if world.log[p][o] not in (None, *used)}
-        places = sorted(fresh.values())
-        if places:
-            chosen = data.draw(st.lists(st.sampled_from(places), unique=True, min_size=1, max_size=6))
+        positions = sorted(fresh.values())
+        if positions:
+            chosen = data.draw(st.lists(st.sampled_from(positions), unique=True, min_size=1, max_size=6))
             world.step(chosen)
             if data.draw(st.booleans()):
                 world.checkpoint()
@@ -51,9 +51,9 @@ class AnyRunBalances(RuleBasedStateMachine):
 
     @rule(data=st.data(), reason=st.sampled_from(REASONS))
     def skip(self, data: st.DataObject, reason: SkipReason) -> None:
-        places = self.world.pending()
-        if places:
-            self.world.skip(data.draw(st.sampled_from(places)), reason)
+        positions = self.world.pending()
+        if positions:
+            self.world.skip(data.draw(st.sampled_from(positions)), reason)
 
     @rule(partition=st.integers(0, 2))
     def accept_a_hole(self, partition: int) -> None:
@@ -67,7 +67,7 @@ class AnyRunBalances(RuleBasedStateMachine):
         if again:
             self.world.written.append(data.draw(st.sampled_from(again)))
 
-    @precondition(lambda self: self.world.life.step > 0)
+    @precondition(lambda self: self.world.current.step > 0)
     @rule(data=st.data())
     def crash(self, data: st.DataObject) -> None:
         saved = self.world.saved
@@ -84,16 +84,16 @@ class AnyRunBalances(RuleBasedStateMachine):
         (own,) = verdict.algorithms
         assert verdict.violations == ()
         assert verdict.is_balanced
-        announced = self.world.last_report is None or own.steps == self.world.life.step
+        announced = self.world.last_report is None or own.steps == self.world.current.step
         if announced:
-            life = self.world.life
-            assert own.trained == len(life.trained)
-            assert own.skipped_in_all == len(life.skipped)
+            current = self.world.current
+            assert own.trained == len(current.trained)
+            assert own.skipped_in_all == len(current.skipped)
             assert own.pending == len(self.world.pending())
             assert own.produced == sum(map(len, self.world.log.values()))
 
     @invariant()
-    def an_old_beginning_deleted_by_retention_is_no_offence(self) -> None:
+    def an_old_beginning_deleted_by_retention_is_no_violation(self) -> None:
         verdict = self.world.audit(first=4)
         assert verdict.violations == ()
         assert verdict.is_balanced
@@ -113,17 +113,17 @@ def test_a_run_without_a_trainer_is_pending() -> None:
     assert verdict.to_json()["total"] == {"produced": 1, "trained": 0, "skipped": 0, "pending": 1}
 
 
-def test_what_a_crash_undid_is_told() -> None:
+def test_what_a_crash_undid_is_reported() -> None:
     world = World()
-    places = [world.produce(f"d/{n}/0/0", n % 2) for n in range(10)]
-    world.step(places[:3])
+    positions = [world.produce(f"d/{n}/0/0", n % 2) for n in range(10)]
+    world.step(positions[:3])
     world.checkpoint()
     world.announce()
-    world.step(places[3:5])
+    world.step(positions[3:5])
     world.announce()
-    world.skip(places[5], SkipReason.STALE)
+    world.skip(positions[5], SkipReason.STALE)
     world.restart(world.saved[0])
-    world.step(places[3:6])
+    world.step(positions[3:6])
     world.announce()
     (own,) = world.audit().algorithms
     assert own.algorithm == ALGORITHM
@@ -143,8 +143,8 @@ def busy_world(seed: int) -> World:
             world.produce(f"d/{names}/0/0", rng.randrange(3))
         pending = [(p, o) for p, o in world.pending() if o < len(world.log[p]) - 2]
         rng.shuffle(pending)
-        for place in pending[:2]:
-            world.skip(place, rng.choice(REASONS))
+        for position in pending[:2]:
+            world.skip(position, rng.choice(REASONS))
         world.step(pending[2:6])
         if turn % 5 == 4:
             world.checkpoint()

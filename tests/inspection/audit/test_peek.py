@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.port import Record
-from inspection.audit.index import NameTable, keys_of, ordered_ids_of, place_of, trajectory_id_of
+from inspection.audit.index import NameTable, keys_of, ordered_ids_of, position_of, trajectory_id_of
 from schemas.codec import encode, headers_of
 from schemas.trajectories import Trajectory
 from tests.consumers.factories import trajectory
@@ -76,4 +76,4 @@ def test_a_place_comes_back_from_its_number(partition: int, offset: int) -> None
     import numpy as np
 
     (key,) = keys_of(np.array([partition]), np.array([offset]))
-    assert place_of(int(key)) == (partition, offset)
+    assert position_of(int(key)) == (partition, offset)

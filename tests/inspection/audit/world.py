@@ -1,4 +1,4 @@
-"""A made-up run: trajectories, and a trainer that steps, skips, checkpoints and crashes, with the books it must leave.
+"""A made-up run: trajectories, and a trainer that steps, skips, checkpoints and crashes, and the balance it must leave.
 
 Follows the contract, not the code: what the real trainer writes is checked against it elsewhere.
 """
@@ -14,7 +14,7 @@ from bus.port import Outgoing, Record
 from consumers.ingest.rejections import SkipTally
 from consumers.training.checkpoints import manifest as stored
 from consumers.training.checkpoints.manifest import CheckpointManifest
-from inspection.audit.checks import check_accounts
+from inspection.audit.checks import check_balance
 from inspection.audit.index import AuditIndex
 from inspection.audit.report import AuditReport
 from schemas.codec import encode, headers_of
@@ -26,7 +26,7 @@ from schemas.trajectories import Trajectory
 
 RUN = "made-up"
 ALGORITHM = "grpo"
-Place = tuple[int, int]
+Position = tuple[int, int]
 
 
 def frame(name: str) -> bytes:
@@ -36,7 +36,7 @@ def frame(name: str) -> bytes:
 
 
 @dataclass
-class Life:
+class SimulatedLineage:
     """One lineage of the trainer: what it has finished, and the parent's part of the chain."""
 
     lineage: int
@@ -44,8 +44,8 @@ class Life:
     parent: PolicyVersion | None
     done: dict[int, set[int]]
     tally: SkipTally
-    trained: set[Place]
-    skipped: dict[Place, str]
+    trained: set[Position]
+    skipped: dict[Position, str]
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Saved:
     """A checkpoint with what a restart takes from it."""
 
     manifest: CheckpointManifest
-    life: Life
+    current: SimulatedLineage
     report: StepReport | None
 
 
@@ -67,7 +67,7 @@ class World:
     saved: list[Saved] = field(default_factory=list)
     lineages: int = 0
     last_report: StepReport | None = None
-    life: Life = field(init=False)
+    current: SimulatedLineage = field(init=False)
     on_write: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class World:
     def write(self, topic: Topic, message: Message) -> None:
         self.written.append((topic, Outgoing(topic.full_name(RUN), encode(message), None, 0, headers_of(message))))
 
-    def produce(self, name: str | None, partition: int) -> Place:
+    def produce(self, name: str | None, partition: int) -> Position:
         """A record; None: bytes that are no trajectory."""
         self.log[partition].append(name)
         value = b"\xff\xff" if name is None else frame(name)
@@ -85,20 +85,20 @@ class World:
         self.written.append((TRAJECTORIES, record))
         return partition, len(self.log[partition]) - 1
 
-    def ref(self, place: Place) -> RecordRef:
-        return RecordRef(self.log[place[0]][place[1]] or "", *place)
+    def ref(self, position: Position) -> RecordRef:
+        return RecordRef(self.log[position[0]][position[1]] or "", *position)
 
-    def pending(self) -> list[Place]:
-        done = self.life.done
+    def pending(self) -> list[Position]:
+        done = self.current.done
         return [(p, o) for p, names in self.log.items() for o in range(len(names)) if o not in done[p]]
 
-    def step(self, places: Iterable[Place]) -> None:
+    def step(self, positions: Iterable[Position]) -> None:
         """Train the records in one optimizer step."""
-        life, refs = self.life, [self.ref(place) for place in places]
-        life.step += 1
+        current, refs = self.current, [self.ref(position) for position in positions]
+        current.step += 1
         for ref in refs:
-            life.done[ref.partition].add(ref.offset)
-            life.trained.add((ref.partition, ref.offset))
+            current.done[ref.partition].add(ref.offset)
+            current.trained.add((ref.partition, ref.offset))
         middle = len(refs) // 2
         self.last_report = self._report(tuple(refs[:middle]), tuple(refs[middle:]))
 
@@ -107,22 +107,22 @@ class World:
         self.write(STEPS, self.last_report)
 
     def _report(self, *batches: tuple[RecordRef, ...]) -> StepReport:
-        life = self.life
+        current = self.current
         return StepReport(
             algorithm=ALGORITHM,
-            step=life.step,
-            version=PolicyVersion(life.lineage, life.step),
+            step=current.step,
+            version=PolicyVersion(current.lineage, current.step),
             manifest_sha256=None,
             group_ids=("g",) if batches else (),
             micro_batches=batches,
             metrics={},
-            parent=None if batches else life.parent,
+            parent=None if batches else current.parent,
             parent_skips=0 if batches else self._parent_skips,
             sent_at=1.0,
         )
 
-    def skip(self, place: Place, reason: SkipReason, end: int | None = None) -> None:
-        life, ref = self.life, self.ref(place) if end is None else RecordRef("", *place)
+    def skip(self, position: Position, reason: SkipReason, end: int | None = None) -> None:
+        current, ref = self.current, self.ref(position) if end is None else RecordRef("", *position)
         row = SkipRecord(
             algorithm=ALGORITHM,
             reason=reason,
@@ -131,42 +131,44 @@ class World:
             partition=ref.partition,
             offset=ref.offset,
             end_offset=end,
-            step=life.step,
-            lineage=life.tally.lineage,
-            sequence=life.tally.next_sequence,
+            step=current.step,
+            lineage=current.tally.lineage,
+            sequence=current.tally.next_sequence,
             sent_at=1.0,
         )
         for offset in range(ref.offset, end or ref.offset + 1):
-            if (ref.partition, offset) not in life.trained:
-                life.skipped.setdefault((ref.partition, offset), reason.value)
-            life.done[ref.partition].add(offset)
-        life.tally.add(row)
+            if (ref.partition, offset) not in current.trained:
+                current.skipped.setdefault((ref.partition, offset), reason.value)
+            current.done[ref.partition].add(offset)
+        current.tally.add(row)
         self.write(SKIPS, row)
 
     def checkpoint(self) -> None:
-        life, frontier = self.life, {}
-        for partition, done in life.done.items():
+        current, frontier = self.current, {}
+        for partition, done in current.done.items():
             low = next(offset for offset in range(len(self.log[partition]) + 1) if offset not in done)
             frontier[str(partition)] = {"low": low, "done": sorted(o for o in done if o > low)}
-        tally = stored.SkipSummary(count=life.tally.count, hash=life.tally.hash, by_reason=dict(life.tally.reasons))
+        tally = stored.SkipSummary(
+            count=current.tally.count, hash=current.tally.hash, by_reason=dict(current.tally.reasons)
+        )
         manifest = CheckpointManifest(
             run=RUN,
             algorithm=ALGORITHM,
-            lineage=life.lineage,
-            parent=life.parent,
-            step=life.step,
-            policy_version=PolicyVersion(life.lineage, life.step),
+            lineage=current.lineage,
+            parent=current.parent,
+            step=current.step,
+            policy_version=PolicyVersion(current.lineage, current.step),
             frontier=frontier,
             anchors=self._anchors(),
             skips=tally,
             config_hash="",
             created_at=1.0,
         )
-        self.saved.append(Saved(manifest, self._copy(life), self.last_report))
+        self.saved.append(Saved(manifest, self._copy(current), self.last_report))
 
     def _anchors(self) -> dict[str, stored.KnownRecord]:
         found = {}
-        for partition, done in self.life.done.items():
+        for partition, done in self.current.done.items():
             named = [offset for offset in sorted(done) if self.log[partition][offset] is not None]
             if named:
                 name = self.log[partition][named[0]] or ""
@@ -178,24 +180,28 @@ class World:
         self.lineages += 1
         if saved is None:
             done: dict[int, set[int]] = {number: set() for number in range(self.partitions)}
-            self.life = Life(self.lineages, 0, None, done, SkipTally(self.lineages), set(), {})
+            self.current = SimulatedLineage(self.lineages, 0, None, done, SkipTally(self.lineages), set(), {})
             self._parent_skips = 0
         else:
             if saved.report is not None:
                 self.write(STEPS, saved.report)
             self._parent_skips = saved.manifest.skips.count
-            self.life = self._copy(saved.life)
-            before = self.life.tally
-            self.life.tally = SkipTally(self.lineages, 0, before.hash, Counter(before.reasons))
-            self.life.lineage, self.life.parent = self.lineages, saved.manifest.policy_version
+            self.current = self._copy(saved.current)
+            before = self.current.tally
+            self.current.tally = SkipTally(self.lineages, 0, before.hash, Counter(before.reasons))
+            self.current.lineage, self.current.parent = self.lineages, saved.manifest.policy_version
         self.last_report = None
         self.write(STEPS, self._report())
 
     @staticmethod
-    def _copy(life: Life) -> Life:
-        tally = SkipTally(life.tally.lineage, life.tally.count, life.tally.hash, Counter(life.tally.reasons))
-        done = {partition: set(offsets) for partition, offsets in life.done.items()}
-        return Life(life.lineage, life.step, life.parent, done, tally, set(life.trained), dict(life.skipped))
+    def _copy(current: SimulatedLineage) -> SimulatedLineage:
+        tally = SkipTally(
+            current.tally.lineage, current.tally.count, current.tally.hash, Counter(current.tally.reasons)
+        )
+        done = {partition: set(offsets) for partition, offsets in current.done.items()}
+        return SimulatedLineage(
+            current.lineage, current.step, current.parent, done, tally, set(current.trained), dict(current.skipped)
+        )
 
     def records(self, topic: Topic) -> list[Record]:
         counts: Counter[int] = Counter()
@@ -225,4 +231,4 @@ class World:
         return [saved.manifest for saved in self.saved]
 
     def audit(self, first: int = 0) -> AuditReport:
-        return check_accounts(RUN, self.index(first), self.manifests())
+        return check_balance(RUN, self.index(first), self.manifests())

@@ -16,9 +16,9 @@ from consumers.batching.settings import BatchingSettings
 from consumers.training.failpoints import Failpoint
 from consumers.training.policy import ComputeThread
 from consumers.training.settings import TrainingSettings
-from inspection.replay.replayer import Replayer, Wanted
+from inspection.replay.replayer import Replayer, ReplayOptions
 from inspection.replay.results import StepReplay
-from inspection.replay.scratch_policy import Recipe, StoredStarts
+from inspection.replay.scratch_policy import StepConfig, StoredRestorePoints
 from inspection.replay.steps import steps_between
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason, Trajectory, VersionSpan
@@ -75,8 +75,8 @@ class Recorded:
     algorithm: AlgorithmSettings
     training: TrainingSettings
 
-    def recipe(self) -> Recipe:
-        return Recipe(self.algorithm, self.training, LOOP.max_completion_length, str(self.scene.model_path))
+    def config(self) -> StepConfig:
+        return StepConfig(self.algorithm, self.training, LOOP.max_completion_length, str(self.scene.model_path))
 
     @asynccontextmanager
     async def replayer(self, **changes: Any) -> AsyncIterator[Replayer]:
@@ -85,10 +85,10 @@ class Recorded:
         options: dict[str, Any] = {
             "history": BusHistory(self.scene.bus),
             "run": RUN,
-            "recipe": self.recipe(),
+            "config": self.config(),
             "batching": BATCHING,
             "reward_weights": {},
-            "starts": StoredStarts(self.scene.store(), self.scene.root / "weights"),
+            "restore_points": StoredRestorePoints(self.scene.store(), self.scene.root / "weights"),
             "compute": compute,
             "progress": lambda line: None,
         }
@@ -97,11 +97,11 @@ class Recorded:
         finally:
             compute.close()
 
-    async def replays(self, first: int, last: int, lineage: int | None = None, **wanted: Any) -> list[StepReplay]:
+    async def replays(self, first: int, last: int, lineage: int | None = None, **options: Any) -> list[StepReplay]:
         async with self.replayer() as replayer:
             log = await replayer.log()
             steps = steps_between(log, first, last, lineage)
-            return [found async for found in replayer.replay(log, steps, lineage, Wanted(**wanted))]
+            return [found async for found in replayer.replay(log, steps, lineage, ReplayOptions(**options))]
 
 
 async def record(

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from bus.port import Outgoing
-from inspection.replay.dead_letters import judged_dead_letters
+from inspection.replay.dead_letters import replay_dead_letters
 from schemas.codec import encode, headers_of
 from schemas.topics import DEAD_LETTERS, TRAJECTORIES
 from schemas.trajectories import Trajectory
@@ -9,7 +9,9 @@ from tests.consumers.training.scene import RUN
 from tests.inspection.replay.scene import Recorded, members, record, usual_groups
 
 
-async def test_letters_that_decode_today_show_what_they_would_have_taught(tmp_path: Path, model_path: Path) -> None:
+async def test_dead_letters_that_decode_today_show_what_they_would_have_contributed(
+    tmp_path: Path, model_path: Path
+) -> None:
     run = await record(tmp_path, model_path, usual_groups(3))
     group = members(50, 3)
     await run.scene.publish(*group[1:])
@@ -17,8 +19,8 @@ async def test_letters_that_decode_today_show_what_they_would_have_taught(tmp_pa
     await dead_letter(run, encode(group[0])[:-3], offset=78)
     await dead_letter(run, encode(group[0].replace(rewards={})), offset=79)
     async with run.replayer() as replayer:
-        version, letters = await judged_dead_letters(replayer)
-    good, cut, unrewarded = letters
+        version, dead_letters = await replay_dead_letters(replayer)
+    good, cut, unrewarded = dead_letters
     assert version == "1-3"
     assert good.row is not None
     assert (good.row.trajectory_id, good.row.offset, good.siblings) == (group[0].trajectory_id, 77, 2)
@@ -33,10 +35,10 @@ async def test_letters_that_decode_today_show_what_they_would_have_taught(tmp_pa
     assert cut.origin == f"{TRAJECTORIES.full_name(RUN)}[0]@78"
 
 
-async def test_without_letters_nothing_is_loaded(tmp_path: Path, model_path: Path) -> None:
+async def test_without_dead_letters_nothing_is_loaded(tmp_path: Path, model_path: Path) -> None:
     run = await record(tmp_path, model_path, usual_groups(1))
     async with run.replayer() as replayer:
-        assert await judged_dead_letters(replayer) == ("none", [])
+        assert await replay_dead_letters(replayer) == ("none", [])
 
 
 async def dead_letter(run: Recorded, value: bytes, offset: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
-from inspection.replay.replayer import Wanted
+from inspection.replay.replayer import ReplayOptions
 from inspection.replay.scratch_policy import Variation
 from inspection.replay.steps import taken_step
 from schemas.errors import UserError
@@ -84,10 +84,10 @@ async def test_a_checkpoint_that_does_not_verify_gives_way_to_the_one_before(tmp
 
 
 async def test_a_what_if_stands_beside_the_original_and_changes_nothing_of_it(run: Recorded) -> None:
-    recipe = run.recipe()
-    narrow = recipe.algorithm.model_copy(update={"epsilon": 0.01, "epsilon_high": 0.01})
+    config = run.config()
+    narrow = config.algorithm.model_copy(update={"epsilon": 0.01, "epsilon_high": 0.01})
     for algorithm in (narrow, AlgorithmSettings(name="rloo")):
-        variation = Variation(replace(recipe, algorithm=algorithm), ("changed",))
+        variation = Variation(replace(config, algorithm=algorithm), ("changed",))
         found = await run.replays(8, 10, variation=variation)
         assert [each.rebuilt.verdict for each in found] == ["bit-equal"] * 3
         what_if = found[0].what_if
@@ -103,19 +103,19 @@ async def test_a_what_if_stands_beside_the_original_and_changes_nothing_of_it(ru
 async def test_only_and_without_take_rows_out_and_leave_advantages_alone(run: Recorded) -> None:
     (plain,) = await run.replays(9, 9)
     name, *others = [row.trajectory_id for row in plain.rebuilt.rows]
-    (without,) = await run.replays(9, 9, variation=Variation(run.recipe(), ("w",), without=frozenset({name})))
-    (only,) = await run.replays(9, 9, variation=Variation(run.recipe(), ("o",), only=frozenset({name})))
+    (without,) = await run.replays(9, 9, variation=Variation(run.config(), ("w",), without=frozenset({name})))
+    (only,) = await run.replays(9, 9, variation=Variation(run.config(), ("o",), only=frozenset({name})))
     assert without.what_if is not None
     assert only.what_if is not None
     assert [row.trajectory_id for row in without.what_if.rows] == others
     assert [row.trajectory_id for row in only.what_if.rows] == [name]
     assert only.what_if.rows[0].advantage == plain.rebuilt.rows[0].advantage
     with pytest.raises(UserError, match="'nobody'"):
-        await run.replays(9, 9, variation=Variation(run.recipe(), (), only=frozenset({"nobody"})))
+        await run.replays(9, 9, variation=Variation(run.config(), (), only=frozenset({"nobody"})))
 
 
 async def test_other_batching_cuts_the_same_rows_otherwise(run: Recorded) -> None:
-    variation = Variation(run.recipe(), ("b",), batching=BatchingSettings(token_budget=1000))
+    variation = Variation(run.config(), ("b",), batching=BatchingSettings(token_budget=1000))
     (found,) = await run.replays(9, 9, variation=variation)
     assert found.what_if is not None
     assert found.what_if.update is not None
@@ -132,10 +132,10 @@ async def test_trajectories_that_are_gone_are_named_with_topic_and_offsets(tmp_p
     async with run.replayer() as replayer:
         steps = await replayer.log()
         with pytest.raises(UserError, match=rf"r\.trajectories.*\[{ref.partition}\]@{ref.offset}"):
-            _ = [each async for each in replayer.replay(steps, [taken_step(steps, 9)], None, Wanted())]
+            _ = [each async for each in replayer.replay(steps, [taken_step(steps, 9)], None, ReplayOptions())]
 
 
-async def test_the_largest_shares_of_the_gradient_are_told_by_trajectory(run: Recorded) -> None:
+async def test_the_largest_shares_of_the_gradient_are_reported_by_trajectory(run: Recorded) -> None:
     (found,) = await run.replays(9, 9, row_gradients=True)
     norms = [row.gradient_norm for row in found.rebuilt.rows]
     assert all(norm is not None for norm in norms)

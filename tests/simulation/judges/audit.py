@@ -2,8 +2,8 @@
 
 from bus.history import Extent
 from consumers.training.checkpoints.catalogue import read_manifests
-from inspection.audit.checks import balance
-from inspection.audit.index import Books
+from inspection.audit.checks import check_balance
+from inspection.audit.index import AuditIndex
 from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 from tests.simulation.bus.broker import Broker, Log, committed
 from tests.simulation.history import Problem
@@ -14,7 +14,7 @@ from tests.simulation.worlds.world import World
 def audit(world: World) -> list[Problem]:
     """What the audit objects to."""
     broker = world.bus.broker
-    books = Books(steps_begin=True, skips_begin=True)
+    books = AuditIndex(steps_begin=True, skips_begin=True)
     books.hold({log.tp.partition: Extent(log.first, len(log.slots)) for log in _logs(broker, TRAJECTORIES)})
     takers = {
         STEPS: books.add_step,
@@ -28,7 +28,7 @@ def audit(world: World) -> list[Problem]:
             for record in committed(log):
                 if record.offset >= log.first:
                     take(record)
-    verdict = balance(RUN, books, read_manifests(world.crew.place))
+    verdict = check_balance(RUN, books, read_manifests(world.crew.place))
     found = [Problem("audit", str(each)) for balanced in verdict.algorithms for each in balanced.violations]
     if not found and not verdict.is_balanced:
         found.append(Problem("audit", f"not in balance: {verdict}"))

@@ -5,8 +5,8 @@ import pytest
 from producers.prompts.sources import open_source
 from schemas.errors import UserError
 from schemas.import_path import load_function
+from settings.keys import known_keys
 from settings.loading import load_settings
-from settings.wording import known_keys
 from streamrl.init.examples import as_commented_toml, example, plain_run_name, write_example
 
 

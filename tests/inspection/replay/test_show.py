@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from inspection.replay.history import Appearance, HistoryEvent, TrajectoryHistory
+from inspection.replay.history import HistoryEvent, TrajectoryHistory, TrajectoryRecord
 from inspection.replay.show import history_text, pieces_of, show
 from schemas.errors import UserError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import VersionSpan
 from tests.consumers.training.factories import make_trajectory
-from tests.inspection.replays.conftest import CULPRIT, Told
+from tests.inspection.replay.conftest import CULPRIT, RecordedRunFiles
 
 
 def life() -> TrajectoryHistory:
@@ -24,7 +24,7 @@ def life() -> TrajectoryHistory:
     trajectory = make_trajectory().replace(version_spans=spans, loss_mask=mask, reward_errors={"style": "timed out"})
     return TrajectoryHistory(
         trajectory,
-        (Appearance(0, 7, 2.0, "pending"),),
+        (TrajectoryRecord(0, 7, 2.0, "pending"),),
         (HistoryEvent(1.0, "started", "w", None), HistoryEvent(2.5, "x", "y", 1.5)),
     )
 
@@ -57,14 +57,16 @@ def test_a_model_without_a_tokenizer_shows_ids(tmp_path: Path) -> None:
     assert pieces_of(str(tmp_path))(17) == "#17"
 
 
-def test_show_prints_a_life_from_an_export(told: Told, capsys: pytest.CaptureFixture[str]) -> None:
-    show(CULPRIT, told.directory, told.export, json=False)
+def test_show_prints_a_history_from_an_export(
+    recorded_run: RecordedRunFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(CULPRIT, recorded_run.directory, recorded_run.export, json=False)
     text = capsys.readouterr().out
     assert "because" in text
     assert "trained in step 13" in text
-    show(CULPRIT, told.directory, told.export, json=True)
+    show(CULPRIT, recorded_run.directory, recorded_run.export, json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["trajectory"]["trajectory_id"] == CULPRIT
     assert [event["what"] for event in found["events"]] == ["started", "finished", "appended", "trained", "reported"]
     with pytest.raises(UserError, match="not there"):
-        show("nobody", told.directory, told.export, json=False)
+        show("nobody", recorded_run.directory, recorded_run.export, json=False)

@@ -11,22 +11,24 @@ import torch
 from safetensors.torch import load_file
 
 from bus.history import BusHistory
-from inspection.replay.command import Request, replay, replay_with, step_range
+from inspection.replay.command import ReplayRequest, replay, replay_with, step_range
 from inspection.source import open_run
 from schemas.errors import SettingsError, UserError
 from streamrl.cli.app import main
-from tests.inspection.replays.conftest import BAD_STEP, CULPRIT, Told
+from tests.inspection.replay.conftest import BAD_STEP, CULPRIT, RecordedRunFiles
 
 Ask = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def ask(told: Told, capsys: pytest.CaptureFixture[str]) -> Ask:
+def ask(recorded_run: RecordedRunFiles, capsys: pytest.CaptureFixture[str]) -> Ask:
     """Replay from the export, without any broker; the exit code and what was printed."""
 
     def asked(**changes: Any) -> tuple[int, str]:
         steps = changes.pop("steps", (None, None))
-        request = Request(run=told.directory, first=steps[0], last=steps[1], export=told.export, **changes)
+        request = ReplayRequest(
+            run=recorded_run.directory, first=steps[0], last=steps[1], export=recorded_run.export, **changes
+        )
         code = replay(request)
         return code, capsys.readouterr().out
 
@@ -67,8 +69,10 @@ def test_json_is_one_object_with_everything_in_it(ask: Ask) -> None:
     assert found["rebuilt"]["rows"][0]["ratio_mean"] > 0
 
 
-def test_a_step_that_differs_ends_with_exit_code_one_and_a_what_if_does_not(told: Told, ask: Ask) -> None:
-    config = told.directory / "config.resolved.toml"
+def test_a_step_that_differs_ends_with_exit_code_one_and_a_what_if_does_not(
+    recorded_run: RecordedRunFiles, ask: Ask
+) -> None:
+    config = recorded_run.directory / "config.resolved.toml"
     before = config.read_text()
     config.write_text(before.replace("learning_rate = 0.01", "learning_rate = 0.02"))
     try:
@@ -108,10 +112,10 @@ def test_dead_letters_can_be_asked_for(ask: Ask) -> None:
     assert ask(from_dlq=True) == (0, "0 dead letters, 0 of them usable now; weights none\n")
 
 
-def test_kept_tensors_are_those_of_the_trainer(told: Told, ask: Ask, tmp_path: Path) -> None:
+def test_kept_tensors_are_those_of_the_trainer(recorded_run: RecordedRunFiles, ask: Ask, tmp_path: Path) -> None:
     ask(steps=(12, 12), keep=tmp_path)
     kept = load_file(tmp_path / "step_12" / "weights.safetensors")
-    original = load_file(told.directory / "checkpoints" / "step_12" / "model.safetensors")
+    original = load_file(recorded_run.directory / "checkpoints" / "step_12" / "model.safetensors")
     assert kept.keys() == original.keys()
     assert all(torch.equal(tensor, original[name]) for name, tensor in kept.items())
     assert (tmp_path / "step_12" / "gradients.safetensors").exists()
@@ -149,14 +153,17 @@ def test_a_wrong_setting_is_refused_as_in_a_configuration(ask: Ask, changes: dic
         ask(steps=(2, 2), **changes)
 
 
-def test_a_replay_writes_nothing(told: Told, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_replay_writes_nothing(
+    recorded_run: RecordedRunFiles, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Neither to any topic, nor to the run's directory, whatever it is asked for."""
-    bus = told.recorded.scene.bus
+    bus = recorded_run.recorded.scene.bus
 
     def state() -> tuple[dict[str, list[int]], dict[str, tuple[int, int]], dict[Any, int]]:
         ends = {name: [len(partition) for partition in log.partitions] for name, log in bus.logs.items()}
         files = {
-            str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(told.directory.rglob("*"))
+            str(path): (path.stat().st_size, path.stat().st_mtime_ns)
+            for path in sorted(recorded_run.directory.rglob("*"))
         }
         return ends, files, dict(bus.committed)
 
@@ -168,8 +175,8 @@ def test_a_replay_writes_nothing(told: Told, capsys: pytest.CaptureFixture[str],
         {"first": 3, "last": 4, "keep": tmp_path},
     ):
         bus.arrived = asyncio.Condition()
-        request = Request(run=told.directory, **changes)  # type: ignore[arg-type]
-        asyncio.run(replay_with(request, open_run(told.directory), BusHistory(bus), tmp_path))
+        request = ReplayRequest(run=recorded_run.directory, **changes)  # type: ignore[arg-type]
+        asyncio.run(replay_with(request, open_run(recorded_run.directory), BusHistory(bus), tmp_path))
     assert capsys.readouterr().out
     assert state() == before
 
@@ -189,10 +196,10 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_ends_in_one_line_and_exit_code_two(
-    told: Told, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recorded_run: RecordedRunFiles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--export", str(told.export), "--step", "99"]
-    monkeypatch.setattr(sys, "argv", ["streamrl", "replay", str(told.directory), *options])
+    options = ["--export", str(recorded_run.export), "--step", "99"]
+    monkeypatch.setattr(sys, "argv", ["streamrl", "replay", str(recorded_run.directory), *options])
     try:
         with pytest.raises(SystemExit) as ended:
             main()

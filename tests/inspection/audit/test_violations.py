@@ -7,8 +7,8 @@ import pytest
 
 from bus.port import Outgoing
 from consumers.training.checkpoints.manifest import KnownRecord
-from inspection.audit.checks import check_accounts
-from inspection.audit.report import EXPLAINED, AuditReport, ViolationKind
+from inspection.audit.checks import check_balance
+from inspection.audit.report import EXPLANATIONS, AuditReport, ViolationKind
 from schemas.codec import decode, encode
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
@@ -22,9 +22,9 @@ SEEDS = range(3)
 
 @dataclass
 class Planted:
-    """What must be found. ``name`` None: the offence has no trajectory."""
+    """What must be found. ``name`` None: the violation has no trajectory."""
 
-    offence: ViolationKind
+    kind: ViolationKind
     name: str | None
     verdict: AuditReport
 
@@ -85,14 +85,14 @@ def lost_from_a_step(world: World) -> Planted:
 
 
 def lost_in_the_frontier(world: World) -> Planted:
-    place = world.pending()[0]
+    position = world.pending()[0]
     manifest = world.saved[-1].manifest
     frontier = dict(manifest.frontier)
-    part = dict(frontier[str(place[0])])  # type: ignore[arg-type]
-    part["done"] = [*part["done"], place[1]]
-    frontier[str(place[0])] = part
+    part = dict(frontier[str(position[0])])  # type: ignore[arg-type]
+    part["done"] = [*part["done"], position[1]]
+    frontier[str(position[0])] = part
     world.saved[-1].manifest = manifest.model_copy(update={"frontier": frontier})
-    return Planted(ViolationKind.LOST, world.log[place[0]][place[1]], world.audit())
+    return Planted(ViolationKind.LOST, world.log[position[0]][position[1]], world.audit())
 
 
 def trained_in_two_steps(world: World) -> Planted:
@@ -120,8 +120,8 @@ def trained_twice_in_one_step(world: World) -> Planted:
 
 def a_duplicate_trained_too(world: World) -> Planted:
     victim = refs_of(surviving_steps(world)[0])[0]
-    place = world.produce(victim.trajectory_id, 0)
-    world.step([place])
+    position = world.produce(victim.trajectory_id, 0)
+    world.step([position])
     world.announce()
     return Planted(ViolationKind.TRAINED_TWICE, victim.trajectory_id, world.audit())
 
@@ -162,7 +162,7 @@ def the_record_changed_its_name(world: World) -> Planted:
     for name in names:
         fresh.names.append(name)
     index.produced = fresh
-    return Planted(ViolationKind.WRONG_RECORD, victim.trajectory_id, check_accounts(RUN, index, world.manifests()))
+    return Planted(ViolationKind.WRONG_RECORD, victim.trajectory_id, check_balance(RUN, index, world.manifests()))
 
 
 def the_frontier_forgot_a_record(world: World) -> Planted:
@@ -321,20 +321,20 @@ PLANTS = (
 def test_every_corruption_is_found_and_named(plant: Callable[[World], Planted], seed: int) -> None:
     planted = plant(busy_world(seed))
     assert not planted.verdict.is_balanced
-    mine = [violation for violation in planted.verdict.violations if violation.offence is planted.offence]
+    mine = [violation for violation in planted.verdict.violations if violation.kind is planted.kind]
     assert len(mine) == 1
     assert mine[0].trajectory_id == planted.name
     if planted.name is not None:
         assert planted.name in str(mine[0])
-    assert EXPLAINED[planted.offence] in str(mine[0])
+    assert EXPLANATIONS[planted.kind] in str(mine[0])
 
 
-def test_every_offence_is_planted() -> None:
-    found = {plant(busy_world(0)).offence for plant in PLANTS}
+def test_every_kind_of_violation_is_planted() -> None:
+    found = {plant(busy_world(0)).kind for plant in PLANTS}
     assert found == set(ViolationKind)
 
 
-def test_a_checkpoint_that_waits_for_its_report_is_no_offence() -> None:
+def test_a_checkpoint_that_waits_for_its_report_is_no_violation() -> None:
     world = busy_world(0)
     world.step(world.pending()[:2])
     world.checkpoint()
@@ -350,7 +350,7 @@ def test_with_forgotten_steps_a_finished_record_proves_nothing() -> None:
     for version in sorted(own.steps)[:4]:
         del own.steps[version]
     keep = [i for i in range(len(own.entries)) if own.entries.codes[i] or own.entries.numbers[i] > 4]
-    fresh = type(own)(births={k: v for k, v in own.births.items() if k > 1}, steps=own.steps)
+    fresh = type(own)(lineage_starts={k: v for k, v in own.lineage_starts.items() if k > 1}, steps=own.steps)
     for i in keep:
         e = own.entries
         if e.codes[i]:
@@ -360,7 +360,7 @@ def test_with_forgotten_steps_a_finished_record_proves_nothing() -> None:
         )
     index.algorithms["grpo"] = fresh
     index.steps_begin = False
-    verdict = check_accounts(RUN, index, world.manifests())
+    verdict = check_balance(RUN, index, world.manifests())
     assert verdict.violations == ()
     assert verdict.is_balanced
     assert verdict.algorithms[0].expired_fates > 0

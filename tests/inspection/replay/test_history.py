@@ -61,7 +61,7 @@ def beat(version: PolicyVersion, at: float) -> Heartbeat:
     )
 
 
-async def test_a_life_is_told_from_the_order_to_the_weights_in_use(tmp_path: Path, model_path: Path) -> None:
+async def test_a_history_goes_from_the_order_to_the_weights_in_use(tmp_path: Path, model_path: Path) -> None:
     run = await record(tmp_path, model_path, usual_groups(2))
     for attempt, indices in ((0, (0, 1, 2)), (1, (1,)), (2, (2,))):
         await send(run, WORK_ORDERS.name, order(attempt, indices), "p/0/0")
@@ -93,7 +93,7 @@ async def test_a_repeat_is_shown_beside_the_record_that_was_trained(tmp_path: Pa
     assert [event.what for event in life.events].count("appended") == 2
 
 
-async def test_what_a_crash_undid_is_told_and_does_not_count(tmp_path: Path, model_path: Path) -> None:
+async def test_what_a_crash_undid_is_shown_and_does_not_count(tmp_path: Path, model_path: Path) -> None:
     run = await record(tmp_path, model_path, usual_groups(6), crash_at=5)
     life = await tracer(run).trace("p/8/0/0")
     trained = [event.detail for event in life.events if event.what == "trained"]
@@ -102,7 +102,7 @@ async def test_what_a_crash_undid_is_told_and_does_not_count(tmp_path: Path, mod
     assert [seen.fate for seen in life.appearances] == ["trained in step 5"]
 
 
-async def test_what_nobody_has_judged_is_pending_and_left_over_once_the_run_is_finished(
+async def test_what_was_neither_trained_nor_skipped_is_pending_and_left_over_once_the_run_is_finished(
     tmp_path: Path, model_path: Path
 ) -> None:
     run = await record(tmp_path, model_path, usual_groups(2))
@@ -134,6 +134,6 @@ async def test_what_is_not_there_is_said_in_one_line(tmp_path: Path, model_path:
 async def test_bytes_that_do_not_decode_are_named(tmp_path: Path, model_path: Path) -> None:
     run = await record(tmp_path, model_path, usual_groups(1))
     publisher = await run.scene.bus.publisher("anyone")
-    place = await publisher.publish(Outgoing(f"{RUN}.trajectories", b"junk", None, 0))
+    position = await publisher.publish(Outgoing(f"{RUN}.trajectories", b"junk", None, 0))
     with pytest.raises(UserError, match="do not decode"):
-        await tracer(run).trace(f"0@{place.offset}")
+        await tracer(run).trace(f"0@{position.offset}")

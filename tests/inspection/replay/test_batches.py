@@ -5,7 +5,7 @@ from consumers.algorithms.advantages import ModelLimits
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import Group
 from consumers.batching.settings import BatchingSettings
-from inspection.replay.steps import as_cut_anew, as_recorded
+from inspection.replay.steps import rebatched, recorded_batch
 from schemas.errors import UserError
 from schemas.trajectories import FinishReason
 from tests.consumers.factories import sample
@@ -24,7 +24,7 @@ def groups() -> list[Group]:
 def test_rows_stand_as_they_were_recorded() -> None:
     refs = [each.ref for group in groups() for each in group.samples][:5]
     cut = [(refs[4], refs[0]), (refs[2],), (refs[3], refs[1])]
-    batch = as_recorded(groups(), cut, SETTINGS, LIMITS)
+    batch = recorded_batch(groups(), cut, SETTINGS, LIMITS)
     assert [tuple(part.refs) for part in batch.micro_batches] == cut
     assert batch.left_out[0][0] == "d/1/0/2"
     assert set(batch.rewards) == {ref.trajectory_id for ref in refs} | {"d/1/0/2"}
@@ -35,17 +35,17 @@ def test_rows_stand_as_they_were_recorded() -> None:
 def test_a_recorded_row_that_would_not_be_trained_is_named() -> None:
     refs = [each.ref for each in groups()[1].samples]
     with pytest.raises(UserError, match=r"d/1/0/2 to be trained.*truncated"):
-        as_recorded(groups(), [refs], SETTINGS, LIMITS)
+        recorded_batch(groups(), [refs], SETTINGS, LIMITS)
 
 
-def test_without_a_recorded_cut_the_trainers_own_rule_cuts() -> None:
-    batch = as_cut_anew(groups(), SETTINGS, BatchingSettings(token_budget=12), LIMITS)
+def test_other_batching_packs_as_the_trainer_does() -> None:
+    batch = rebatched(groups(), SETTINGS, BatchingSettings(token_budget=12), LIMITS)
     assert sorted(batch.trajectory_ids) == sorted(batch.samples)
     assert all(part.input_ids.size <= 12 for part in batch.micro_batches)
 
 
 def test_keeping_some_rows_keeps_their_advantages() -> None:
-    whole = as_cut_anew(groups(), SETTINGS, BatchingSettings(), LIMITS)
+    whole = rebatched(groups(), SETTINGS, BatchingSettings(), LIMITS)
     part = whole.keeping(["d/0/0/2"])
     assert part.trajectory_ids == ["d/0/0/2"]
     assert part.micro_batches[0].advantages.tolist() == [np.float32(whole.samples["d/0/0/2"].advantage)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from consumers.training.policy import digests_of
-from inspection.replay.comparing import compared_updates, tensor_equality
+from inspection.replay.comparing import compare_updates, tensor_equality
 
 
 def test_one_changed_bit_differs_by_digest_and_by_value() -> None:
@@ -37,7 +37,7 @@ def test_originals_alone_are_compared_in_their_own_type() -> None:
 def test_updates_are_compared_by_layer_and_in_all() -> None:
     one = {"model.layers.0.q.weight": torch.tensor([3.0, 0.0]), "lm_head.weight": torch.tensor([4.0])}
     other = {"model.layers.0.q.weight": torch.tensor([0.0, 3.0]), "lm_head.weight": torch.tensor([4.0])}
-    found = compared_updates(one, other)
+    found = compare_updates(one, other)
     assert (found.original, found.what_if, found.cosine) == (5.0, 5.0, pytest.approx(16 / 25))
     assert [(group.group, group.cosine) for group in found.groups] == [("model.layers.0", 0.0), ("lm_head", 1.0)]
     assert found.movers[0].name == "model.layers.0.q.weight"
@@ -45,4 +45,4 @@ def test_updates_are_compared_by_layer_and_in_all() -> None:
 
 
 def test_an_update_of_nothing_has_no_direction() -> None:
-    assert math.isnan(compared_updates({"a": torch.zeros(2)}, {"a": torch.ones(2)}).cosine)
+    assert math.isnan(compare_updates({"a": torch.zeros(2)}, {"a": torch.ones(2)}).cosine)

@@ -6,7 +6,7 @@ from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
 
 
-def birth(lineage: int, step: int, parent: PolicyVersion | None = None, parent_skips: int = 0) -> StepReport:
+def start(lineage: int, step: int, parent: PolicyVersion | None = None, parent_skips: int = 0) -> StepReport:
     return report(lineage, step).replace(group_ids=(), micro_batches=(), parent=parent, parent_skips=parent_skips)
 
 
@@ -40,9 +40,9 @@ def refusal(lineage: int, step: int, problem: str) -> RefusedStep:
 def log() -> StepLog:
     """Lineage 1 took 8 steps; 2 went on from its step 4, took 2, and crashed; 3 went on from 5 and took 2."""
     found = StepLog()
-    messages: list[StepReport | RefusedStep] = [birth(1, 0), *(report(1, step) for step in range(1, 9))]
-    messages += [report(1, 4), birth(2, 4, PolicyVersion(1, 4)), report(2, 5), report(2, 6)]
-    messages += [report(2, 5), birth(3, 5, PolicyVersion(2, 5), 7), refusal(3, 6, "first"), refusal(3, 6, "second")]
+    messages: list[StepReport | RefusedStep] = [start(1, 0), *(report(1, step) for step in range(1, 9))]
+    messages += [report(1, 4), start(2, 4, PolicyVersion(1, 4)), report(2, 5), report(2, 6)]
+    messages += [report(2, 5), start(3, 5, PolicyVersion(2, 5), 7), refusal(3, 6, "first"), refusal(3, 6, "second")]
     messages += [report(3, 6), report(3, 7), refusal(3, 8, "only")]
     for message in messages:
         found.observe(message)
@@ -94,7 +94,7 @@ def test_an_unknown_step_names_the_steps_there_are(log: StepLog) -> None:
 
 def test_a_step_that_a_crash_undid_says_so_and_how_to_replay_it() -> None:
     log = StepLog()
-    for message in (birth(1, 0), report(1, 1), report(1, 2), report(1, 3), birth(2, 1, PolicyVersion(1, 1))):
+    for message in (start(1, 0), report(1, 1), report(1, 2), report(1, 3), start(2, 1, PolicyVersion(1, 1))):
         log.observe(message)
     with pytest.raises(UserError, match="lineage 1 took and a crash undid; replay it with --lineage 1"):
         taken_step(log, 3)
@@ -114,7 +114,7 @@ def test_a_refused_step_is_chosen_by_its_attempt(log: StepLog) -> None:
 
 def test_a_report_that_has_expired_is_named() -> None:
     log = StepLog()
-    for message in (birth(1, 0), report(1, 1), report(1, 3)):
+    for message in (start(1, 0), report(1, 1), report(1, 3)):
         log.observe(message)
     with pytest.raises(UserError, match="report of step 2"):
         taken_step(log, 2)
