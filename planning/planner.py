@@ -1,14 +1,25 @@
-"""Choices as text: a line for each mode, and the settings of the best. Pure."""
+"""Which devices generate, which train, and with which settings: choices made by simulation, and shown as text.
 
+Output lengths may come from a recorded run. Allocation and settings follow from stage times in closed form; what they
+deliver comes from simulations of the real roles (``prediction``).
+"""
+
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from inspection.lengths import recorded_completions
-from planning.prediction import Prediction, RunSupply, plant_of, simulate
-from planning.simulation import Plant
+from planning.prediction import LOCAL_RUN, CachedPrompts, Prediction, StageTimes, simulate, time_scale
+from producers.generation.engines.length_trace import LengthTraceSettings
+from producers.prompts.sources import open_source
 from schemas.errors import DataError
 from schemas.profiles import DeviceProfile, TrainingCosts
 from settings.tree import Settings
@@ -123,16 +134,19 @@ def token_budget(costs: TrainingCosts, longest: int, configured: int) -> int:
 
 
 # `streamrl plan`: which devices generate, which train, with which settings, and what that delivers. Runs nothing.
-# Splits are ranked by their stage times, which come from simulations with the other stage taking no time; the best
-# are simulated whole, and their settings varied.
+# Splits are ranked by estimates of their stages; the best are simulated whole, and their settings varied.
 
 STEPS = 6
+"""Simulated after those that fill the pipeline."""
 CANDIDATES = 3
 WORTH = 0.02
 """A gain in throughput below this share is not worth more staleness or fewer slots."""
+MOST_TRAJECTORIES = 256
+"""In a step of a simulation, which then takes seconds. Of a larger pipeline a like part is simulated: fewer workers,
+with their share of the groups and of the training. The whole's rates are extrapolated from it; the part meets very long
+completions less often, which flatters modes that wait for the last completion of a batch."""
 SECONDS_AN_HOUR = 3600.0
 BITS = 8e9
-NO_COSTS = TrainingCosts(forward_backward_s_per_token=0.0)
 
 
 @dataclass(frozen=True)
@@ -158,7 +172,10 @@ class Demand:
 
 @dataclass(frozen=True)
 class Choice:
-    """A mode with its best split and settings; ``cost``: of a million trajectories, in the unit of the prices."""
+    """A mode with its best split and settings; ``cost``: of a million trajectories, in the unit of the prices.
+
+    ``simulated_share``: of the pipeline, in the simulation that the prediction is extrapolated from.
+    """
 
     mode: Mode
     split: Split
@@ -167,61 +184,104 @@ class Choice:
     token_budget: int
     prediction: Prediction
     cost: float
+    simulated_share: float
 
 
 @dataclass
 class Planner:
-    """One demand, worked through mode by mode."""
+    """One demand, worked through mode by mode, one process for each."""
 
     demand: Demand
-    supply: RunSupply = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.supply = RunSupply(self._settings("trajectory_async"), self.demand.recorded)
 
     def choices(
         self, modes: Sequence[Mode] = MODES, progress: Callable[[str], None] = lambda line: None
     ) -> list[Choice]:
-        """The best of each mode."""
-        found = []
+        """The best of each mode.
+
+        Raises:
+            DataError: prompts or lengths cannot be read.
+        """
         for mode in modes:
             progress(f"looking for the best split in mode {mode}")
-            found.append(self._choice(mode))
-        return found
+        with _expecting(self.demand) as demand:
+            if len(modes) == 1:
+                return [ModeSearch.of(demand, modes[0]).best()]
+            with ProcessPoolExecutor(min(len(modes), os.cpu_count() or 1)) as pool:
+                return list(pool.map(_best, [demand] * len(modes), modes))
 
-    def _choice(self, mode: Mode) -> Choice:
-        settings = self._settings(mode)
-        best = max(
-            ((split, self._simulated(settings, split)) for split in self._splits(settings)),
+
+def _best(demand: Demand, mode: Mode) -> Choice:
+    return ModeSearch.of(demand, mode).best()
+
+
+@contextmanager
+def _expecting(demand: Demand) -> Iterator[Demand]:
+    """The demand with recorded lengths, if there are any, in a file that emulated ones are drawn from."""
+    if not demand.recorded:
+        yield demand
+        return
+    with tempfile.TemporaryDirectory(prefix="streamrl-plan-") as scratch:
+        path = Path(scratch) / "lengths.npy"
+        np.save(path, np.array(demand.recorded, dtype=np.int64))
+        drawn = LengthTraceSettings(
+            source="file",
+            path=path,
+            seed=demand.settings.run.seed,
+            prompt_characters_per_token=demand.settings.emulation.lengths.prompt_characters_per_token,
+        )
+        yield replace(demand, settings=_with(demand.settings, "emulation", lengths=drawn))
+
+
+@dataclass
+class ModeSearch:
+    """The search for the best split and settings in one mode. ``settings``: with what was measured."""
+
+    demand: Demand
+    mode: Mode
+    settings: Settings
+    source: CachedPrompts
+
+    @classmethod
+    def of(cls, demand: Demand, mode: Mode) -> "ModeSearch":
+        """The demand's settings, in this mode, with what was measured, and micro-batches of the size that pays."""
+        settings = _with(demand.settings, "loop", mode=mode)
+        trainer = demand.training or demand.generation
+        emulation: dict[str, object] = {}
+        if demand.generation.profile is not None:
+            emulation["decode"] = demand.generation.profile.decode
+        if trainer.profile is not None:
+            emulation["training"] = trainer.profile.training
+        settings = _with(settings, "emulation", **emulation)
+        longest = settings.loop.max_prompt_length + settings.loop.max_completion_length
+        budget = token_budget(settings.emulation.training, longest, settings.batching.token_budget)
+        settings = _with(settings, "batching", token_budget=budget)
+        return cls(demand, mode, settings, CachedPrompts(open_source(settings.data, run_seed=settings.run.seed)))
+
+    def best(self) -> Choice:
+        """The split that delivers most, with the fewest slots and the least staleness that do not cost throughput."""
+        settings = self.settings
+        split, prediction = max(
+            ((split, self._simulated(settings, split)) for split in self._splits()),
             key=lambda pair: pair[1].trajectories_per_s,
         )
-        split, prediction = best
         settings, prediction = self._fewer_slots(settings, split, prediction)
         settings, prediction = self._fresher(settings, split, prediction)
         return Choice(
-            mode=mode,
+            mode=self.mode,
             split=split,
             max_staleness=settings.loop.staleness_bound,
             max_num_seqs=settings.generation.max_num_seqs,
             token_budget=settings.batching.token_budget,
             prediction=prediction,
             cost=self._cost(split, prediction),
+            simulated_share=self._simulated_workers(split) / split.workers,
         )
 
-    def _splits(self, settings: Settings) -> list[Split]:
-        plant = self._plant(settings)
-        at_site = composed(settings.loop.mode, plant.latencies.announce_s + plant.curve.settings.adopt_s)
-
-        @cache
-        def generate_s(workers: int) -> float:
-            idle = replace(plant, workers=workers, costs=NO_COSTS, latencies=replace(plant.latencies, trajectory_s=0.0))
-            return simulate(idle, self.supply.afresh(settings)).step_s
-
-        @cache
-        def train_s(trainers: int) -> float:
-            return training_s(replace(plant, trainers=trainers), self.supply)
-
-        demand = self.demand
+    def _splits(self) -> list[Split]:
+        stages = StageTimes(self.settings, self.source, STEPS)
+        hand_over_s = LOCAL_RUN.fetch_s * time_scale(self.settings) + self._transfer_s
+        at_site = composed(self.mode, hand_over_s + self.settings.emulation.decode.adopt_s)
+        generate_s, train_s, demand = cache(stages.generation_s), cache(stages.training_s), self.demand
         if demand.training is not None:
             return [two_sites(demand.generation.devices, demand.training.devices, generate_s, train_s, at_site)]
         return one_site(demand.generation.devices, generate_s, train_s, at_site, CANDIDATES)
@@ -250,51 +310,43 @@ class Planner:
         return settings, best
 
     def _simulated(self, settings: Settings, split: Split) -> Prediction:
-        plant = replace(self._plant(settings), workers=split.workers, trainers=split.trainers)
-        return simulate(plant, self.supply.afresh(settings))
+        """Of a like part of the pipeline, extrapolated to the whole."""
+        workers, groups = self._simulated_workers(split), settings.loop.groups_per_step
+        part = _with(settings, "run", workers=workers)
+        part = _with(part, "loop", groups_per_step=max(1, round(groups * workers / split.workers)))
+        # Fewer groups with as many devices to train them would be trained sooner.
+        share = part.loop.groups_per_step / groups
+        prediction = simulate(
+            part,
+            self.source,
+            steps=STEPS + settings.loop.staleness_bound,
+            transfer_s=self._transfer_s,
+            training_devices=split.trainers * share,
+        )
+        return replace(
+            prediction,
+            trajectories_per_s=prediction.trajectories_per_s / share,
+            tokens_per_s=prediction.tokens_per_s / share,
+        )
 
-    def _plant(self, settings: Settings) -> Plant:
-        """With weights on their way for as long as was measured, or as the link between the sites takes."""
-        plant, demand = plant_of(settings, STEPS + settings.loop.staleness_bound), self.demand
+    def _simulated_workers(self, split: Split) -> int:
+        loop = self.settings.loop
+        most = MOST_TRAJECTORIES / (loop.groups_per_step * loop.num_generations)
+        return max(1, min(split.workers, round(split.workers * most)))
+
+    @property
+    def _transfer_s(self) -> float:
+        """Weights are on their way for as long as was measured, or as the link between the sites takes."""
+        demand = self.demand
         seconds = demand.generation.profile.weight_transfer_s if demand.generation.profile else 0.0
         if demand.link_gbps:
             seconds += demand.weights_gb * BITS / (demand.link_gbps * 1e9)
-        latencies = replace(plant.latencies, announce_s=plant.latencies.announce_s + seconds)
-        return replace(plant, latencies=latencies)
-
-    def _settings(self, mode: Mode) -> Settings:
-        """The demand's, in this mode, with what was measured, and micro-batches of the size that pays."""
-        demand = self.demand
-        settings = _with(demand.settings, "loop", mode=mode)
-        trainer = demand.training or demand.generation
-        emulation: dict[str, object] = {}
-        if demand.generation.profile is not None:
-            emulation["decode"] = demand.generation.profile.decode
-        if trainer.profile is not None:
-            emulation["training"] = trainer.profile.training
-        settings = _with(settings, "emulation", **emulation)
-        longest = settings.loop.max_prompt_length + settings.loop.max_completion_length
-        budget = token_budget(settings.emulation.training, longest, settings.batching.token_budget)
-        return _with(settings, "batching", token_budget=budget)
+        return seconds
 
     def _cost(self, split: Split, prediction: Prediction) -> float:
         generation, training = self.demand.generation, self.demand.training or self.demand.generation
         hourly = split.workers * generation.price + split.trainers * training.price
         return 1e6 / prediction.trajectories_per_s * hourly / SECONDS_AN_HOUR
-
-
-def training_s(plant: Plant, supply: RunSupply) -> float:
-    """Seconds of a step's training alone: the mean over some steps' groups, without waiting."""
-    groups, costs = plant.loop.groups_per_step * STEPS, plant.costs
-    works = [supply.work(supply.draft(position)) for position in range(groups)]
-    lengths = [work.prompt_tokens + length for work in works for length in work.lengths]
-    tokens, squares = sum(lengths), sum(length * length for length in lengths)
-    shared = (
-        costs.forward_backward_s_per_token * tokens
-        + costs.forward_backward_s_per_squared_token * squares
-        + costs.forward_backward_s_per_micro_batch * tokens / plant.batching.token_budget
-    )
-    return shared / plant.trainers / STEPS + costs.optimizer_step_s + costs.export_s
 
 
 def best_of(choices: Sequence[Choice]) -> Choice:
@@ -351,7 +403,8 @@ def _advice(demand: Demand, choice: Choice) -> Iterator[str]:
     yield "# the best with the least staleness"
     yield f"[run]\nworkers = {choice.split.workers}"
     if choice.split.trainers > 1:
-        yield f"# and {choice.split.trainers} devices that share each step's micro-batches"
+        yield f"# and {choice.split.trainers} devices that share each step's micro-batches: a trainer uses one device"
+        yield "# so far, so this split cannot be run yet"
     yield f'[loop]\nmode = "{choice.mode}"'
     if choice.mode == "trajectory_async":
         yield f"max_staleness = {choice.max_staleness}"
@@ -361,3 +414,5 @@ def _advice(demand: Demand, choice: Choice) -> Iterator[str]:
     spare += demand.training.devices if demand.training else 0
     if spare > choice.split.trainers:
         yield f"# {spare - choice.split.trainers} devices are not needed"
+    if choice.simulated_share < 1:
+        yield f"# simulated with {choice.simulated_share:.0%} of the workers and of the groups, and extrapolated"

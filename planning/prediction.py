@@ -1,84 +1,41 @@
-"""What a configuration will deliver: a simulation of its pipeline, summed up. Pure but for the prompts it reads."""
+"""What a configuration will deliver: its pipeline simulated for some steps, summed up; and estimates of its stages.
+
+Rates and times are in emulated seconds, which are those of the wall clock where a real model samples.
+"""
 
 import math
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 
-from planning.simulation import Latencies, Pipeline, Plant, Trace, Work
-from producers.dispatch.scheduler import PendingPrompt
+from planning.simulation import Latencies, SimulatedPipeline, SimulatedRun, shared_costs
+from producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, FillerTokenizer
 from producers.generation.engines.length_trace import trace_length
-from producers.lengths.predictor import LengthPredictor
-from producers.lengths.startup import build_predictor
 from producers.prompts.sources import PromptSource, open_source
 from schemas.identifiers import make_group_id
 from schemas.profiles import DecodeCurve
 from schemas.trajectories import Prompt
-from settings.tree import Settings, decode_curve
-
-# The groups that a run will generate: its own prompts, their emulated or recorded lengths, and what is predicted.
-
-
-@dataclass
-class RunSupply:
-    """A ``Supply``. ``recorded``: lengths seen in an earlier run, drawn from in place of the emulated trace."""
-
-    settings: Settings
-    recorded: Sequence[int] = ()
-    source: PromptSource | None = None
-    predictor: LengthPredictor = field(init=False)
-    _drawn: dict[int, tuple[Prompt, int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._source = self.source or open_source(self.settings.data, run_seed=self.settings.run.seed)
-        self.predictor = build_predictor(self.settings.lengths, self.settings.loop, self.length_of)
-
-    def afresh(self, settings: Settings) -> "RunSupply":
-        """The same prompts for other settings, nothing learnt yet."""
-        fresh = RunSupply(settings, self.recorded, self._source)
-        fresh._drawn = self._drawn
-        return fresh
-
-    def draft(self, position: int) -> PendingPrompt:
-        """The prompt at a position with the estimate of now."""
-        if position not in self._drawn:
-            self._drawn[position] = self._source.prompt_at(position)
-        prompt, data_pass = self._drawn[position]
-        group_id = make_group_id(prompt.prompt_id, data_pass)
-        return PendingPrompt(position, prompt, group_id, self.predictor.predict(prompt, group_id))
-
-    def work(self, draft: PendingPrompt) -> Work:
-        """What sampling it takes."""
-        per_token = self.settings.emulation.lengths.prompt_characters_per_token
-        samples = range(self.settings.loop.num_generations)
-        return Work(
-            group_id=draft.group_id,
-            position=draft.position,
-            prompt_tokens=max(1, math.ceil(len(draft.prompt.text) / per_token)),
-            lengths=tuple(self.length_of(draft.group_id, index, draft.prompt) for index in samples),
-        )
-
-    def length_of(self, group_id: str, sample_index: int, prompt: Prompt) -> int:
-        """Tokens of a sample's completion, within the limit."""
-        if self.recorded:
-            length = random.Random(f"{group_id}/{sample_index}").choice(self.recorded)
-        else:
-            length = trace_length(self.settings.emulation.lengths, group_id, sample_index, prompt)
-        return min(length, self.settings.loop.max_completion_length)
-
+from settings.tree import Settings
 
 DEFAULT_STEPS = 12
 LOCAL_RUN = Latencies(
-    turn_s=0.005,
-    order_s=0.03,
+    order_s=0.035,
     sample_s=0.01,
-    announce_s=0.05,
     report_s=0.02,
-    adopted_s=0.02,
+    announce_s=0.01,
+    fetch_s=0.02,
+    heartbeat_s=0.02,
     trajectory_s=0.0003,
     step_s=0.01,
 )
 """Wall-clock seconds between the processes of a run on one machine."""
+LONGEST_STEP_S = 10.0
+"""Virtual seconds of a step, about: each costs a heartbeat and several polls of every worker. A run whose steps last
+longer is simulated at a faster pace, in which heartbeats are rarer and time-outs longer than they will be."""
+
+LONGEST_BATCH_S = 1e9
+"""Above what any batch takes, in emulated seconds; a batch is advanced to a finite moment."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +60,20 @@ class Prediction:
     max_staleness: int
 
 
+@dataclass
+class CachedPrompts:
+    """A ``PromptSource`` that makes each prompt once, however many simulations use it."""
+
+    source: PromptSource
+    _drawn: dict[int, tuple[Prompt, int]] = field(default_factory=dict)
+
+    def prompt_at(self, position: int) -> tuple[Prompt, int]:
+        """See ``PromptSource``."""
+        if position not in self._drawn:
+            self._drawn[position] = self.source.prompt_at(position)
+        return self._drawn[position]
+
+
 def predict(settings: Settings, *, steps: int | None = None) -> Prediction:
     """Simulate some optimizer steps of a run with these settings.
 
@@ -110,27 +81,7 @@ def predict(settings: Settings, *, steps: int | None = None) -> Prediction:
         DataError: its prompts or lengths cannot be read.
     """
     taken = steps or min(settings.training.max_steps, DEFAULT_STEPS)
-    return simulate(plant_of(settings, taken), RunSupply(settings))
-
-
-def plant_of(settings: Settings, steps: int) -> Plant:
-    """The plant that the settings describe, with an emulation's latencies in its own seconds."""
-    emulation, scale = settings.emulation, time_scale(settings)
-    decode = emulation.decode.model_copy(update={"chunk_tokens": 0})
-    return Plant(
-        loop=settings.loop,
-        dispatch=settings.dispatch,
-        workers=settings.run.workers,
-        slots=settings.generation.max_num_seqs,
-        curve=DecodeCurve(decode),
-        dispatch_curve=decode_curve(settings),
-        time_scale=scale,
-        costs=emulation.training,
-        batching=settings.batching,
-        checkpoint_every=settings.training.checkpoint_every,
-        steps=steps,
-        latencies=replace(LOCAL_RUN, **{name: value * scale for name, value in vars(LOCAL_RUN).items()}),
-    )
+    return simulate(settings, CachedPrompts(open_source(settings.data, run_seed=settings.run.seed)), steps=taken)
 
 
 def time_scale(settings: Settings) -> float:
@@ -138,33 +89,118 @@ def time_scale(settings: Settings) -> float:
     return settings.emulation.time_scale if settings.generation.engine == "emulated" else 1.0
 
 
-def simulate(plant: Plant, supply: RunSupply) -> Prediction:
-    """Run the plant and sum up."""
-    return summed_up(Pipeline(plant, supply).run(), plant)
+def simulate(
+    settings: Settings, source: PromptSource, *, steps: int, transfer_s: float = 0.0, training_devices: float = 1
+) -> Prediction:
+    """Simulate so many steps and sum up. ``transfer_s``: emulated seconds of weights on their way to the workers."""
+    scale = time_scale(settings)
+    stages = StageTimes(settings, source, 1)
+    step_s = max(stages.generation_s(settings.run.workers), stages.training_s(training_devices))
+    pace = max(scale, step_s / LONGEST_STEP_S)
+    latencies = LOCAL_RUN.times(scale / pace)
+    paced = settings.model_copy(
+        update={
+            "emulation": settings.emulation.model_copy(update={"time_scale": pace}),
+            "training": settings.training.model_copy(update={"max_steps": steps}),
+        }
+    )
+    pipeline = SimulatedPipeline(
+        paced, latencies.with_transfer(transfer_s / pace), training_devices=training_devices, source=source
+    )
+    return summed_up(pipeline.run(), paced)
 
 
-def summed_up(trace: Trace, plant: Plant) -> Prediction:
+def summed_up(run: SimulatedRun, settings: Settings) -> Prediction:
     """Figures of the steps after the first ones, which find the slots empty and nothing generated ahead."""
-    warm_up = min(1 + plant.loop.staleness_bound, len(trace.steps) // 2)
-    counted = trace.steps[warm_up:]
-    seconds = _since(warm_up, [step.at for step in trace.steps])
-    trajectories = sum(len(work.lengths) for step in counted for work in step.groups)
-    tokens = sum(work.completion_tokens for step in counted for work in step.groups)
-    worker_seconds = seconds * plant.workers
+    scale, loop = settings.emulation.time_scale, settings.loop
+    start, *steps = run.steps
+    warm_up = min(1 + loop.staleness_bound, len(steps) // 2)
+    counted, before, last = steps[warm_up:], run.steps[warm_up], steps[-1]
+    seconds = (last.report.sent_at - before.report.sent_at) * scale
+    groups = [group for step in counted for group in step.report.group_ids]
+    training_s = (last.training_s - before.training_s) * scale
+    worker_s = seconds * settings.run.workers
     return Prediction(
-        trajectories_per_s=trajectories / seconds,
-        tokens_per_s=tokens / seconds,
+        trajectories_per_s=len(groups) * loop.num_generations / seconds,
+        tokens_per_s=sum(run.completion_tokens[group] for group in groups) / seconds,
         step_s=seconds / len(counted),
-        steps=len(trace.steps),
+        steps=len(steps),
         warm_up=warm_up,
-        step_ends=tuple(step.at for step in trace.steps),
-        slots_busy=_since(warm_up, trace.slot_seconds) / (worker_seconds * plant.slots),
-        workers_idle=_since(warm_up, trace.idle_seconds) / worker_seconds,
-        trainer_busy=sum(step.training_s for step in counted) / seconds,
-        wait_for_batch_s=sum(step.waiting_s for step in counted) / len(counted),
-        max_staleness=max(step.staleness for step in trace.steps),
+        step_ends=tuple((step.report.sent_at - start.report.sent_at) * scale for step in steps),
+        slots_busy=(last.slot_s - before.slot_s) * scale / (worker_s * settings.generation.max_num_seqs),
+        workers_idle=(last.idle_s - before.idle_s) * scale / worker_s,
+        trainer_busy=training_s / seconds,
+        wait_for_batch_s=max(0.0, seconds - training_s) / len(counted),
+        max_staleness=int(max(step.report.metrics.get("off_policy/max", 0.0) for step in steps)),
     )
 
 
-def _since(warm_up: int, sums: Sequence[float]) -> float:
-    return sums[-1] - (sums[warm_up - 1] if warm_up else 0.0)
+@dataclass
+class StageTimes:
+    """Each stage's own seconds for a step, were the other one to take no time: to choose what to simulate.
+
+    From the lengths of ``steps`` steps' groups, and from decode curve and training costs alone.
+    """
+
+    settings: Settings
+    source: PromptSource
+    steps: int
+
+    @cached_property
+    def sequences(self) -> list[list[tuple[int, int]]]:
+        """(prompt tokens, completion tokens) of all samples, by step."""
+        loop = self.settings.loop
+        samples = [self._samples(position) for position in range(self.steps * loop.groups_per_step)]
+        at = [step * loop.groups_per_step for step in range(self.steps + 1)]
+        return [[one for group in samples[start:end] for one in group] for start, end in pairwise(at)]
+
+    def _samples(self, position: int) -> list[tuple[int, int]]:
+        loop, lengths = self.settings.loop, self.settings.emulation.lengths
+        prompt, data_pass = self.source.prompt_at(position)
+        group_id = make_group_id(prompt.prompt_id, data_pass)
+        prompt_tokens = len(FillerTokenizer(lengths.prompt_characters_per_token).encode_prompt(prompt))
+        completions = (trace_length(lengths, group_id, index, prompt) for index in range(loop.num_generations))
+        return [(prompt_tokens, min(length, loop.max_completion_length)) for length in completions]
+
+    def training_s(self, devices: float) -> float:
+        """Seconds of a step's training, the mean of the steps; ``devices`` share its micro-batches."""
+        costs = shared_costs(self.settings.emulation.training, devices)
+        lengths = [sum(sequence) for step in self.sequences for sequence in step]
+        tokens, squares = sum(lengths), sum(length * length for length in lengths)
+        seconds = (
+            costs.forward_backward_s_per_token * tokens
+            + costs.forward_backward_s_per_squared_token * squares
+            + costs.forward_backward_s_per_micro_batch * tokens / self.settings.batching.token_budget
+        )
+        return seconds / self.steps + costs.optimizer_step_s + costs.export_s
+
+    def generation_s(self, workers: int) -> float:
+        """Seconds of a step's sampling, the mean of the steps.
+
+        With a staleness bound of 0, from full slots to the last completion; with a greater one slots are always full,
+        and the longest completion may take one step more than the bound.
+        """
+        bound = self.settings.loop.staleness_bound
+        if not bound:
+            return sum(self._batch_s(step, workers) for step in self.sequences) / self.steps
+        curve, slots = DecodeCurve(self.settings.emulation.decode), self.settings.generation.max_num_seqs
+        at_once = min(slots, math.ceil((bound + 1) * len(self.sequences[0]) / workers))
+        every = [sequence for step in self.sequences for sequence in step]
+        tokens = sum(completion for _, completion in every)
+        # A completion has half its tokens in the cache, on average over the time for which it runs.
+        weight = sum(completion * (prompt + completion / 2) for prompt, completion in every) / tokens
+        step_s = curve.leg_s(1, at_once, round(at_once * weight))
+        prefill_s = sum(prompt for prompt, _ in every) * curve.settings.prefill_s_per_token
+        full_s = (tokens / at_once * step_s + prefill_s) / workers / self.steps
+        longest = max(completion for _, completion in every)
+        return max(full_s, longest * step_s / (bound + 1)) + curve.settings.adopt_s
+
+    def _batch_s(self, sequences: Sequence[tuple[int, int]], workers: int) -> float:
+        """Until a worker has sampled its even share of a batch, the longest first."""
+        slots = self.settings.generation.max_num_seqs
+        decode = self.settings.emulation.decode.model_copy(update={"chunk_tokens": 0})
+        share: EmulatedBatch[int] = EmulatedBatch(DecodeCurve(decode), slots, 0)
+        for prompt, completion in sorted(sequences, key=lambda sequence: -sequence[1])[::workers]:
+            share.arrive(EmulatedSequence(prompt, completion), 0.0)
+        share.advance(LONGEST_BATCH_S)
+        return share.at + decode.adopt_s

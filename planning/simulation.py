@@ -1,547 +1,491 @@
-"""The trainer of the simulation: groups in, oldest first; micro-batches as the real one cuts them; then a step."""
+"""The real dispatcher, workers, trainer and coordinator in one process, on a bus in memory and in virtual time.
 
-import heapq
-import math
-from bisect import insort
-from collections.abc import Callable
-from dataclasses import dataclass, field
+Nothing is written again: every role is the class that a run starts. What differs is around them: decoding and training
+are emulated, records and weights arrive after the latencies that processes, broker and network have (``Latencies``),
+and waiting costs no time. Invariant a_simulation_is_a_function_of_its_settings.
+"""
+
+import asyncio
+import logging
+import tempfile
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+import structlog
 
-from consumers.batching.micro_batches import CostModel, Lengths, SampleRange, best_run, cheapest_runs
-from consumers.batching.settings import BatchingSettings
-from producers.dispatch.dispatcher import build_order
-from producers.dispatch.scheduler import PendingPrompt, Scheduler
-from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.state import DispatchState
-from producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, WeightsAdopted
-from producers.lengths.predictor import LengthPredictor
+from bus.history import BusHistory
+from bus.memory import MemoryBus, MemoryPublisher, MemorySubscription, MemoryTransactionalPublisher
+from bus.port import Outgoing, Position, Record, Start, TopicPartition
+from consumers.batching.micro_batches import MicroBatch
+from consumers.training.checkpoints.storage import open_storage
+from consumers.training.checkpoints.store import CheckpointStore
+from consumers.training.emulation import EmulatedCompute, EmulatedDevice, EmulatedPolicy
+from consumers.training.ports import RestoredCheckpoint
+from consumers.training.trainer import Trainer
+from consumers.training.weight_export import WeightStore
+from coordinator.coordinator import Coordinator
+from planning.virtual_time import VirtualLoop, sweeping
+from producers.dispatch.dispatcher import Dispatcher
+from producers.generation.engines.emulated import ConstantRewards, EmulatedEngine, FillerTokenizer
+from producers.generation.engines.length_trace import trace_length
+from producers.generation.engines.port import GenerationRequest, TokenDelta
+from producers.generation.worker import GenerationWorker
+from producers.lengths.startup import build_predictor
+from producers.prompts.sources import PromptSource, open_source
+from schemas.control import WeightsReady
 from schemas.identifiers import PolicyVersion
-from schemas.profiles import DecodeCurve, TrainingCosts
-from schemas.reports import Heartbeat, StepReport, WorkerState
-from schemas.settings import LoopSettings
-from schemas.trajectories import FinishReason, Trajectory, VersionSpan
+from schemas.profiles import TrainingCosts
+from schemas.reports import StepReport
+from schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, STEPS, TRAJECTORIES, WORK_ORDERS
+from settings.tree import Settings, decode_curve
 
-# Events in order of time; among simultaneous ones, in the order in which they were asked for. Knows no pipeline.
-
-
-@dataclass
-class Clockwork:
-    """``now``: seconds since the beginning."""
-
-    now: float = 0.0
-    _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
-    _numbers: "count[int]" = field(default_factory=count)
-
-    def at(self, moment: float, act: Callable[[], None]) -> None:
-        """Have something done at a moment, or now if that has passed."""
-        heapq.heappush(self._due, (max(moment, self.now), next(self._numbers), act))
-
-    def after(self, seconds: float, act: Callable[[], None]) -> None:
-        """Have something done in so many seconds."""
-        self.at(self.now + seconds, act)
-
-    def run_until(self, over: Callable[[], bool]) -> bool:
-        """Go on until it is over; false if nothing is left to happen before that."""
-        while not over():
-            if not self._due:
-                return False
-            self.now, _, act = heapq.heappop(self._due)
-            act()
-        return True
-
-
-# What the simulation moves around: groups with their lengths, and the plant that works on them. Pure data.
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A group: tokens of its prompt and of each completion."""
-
-    group_id: str
-    position: int
-    prompt_tokens: int
-    lengths: tuple[int, ...]
-
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens of all its completions."""
-        return sum(self.lengths)
-
-
-class Supply(Protocol):
-    """Prompts by position, what is predicted of them, and what becomes of them."""
-
-    @property
-    def predictor(self) -> LengthPredictor:
-        """What the dispatcher estimates lengths with, and teaches."""
-        ...
-
-    def draft(self, position: int) -> PendingPrompt:
-        """The prompt at a position with the estimate of now."""
-        ...
-
-    def work(self, draft: PendingPrompt) -> Work:
-        """What sampling it takes."""
-        ...
+LONGEST_S = 30 * 86_400.0
+"""Virtual seconds after which a simulation counts as one that never ends."""
+RELAY = "http://simulated"
+"""Announced as where weights are; nobody connects to it."""
 
 
 @dataclass(frozen=True)
 class Latencies:
-    """What passes between two acts beside the acts themselves, in emulated seconds.
+    """What passes between two acts beside the acts themselves, in virtual seconds.
 
-    ``turn_s``: from news until the dispatcher has decided; ``order_s``: from there until the worker's engine has the
-    group; ``sample_s``: from a finished completion until trainer and dispatcher know of it; ``announce_s``: from a
-    finished step until workers have fetched its weights; ``report_s``: until the dispatcher knows of the step;
-    ``adopted_s``: from adoption until the dispatcher knows of it; ``trajectory_s``: the trainer's own work on a
+    ``order_s``: from a decision of the dispatcher until the worker has the order; ``sample_s``: from a finished
+    completion until trainer and dispatcher have it; ``report_s``: from a finished step until dispatcher and coordinator
+    know of it; ``announce_s``: from there until workers know of its weights; ``fetch_s``: until they have fetched them;
+    ``heartbeat_s``: from adoption until the dispatcher knows of it; ``trajectory_s``: the trainer's own work on a
     trajectory; ``step_s``: its own work on a step.
     """
 
-    turn_s: float = 0.0
     order_s: float = 0.0
     sample_s: float = 0.0
-    announce_s: float = 0.0
     report_s: float = 0.0
-    adopted_s: float = 0.0
+    announce_s: float = 0.0
+    fetch_s: float = 0.0
+    heartbeat_s: float = 0.0
     trajectory_s: float = 0.0
     step_s: float = 0.0
 
+    def times(self, factor: float) -> "Latencies":
+        """All of them, longer by a factor."""
+        return Latencies(**{name: value * factor for name, value in vars(self).items()})
+
+    def with_transfer(self, seconds: float) -> "Latencies":
+        """With weights on their way for so much longer."""
+        return replace(self, fetch_s=self.fetch_s + seconds)
+
+    def of_topics(self, run: str) -> dict[str, float]:
+        """From writing a record until readers have it, by topic."""
+        return {
+            WORK_ORDERS.full_name(run): self.order_s,
+            TRAJECTORIES.full_name(run): self.sample_s,
+            STEPS.full_name(run): self.report_s,
+            CONTROL.full_name(run): self.announce_s,
+            HEARTBEATS.full_name(run): self.heartbeat_s,
+        }
+
+
+INSTANT = Latencies()
+"""What a mode or a strategy reaches is then what its logic allows."""
+
 
 @dataclass(frozen=True)
-class Plant:
-    """Workers and trainers as planned; seconds are emulated ones. ``trainers`` share a step's micro-batches.
+class StepMark:
+    """The moment of a step's report; sums since the beginning, in virtual seconds.
 
-    ``dispatch_curve``: what the dispatcher knows of the workers, in seconds of the wall clock, of which each lasts
-    ``time_scale`` emulated ones.
+    ``slot_s``: of busy slots; ``idle_s``: of workers without any work; ``training_s``: of the training device's work.
     """
 
-    loop: LoopSettings
-    dispatch: DispatchSettings
-    workers: int
-    slots: int
-    curve: DecodeCurve
-    dispatch_curve: DecodeCurve
-    costs: TrainingCosts
-    time_scale: float = 1.0
-    trainers: int = 1
-    batching: BatchingSettings = field(default_factory=BatchingSettings)
-    checkpoint_every: int = 1 << 30
-    steps: int = 8
-    latencies: Latencies = field(default_factory=Latencies)
-
-
-# The dispatcher of the simulation: the real one's state and scheduler, told what it would read on the topics. Knows
-# neither timelines nor the trainer.
-
-LINEAGE = 1
-
-
-class SimulatedDispatcher:
-    """``send`` gives a group, and its place among all that were admitted, to the worker of a number."""
-
-    def __init__(self, plant: Plant, clock: Clockwork, supply: Supply, send: Callable[[int, Work, int], None]) -> None:
-        self._plant, self._clock, self._supply, self._send = plant, clock, supply, send
-        self._state = DispatchState(plant.loop, plant.dispatch, supply.predictor, plant.dispatch_curve)
-        self._scheduler = Scheduler(self._state, plant.dispatch)
-        self._turn_due: float | None = None
-        self._turned_at = 0.0
-
-    def stepped(self, number: int, groups: tuple[str, ...]) -> None:
-        """A step was reported."""
-        report = StepReport(
-            algorithm="plan",
-            step=number,
-            version=PolicyVersion(LINEAGE, number),
-            manifest_sha256=None,
-            group_ids=groups,
-            micro_batches=(),
-            metrics={},
-            sent_at=self._now,
-        )
-        self._state.observe(report, self._now)
-        self._turn_in(self._plant.latencies.turn_s)
-
-    def adopted(self, worker: int, version: int) -> None:
-        """A heartbeat says what a worker holds."""
-        heartbeat = Heartbeat(
-            worker_id=_name(worker),
-            incarnation="1",
-            state=WorkerState.READY,
-            engine="emulated",
-            version=PolicyVersion(LINEAGE, version),
-            capacity=self._plant.slots,
-            running=1,
-            waiting=0,
-            generated_tokens=0,
-            finished_trajectories=0,
-            tokens_per_s=0.0,
-            sequence=version,
-            sent_at=self._now,
-        )
-        self._state.observe(heartbeat, self._now)
-        self._turn_in(self._plant.latencies.turn_s)
-
-    def finished(self, worker: int, work: Work, sample_index: int, version: int) -> None:
-        """A completion is on the topic."""
-        flight = self._state.flights.get(work.group_id)
-        if flight is None:
-            return
-        length, limit = work.lengths[sample_index], self._plant.loop.max_completion_length
-        held = PolicyVersion(LINEAGE, version)
-        known: dict[str, Any] = {
-            "group_id": work.group_id,
-            "sample_index": sample_index,
-            "position": work.position,
-            "worker_id": _name(worker),
-            "dataset": flight.order.prompt.dataset,
-            "finish_reason": FinishReason.LENGTH if length >= limit else FinishReason.STOP,
-            "token_ids": range(length),
-            "version_spans": (VersionSpan(version=held, start=0, end=length),),
-            "admitted_version": held,
-        }
-        trajectory = Trajectory.model_construct(**known)  # nothing of it is sent, and its tokens are only counted
-        self._state.observe(trajectory, self._now)
-        self._turn_in(self._plant.latencies.turn_s)
-
-    @property
-    def _now(self) -> float:
-        """Seconds of the wall clock."""
-        return self._clock.now / self._plant.time_scale
-
-    def _turn_in(self, seconds: float) -> None:
-        due = self._clock.now + seconds
-        if self._turn_due is None or due < self._turn_due:
-            self._turn_due = due
-            self._clock.at(due, partial(self._turn, due))
-
-    def _turn(self, due: float) -> None:
-        if self._turn_due != due:
-            return
-        self._turn_due = None
-        self._state.fleet.extend_leases(self._now - self._turned_at)
-        self._turned_at = self._now
-        self._order()
-        settings = self._plant.dispatch
-        idle_s = (
-            settings.poll_s if len(self._scheduler.queues) else max(settings.poll_s, settings.weight_sync_timeout_s)
-        )
-        self._turn_in(idle_s * self._plant.time_scale)
-
-    def _order(self) -> None:
-        """What a turn of the real dispatcher does, without its bus."""
-        state, scheduler = self._state, self._scheduler
-        scheduler.begin_turn(self._now)
-        if wanted := scheduler.wanted():
-            scheduler.add([self._supply.draft(position) for position in state.positions.next(wanted)])
-        if scheduler.wants_plan():
-            scheduler.adopt(scheduler.planner()())
-        while (found := scheduler.next()) is not None:
-            draft, worker = found
-            order = build_order(
-                state.loop,
-                draft,
-                worker,
-                created_at=state.created_at(self._now),
-                due_step=state.ledger.next_due,
-                seed=None,
-            )
-            state.admit(order, worker, self._now)
-            scheduler.sent(worker)
-            number, work = int(worker.worker_id), self._supply.work(draft)
-            self._clock.after(self._plant.latencies.order_s, partial(self._send, number, work, state.admitted))
-        if scheduler.wanted():
-            self._turn_in(self._plant.latencies.turn_s)
-
-
-def _name(worker: int) -> str:
-    return f"{worker:03}"
-
-
-# A worker of the simulation: the emulated engine's own timeline, woken by events. Knows no dispatcher.
-
-Finished = Callable[[int, Work, int, tuple[int, int]], None]
-"""Told of a completion: the worker, the group, the sample's index, the oldest and the newest version of its tokens."""
-
-
-class SimulatedWorker:
-    """``number``: its place in the fleet; ``held``: the version its engine samples with, -1 before the first."""
-
-    def __init__(
-        self, number: int, plant: Plant, clock: Clockwork, finished: Finished, adopted: "Callable[[int, int], None]"
-    ) -> None:
-        self.number = number
-        self.held = -1
-        self.slot_seconds = self.idle_seconds = 0.0
-        self._clock = clock
-        self._timeline: EmulatedBatch[int] = EmulatedBatch(plant.curve, plant.slots, 0)
-        self._works: dict[EmulatedSequence, tuple[Work, int]] = {}
-        self._finished, self._adopted = finished, adopted
-        self._looked_at = 0.0
-        self._wake: float | None = None
-
-    def take(self, work: Work) -> None:
-        """All samples of a group ask for slots."""
-        self._turn()
-        for index, length in enumerate(work.lengths):
-            sequence = EmulatedSequence(work.prompt_tokens, length)
-            self._works[sequence] = work, index
-            self._timeline.arrive(sequence, self._clock.now)
-        self._turn()
-
-    def adopt(self, version: int) -> None:
-        """Weights were fetched."""
-        self._turn()
-        self._timeline.adopt(version, self._clock.now)
-        self._turn()
-
-    def reckon(self) -> None:
-        """Count the time since the last look."""
-        elapsed = self._clock.now - self._looked_at
-        self.slot_seconds += elapsed * self._timeline.running
-        self.idle_seconds += elapsed * (self._timeline.running == 0)
-        self._looked_at = self._clock.now
-
-    def _turn(self) -> None:
-        self.reckon()
-        for event in self._timeline.advance(self._clock.now):
-            if isinstance(event, WeightsAdopted):
-                self.held = event.version
-                self._adopted(self.number, event.version)
-            elif event.is_over:
-                work, index = self._works.pop(event.sequence)
-                self._finished(self.number, work, index, (event.parts[0][0], event.parts[-1][0]))
-        wake = self._timeline.next_wake()
-        if wake is not None and (self._wake is None or wake != self._wake):
-            self._wake = max(wake, math.nextafter(self._clock.now, math.inf))
-            self._clock.at(self._wake, partial(self._woken, self._wake))
-
-    def _woken(self, due: float) -> None:
-        if self._wake == due:
-            self._wake = None
-            self._turn()
-
-
-@dataclass(frozen=True)
-class Step:
-    """A finished step: when its weights were in the store, the groups it took, where its time went, in seconds."""
-
-    number: int
-    at: float
-    groups: tuple[Work, ...]
+    report: StepReport
+    slot_s: float
+    idle_s: float
     training_s: float
-    waiting_s: float
-    staleness: int
-
-
-@dataclass
-class Shelf:
-    """Sequences that wait for a micro-batch, by length; longest last."""
-
-    plant: Plant
-    lengths: list[int] = field(default_factory=list)
-    tokens: int = 0
-
-    def add(self, length: int) -> None:
-        """One more sequence."""
-        insort(self.lengths, length)
-        self.tokens += length
-
-    def cut(self) -> float:
-        """Seconds of the best micro-batch, which is taken away."""
-        batching = self.plant.batching
-        return self._taken(best_run(self._descending(), batching.token_budget, CostModel.of(batching)))
-
-    def flush(self) -> float:
-        """Seconds of all that is left."""
-        batching = self.plant.batching
-        runs = cheapest_runs(self._descending(), batching.token_budget, CostModel.of(batching))
-        return sum(self._taken(run) for run in reversed(runs))
-
-    def _descending(self) -> Lengths:
-        return np.array(self.lengths[::-1], dtype=np.int64)
-
-    def _taken(self, run: SampleRange) -> float:
-        end = len(self.lengths)
-        taken = self.lengths[end - run.end : end - run.start]
-        del self.lengths[end - run.end : end - run.start]
-        self.tokens -= sum(taken)
-        return micro_batch_s(taken, self.plant)
-
-
-@dataclass
-class SimulatedTrainer:
-    """``finished`` is told of each step. ``version``: steps taken."""
-
-    plant: Plant
-    clock: Clockwork
-    finished: Callable[[Step], None]
-    version: int = 0
-    _ready: list[tuple[int, Work, int]] = field(default_factory=list)
-    _taken: list[tuple[Work, int]] = field(default_factory=list)
-    _is_busy: bool = False
-    _waits_since: float = 0.0
-    _waited_s: float = 0.0
-    _trained_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._shelf = Shelf(self.plant)
-
-    def ready(self, order: int, work: Work, oldest_version: int) -> None:
-        """A group is whole; ``order``: its place among the admitted ones."""
-        heapq.heappush(self._ready, (order, work, oldest_version))
-        if not self._is_busy:
-            self._waited_s += self.clock.now - self._waits_since
-            self._is_busy = True
-            self._turn()
-
-    def _turn(self) -> None:
-        """Take groups until one leads to work; without one, work on what is held; without that, wait."""
-        while len(self._taken) < self.plant.loop.groups_per_step:
-            seconds = self._take() if self._has_ready else self._for_idle()
-            if seconds is None:
-                self._is_busy, self._waits_since = False, self.clock.now
-                return
-            if seconds:
-                self._trained_s += seconds
-                self.clock.after(seconds, self._turn)
-                return
-        costs = self.plant.costs
-        seconds = self._shelf.flush() + costs.optimizer_step_s + costs.export_s + self.plant.latencies.step_s
-        if (self.version + 1) % self.plant.checkpoint_every == 0:
-            seconds += costs.checkpoint_s
-        self._trained_s += seconds
-        self.clock.after(seconds, self._announce)
-
-    @property
-    def _has_ready(self) -> bool:
-        loop = self.plant.loop
-        last = (self.version + 1) * loop.groups_per_step if loop.has_fixed_batches else math.inf
-        return bool(self._ready) and self._ready[0][0] <= last
-
-    def _take(self) -> float:
-        _, work, version = heapq.heappop(self._ready)
-        self._taken.append((work, version))
-        for length in work.lengths:
-            self._shelf.add(work.prompt_tokens + length)
-        seconds, batching = len(work.lengths) * self.plant.latencies.trajectory_s, self.plant.batching
-        while not self._is_whole and self._shelf.tokens > batching.token_budget * batching.lookahead:
-            seconds += self._shelf.cut()
-        return seconds
-
-    def _for_idle(self) -> float | None:
-        is_enough = self._shelf.tokens >= self.plant.batching.token_budget and not self._is_whole
-        return self._shelf.cut() if is_enough else None
-
-    @property
-    def _is_whole(self) -> bool:
-        return self.plant.loop.mode == "synchronous"
-
-    def _announce(self) -> None:
-        staleness = max(self.version - oldest for _, oldest in self._taken)
-        self.version += 1
-        step = Step(
-            number=self.version,
-            at=self.clock.now,
-            groups=tuple(work for work, _ in self._taken),
-            training_s=self._trained_s,
-            waiting_s=self._waited_s,
-            staleness=staleness,
-        )
-        self._taken, self._trained_s, self._waited_s = [], 0.0, 0.0
-        self.finished(step)
-        self._turn()
-
-
-def micro_batch_s(lengths: list[int], plant: Plant) -> float:
-    """Seconds of a forward and backward pass over these sequences, shared by the trainers."""
-    costs = plant.costs
-    tokens, squares = sum(lengths), sum(length * length for length in lengths)
-    if costs.padding_counts:
-        tokens, squares = len(lengths) * max(lengths), len(lengths) * max(lengths) ** 2
-    shared = (
-        costs.forward_backward_s_per_token * tokens
-        + costs.forward_backward_s_per_squared_token * squares
-        + costs.forward_backward_s_per_micro_batch
-    )
-    return shared / plant.trainers
-
-
-# Runs a plant: dispatcher, workers and trainer wired together, for some optimizer steps.
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What happened: steps in order, and per step the worker-seconds, slot-seconds and idle worker-seconds so far."""
+class SimulatedRun:
+    """What is left of a run: its topics, its steps in order (that of step 0 first), completion tokens by group."""
 
-    steps: tuple[Step, ...]
-    slot_seconds: tuple[float, ...]
-    idle_seconds: tuple[float, ...]
+    bus: MemoryBus
+    name: str
+    steps: tuple[StepMark, ...]
+    completion_tokens: Mapping[str, int]
+
+    @property
+    def history(self) -> BusHistory:
+        """Its topics, to be read in any event loop."""
+        return BusHistory(self.bus)
 
 
 @dataclass
-class _Group:
-    order: int
-    missing: int
-    oldest: int = 1 << 60
+class SimulatedPipeline:
+    """A run of ``training.max_steps`` steps, over ``source`` in place of the prompts that the settings name.
+
+    A virtual second is ``emulation.time_scale`` emulated ones, and one second for all time-outs of the settings.
+    ``training_devices`` share the work on each micro-batch; a fraction of one works so much longer.
+    """
+
+    settings: Settings
+    latencies: Latencies = INSTANT
+    training_devices: float = 1
+    source: PromptSource | None = None
+
+    def run(self) -> SimulatedRun:
+        """Simulate it.
+
+        Raises:
+            DataError: its prompts or lengths cannot be read.
+            Stuck: it does not come to its last step.
+        """
+        bounds = {"max_seconds": LONGEST_S, "max_callbacks": float("inf"), "max_at_once": float("inf")}
+        with (
+            _silence(),
+            tempfile.TemporaryDirectory(prefix="streamrl-simulation-") as scratch,
+            sweeping(VirtualLoop(**bounds)) as loop,
+        ):
+            parts = _Parts(self, _emulated(self.settings, Path(scratch)), loop.time)
+            return loop.run_until_complete(parts.run())
+
+
+def _emulated(settings: Settings, scratch: Path) -> Settings:
+    """Everything emulated, tokens handed over with the completion, and every group trained.
+
+    Constant rewards would otherwise have every group skipped where groups without a spread are.
+    """
+
+    def changed(section: str, **values: object) -> Any:
+        return getattr(settings, section).model_copy(update=values)
+
+    decode = settings.emulation.decode.model_copy(update={"chunk_tokens": 0})
+    return settings.model_copy(
+        update={
+            "run": changed("run", directory=scratch),
+            "algorithm": changed("algorithm", dynamic_sampling=False),
+            "generation": changed("generation", engine="emulated", stream_tokens=False),
+            "training": changed("training", backend="emulated"),
+            "coordinator": changed("coordinator", relays=(RELAY,)),
+            "emulation": changed("emulation", decode=decode),
+        }
+    )
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 @dataclass
-class Pipeline:
-    """One simulation; ``run`` it once."""
+class _Parts:
+    """Builds the roles of one run and runs them together; ``clock`` is the virtual loop's, for all of them."""
 
-    plant: Plant
-    supply: Supply
-    clock: Clockwork = field(default_factory=Clockwork)
-    _groups: dict[str, _Group] = field(default_factory=dict)
-    _steps: list[Step] = field(default_factory=list)
-    _slot_seconds: list[float] = field(default_factory=list)
-    _idle_seconds: list[float] = field(default_factory=list)
+    pipeline: SimulatedPipeline
+    settings: Settings
+    clock: Callable[[], float]
+    engines: "list[MeteredEngine]" = field(default_factory=list)
+    steps: list[StepMark] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._dispatcher = SimulatedDispatcher(self.plant, self.clock, self.supply, self._order)
-        self._trainer = SimulatedTrainer(self.plant, self.clock, self._stepped)
-        self._workers = [
-            SimulatedWorker(number, self.plant, self.clock, self._finished, self._adopted)
-            for number in range(self.plant.workers)
-        ]
+        name, partitions = self.settings.run.name, self.settings.loop.trajectory_partitions
+        self.bus = DelayedBus(delays=self.pipeline.latencies.of_topics(name))
+        for topic in CATALOGUE:
+            self.bus.create_topic(topic.full_name(name), topic.partition_count(partitions))
+        self.bus.written = self._mark
+        self.device = MeteredDevice(self.settings.emulation.time_scale, self.clock)
 
-    def run(self) -> Trace:
-        """Until the plant's number of steps is taken, or nothing happens any more."""
-        self._announce(0, ())
-        self.clock.run_until(lambda: len(self._steps) >= self.plant.steps)
-        return Trace(tuple(self._steps), tuple(self._slot_seconds), tuple(self._idle_seconds))
+    async def run(self) -> SimulatedRun:
+        """Until the trainer ends; a role that ends before it has failed."""
+        name, stop = self.settings.run.name, asyncio.Event()
+        trainer, dispatcher = self._trainer(), self._dispatcher()
+        coordinator = Coordinator(self.bus, name, self.settings.coordinator, self.clock)
+        workers = [self._worker(f"worker-{number}") for number in range(self.settings.run.workers)]
+        others = [asyncio.create_task(coordinator.run(stop)), asyncio.create_task(dispatcher.run(stop))]
+        others += [asyncio.create_task(worker.run(stop)) for worker in workers]
+        training = asyncio.create_task(trainer.run(stop))
+        await asyncio.wait([training, *others], return_when=asyncio.FIRST_COMPLETED)
+        for ended in (task for task in others if task.done() and not training.done()):
+            ended.result()
+        await training
+        stop.set()
+        await asyncio.gather(*others)
+        tokens: defaultdict[str, int] = defaultdict(int)
+        for engine in self.engines:
+            for group, count in engine.tokens.items():
+                tokens[group] += count
+        return SimulatedRun(self.bus, name, tuple(self.steps), tokens)
 
-    def _order(self, worker: int, work: Work, order: int) -> None:
-        self._groups[work.group_id] = _Group(order, len(work.lengths))
-        self._workers[worker].take(work)
+    def _mark(self, record: Outgoing) -> None:
+        """A record is written; with that of a step, take down how busy the slots were."""
+        if record.topic != STEPS.full_name(self.settings.run.name) or record.value is None:
+            return
+        message = Record(record.topic, 0, 0, record.key, record.value, record.headers, 0.0).message()
+        if isinstance(message, StepReport):
+            for engine in self.engines:
+                engine.meter()
+            mark = StepMark(
+                report=message,
+                slot_s=sum(engine.slot_s for engine in self.engines),
+                idle_s=sum(engine.idle_s for engine in self.engines),
+                training_s=self.device.launched_s / self.settings.emulation.time_scale,
+            )
+            self.steps.append(mark)
 
-    def _finished(self, worker: int, work: Work, sample_index: int, versions: tuple[int, int]) -> None:
-        group = self._groups[work.group_id]
-        group.missing -= 1
-        group.oldest = min(group.oldest, versions[0])
-        latency = self.plant.latencies.sample_s
-        told = partial(self._dispatcher.finished, worker, work, sample_index, versions[1])
-        self.clock.after(latency, told)
-        if not group.missing:
-            del self._groups[work.group_id]
-            self.clock.after(latency, partial(self._trainer.ready, group.order, work, group.oldest))
+    def _dispatcher(self) -> Dispatcher:
+        settings, lengths = self.settings, partial(trace_length, self.settings.emulation.lengths)
+        return Dispatcher(
+            bus=self.bus,
+            run_name=settings.run.name,
+            loop=settings.loop,
+            settings=settings.dispatch,
+            source=self.pipeline.source or open_source(settings.data, run_seed=settings.run.seed),
+            predictor=build_predictor(settings.lengths, settings.loop, lengths),
+            clock=self.clock,
+            curve=decode_curve(settings),
+            history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
+        )
 
-    def _stepped(self, step: Step) -> None:
-        for worker in self._workers:
-            worker.reckon()
-        self._steps.append(step)
-        self._slot_seconds.append(sum(worker.slot_seconds for worker in self._workers))
-        self._idle_seconds.append(sum(worker.idle_seconds for worker in self._workers))
-        self._announce(step.number, tuple(work.group_id for work in step.groups))
+    def _trainer(self) -> Trainer:
+        settings, latencies = self.settings, self.pipeline.latencies
+        weights = WeightStore(settings.run.weights_store, settings.training.keep_weight_versions)
+        place = open_storage(settings.run.path / "checkpoints", settings.run.path / "cache")
+        checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
+        scale = settings.emulation.time_scale
+        costs = shared_costs(settings.emulation.training, self.pipeline.training_devices)
+        costs = costs.model_copy(update={"optimizer_step_s": costs.optimizer_step_s + latencies.step_s * scale})
 
-    def _announce(self, version: int, groups: tuple[str, ...]) -> None:
-        latencies = self.plant.latencies
-        self.clock.after(latencies.report_s, partial(self._dispatcher.stepped, version, groups))
-        for worker in self._workers:
-            self.clock.after(latencies.announce_s, partial(worker.adopt, version))
+        def open_policy(restored: RestoredCheckpoint | None) -> EmulatedPolicy:
+            own_s = latencies.trajectory_s * scale
+            return BusyPolicy(costs, self.device, weights, checkpoints, restored, trajectory_s=own_s)
 
-    def _adopted(self, worker: int, version: int) -> None:
-        self.clock.after(self.plant.latencies.adopted_s, partial(self._dispatcher.adopted, worker, version))
+        return Trainer(
+            bus=self.bus,
+            run_name=settings.run.name,
+            loop=settings.loop,
+            algorithm=settings.algorithm,
+            training=settings.training,
+            ingest=settings.ingest,
+            batching=settings.batching,
+            reward_weights=settings.rewards.weight_by_name,
+            open_policy=open_policy,
+            open_compute=lambda: EmulatedCompute(self.device),
+            checkpoints=checkpoints,
+            run_dir=None,
+            clock=self.clock,
+        )
+
+    def _worker(self, worker_id: str) -> GenerationWorker:
+        settings = self.settings
+        engine = MeteredEngine(settings, self.clock)
+        self.engines.append(engine)
+        return GenerationWorker(
+            bus=self.bus,
+            run_name=settings.run.name,
+            loop=settings.loop,
+            settings=settings.generation,
+            worker_id=worker_id,
+            engine=engine,
+            tokenizer=FillerTokenizer(settings.emulation.lengths.prompt_characters_per_token),
+            rewards=ConstantRewards(settings.rewards.names),
+            weights_cache=settings.run.path / "workers" / worker_id,
+            clock=self.clock,
+            monotonic=self.clock,
+            open_fetcher=lambda *_: StoreFetcher(settings.run.weights_store, self.pipeline.latencies.fetch_s),  # type: ignore[arg-type]
+        )
+
+
+def shared_costs(costs: TrainingCosts, devices: float) -> TrainingCosts:
+    """What a step costs where so many devices share each micro-batch evenly; optimizer and export stay whole."""
+    shared = ("per_micro_batch", "per_token", "per_squared_token")
+    names = [f"forward_backward_s_{name}" for name in shared]
+    return costs.model_copy(update={name: getattr(costs, name) / devices for name in names})
+
+
+@dataclass(frozen=True)
+class StoreFetcher:
+    """Weights straight from the store, without a relay, after ``fetch_s`` on their way."""
+
+    store: Path
+    fetch_s: float
+
+    async def fetch(self, ready: WeightsReady, attempt: int = 0) -> Path:
+        """The version's directory."""
+        await asyncio.sleep(self.fetch_s)
+        return self.store / str(ready.version)
+
+    def keep_only(self, versions: Iterable[PolicyVersion]) -> None:
+        """Nothing is kept twice."""
+
+
+class MeteredDevice(EmulatedDevice):
+    """Also measures: ``launched_s`` emulated seconds of work so far."""
+
+    launched_s = 0.0
+
+    def launch(self, seconds: float) -> None:
+        """As the emulated device does, counted."""
+        self.launched_s += seconds
+        super().launch(seconds)
+
+
+class BusyPolicy(EmulatedPolicy):
+    """An emulated policy whose trainer spends ``trajectory_s`` emulated seconds of its own on every trajectory."""
+
+    def __init__(self, costs: TrainingCosts, device: EmulatedDevice, *places: Any, trajectory_s: float) -> None:
+        super().__init__(costs, device, *places)
+        self._own_device, self._trajectory_s = device, trajectory_s
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        """Launch a forward and backward pass, after what was done to make the batch."""
+        self._own_device.launch(len(batch.lengths) * self._trajectory_s)
+        super().accumulate(batch)
+
+
+class MeteredEngine(EmulatedEngine):
+    """Also measures: ``slot_s`` and ``idle_s`` in virtual seconds up to the last ``meter``, and tokens by group."""
+
+    def __init__(self, settings: Settings, monotonic: Callable[[], float]) -> None:
+        emulation, slots = settings.emulation, settings.generation.max_num_seqs
+        super().__init__(emulation.decode, emulation.lengths, emulation.time_scale, slots, monotonic=monotonic)
+        self.slot_s = self.idle_s = 0.0
+        self.tokens: defaultdict[str, int] = defaultdict(int)
+        self._clock = monotonic
+        self._requests = 0
+        self._metered_at = monotonic()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """As the emulated engine does, counted."""
+        self.meter()
+        self._requests += 1
+        group = request.request_id.rpartition("/")[0]
+        try:
+            async for delta in super().generate(request):
+                self.tokens[group] += len(delta.token_ids)
+                yield delta
+        finally:
+            self.meter()
+            self._requests -= 1
+
+    def meter(self) -> None:
+        """Count the time since the last call. Continuous batching: so many requests keep as many slots busy."""
+        now = self._clock()
+        elapsed, self._metered_at = now - self._metered_at, now
+        self.slot_s += elapsed * min(self._requests, self.max_num_seqs)
+        self.idle_s += elapsed * (not self._requests)
+
+
+@dataclass
+class DelayedBus(MemoryBus):
+    """A bus in memory whose records become visible ``delays[topic]`` seconds after they were written; else at once.
+
+    Records of a topic stay in order, as their delay is constant. ``written`` is called with every record at once.
+    """
+
+    delays: Mapping[str, float] = field(default_factory=dict)
+    written: Callable[[Outgoing], None] = lambda record: None
+    _ends: defaultdict[TopicPartition, int] = field(default_factory=lambda: defaultdict(int))
+    _readers: "defaultdict[TopicPartition, list[DelayedSubscription]]" = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    async def publisher(self, client_id: str) -> "DelayedPublisher":
+        """A publisher on this bus."""
+        return DelayedPublisher(self, client_id)
+
+    async def transactional(self, transactional_id: str) -> MemoryTransactionalPublisher:
+        """A transactional publisher on this bus; older holders of the id are fenced."""
+        epoch = self.epochs[transactional_id] = self.epochs.get(transactional_id, 0) + 1
+        return MemoryTransactionalPublisher(DelayedPublisher(self, transactional_id), transactional_id, epoch)
+
+    async def subscribe(
+        self,
+        topics: Iterable[str],
+        *,
+        client_id: str,
+        start: Start = "earliest",
+        partitions: Iterable[int] | None = None,
+        group_id: str | None = None,
+    ) -> "DelayedSubscription":
+        """A subscription on this bus, woken by records of its own partitions only."""
+        plain = await super().subscribe(
+            topics, client_id=client_id, start=start, partitions=partitions, group_id=group_id
+        )
+        subscription = DelayedSubscription(self, plain.offsets, group_id)
+        for tp in plain.offsets:
+            self._readers[tp].append(subscription)
+        return subscription
+
+    def append(self, record: Outgoing, number: int) -> Position:
+        """Write; the position is known at once, also where readers have to wait for the record."""
+        loop, tp = asyncio.get_running_loop(), TopicPartition(record.topic, number)
+        position = Position(record.topic, number, self._ends[tp])
+        self._ends[tp] += 1
+        kept = Record(*position, record.key, record.value, record.headers, timestamp=loop.time())
+        self.written(record)
+        if delay := self.delays.get(record.topic, 0.0):
+            loop.call_later(delay, self._show, tp, kept)
+        else:
+            self._show(tp, kept)
+        return position
+
+    def forget(self, subscription: "DelayedSubscription") -> None:
+        """Wake it no more."""
+        for tp in subscription.offsets:
+            self._readers[tp] = [reader for reader in self._readers[tp] if reader is not subscription]
+
+    def _show(self, tp: TopicPartition, record: Record) -> None:
+        self.log(tp.topic).partitions[tp.partition].append(record)
+        for reader in self._readers[tp]:
+            reader.wake()
+
+
+@dataclass
+class DelayedPublisher(MemoryPublisher):
+    """Writes to a ``DelayedBus``; nobody waits for an acknowledgement."""
+
+    bus: DelayedBus
+
+    async def write(self, records: Iterable[Outgoing]) -> list[Position]:
+        """Write all of them or none, and nothing of others in between."""
+        numbered = [(record, self._partition_for(record)) for record in records]
+        return [self.bus.append(record, number) for record, number in numbered]
+
+
+@dataclass
+class DelayedSubscription(MemorySubscription):
+    """Reads a ``DelayedBus``. Waits for records of its own partitions, so that hundreds of readers cost little."""
+
+    bus: DelayedBus
+    _waiting: "asyncio.Future[None] | None" = None
+
+    async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
+        """The next records; waits for the first one at most ``timeout_s``."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        await asyncio.sleep(0)  # so that a caller that asks without waiting lets others write
+        while not (batch := self._take(max_records)) and loop.time() < deadline:
+            self._waiting = loop.create_future()
+            timer = loop.call_at(deadline, self.wake)
+            try:
+                await self._waiting
+            finally:
+                timer.cancel()
+                self._waiting = None
+        return batch
+
+    def wake(self) -> None:
+        """There may be something to read."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def close(self) -> None:
+        """Refuse further reading."""
+        self.bus.forget(self)
+        await super().close()

@@ -13,10 +13,11 @@ from typing import Any
 
 import structlog
 
+from planning.virtual_time import START, Stuck
 from tests.simulation.bus.events import Event
 from tests.simulation.history import Problem
 from tests.simulation.judges.verdict import Counts, judge
-from tests.simulation.virtual_time import PROCESS, START, Stuck, virtual_loop
+from tests.simulation.processes import PROCESS, process_loop
 from tests.simulation.worlds.crew import Crew
 from tests.simulation.worlds.nemesis import Nemesis
 from tests.simulation.worlds.scenarios import Setup, draw_setup
@@ -59,7 +60,7 @@ def run_setup(setup: Setup, *, keep_trace: bool = False, make_crew: Callable[...
         _known_chance(setup.seed),
         _without_collection(),
         _logging_into(events if keep_trace else None),
-        virtual_loop(max_seconds=MAX_SECONDS) as loop,
+        process_loop(max_seconds=MAX_SECONDS) as loop,
     ):
         world = World(setup, loop, make_crew)
         world.bus.events.seen = events

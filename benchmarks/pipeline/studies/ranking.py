@@ -14,7 +14,7 @@ from benchmarks.pipeline.cases import Case
 from benchmarks.pipeline.results import Row
 from benchmarks.pipeline.running.figures import figures
 from benchmarks.pipeline.studies.paper import recall
-from benchmarks.pipeline.virtual.plant import TIME_SCALE, run_virtually
+from benchmarks.pipeline.virtual import TIME_SCALE, run_virtually
 from benchmarks.pipeline.workload.prompts import write_prompts
 from benchmarks.pipeline.workload.workload import WORKLOADS
 

@@ -17,7 +17,7 @@ from tests.simulation.bus.faults import PERFECT, Chances
 from tests.simulation.bus.reading import SimSubscription, lost
 from tests.simulation.bus.transactions import SimTransactionalPublisher
 from tests.simulation.bus.writing import SimPublisher
-from tests.simulation.virtual_time import PROCESS, Killed
+from tests.simulation.processes import PROCESS, Killed
 
 Client = TypeVar("Client")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from bus.port import Outgoing, TopicPartition
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
 from tests.simulation.bus.broker import Fate, Transaction, partition_of
-from tests.simulation.virtual_time import OUTSIDE
+from tests.simulation.processes import OUTSIDE
 
 if TYPE_CHECKING:
     from tests.simulation.bus.sim_bus import SimBus

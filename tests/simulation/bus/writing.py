@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from bus.port import Outgoing, Position, TopicPartition
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown
 from tests.simulation.bus.broker import partition_of
-from tests.simulation.virtual_time import OUTSIDE
+from tests.simulation.processes import OUTSIDE
 
 if TYPE_CHECKING:
     from tests.simulation.bus.sim_bus import SimBus

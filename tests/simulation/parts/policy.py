@@ -21,7 +21,7 @@ from schemas.reports import RecordRef
 from tests.simulation.parts.checkpoints import SavedPieces, SimCheckpoints
 from tests.simulation.parts.sampling import VOCABULARY
 from tests.simulation.parts.weights import WeightShelf
-from tests.simulation.virtual_time import Killed
+from tests.simulation.processes import Killed
 
 P = ParamSpec("P")
 T = TypeVar("T")

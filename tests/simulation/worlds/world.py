@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from random import Random
 
 from consumers.training.failpoints import Failpoint
+from planning.virtual_time import START
 from schemas.control import RunFinished, WeightsReady
 from schemas.errors import DataLossRefused, LifecycleError, StreamRLError, Superseded
 from schemas.topics import CONTROL
 from tests.simulation.bus.faults import Chances
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.history import Problem
-from tests.simulation.virtual_time import OUTSIDE, PROCESS, START, Killed, Process, VirtualLoop
+from tests.simulation.processes import OUTSIDE, PROCESS, Killed, Process, ProcessLoop
 from tests.simulation.worlds.crew import RUN, Crew
 from tests.simulation.worlds.scenarios import Setup
 
@@ -48,7 +49,7 @@ class World:
     """The processes of one run. ``is_closing``: nobody is restarted any more."""
 
     setup: Setup
-    loop: VirtualLoop
+    loop: ProcessLoop
     make_crew: Callable[..., Crew] = Crew
     bus: SimBus = field(init=False)
     crew: Crew = field(init=False)

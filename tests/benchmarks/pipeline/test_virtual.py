@@ -6,7 +6,7 @@ import pytest
 from benchmarks.pipeline.bounds.ideal import ideal_step_s
 from benchmarks.pipeline.cases import Case, Mode
 from benchmarks.pipeline.running.figures import figures
-from benchmarks.pipeline.virtual.plant import TIME_SCALE, run_virtually
+from benchmarks.pipeline.virtual import TIME_SCALE, run_virtually
 from benchmarks.pipeline.workload.prompts import write_prompts
 from benchmarks.pipeline.workload.workload import WORKLOADS
 
