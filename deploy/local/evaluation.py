@@ -1,4 +1,7 @@
-"""Judges a model with the function that the settings name, in a process of its own."""
+"""Evaluates a model with the function that the settings name, in a process of its own.
+
+So its memory, threads and failures are not those of the run.
+"""
 
 import json
 import subprocess
@@ -13,6 +16,7 @@ from schemas.errors import UserError
 from schemas.import_path import load_function
 
 TIMEOUT_S = 1800
+"""Half an hour: an evaluation of a large model takes minutes; one that hangs must not hold the run up for ever."""
 
 
 class Evaluation(BaseModel):

@@ -1,27 +1,26 @@
-"""`streamrl run`: broker, topics, evaluation before, all processes under supervision, evaluation after, report."""
+"""`streamrl run`: broker, topics, evaluation before, all processes under supervision, evaluation after, report.
+
+This process trains nothing: it starts the roles as processes of their own, keeps them alive, follows their topics for
+the display and the summary, and ends when the trainer has taken the last step.
+"""
 
 import asyncio
-import json
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import structlog
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.topic_admin import apply_topics
-from consumers.training.checkpoints.catalogue import read_manifests
-from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
 from deploy.local.evaluation import Evaluation, evaluate
+from deploy.local.resuming import complete_line, is_complete, resumed_step, resuming_line
 from deploy.local.supervisor import ChildSpec, Fleet, Supervisor
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
@@ -31,147 +30,29 @@ from inspection.diagnostics.feed import feed_of
 from inspection.environment import environment
 from inspection.report.facts import RunFacts, TopicDigest, write_facts
 from inspection.report.gathering import gather_topics
-from inspection.report.page import differing_settings, write_page
-from inspection.report.record import RunRecord, StepTable, flat, read_record
+from inspection.report.page import write_page
+from inspection.report.record import read_record
 from inspection.report.summary import build_summary, summary_lines, write_summary
 from observability.run_state.feed import WHOLE_RUN, RunFeed
 from observability.run_state.state import RunState
-from schemas.errors import BrokerError, BusError, CheckpointError, DataLossRefused
+from schemas.errors import BrokerError, BusError, DataLossRefused
 from settings.loading import as_toml
 from settings.run_directory import RunDirectory
 from settings.tree import Settings
 
-# Where a start of a run begins: anew, at a checkpoint, or nowhere, because its last step was taken. Changes nothing.
-# Invariant a_run_that_could_go_on_is_not_refused: a run is over only if the checkpoint that the trainer would restore
-# is at the last step, and ``summary.json`` tells of it; whatever is in doubt is left to the trainer.
-
-MOST_CHANGES = 5
 CLIENT_ID = "streamrl-run"
-LOOK_EVERY_S = 0.5
-LOOK_FOR_STOP_S = 0.2
-
-
-def resumed_step(settings: Settings) -> int:
-    """The step that the trainer would go on from, by the newest sound manifest; 0: there is none of this run.
-
-    Raises:
-        SettingsError: ``training.checkpoint_location`` names no place that can be opened.
-    """
-    try:
-        newest = next(iter(read_manifests(_place(settings))), None)
-    except CheckpointError:
-        return 0
-    own = (settings.run.name, settings.algorithm.name)
-    return newest.step if newest is not None and (newest.run, newest.algorithm) == own else 0
-
-
-def is_over(settings: Settings, directory: RunDirectory, step: int) -> bool:
-    """Whether the run, resumed at ``step``, has nothing to train and nothing to tell that it has not told already.
-
-    Its newest checkpoint is verified only then, since that takes time.
-    """
-    last = settings.training.max_steps
-    if step < last or not _is_told(settings, directory, step):
-        return False
-    from consumers.training.checkpoints.store import CheckpointStore
-
-    try:
-        restored = CheckpointStore(_place(settings), settings.training.keep_checkpoints).newest()
-    except CheckpointError:
-        return False
-    return restored is not None and restored.state.manifest.step >= last
-
-
-def over_line(settings: Settings, step: int) -> str:
-    """What the user is told of a run that is over."""
-    return (
-        f"run {settings.run.name} is already at step {step} of {settings.training.max_steps}: nothing to train; "
-        "raise --training.max_steps, or name another run with --run.name"
-    )
-
-
-def going_on_line(settings: Settings, kept: Path, step: int) -> str:
-    """Where the run goes on, and which settings are others than in ``kept``, the file of its last start."""
-    changes = _changes(settings, kept)
-    more = len(changes) - MOST_CHANGES
-    shown = ", ".join(changes[:MOST_CHANGES]) + (f" and {more} more" if more > 0 else "")
-    return f"going on from step {step}" + (f"; changed: {shown}" if changes else "")
-
-
-def _place(settings: Settings) -> CheckpointStorage:
-    location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
-    return open_storage(location, settings.run.path / "cache")
-
-
-def _is_told(settings: Settings, directory: RunDirectory, step: int) -> bool:
-    """Whether the summary is of that step or a later one, with the evaluation after it if one is wanted."""
-    try:
-        summary: Any = json.loads(directory.summary.read_text())
-    except (OSError, ValueError):
-        return False
-    steps = summary.get("steps") if isinstance(summary, dict) else None
-    if not isinstance(steps, int) or steps < step:
-        return False
-    return settings.evaluation.function is None or any(key.endswith("_after") for key in summary)
-
-
-def _changes(settings: Settings, kept: Path) -> list[str]:
-    try:
-        trees = tomllib.loads(kept.read_text()), tomllib.loads(as_toml(settings))
-    except (OSError, ValueError):
-        return []
-    records = [RunRecord(settings.run.name, kept.parent, StepTable(), settings=flat(tree)) for tree in trees]
-    return [f"{key} {before} → {now}" for key, (before, now) in differing_settings(records)]
-
-
-# The processes of a local run as commands, in the order in which they start.
-
+REFRESH_S = 0.5
+"""Between two readings of the topics for the display."""
+STOP_POLL_S = 0.2
+"""An event loop cannot wait for a thread's event: how often it is looked at."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def worker_spec(directory: RunDirectory, number: int, overrides: Sequence[str]) -> ChildSpec:
-    """One generation worker; its id is its process's name."""
-    name = f"worker-{number}"
-    return _spec(directory, overrides, name, "worker", "--id", name)
-
-
-def child_specs(
-    directory: RunDirectory, workers: int, overrides: Sequence[str], *, ranker: bool = False
-) -> list[ChildSpec]:
-    """Coordinator, relay, trainer, workers, dispatcher, and the ranker if there is one.
-
-    The trainer is the one whose good end ends the run; without the ranker it goes on.
-    """
-    return [
-        _spec(directory, overrides, "coordinator", "coordinator"),
-        _spec(directory, overrides, "relay", "relay"),
-        _spec(directory, overrides, "trainer", "trainer", essential=True),
-        *(worker_spec(directory, number, overrides) for number in range(workers)),
-        _spec(directory, overrides, "dispatcher", "dispatcher"),
-        *([_spec(directory, overrides, "ranker", "ranker", optional=True)] if ranker else []),
-    ]
-
-
-def _spec(
-    directory: RunDirectory,
-    overrides: Sequence[str],
-    name: str,
-    role: str,
-    *arguments: str,
-    essential: bool = False,
-    optional: bool = False,
-) -> ChildSpec:
-    # -P: a settings.py in the working directory would be imported in the place of our package of that name.
-    command = [sys.executable, "-P", "-m", "streamrl.cli.app", role, str(directory.config), *arguments, *overrides]
-    log_path = directory.logs / f"{name}.log"
-    return ChildSpec(name, command, log_path, ONE_THREAD, essential=essential, optional=optional)
-
+"""Environment of each process: several thread pools, each as large as the machine, would slow each other down."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingOutcome:
     """What is known when the processes have ended."""
 
     state: RunState
@@ -184,24 +65,24 @@ class Trained:
 def run_locally(settings: Settings, *, top: bool = False, stop: threading.Event | None = None) -> int:
     """Train; the exit code is 0 if the last step was reached, 130 if the run was stopped. ``top``: with the live view.
 
-    ``stop`` ends the run from another thread; without it SIGINT and SIGTERM do, which only a main thread can hear.
-    Of a run that is over nothing is touched.
+    ``stop`` ends the run from another thread; without it SIGINT and SIGTERM do, which Python delivers to the main
+    thread alone. A complete run is left as it is.
 
     Raises:
-        UserError: something the user can mend, before or during the run.
+        UserError: something the user can correct, before or during the run.
         StreamRLError: a process could not be kept alive.
     """
     configure_logging()
     directory = RunDirectory(settings.run.path)
     resumed = resumed_step(settings)
-    if is_over(settings, directory, resumed):
-        print(over_line(settings, resumed))
+    if is_complete(settings, directory, resumed):
+        print(complete_line(settings, resumed))
         return 0
     directory.create()
     engine, workers = settings.generation.engine, settings.run.workers
     print(f"run {settings.run.name}: engine {engine}, {workers} workers, in {directory.path}/")
     if resumed:
-        print(going_on_line(settings, directory.config, resumed))
+        print(resuming_line(settings, directory.config, resumed))
     directory.config.write_text(as_toml(settings))
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
         before = _evaluated(settings, settings.model.path, "before")
@@ -211,17 +92,17 @@ def run_locally(settings: Settings, *, top: bool = False, stop: threading.Event 
     return 0 if trained.finished else 130
 
 
-def _evaluated(settings: Settings, model: object, moment: str) -> Evaluation | None:
+def _evaluated(settings: Settings, model: object, when: str) -> Evaluation | None:
     if settings.evaluation.function is None or model is None:
         return None
     result = evaluate(settings.evaluation.function, str(model), settings.run.seed)
-    print(f"{moment} training: " + ", ".join(f"{name} {value:.3f}" for name, value in result.metrics.items()))
+    print(f"{when} training: " + ", ".join(f"{name} {value:.3f}" for name, value in result.metrics.items()))
     return result
 
 
 async def _train(
     settings: Settings, directory: RunDirectory, address: str, *, top: bool, stopped: threading.Event | None
-) -> Trained:
+) -> TrainingOutcome:
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     partitions = settings.loop.trajectory_partitions
     await apply_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
@@ -231,13 +112,13 @@ async def _train(
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
     bus, state = KafkaBus(kafka), RunState(settings.run.name)
     connection = RunConnection(kafka, settings.run.name, settings)
-    feed = await feed_of(connection, state, CLIENT_ID, lambda: LOOK_EVERY_S, WHOLE_RUN)
+    feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, WHOLE_RUN)
     stop = _stop_on_signals() if stopped is None else _stop_with(stopped)
     print(f"broker {address}; join with: streamrl worker {directory.config} {overrides[0]}")
     began = time.monotonic()
     fleet = None
     if settings.run.max_workers is not None:
-        spec_of = partial(_worker_spec, directory, overrides)
+        spec_of = partial(worker_spec, directory, overrides)
         fleet = Fleet(bus, settings.run.name, supervisor, spec_of, settings.run.workers, settings.run.max_workers)
     progress: Progress = partial(show_progress, state, settings.training.max_steps, supervisor)
     if top:
@@ -245,27 +126,27 @@ async def _train(
     await _supervise(supervisor, feed, fleet, progress, stop)
     seconds = time.monotonic() - began
     topics = await _gathered_topics(bus, settings, directory)
-    return Trained(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set())
+    return TrainingOutcome(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set())
 
 
 async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicDigest | None:
-    """A report is not worth a failed run: what cannot be read is left out of it."""
+    """What the report takes from the topics; None if they cannot be read, since a report is no reason to fail a run."""
     from bus.history import BusHistory
 
     try:
         return await gather_topics(BusHistory(bus, client_id="report"), settings.run.name, directory.logs)
     except (BusError, BrokerError, DataLossRefused) as error:
-        log.warning("the report will lack what the topics say; streamrl report --from-topics", error=str(error))
+        log.warning(
+            "the report lacks what could not be read from the topics; try streamrl report --from-topics",
+            error=str(error),
+        )
         return None
-
-
-def _worker_spec(directory: RunDirectory, overrides: Sequence[str], number: int) -> ChildSpec:
-    return worker_spec(directory, number, overrides)
 
 
 async def _supervise(
     supervisor: Supervisor, feed: RunFeed, fleet: Fleet | None, progress: Progress, stop: asyncio.Event
 ) -> None:
+    # The display stops last, so that its last line is of the state at the end.
     over, shown = asyncio.Event(), asyncio.Event()
     watching = [asyncio.create_task(loop.run(over)) for loop in (feed, fleet) if loop is not None]
     showing = asyncio.ensure_future(progress(shown))
@@ -278,34 +159,36 @@ async def _supervise(
         shown.set()
         results += await asyncio.gather(showing, return_exceptions=True)
         for error in (result for result in results if isinstance(result, Exception)):
-            log.warning("the display or the fleet's size failed; the run itself did not", error=str(error))
+            log.warning(
+                "the display or the adjustment of the number of workers failed; the run went on", error=str(error)
+            )
 
 
 def _stop_on_signals() -> asyncio.Event:
     stop = asyncio.Event()
 
-    def ask() -> None:
+    def on_signal() -> None:
         if stop.is_set():
             os._exit(130)
         print("stopping; press Ctrl-C again to end at once")
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ask)
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
     return stop
 
 
 def _stop_with(stopped: threading.Event) -> asyncio.Event:
-    """Set once ``stopped`` is, of which an event loop is not told."""
+    """An event that is set soon after ``stopped`` is."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def look() -> None:
+    def poll() -> None:
         if stopped.is_set():
             stop.set()
         else:
-            loop.call_later(LOOK_FOR_STOP_S, look)
+            loop.call_later(STOP_POLL_S, poll)
 
-    look()
+    poll()
     return stop
 
 
@@ -318,7 +201,7 @@ def _free_port(host: str) -> int:
 def _conclude(
     settings: Settings,
     directory: RunDirectory,
-    trained: Trained,
+    trained: TrainingOutcome,
     resumed: int,
     before: Evaluation | None,
     after: Evaluation | None,
@@ -335,8 +218,46 @@ def _conclude(
     )
     write_summary(directory.summary, summary)
     samples = {"before": before.samples if before else [], "after": after.samples if after else []}
-    evaluated = {moment: tuple(rows) for moment, rows in samples.items()}
+    evaluated = {when: tuple(rows) for when, rows in samples.items()}
     write_facts(directory.gathered, RunFacts(environment=environment(), evaluated=evaluated, topics=trained.topics))
     write_page(directory.report, [read_record(directory, settings.run.name)])
     print("\n".join(summary_lines(summary)))
     print(f"report: {directory.report}")
+
+
+def child_specs(
+    directory: RunDirectory, workers: int, overrides: Sequence[str], *, ranker: bool = False
+) -> list[ChildSpec]:
+    """Coordinator, relay, trainer, workers, dispatcher, and the ranker if there is one.
+
+    The trainer is the one whose good end ends the run; without the ranker it goes on.
+    """
+    return [
+        _spec(directory, overrides, "coordinator", "coordinator"),
+        _spec(directory, overrides, "relay", "relay"),
+        _spec(directory, overrides, "trainer", "trainer", essential=True),
+        *(worker_spec(directory, overrides, number) for number in range(workers)),
+        _spec(directory, overrides, "dispatcher", "dispatcher"),
+        *([_spec(directory, overrides, "ranker", "ranker", optional=True)] if ranker else []),
+    ]
+
+
+def worker_spec(directory: RunDirectory, overrides: Sequence[str], number: int) -> ChildSpec:
+    """One generation worker; its id is the name of its process."""
+    name = f"worker-{number}"
+    return _spec(directory, overrides, name, "worker", "--id", name)
+
+
+def _spec(
+    directory: RunDirectory,
+    overrides: Sequence[str],
+    name: str,
+    role: str,
+    *arguments: str,
+    essential: bool = False,
+    optional: bool = False,
+) -> ChildSpec:
+    # -P: a settings.py in the working directory would be imported instead of our package of that name.
+    command = [sys.executable, "-P", "-m", "streamrl.cli.app", role, str(directory.config), *arguments, *overrides]
+    log_path = directory.logs / f"{name}.log"
+    return ChildSpec(name, command, log_path, ONE_THREAD, essential=essential, optional=optional)

@@ -1,4 +1,12 @@
-"""Keeps the processes of a run alive until the essential one ends well, or until told to stop."""
+"""Keeps the processes of a run alive until the essential one ends well, or until it is asked to stop.
+
+``Supervisor`` starts and restarts processes (``Child``), ``RestartPolicy`` decides about an exit, and ``Fleet`` follows
+the number of workers that the coordinator wants. Invariants:
+- a_crash_loop_ends: more than ``max_restarts`` crashes without a healthy minute between them end the run;
+- a_superseded_process_stays_away: two supervisors with a process of the same id do not end each other's for ever;
+- a_worker_that_leaves_loses_nothing: it is never ended from here; the coordinator drains it, and its process ends by
+  itself.
+"""
 
 import asyncio
 import os
@@ -19,62 +27,21 @@ from schemas.control import FleetTarget, OperatorCommand
 from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
 from schemas.topics import COMMANDS, CONTROL
 
-# When a dead process is started again, and when the run gives up. Pure; time and chance are passed in.
-
-PASSING_S = 6.0
-
-
-class RestartDecision(StrEnum):
-    """What to do about a process that ended."""
-
-    DONE = "done"
-    RESTART = "restart"
-    GIVE_UP = "give_up"
-
-
-@dataclass
-class RestartPolicy:
-    """Exponential back-off (0.5 s doubling to 15 s, a quarter more or less), forgotten after a minute of health.
-
-    Invariants:
-    - a_crash_loop_ends: more than ``max_restarts`` crashes without a healthy minute between them end the run;
-    - a_superseded_process_stays_away: two supervisors with a process of the same id do not end each other's for ever.
-    """
-
-    max_restarts: int
-    healthy_after_s: float = 60.0
-    chance: Callable[[], float] = random.random
-    crashes: int = field(default=0, init=False)
-    lives: int = field(default=0, init=False)
-    _may_pass: bool = field(default=False, init=False)
-
-    def judge(self, exit_code: int, ran_for_s: float) -> RestartDecision:
-        """The verdict on an exit.
-
-        A superseded process and one that refuses to lose data stay away. A user error is final in the first life; in
-        a later one the same settings worked before, so it is something that may pass, such as a broker that is away.
-        """
-        self.lives += 1
-        if exit_code == 0:
-            return RestartDecision.DONE
-        if exit_code in (Superseded.exit_code, DataLossRefused.exit_code):
-            return RestartDecision.GIVE_UP
-        if exit_code == UserError.exit_code and self.lives == 1:
-            return RestartDecision.GIVE_UP
-        self._may_pass = exit_code == UserError.exit_code
-        self.crashes = 1 if ran_for_s >= self.healthy_after_s else self.crashes + 1
-        return RestartDecision.RESTART if self.crashes <= self.max_restarts else RestartDecision.GIVE_UP
-
-    def delay_s(self) -> float:
-        """How long to wait before the next start; longer for what may pass, so that a broker has time to come back."""
-        doubled = 0.5 * (1 << min(10, max(0, self.crashes - 1)))
-        return min(15.0, max(doubled, PASSING_S if self._may_pass else 0.0)) * (0.75 + 0.5 * self.chance())
-
-
-# One supervised process: its command, its log file, and how it is ended. Dies with its parent.
-
+TRANSIENT_S = 6.0
+"""Least delay after what may be a transient error: a Kafka broker takes some seconds to come back."""
 TAIL_BYTES = 16 << 10
+"""Of a log that are searched for the error: the longest traceback of asyncio has some kilobytes."""
 _ERROR = re.compile(r"^error: |^[\w.]*(Error|Exception|Superseded|Refused)\b|level=(error|critical)")
+POLL_S = 0.5
+CLIENT_ID = "fleet"
+ASK_AGAIN_S = 10.0
+"""Until an order to drain is repeated: the coordinator may have been restarted before it acted on it."""
+
+log = structlog.get_logger()
+
+_BY_EXIT_CODE: dict[int, type[StreamRLError]] = {
+    error.exit_code: error for error in (UserError, Superseded, DataLossRefused)
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +61,7 @@ class ChildSpec:
 
 @dataclass
 class Child:
-    """A running process of a spec."""
+    """A process of a spec. The kernel ends it with its parent (PR_SET_PDEATHSIG), however that ends."""
 
     spec: ChildSpec
     process: asyncio.subprocess.Process
@@ -138,33 +105,26 @@ class Child:
             return await self.process.wait()
 
     def last_line(self) -> str:
-        """The last line it printed that tells of an error, else the last one; for when it is given up on."""
+        """The last line of its log that reports an error, else the last one."""
         try:
             with self.spec.log_path.open("rb") as log:
                 log.seek(max(0, self.spec.log_path.stat().st_size - TAIL_BYTES))
                 lines = log.read().decode(errors="replace").strip().splitlines()
         except OSError:
             return ""
-        told = [line for line in lines if _ERROR.search(line)]
-        return (told or lines or [""])[-1]
+        errors = [line for line in lines if _ERROR.search(line)]
+        return (errors or lines or [""])[-1]
 
     def _signal(self, number: signal.Signals) -> None:
         if self.process.returncode is None:
             self.process.send_signal(number)
 
 
-log = structlog.get_logger()
-
-_BY_EXIT_CODE: dict[int, type[StreamRLError]] = {
-    error.exit_code: error for error in (UserError, Superseded, DataLossRefused)
-}
-
-
 @dataclass
 class Supervisor:
     """Starts children in order.
 
-    ``children`` holds the living ones by name, ``ended`` the names of those that are not kept alive any more;
+    ``children`` holds the running ones by name, ``ended`` the names of those that are not kept alive any more;
     ``restarts`` counts by name.
     """
 
@@ -218,11 +178,11 @@ class Supervisor:
 
     async def _keep_alive(self, spec: ChildSpec, stop: asyncio.Event) -> None:
         try:
-            await self._live(spec, stop)
+            await self._restart_until_final(spec, stop)
         finally:
             self.ended.add(spec.name)
 
-    async def _live(self, spec: ChildSpec, stop: asyncio.Event) -> None:
+    async def _restart_until_final(self, spec: ChildSpec, stop: asyncio.Event) -> None:
         policy = RestartPolicy(self.max_restarts)
         while not self._over(stop):
             child = self.children[spec.name] = await Child.start(spec)
@@ -231,17 +191,18 @@ class Supervisor:
             del self.children[spec.name]
             if self._over(stop):
                 return
-            verdict = policy.judge(code, child.ran_for_s())
-            if verdict is RestartDecision.DONE:
+            decision = policy.decide(code, child.ran_for_s())
+            if decision is RestartDecision.DONE:
                 if spec.essential:
                     self.finished.set()
                 log.info("process ended", process=spec.name)
                 return
-            if verdict is RestartDecision.GIVE_UP:
+            if decision is RestartDecision.GIVE_UP:
                 self._give_up(child, code, policy.crashes)
                 return
             self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
             pause = policy.delay_s()
+            # A process that a signal ended has printed no error; the last line would mislead.
             why = {"last_line": child.last_line()} if code > 0 else {}
             log.warning("process died, restarting", process=spec.name, ended=_how(code), in_s=round(pause, 1), **why)
             await asyncio.sleep(pause)
@@ -261,11 +222,11 @@ class Supervisor:
         return stop.is_set() or self.finished.is_set() or self.ending.is_set()
 
     async def _end_all(self) -> None:
-        living = list(self.children.values())
-        for child in living:
+        running = list(self.children.values())
+        for child in running:
             child.terminate()
         deadline = time.monotonic() + self.grace_s
-        await asyncio.gather(*(child.wait_or_kill(deadline) for child in living))
+        await asyncio.gather(*(child.wait_or_kill(deadline) for child in running))
 
 
 def _how(code: int) -> str:
@@ -281,18 +242,57 @@ def _unfinished(tasks: Sequence[asyncio.Task[None]]) -> list[asyncio.Task[None]]
     return [task for task in tasks if not task.done()]
 
 
-# Has as many workers as the coordinator wants: starts some, or asks one after the other to finish and leave. Knows
-# nothing of why so many are wanted. Invariant a_worker_that_leaves_loses_nothing: it is never ended from here; it is
-# drained by the coordinator's order, and its process ends by itself.
+class RestartDecision(StrEnum):
+    """What to do about a process that ended."""
 
-POLL_S = 0.5
-CLIENT_ID = "fleet"
-ASK_AGAIN_S = 10.0
+    DONE = "done"
+    RESTART = "restart"
+    GIVE_UP = "give_up"
+
+
+@dataclass
+class RestartPolicy:
+    """Decides whether a dead process is started again, and when. Pure.
+
+    Exponential back-off: min(15 s, 0.5 s × 2^(crashes - 1)), times a random factor of 0.75 to 1.25, so that processes
+    that died together do not come back together. A process that ran for a minute starts counting anew.
+    """
+
+    max_restarts: int
+    healthy_after_s: float = 60.0
+    rng: Callable[[], float] = random.random
+    crashes: int = field(default=0, init=False)
+    starts: int = field(default=0, init=False)
+    _is_transient: bool = field(default=False, init=False)
+
+    def decide(self, exit_code: int, ran_for_s: float) -> RestartDecision:
+        """What to do after an exit.
+
+        A superseded process and one that refuses to lose data stay away. A user error is final at the first start; at
+        a later one the same settings worked before, so it may be transient, such as a broker that cannot be reached.
+        """
+        self.starts += 1
+        if exit_code == 0:
+            return RestartDecision.DONE
+        if exit_code in (Superseded.exit_code, DataLossRefused.exit_code):
+            return RestartDecision.GIVE_UP
+        if exit_code == UserError.exit_code and self.starts == 1:
+            return RestartDecision.GIVE_UP
+        self._is_transient = exit_code == UserError.exit_code
+        self.crashes = 1 if ran_for_s >= self.healthy_after_s else self.crashes + 1
+        return RestartDecision.RESTART if self.crashes <= self.max_restarts else RestartDecision.GIVE_UP
+
+    def delay_s(self) -> float:
+        """How long to wait before the next start, at least ``TRANSIENT_S`` after what may be a transient error."""
+        doubled = 0.5 * (1 << min(10, max(0, self.crashes - 1)))
+        return min(15.0, max(doubled, TRANSIENT_S if self._is_transient else 0.0)) * (0.75 + 0.5 * self.rng())
 
 
 @dataclass
 class Fleet:
-    """``spec_of``: the process of a worker's number; numbers from 0 to ``initial`` - 1 are there from the beginning.
+    """Keeps as many workers as the coordinator wants: starts some, or has one after the other drained.
+
+    ``spec_of``: the process of a worker's number; numbers from 0 to ``initial`` - 1 are there from the beginning.
 
     Never fewer than ``initial`` workers, never more than ``most``.
     """
@@ -326,7 +326,7 @@ class Fleet:
             try:
                 await self._read_to_the_end(subscription)
                 while not stop.is_set():
-                    await self._obey(publisher)
+                    await self._adjust(publisher)
                     await self._listen(subscription, POLL_S)
             finally:
                 await publisher.close()
@@ -343,8 +343,8 @@ class Fleet:
             if isinstance(message := message_of(record, warn=True), FleetTarget):
                 self._wanted = max(self.initial, min(self.most, message.workers))
 
-    async def _obey(self, publisher: Publisher) -> None:
-        """One act at a time; a worker that was asked to leave is gone when its process is."""
+    async def _adjust(self, publisher: Publisher) -> None:
+        """One step towards the wanted number; a worker that was asked to leave is gone when its process is."""
         for number in [number for number in self._leaving if self._is_gone(number)]:
             del self._leaving[number], self._present[number]
             log.info("worker left", worker=self.spec_of(number).name)

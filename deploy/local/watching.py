@@ -1,7 +1,7 @@
 """What `streamrl run` shows while the run goes on behind it: the live view on a terminal, lines elsewhere.
 
-The live view is a process of its own, so that neither its work nor its end concerns the run. While it has the terminal,
-what the run would print goes to ``logs/run.log``.
+The live view is a process of its own, so that neither its load nor a crash of it affects the run. While it has the
+terminal, what the run would print goes to ``logs/run.log``.
 """
 
 import asyncio
@@ -23,11 +23,12 @@ from observability.run_state.state import RunState
 from settings.run_directory import RunDirectory
 
 LEAVING_S = 5.0
+"""For the view to restore the terminal after SIGTERM, before it is killed."""
 LINE_EVERY_S = 3.0
 REFRESH_S = 0.5
 LOG = "run.log"
 INTERRUPTED = 130
-"""Exit code of a view that was left by Ctrl-C."""
+"""Exit code of a view that was ended by Ctrl-C: 128 + SIGINT."""
 
 Progress = Callable[[asyncio.Event], Awaitable[None]]
 

@@ -12,4 +12,4 @@ def test_a_ranker_is_started_only_when_wanted_and_the_run_goes_on_without_it() -
     ]  # fmt: skip
     (ranker,) = [spec for spec in wanted if spec not in without]
     assert (ranker.name, ranker.optional, ranker.essential) == ("ranker", True, False)
-    assert ranker.command[3:5] == ["ranker", str(directory.config)]
+    assert ranker.command[4:6] == ["ranker", str(directory.config)]

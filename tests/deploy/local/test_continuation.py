@@ -65,10 +65,10 @@ class Run:
         return sorted(whole, key=whole.__getitem__)
 
     @asynccontextmanager
-    async def life(self) -> AsyncIterator["list[asyncio.Task[None]]"]:
+    async def roles(self) -> AsyncIterator["list[asyncio.Task[None]]"]:
         """Worker and dispatcher, which end by themselves, and a coordinator."""
         stop = asyncio.Event()
-        roles = (
+        parts = (
             Coordinator(self.bus, "r", CoordinatorSettings(relays=(self.relay.address,))),
             GenerationWorker(
                 self.bus,
@@ -90,7 +90,7 @@ class Run:
                 ConstantLength(LengthSettings(), LOOP),
             ),
         )
-        coordinator, *others = [asyncio.create_task(role.run(stop)) for role in roles]
+        coordinator, *others = [asyncio.create_task(role.run(stop)) for role in parts]
         try:
             yield others
         finally:
@@ -107,13 +107,13 @@ async def test_a_finished_run_goes_on_under_its_name_and_ends_at_its_new_end(tmp
         run = Run(MemoryBus(), relay, tmp_path)
         for topic in CATALOGUE:
             run.bus.create_topic(topic.full_name("r"), topic.partition_count(LOOP.trajectory_partitions))
-        async with run.life() as others:
+        async with run.roles() as others:
             await run.report(PolicyVersion(1, 0), finished=False)
             await until(lambda: len(run.groups()) == 4)
             await run.report(PolicyVersion(1, 1), finished=True, groups=tuple(run.groups()[:2]))
             await asyncio.wait_for(asyncio.gather(*others), 10)
         run.compact()
-        async with run.life() as others:
+        async with run.roles() as others:
             await asyncio.sleep(1.0)
             assert not [task for task in others if task.done()]
             await run.report(PolicyVersion(1, 1), finished=True, groups=tuple(run.groups()[:2]))

@@ -13,7 +13,7 @@ from schemas.topics import CATALOGUE, COMMANDS, CONTROL
 from tests.fakes.waiting import until
 
 WORKER = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"
-"""Works until it is told to leave."""
+"""Works until it is asked to leave."""
 
 
 @dataclass

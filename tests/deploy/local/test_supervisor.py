@@ -69,7 +69,7 @@ async def test_a_stop_during_the_pause_before_a_restart_ends_the_run_well(tmp_pa
         await task
 
 
-async def test_a_restart_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_restart_is_logged_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stop = asyncio.Event()
     code = "print('error: a bad day', flush=True); raise SystemExit(1)"
     supervisor = Supervisor([spec(tmp_path, "side", code)], max_restarts=9, grace_s=5)

@@ -27,7 +27,7 @@ async def progress(stop):
 async def main():
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
-    asyncio.get_running_loop().call_later(1.0, print, "told meanwhile")
+    asyncio.get_running_loop().call_later(1.0, print, "printed meanwhile")
     asyncio.get_running_loop().call_later(float(sys.argv[3]), stop.set)
     await watch(RunDirectory(Path(sys.argv[1])), sys.argv[2], progress, stop)
 
@@ -84,8 +84,8 @@ async def test_the_view_has_the_terminal_until_the_run_ends(living_run: RunConne
     seen = await on_a_terminal(directory.path, living_run.address, 12.0)
     opened, closed = seen.find(b"\x1b[?1049h"), seen.find(b"\x1b[?1049l")
     assert 0 <= opened < closed < seen.find(b"progress, stopped: True"), seen[-2000:]
-    assert b"told meanwhile" not in seen
-    assert "told meanwhile" in (directory.logs / LOG).read_text()
+    assert b"printed meanwhile" not in seen
+    assert "printed meanwhile" in (directory.logs / LOG).read_text()
 
 
 @pytest.mark.parametrize(("key", "stopped"), [(b"q", False), (b"\x03", True)])

@@ -8,7 +8,8 @@ import pytest
 
 from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
-from deploy.local.run import going_on_line, is_over, over_line, resumed_step, run_locally
+from deploy.local.resuming import complete_line, is_complete, resumed_step, resuming_line
+from deploy.local.run import run_locally
 from settings.loading import as_toml, validated
 from settings.run_directory import RunDirectory
 from settings.tree import Settings
@@ -33,22 +34,22 @@ def checkpointed(tmp_path: Path, *steps: int) -> RunDirectory:
     return directory
 
 
-def told(directory: RunDirectory, steps: object, **more: object) -> None:
+def write_summary(directory: RunDirectory, steps: object, **more: object) -> None:
     directory.path.mkdir(exist_ok=True)
     directory.summary.write_text(json.dumps({"steps": steps, **more}))
 
 
 def over(settings: Settings, directory: RunDirectory) -> bool:
-    return is_over(settings, directory, resumed_step(settings))
+    return is_complete(settings, directory, resumed_step(settings))
 
 
 def files(directory: RunDirectory) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in directory.path.rglob("*") if path.is_file()}
 
 
-def test_a_run_that_is_over_says_so_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_run_says_so_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = checkpointed(tmp_path, 50, 100)
-    told(directory, 100, run_seconds=57.42)
+    write_summary(directory, 100, run_seconds=57.42)
     before = files(directory)
     assert run_locally(settings_of(tmp_path)) == 0
     assert capsys.readouterr().out == (
@@ -58,27 +59,27 @@ def test_a_run_that_is_over_says_so_and_nothing_is_written(tmp_path: Path, capsy
     assert files(directory) == before
 
 
-def test_a_run_beyond_its_new_last_step_is_over_too(tmp_path: Path) -> None:
+def test_a_run_beyond_its_new_last_step_is_complete_too(tmp_path: Path) -> None:
     directory = checkpointed(tmp_path, 100)
-    told(directory, 100)
+    write_summary(directory, 100)
     settings = settings_of(tmp_path, max_steps=60)
     assert over(settings, directory)
-    assert "already at step 100 of 60" in over_line(settings, 100)
+    assert "already at step 100 of 60" in complete_line(settings, 100)
 
 
 def test_a_run_that_could_go_on_is_not_refused(tmp_path: Path) -> None:
     directory = checkpointed(tmp_path, 50, 100)
-    assert not over(settings_of(tmp_path), directory), "what it came to was never told"
+    assert not over(settings_of(tmp_path), directory), "what it came to was never summarised"
     for steps in (60, None, "100"):
-        told(directory, steps)
+        write_summary(directory, steps)
         assert not over(settings_of(tmp_path), directory), "the summary is of an earlier start"
     directory.summary.write_text("[")
     assert not over(settings_of(tmp_path), directory)
-    told(directory, 100)
+    write_summary(directory, 100)
     assert not over(settings_of(tmp_path, max_steps=101), directory)
     judged = settings_of(tmp_path, evaluation={"function": "a:b"})
     assert not over(judged, directory), "the evaluation after it is missing"
-    told(directory, 100, score_after=1.0)
+    write_summary(directory, 100, score_after=1.0)
     assert over(judged, directory)
     (directory.checkpoints / "step_100" / "model.safetensors").write_bytes(b"damaged")
     assert not over(judged, directory), "the trainer would go on from step 50"
@@ -97,15 +98,15 @@ def test_the_newest_lineage_leads_and_other_runs_checkpoints_do_not_count(tmp_pa
 def test_a_run_that_goes_on_names_a_handful_of_changed_settings(tmp_path: Path) -> None:
     kept = tmp_path / "config.resolved.toml"
     settings = settings_of(tmp_path, loop={"num_generations": 4})
-    assert going_on_line(settings, kept, 60) == "going on from step 60"
+    assert resuming_line(settings, kept, 60) == "going on from step 60"
     kept.write_text(as_toml(settings_of(tmp_path, loop={"num_generations": 8})))
-    assert going_on_line(settings, kept, 60) == "going on from step 60; changed: loop.num_generations 8 → 4"
+    assert resuming_line(settings, kept, 60) == "going on from step 60; changed: loop.num_generations 8 → 4"
     kept.write_text(as_toml(settings))
-    assert going_on_line(settings, kept, 60) == "going on from step 60"
+    assert resuming_line(settings, kept, 60) == "going on from step 60"
     run = {"name": "r", "directory": str(tmp_path / "elsewhere"), "workers": 1, "seed": 7, "max_restarts": 1}
     more = {"num_generations": 4, "groups_per_step": 3, "shards": 3}
-    line = going_on_line(settings_of(tmp_path, max_steps=200, run=run, loop=more), kept, 60)
+    line = resuming_line(settings_of(tmp_path, max_steps=200, run=run, loop=more), kept, 60)
     assert line.count("→") == 5
     assert line.endswith(" and 1 more")
     kept.write_text("= not TOML")
-    assert going_on_line(settings, kept, 60) == "going on from step 60"
+    assert resuming_line(settings, kept, 60) == "going on from step 60"

@@ -1,0 +1,95 @@
+"""Where a start of a run begins: at step 0, at a checkpoint, or nowhere, because its last step is taken. Read only.
+
+Invariant a_run_that_could_go_on_is_not_refused: a run is complete only if the checkpoint that the trainer would restore
+is at the last step, and ``summary.json`` covers it; in every uncertain case the trainer is started and decides.
+"""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from consumers.training.checkpoints.catalogue import read_manifests
+from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
+from inspection.report.page import differing_settings
+from inspection.report.record import RunRecord, StepTable, flat
+from schemas.errors import CheckpointError
+from settings.loading import as_toml
+from settings.run_directory import RunDirectory
+from settings.tree import Settings
+
+MAX_CHANGES = 5
+"""Changed settings that the line of a resumed run names: it has to stay one line."""
+
+
+def resumed_step(settings: Settings) -> int:
+    """The step that the trainer would go on from, by the newest sound manifest; 0: there is none of this run.
+
+    Raises:
+        SettingsError: ``training.checkpoint_location`` names no storage that can be opened.
+    """
+    try:
+        newest = next(iter(read_manifests(_storage(settings))), None)
+    except CheckpointError:
+        return 0
+    own = (settings.run.name, settings.algorithm.name)
+    return newest.step if newest is not None and (newest.run, newest.algorithm) == own else 0
+
+
+def is_complete(settings: Settings, directory: RunDirectory, step: int) -> bool:
+    """Whether the run, resumed at ``step``, has nothing left to train and its summary is written.
+
+    Its newest checkpoint is verified only then, since reading it whole takes time.
+    """
+    last = settings.training.max_steps
+    if step < last or not _is_summarised(settings, directory, step):
+        return False
+    from consumers.training.checkpoints.store import CheckpointStore
+
+    try:
+        restored = CheckpointStore(_storage(settings), settings.training.keep_checkpoints).newest()
+    except CheckpointError:
+        return False
+    return restored is not None and restored.state.manifest.step >= last
+
+
+def complete_line(settings: Settings, step: int) -> str:
+    """The message about a complete run."""
+    return (
+        f"run {settings.run.name} is already at step {step} of {settings.training.max_steps}: nothing to train; "
+        "raise --training.max_steps, or name another run with --run.name"
+    )
+
+
+def resuming_line(settings: Settings, kept: Path, step: int) -> str:
+    """Where the run goes on, and which settings differ from ``kept``, the file of its last start."""
+    changes = _changed_settings(settings, kept)
+    more = len(changes) - MAX_CHANGES
+    shown = ", ".join(changes[:MAX_CHANGES]) + (f" and {more} more" if more > 0 else "")
+    return f"going on from step {step}" + (f"; changed: {shown}" if changes else "")
+
+
+def _storage(settings: Settings) -> CheckpointStorage:
+    location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
+    return open_storage(location, settings.run.path / "cache")
+
+
+def _is_summarised(settings: Settings, directory: RunDirectory, step: int) -> bool:
+    """Whether the summary is of that step or a later one, with the evaluation after it if one is set."""
+    try:
+        summary: Any = json.loads(directory.summary.read_text())
+    except (OSError, ValueError):
+        return False
+    steps = summary.get("steps") if isinstance(summary, dict) else None
+    if not isinstance(steps, int) or steps < step:
+        return False
+    return settings.evaluation.function is None or any(key.endswith("_after") for key in summary)
+
+
+def _changed_settings(settings: Settings, kept: Path) -> list[str]:
+    try:
+        trees = tomllib.loads(kept.read_text()), tomllib.loads(as_toml(settings))
+    except (OSError, ValueError):
+        return []
+    records = [RunRecord(settings.run.name, kept.parent, StepTable(), settings=flat(tree)) for tree in trees]
+    return [f"{key} {before} → {now}" for key, (before, now) in differing_settings(records)]
