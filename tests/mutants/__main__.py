@@ -5,10 +5,11 @@ import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from tests.mutants.catalogue import MUTANTS, Mutant
-from tests.mutants.runner import ROOT, Verdict, check_imports, judge
+from tests.mutants.runner import ROOT, Verdict, check_imports, judge, run_without_bugs
 
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 
@@ -37,7 +38,8 @@ def judged(mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
     """The verdicts in the order of the catalogue, each printed when it and those before it are known."""
     verdicts = []
     with ThreadPoolExecutor(jobs) as pool:  # threads only wait: the work is done by pytest's processes
-        for verdict in pool.map(judge, mutants):
+        without_bugs = pool.submit(run_without_bugs, mutants)
+        for verdict in pool.map(partial(judge, without_bugs=without_bugs), mutants):
             verdicts.append(verdict)
             print(line_of(verdict), flush=True)
     return verdicts

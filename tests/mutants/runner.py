@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,25 +19,36 @@ from pathlib import Path
 from tests.mutants.catalogue import Mutant
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 """Of one call of pytest: over ten times what the slowest takes, since other things may have the processor."""
-GREEN, RED = 0, 1
-"""Exit codes of pytest: all tests passed; some failed. A test that is not found or does not import has another."""
-DOES_NOT_RUN = re.compile(r"(Name|Import|ModuleNotFound|Attribute|Type|Syntax)Error\b")
-"""Failures by which a bug shows that it was planted wrongly: any test of that code would be red."""
+SAYS_NOTHING = re.compile(r"(Name|Import|ModuleNotFound|Attribute|Type|Syntax)Error\b|Failed: Timeout")
+"""Failures of a bug that was planted wrongly, which any test of that code would notice, or of a busy machine."""
+OUTCOME = re.compile(r"^(PASSED|FAILED) (\S+::.+?)(?: - (.+))?$", re.MULTILINE)
+"""A line of pytest's short summary."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Of one call of pytest: its exit code, none if it took too long, and the message of the first failure."""
+class Outcomes:
+    """Of tests by their node ids, a parametrised one by each of its cases; of failed ones the message."""
 
-    code: int | None
-    message: str
+    passed: frozenset[str]
+    failed: Mapping[str, str]
+
+    def failure(self, test: str) -> str | None:
+        """The message of the first failed case of a test, or none if there is no such case."""
+        return next((message for case, message in self.failed.items() if _is_case_of(case, test)), None)
+
+    def has_passed(self, test: str) -> bool:
+        """Whether the test was run and no case of it failed."""
+        return any(_is_case_of(case, test) for case in self.passed) and self.failure(test) is None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant. ``failures``: how each of its tests failed; ``problem``: why it is not caught, if so."""
+    """What became of a mutant. ``failures``: how each of its tests failed; ``problem``: why it is not caught, if so.
+
+    ``seconds``: of the tests with the bug.
+    """
 
     mutant: Mutant
     failures: Sequence[str]
@@ -49,26 +61,32 @@ class Verdict:
         return not self.problem
 
 
-def judge(mutant: Mutant) -> Verdict:
-    """Run the tests of a mutant with it, each by itself, and then without it."""
-    began = time.monotonic()
+def judge(mutant: Mutant, without_bugs: Future[Outcomes]) -> Verdict:
+    """Run the tests of a mutant with it, and compare them to what they say without any."""
     with copied_tree() as root:
-        with planted(root, mutant):
-            red = [run_tests(root, [test]) for test in mutant.tests]
-        green = run_tests(root, mutant.tests)
-    problem = problem_of(mutant, red, green)
-    return Verdict(mutant, [each.message for each in red], problem, round(time.monotonic() - began, 1))
+        plant(root, mutant)
+        began = time.monotonic()
+        red = run_tests(root, mutant.tests)
+        seconds = round(time.monotonic() - began, 1)
+    problem = problem_of(mutant, red, without_bugs.result())
+    return Verdict(mutant, [red.failure(test) or "" for test in mutant.tests], problem, seconds)
 
 
-def problem_of(mutant: Mutant, red: Sequence[Outcome], green: Outcome) -> str:
+def run_without_bugs(mutants: Sequence[Mutant]) -> Outcomes:
+    """The tests of all mutants on the tree as it is: one run does for all."""
+    with copied_tree() as root:
+        return run_tests(root, sorted({test for mutant in mutants for test in mutant.tests}))
+
+
+def problem_of(mutant: Mutant, red: Outcomes, green: Outcomes) -> str:
     """Why the mutant is not caught, or an empty string."""
-    for test, outcome in zip(mutant.tests, red, strict=True):
-        if outcome.code != RED:
-            return f"{test} ended with {outcome.code} instead of {RED}"
-        if DOES_NOT_RUN.match(outcome.message):
-            return f"the mutant does not run: {outcome.message}"
-    if green.code != GREEN:
-        return f"its tests ended with {green.code} without the mutant: {green.message}"
+    for test in mutant.tests:
+        if (message := red.failure(test)) is None:
+            return f"{test} did not fail"
+        if SAYS_NOTHING.match(message):
+            return f"{test} failed for another reason: {message}"
+        if not green.has_passed(test):
+            return f"{test} did not pass without the bug: {green.failure(test) or 'it was not run to its end'}"
     return ""
 
 
@@ -86,9 +104,8 @@ def copied_tree() -> Iterator[Path]:
         yield root
 
 
-@contextmanager
-def planted(root: Path, mutant: Mutant) -> Iterator[None]:
-    """The bug is in the file within the block.
+def plant(root: Path, mutant: Mutant) -> None:
+    """Put the bug into its file.
 
     Raises:
         ValueError: ``old`` does not occur exactly once.
@@ -98,21 +115,22 @@ def planted(root: Path, mutant: Mutant) -> Iterator[None]:
     if (count := before.count(mutant.old)) != 1:
         raise ValueError(f"mutant {mutant.id}: expected its old text once in {mutant.file}, got it {count} times")
     path.write_text(before.replace(mutant.old, mutant.new))
-    yield
-    path.write_text(before)
 
 
-def run_tests(root: Path, tests: Sequence[str]) -> Outcome:
-    """Run these node ids on the code of ``root``."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rf", *tests]
+def run_tests(root: Path, tests: Sequence[str]) -> Outcomes:
+    """Run these node ids on the code of ``root``. Tests that are not found, or not reached in time, have no outcome."""
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rfp", *tests]
     try:
-        done = subprocess.run(
+        output = subprocess.run(
             command, cwd=root, env=environment(root), capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
+        ).stdout
     except subprocess.TimeoutExpired:
-        return Outcome(None, f"took over {LIMIT_S:.0f} s")
-    failed = re.search(r"^FAILED .+? - (.+)$", done.stdout, re.MULTILINE)
-    return Outcome(done.returncode, failed[1] if failed else "")
+        return Outcomes(frozenset(), {})
+    found = OUTCOME.findall(output)
+    return Outcomes(
+        frozenset(case for word, case, _ in found if word == "PASSED"),
+        {case: message for word, case, message in found if word == "FAILED"},
+    )
 
 
 def environment(root: Path) -> dict[str, str]:
@@ -139,3 +157,7 @@ def check_imports() -> None:
         done = subprocess.run(command, cwd=root, env=environment(root), capture_output=True, text=True, check=True)
         if not Path(done.stdout.strip()).is_relative_to(root):
             raise ValueError(f"expected an import from {root}, got one from {done.stdout.strip()}")
+
+
+def _is_case_of(case: str, test: str) -> bool:
+    return case == test or case.startswith(f"{test}[")
