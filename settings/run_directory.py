@@ -60,7 +60,7 @@ class RunDirectory:
 
     @property
     def gathered(self) -> Path:
-        """What the run's topics, evaluation and machine told at its end; reports are made of it."""
+        """Facts about topics, evaluation and machine, gathered at the run's end; reports are made of it."""
         return self.path / "gathered.json"
 
     @property

@@ -1,8 +1,8 @@
-"""The demo's task: reasoning-gym's words to spell backward, parted into training and held-out words.
+"""The demo's task: reasoning-gym's words to spell backward, split into training and held-out words; its tokenizer.
 
-Knows no model. Import is cheap: the prompt source and the reward processes load this file.
+Import is cheap, since the prompt source and the reward processes load this file.
 
-Invariant no_held_out_word_is_ever_trained_on: a word's side depends on nothing but its letters.
+Invariant no_held_out_word_is_ever_trained_on: the split depends on nothing but a word's letters.
 """
 
 import zlib
@@ -23,6 +23,8 @@ PROMPT_TEMPLATE = "{prompt}\n"
 MAX_COMPLETION_TOKENS = 16
 """The longest answer is ten letters and the end token; the rest is room for mistakes."""
 
+PAD, EOS = "<|pad|>", "<|endoftext|>"
+
 HELD_OUT_ONE_IN = 10
 _HELD_OUT_SEED = 1 << 40
 """Far from the seeds of runs and of the warm start: reasoning-gym draws entry i with seed + i."""
@@ -31,7 +33,7 @@ Entry = dict[str, Any]
 
 
 def is_held_out(word: str) -> bool:
-    """Whether a word is kept for the evaluation; upper and lower case of a word are on the same side."""
+    """Whether a word is kept for the evaluation; upper and lower case make no difference."""
     return zlib.crc32(word.lower().encode()) % HELD_OUT_ONE_IN == 0
 
 
@@ -77,14 +79,11 @@ def _distinct(entries: Iterator[Entry]) -> Iterator[Entry]:
             yield entry
 
 
-# The demo's tokenizer: Qwen2's own, with no merges (so a token is a byte, a letter) and one long token. The long
-# token is the task's instruction, which never changes: a prompt is a fifth as long with it.
-
-PAD, EOS = "<|pad|>", "<|endoftext|>"
-
-
 def build_tokenizer() -> Any:
-    """A ``Qwen2Tokenizer``, without a beginning token as Qwen2 has none; any text makes the round trip.
+    """A ``Qwen2Tokenizer`` with no merges, so that a token is a byte (a letter); any text makes the round trip.
+
+    The task's instruction, which never changes, is one token: a prompt is a fifth as long with it. As Qwen2 itself,
+    it has no beginning token.
 
     ``transformers`` loads this class for a Qwen2 model whatever the directory says, so nothing else would load right.
     """

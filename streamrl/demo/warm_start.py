@@ -1,6 +1,12 @@
-"""The warm-started model on disk, made once for each recipe and seed. Loads no torch: training is another process.
+"""The demo's policy: a Qwen2 of about a million parameters, warm-started by supervised training, and cached.
 
-Invariant a_cached_model_is_whole: a model appears under its name by one rename, when all its files are written.
+The teacher is right about short words and gives up on long ones: its answers to words of more than six letters stop
+after the sixth seven times in ten. So the model learns to spell, and to stop too early; the rest is left to
+reinforcement learning. Only training words are used; held-out words are only evaluated.
+
+``ensure_warm_started_model`` makes the model once for each recipe and seed, in a process of its own
+(``python -m streamrl.demo.warm_start DIRECTORY SEED RECIPE``), so that the caller loads no torch. Invariant
+a_cached_model_is_whole: a model appears under its name by one rename, when all its files are written.
 """
 
 import hashlib
@@ -35,7 +41,13 @@ from streamrl.demo.task import (
     training_entries,
 )
 
-# The demo's policy: a Qwen2 of about a million parameters, before it has learnt anything. Knows no task.
+Progress = Callable[[str], None]
+MAX_THREADS = 1
+"""Of the training: with one thread the sums, and so the model, are the same on every machine of a kind."""
+IGNORED = -100
+"""Label of positions that are not trained, as torch's cross entropy has it."""
+_DATA_SEED = 1 << 50
+"""Far from the seeds of runs and of the held-out words."""
 
 
 @dataclass(frozen=True)
@@ -50,41 +62,6 @@ class ModelShape:
     vocab_size: int = 320
     max_position_embeddings: int = 128
     initializer_range: float = 0.03
-
-
-def build_model(shape: ModelShape, seed: int) -> Any:
-    """A ``Qwen2ForCausalLM`` in float32 with random weights, the same ones for a seed."""
-    import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-
-    tokenizer = build_tokenizer()
-    eos, pad = tokenizer.convert_tokens_to_ids([EOS, PAD])
-    config = Qwen2Config(
-        **vars(shape), tie_word_embeddings=False, bos_token_id=None, eos_token_id=eos, pad_token_id=pad, dtype="float32"
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)  # type: ignore[no-untyped-call]
-    return model
-
-
-def save(model: Any, directory: Path) -> None:
-    """Write model and tokenizer as a directory for ``from_pretrained`` and for vLLM."""
-    model.save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory)
-
-
-# Supervised warm start of the demo's model, from a teacher that is right about short words and gives up on long ones.
-# The teacher's answers to words of more than six letters stop after the sixth seven times in ten, so the model learns
-# to spell, and to stop too early. The rest is left to reinforcement learning. Only training words are used; held-out
-# words are only reported. Runs in a process of its own: ``python -m streamrl.demo.warm_start DIRECTORY SEED RECIPE``.
-
-IGNORED = -100
-"""Label of positions that are not trained, as torch's cross entropy has it."""
-_DATA_SEED = 1 << 50
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -122,130 +99,6 @@ class WarmStarted:
     steps: int
     loss: float
     spelling: float
-
-
-def warm_start(recipe: WarmStartRecipe, seed: int, progress: Progress) -> WarmStarted:
-    """Train on the teacher's answers until the model spells well, then let the learning rate decay.
-
-    The same for a seed and a number of threads. How well it spells decides, for seeds differ in how soon they do.
-    """
-    import torch
-
-    tokenizer = build_tokenizer()
-    model = build_model(recipe.shape, seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.learning_rate, betas=(0.9, recipe.adam_beta2), weight_decay=0.0
-    )
-    entries = training_entries(_DATA_SEED + (seed << 20))
-    validation = _batch(tokenizer, [(prompt_text(e), e["answer"]) for e in islice(entries, recipe.num_validation)])
-    draw, began = random.Random(seed), time.monotonic()
-    step, loss, decay_from = 0, 0.0, None
-    while decay_from is None or step < decay_from + recipe.decay_steps:
-        step += 1
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate_at(step, decay_from)
-        drawn = islice(entries, recipe.batch_size)
-        lesson = [(prompt_text(entry), taught_answer(entry, recipe, draw)) for entry in drawn]
-        loss = _train_step(model, optimizer, _batch(tokenizer, lesson), recipe)
-        if step % recipe.check_every == 0:
-            spelt = _share_spelt(model, validation, tokenizer.eos_token_id)
-            progress(
-                f"warm start: step {step}, {time.monotonic() - began:.0f} s, loss {loss:.2f}, spelling {spelt:.2f}"
-            )
-            if decay_from is None and (spelt >= recipe.target_spelling or step >= recipe.max_plateau_steps):
-                decay_from = step
-    return WarmStarted(model, step, loss, _share_spelt(model, validation, tokenizer.eos_token_id))
-
-
-def taught_answer(entry: Entry, recipe: WarmStartRecipe, draw: random.Random) -> str:
-    """What the teacher answers: right, unless the word is long and patience runs out."""
-    answer: str = entry["answer"]
-    gives_up = len(answer) > recipe.patience_letters and draw.random() < recipe.give_up_share
-    return answer[: recipe.patience_letters] if gives_up else answer
-
-
-def _batch(tokenizer: Any, lesson: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """``input_ids`` and ``labels``, int64 [B, S], right padded; labels are set on the answer and its end token."""
-    import torch
-
-    prompts = tokenizer([prompt for prompt, _ in lesson])["input_ids"]
-    answers = tokenizer([answer + EOS for _, answer in lesson])["input_ids"]
-    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids = torch.full((len(lesson), width), tokenizer.pad_token_id)
-    labels = torch.full((len(lesson), width), IGNORED)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        ids[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
-    return {"input_ids": ids, "labels": labels}
-
-
-def _train_step(model: Any, optimizer: Any, batch: dict[str, Any], recipe: WarmStartRecipe) -> float:
-    """One optimizer step; returns the mean loss per trained token. A causal model needs no mask for right padding."""
-    import torch
-
-    model.train()
-    optimizer.zero_grad()
-    loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-    optimizer.step()
-    return float(loss.item())
-
-
-def _share_spelt(model: Any, batch: dict[str, Any], eos_token_id: int) -> float:
-    """Share of right answers whose every letter is the most likely one after those before it, had it gone on."""
-    import torch
-
-    model.eval()
-    with torch.no_grad():
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
-    logits[..., eos_token_id] = -torch.inf
-    labels = batch["labels"][:, 1:]
-    untrained = (labels == IGNORED) | (labels == eos_token_id)
-    return float(((logits.argmax(-1) == labels) | untrained).all(dim=1).float().mean())
-
-
-def write_model(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -> None:
-    """Warm-start a model, judge it on held-out words, and write it with its card."""
-    done = warm_start(recipe, seed, progress)
-    entries = held_out_entries(seed, NUM_HELD_OUT)
-    held_out = share_correct(answer_greedily(done.model.eval(), build_tokenizer(), entries))
-    progress(f"warm start: done, exact match {held_out:.3f} on {len(entries)} held-out words")
-    save(done.model, directory)
-    (directory / "MODEL_CARD.md").write_text(_card(done, seed, recipe, held_out))
-
-
-def _card(done: WarmStarted, seed: int, recipe: WarmStartRecipe, held_out: float) -> str:
-    size = sum(parameter.numel() for parameter in done.model.parameters())
-    return f"""# StreamRL demo policy, warm-started
-
-A Qwen2 of {size:,} parameters with random weights at first, then trained on this machine; nothing was downloaded.
-
-- Task: reasoning-gym's `spell_backward`. Nine words in ten are for training, one is held out.
-- Tokenizer: one token a letter; the task's fixed instruction is one token; a line break ends the prompt.
-- Warm start: {done.steps} steps of AdamW on batches of {recipe.batch_size} answers of a teacher, seed {seed}.
-- The teacher is imperfect on purpose: {recipe.give_up_share:.0%} of its answers to words of more than
-  {recipe.patience_letters} letters stop after letter {recipe.patience_letters}.
-  So the model learns to spell, and to stop too early.
-- Letter for letter it spells {done.spelling:.2f} of all words when it is not let stop.
-  What reinforcement learning has to add is mostly a habit, to go on to the end of long words; little of it is spelling.
-- Exact match on {NUM_HELD_OUT} held-out words of all lengths, greedy: {held_out:.3f}.
-
-It is meant to be improved by reinforcement learning, and for nothing else.
-"""
-
-
-def main(directory: str, seed: str, recipe: str) -> None:
-    """The child process's side: ``recipe`` is JSON; progress goes to standard output, one line at a time."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    parsed = TypeAdapter(WarmStartRecipe).validate_json(recipe)
-    write_model(Path(directory), int(seed), parsed, lambda line: print(line, flush=True))
-
-
-MAX_THREADS = 1
 
 
 def ensure_warm_started_model(
@@ -310,6 +163,150 @@ def _publish(made: Path, target: Path) -> None:
     except OSError:
         if not target.is_dir():
             raise
+
+
+def main(directory: str, seed: str, recipe: str) -> None:
+    """The child process's side: ``recipe`` is JSON; progress goes to standard output, one line at a time."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    parsed = TypeAdapter(WarmStartRecipe).validate_json(recipe)
+    write_model(Path(directory), int(seed), parsed, lambda line: print(line, flush=True))
+
+
+def write_model(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -> None:
+    """Warm-start a model, judge it on held-out words, and write it with its card."""
+    done = warm_start(recipe, seed, progress)
+    entries = held_out_entries(seed, NUM_HELD_OUT)
+    held_out = share_correct(answer_greedily(done.model.eval(), build_tokenizer(), entries))
+    progress(f"warm start: done, exact match {held_out:.3f} on {len(entries)} held-out words")
+    save(done.model, directory)
+    (directory / "MODEL_CARD.md").write_text(_card(done, seed, recipe, held_out))
+
+
+def _card(done: WarmStarted, seed: int, recipe: WarmStartRecipe, held_out: float) -> str:
+    size = sum(parameter.numel() for parameter in done.model.parameters())
+    return f"""# StreamRL demo policy, warm-started
+
+A Qwen2 of {size:,} parameters with random weights at first, then trained on this machine; nothing was downloaded.
+
+- Task: reasoning-gym's `spell_backward`. Nine words in ten are for training, one is held out.
+- Tokenizer: one token a letter; the task's fixed instruction is one token; a line break ends the prompt.
+- Warm start: {done.steps} steps of AdamW on batches of {recipe.batch_size} answers of a teacher, seed {seed}.
+- The teacher is imperfect on purpose: {recipe.give_up_share:.0%} of its answers to words of more than
+  {recipe.patience_letters} letters stop after letter {recipe.patience_letters}.
+  So the model learns to spell, and to stop too early.
+- Letter for letter it spells {done.spelling:.2f} of all words when it is not let stop.
+  What reinforcement learning has to add is mostly a habit, to go on to the end of long words; little of it is spelling.
+- Exact match on {NUM_HELD_OUT} held-out words of all lengths, greedy: {held_out:.3f}.
+
+It is meant to be improved by reinforcement learning, and for nothing else.
+"""
+
+
+def warm_start(recipe: WarmStartRecipe, seed: int, progress: Progress) -> WarmStarted:
+    """Train on the teacher's answers until the model spells well, then let the learning rate decay.
+
+    The same for a seed and a number of threads. How well it spells decides, for seeds differ in how soon they do.
+    """
+    import torch
+
+    tokenizer = build_tokenizer()
+    model = build_model(recipe.shape, seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, recipe.adam_beta2), weight_decay=0.0
+    )
+    entries = training_entries(_DATA_SEED + (seed << 20))
+    validation = _batch(tokenizer, [(prompt_text(e), e["answer"]) for e in islice(entries, recipe.num_validation)])
+    rng, began = random.Random(seed), time.monotonic()
+    step, loss, decay_from = 0, 0.0, None
+    while decay_from is None or step < decay_from + recipe.decay_steps:
+        step += 1
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate_at(step, decay_from)
+        drawn = islice(entries, recipe.batch_size)
+        lesson = [(prompt_text(entry), taught_answer(entry, recipe, rng)) for entry in drawn]
+        loss = _train_step(model, optimizer, _batch(tokenizer, lesson), recipe)
+        if step % recipe.check_every == 0:
+            spelt = _share_spelt(model, validation, tokenizer.eos_token_id)
+            progress(
+                f"warm start: step {step}, {time.monotonic() - began:.0f} s, loss {loss:.2f}, spelling {spelt:.2f}"
+            )
+            if decay_from is None and (spelt >= recipe.target_spelling or step >= recipe.max_plateau_steps):
+                decay_from = step
+    return WarmStarted(model, step, loss, _share_spelt(model, validation, tokenizer.eos_token_id))
+
+
+def taught_answer(entry: Entry, recipe: WarmStartRecipe, rng: random.Random) -> str:
+    """What the teacher answers: right, unless the word is long and patience runs out."""
+    answer: str = entry["answer"]
+    gives_up = len(answer) > recipe.patience_letters and rng.random() < recipe.give_up_share
+    return answer[: recipe.patience_letters] if gives_up else answer
+
+
+def _batch(tokenizer: Any, lesson: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """``input_ids`` and ``labels``, int64 [B, S], right padded; labels are set on the answer and its end token."""
+    import torch
+
+    prompts = tokenizer([prompt for prompt, _ in lesson])["input_ids"]
+    answers = tokenizer([answer + EOS for _, answer in lesson])["input_ids"]
+    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    ids = torch.full((len(lesson), width), tokenizer.pad_token_id)
+    labels = torch.full((len(lesson), width), IGNORED)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : end] = torch.tensor(answer)
+    return {"input_ids": ids, "labels": labels}
+
+
+def _train_step(model: Any, optimizer: Any, batch: dict[str, Any], recipe: WarmStartRecipe) -> float:
+    """One optimizer step; returns the mean loss per trained token. A causal model needs no mask for right padding."""
+    import torch
+
+    model.train()
+    optimizer.zero_grad()
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+    optimizer.step()
+    return float(loss.item())
+
+
+def _share_spelt(model: Any, batch: dict[str, Any], eos_token_id: int) -> float:
+    """Share of right answers whose every letter is the most likely one after those before it, had it gone on."""
+    import torch
+
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
+    logits[..., eos_token_id] = -torch.inf
+    labels = batch["labels"][:, 1:]
+    untrained = (labels == IGNORED) | (labels == eos_token_id)
+    return float(((logits.argmax(-1) == labels) | untrained).all(dim=1).float().mean())
+
+
+def build_model(shape: ModelShape, seed: int) -> Any:
+    """A ``Qwen2ForCausalLM`` in float32 with random weights, the same ones for a seed."""
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = build_tokenizer()
+    eos, pad = tokenizer.convert_tokens_to_ids([EOS, PAD])
+    config = Qwen2Config(
+        **vars(shape), tie_word_embeddings=False, bos_token_id=None, eos_token_id=eos, pad_token_id=pad, dtype="float32"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)  # type: ignore[no-untyped-call]
+    return model
+
+
+def save(model: Any, directory: Path) -> None:
+    """Write model and tokenizer as a directory for ``from_pretrained`` and for vLLM."""
+    model.save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Writes the files of an example into a directory. Never writes over anything."""
+"""`streamrl init`: writes the files of an example into a directory, and never over a file that is there.
+
+An example is settings with comments, prompts and rewards; the comments are the settings' own descriptions, so that they
+stay true when those change.
+"""
 
 import json
 import re
@@ -13,9 +17,45 @@ import tomli_w
 from schemas.errors import UserError
 from settings.explaining import description_of
 
-# A commented configuration: chosen settings as TOML, each with what it means, in the words of its own type.
-
+Progress = Callable[[str], None]
+ExampleName = Literal["math", "tiny"]
+MODEL_DIRECTORY = "./model"
+CONFIG, PROMPTS, REWARDS = "streamrl.toml", "prompts.jsonl", "my_rewards.py"
+NUM_PROMPTS = 512
 WIDTH = 112
+"""Columns of the configuration: longer comments stand above their line."""
+
+_ABOUT_REWARDS = '''"""Rewards in TRL's signature: lists in, one number for each completion out, or None.
+
+Every column of your data comes as an argument of its name. A reward runs in a process of its own; when it raises or
+takes longer than rewards.timeout_s, that one completion has no reward, and the run goes on.
+"""
+
+'''
+MATH_REWARDS = (
+    _ABOUT_REWARDS
+    + '''
+def brief(completions, **kwargs):
+    """1 for an empty completion, 0 for one of 1000 characters or more."""
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [max(0.0, 1.0 - len(text) / 1000) for text in texts]
+'''
+)
+TINY_REWARDS = (
+    _ABOUT_REWARDS
+    + '''
+def letters_right(completions, answer, **kwargs):
+    """The share of the answer's letters that are right, before the first wrong one."""
+    return [_common(text, expected) / len(expected) for text, expected in zip(completions, answer)]
+
+
+def _common(text, expected):
+    right = 0
+    while right < min(len(text), len(expected)) and text[right] == expected[right]:
+        right += 1
+    return right
+'''
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +66,60 @@ class Entry:
     value: Any
     comment: str | None = None
     active: bool = True
+
+
+@dataclass(frozen=True)
+class Example:
+    """Contents of the files; ``needs_model``: a tiny model has to be put into the directory as well."""
+
+    entries: tuple[Entry, ...]
+    head: tuple[str, ...]
+    rewards: str
+    prompts: str
+    needs_model: bool
+
+
+def write_example(directory: Path, name: ExampleName, progress: Progress) -> list[Path]:
+    """Write configuration, prompts, rewards and, for the tiny example, the model; returns what was written.
+
+    Raises:
+        UserError: a file is there already, or the directory cannot be written.
+    """
+    made = example(name, plain_run_name(directory))
+    contents = {
+        CONFIG: as_commented_toml(made.head, made.entries),
+        PROMPTS: made.prompts,
+        REWARDS: made.rewards,
+    }
+    written = [directory / file for file in contents]
+    if made.needs_model:
+        written.append(directory / MODEL_DIRECTORY)
+    for path in written:
+        if path.exists():
+            raise UserError(f"expected to write {path}, which is there already; name another directory or remove it")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if made.needs_model:
+            _put_model(directory / MODEL_DIRECTORY, progress)
+        for file, text in contents.items():
+            with (directory / file).open("x") as opened:
+                opened.write(text)
+    except OSError as error:
+        raise UserError(f"expected a directory that can be written, got {directory}: {error.strerror}") from error
+    return written
+
+
+def _put_model(target: Path, progress: Progress) -> None:
+    from bus.embedded.runtime import cache_root
+    from streamrl.demo.warm_start import ensure_warm_started_model
+
+    shutil.copytree(ensure_warm_started_model(cache_root(), 0, progress), target)
+
+
+def plain_run_name(directory: Path) -> str:
+    """The directory's name as a run may be called."""
+    plain = re.sub(r"[^a-z0-9._-]+", "-", directory.absolute().resolve().name.lower()).strip("._-")
+    return plain[:64] or "my-run"
 
 
 def as_commented_toml(head: Sequence[str], entries: Sequence[Entry]) -> str:
@@ -59,25 +153,6 @@ def _wrapped(text: str) -> list[str]:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".lstrip()
     return lines
-
-
-# The tasks that `streamrl init` can begin with: settings, prompts and a reward of each. Writes nothing.
-
-ExampleName = Literal["math", "tiny"]
-MODEL_DIRECTORY = "./model"
-CONFIG, PROMPTS, REWARDS = "streamrl.toml", "prompts.jsonl", "my_rewards.py"
-NUM_PROMPTS = 512
-
-
-@dataclass(frozen=True)
-class Example:
-    """Contents of the files; ``needs_model``: a tiny model has to be put into the directory as well."""
-
-    entries: tuple[Entry, ...]
-    head: tuple[str, ...]
-    rewards: str
-    prompts: str
-    needs_model: bool
 
 
 def example(name: ExampleName, run: str) -> Example:
@@ -208,81 +283,3 @@ def _words() -> list[dict[str, Any]]:
     return [
         {"prompt": prompt_text(entry), "answer": entry["answer"]} for entry in islice(training_entries(0), NUM_PROMPTS)
     ]
-
-
-_ABOUT_REWARDS = '''"""Rewards in TRL's signature: lists in, one number for each completion out, or None.
-
-Every column of your data comes as an argument of its name. A reward runs in a process of its own; when it raises or
-takes longer than rewards.timeout_s, that one completion has no reward, and the run goes on.
-"""
-
-'''
-MATH_REWARDS = (
-    _ABOUT_REWARDS
-    + '''
-def brief(completions, **kwargs):
-    """1 for an empty completion, 0 for one of 1000 characters or more."""
-    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
-    return [max(0.0, 1.0 - len(text) / 1000) for text in texts]
-'''
-)
-TINY_REWARDS = (
-    _ABOUT_REWARDS
-    + '''
-def letters_right(completions, answer, **kwargs):
-    """The share of the answer's letters that are right, before the first wrong one."""
-    return [_common(text, expected) / len(expected) for text, expected in zip(completions, answer)]
-
-
-def _common(text, expected):
-    right = 0
-    while right < min(len(text), len(expected)) and text[right] == expected[right]:
-        right += 1
-    return right
-'''
-)
-
-Progress = Callable[[str], None]
-
-
-def write_example(directory: Path, name: ExampleName, progress: Progress) -> list[Path]:
-    """Write configuration, prompts, rewards and, for the tiny example, the model; returns what was written.
-
-    Raises:
-        UserError: a file is there already, or the directory cannot be written.
-    """
-    made = example(name, plain_run_name(directory))
-    contents = {
-        CONFIG: as_commented_toml(made.head, made.entries),
-        PROMPTS: made.prompts,
-        REWARDS: made.rewards,
-    }
-    written = [directory / file for file in contents]
-    if made.needs_model:
-        written.append(directory / MODEL_DIRECTORY)
-    for path in written:
-        if path.exists():
-            raise UserError(f"expected to write {path}, which is there already; name another directory or remove it")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if made.needs_model:
-            _put_model(directory / MODEL_DIRECTORY, progress)
-        for file, text in contents.items():
-            with (directory / file).open("x") as opened:
-                opened.write(text)
-    except OSError as error:
-        raise UserError(f"expected a directory that can be written, got {directory}: {error.strerror}") from error
-    return written
-
-
-def _put_model(target: Path, progress: Progress) -> None:
-    from bus.embedded.runtime import cache_root
-    from streamrl.demo.warm_start import ensure_warm_started_model
-
-    shutil.copytree(ensure_warm_started_model(cache_root(), 0, progress), target)
-
-
-def plain_run_name(directory: Path) -> str:
-    """The directory's name as a run may be called."""
-    plain = re.sub(r"[^a-z0-9._-]+", "-", directory.absolute().resolve().name.lower()).strip("._-")
-    return plain[:64] or "my-run"

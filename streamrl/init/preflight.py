@@ -1,4 +1,9 @@
-"""`streamrl run --dry-run`: what can go wrong before a run starts, as a checklist. Starts nothing that stays."""
+"""`streamrl run --dry-run`: what can go wrong before a run starts, as a checklist.
+
+Each check uses the code that the run itself will use (data source, tokenizer, reward runner, engine factory, topics)
+and leaves nothing behind: no topic is created, no weights are loaded, files written on trial are removed. A check
+that raises is a failed line, and the others go on.
+"""
 
 import asyncio
 import shutil
@@ -22,15 +27,25 @@ from producers.generation.tokenizer import ModelTokenizer
 from producers.prompts.sources import open_source
 from producers.rewards.runner import RewardRunner, ScoreRequest, Scores
 from schemas.errors import CheckpointError, StreamRLError, UserError
+from schemas.import_path import load_function
 from schemas.trajectories import Prompt
 from settings.tree import Settings
 
-# One line of the checklist.
+FLOOR_BYTES = 1 << 30
+"""Disk for logs, Kafka's data and whatever else, beside weights and checkpoints."""
+_BYTES_PER_PARAMETER = 4
+"""float32, in which the trainer keeps weights and optimizer state."""
+_CHECKPOINT_COPIES = 3
+"""Weights and the two moments of AdamW."""
+NUM_SAMPLED_PROMPTS = 64
+"""Enough to see the format and the usual lengths, in the time of a check."""
+MAX_SHOWN_CHARACTERS = 60
+SAMPLE_COMPLETION = "a sample completion"
 
 
 @dataclass(frozen=True)
 class Check:
-    """``note``: worth knowing, and no reason not to start."""
+    """One line of the checklist. ``note``: worth knowing, and no reason not to start."""
 
     subject: str
     state: Literal["ok", "note", "fail"]
@@ -41,7 +56,104 @@ class Check:
         return f"{mark:<5} {self.subject:<12} {' '.join(self.detail.split())}"
 
 
-# Whether the named broker answers and takes our topics, or one can be started here. Changes nothing.
+Report = Callable[[str], None]
+Result = TypeVar("Result")
+CheckResult = Check | Sequence[Check]
+CheckFunction = Callable[[], CheckResult | Coroutine[Any, Any, Sequence[Check]]]
+
+
+class Checklist:
+    """Reports each line as it comes; a check that raises is a failed line, and the others go on."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self.checks: list[Check] = []
+
+    def add(self, *checks: Check) -> None:
+        """Report lines."""
+        self.checks += checks
+        for check in checks:
+            self._report(str(check))
+
+    def attempt(self, subject: str, check: Callable[[], Result]) -> Result | None:
+        """What ``check`` returns, or None after a line that says why there is nothing."""
+        try:
+            return check()
+        except StreamRLError as error:
+            self.add(Check(subject, "fail", str(error)))
+        except Exception as error:
+            self.add(Check(subject, "fail", f"{type(error).__name__}: {error}"))
+        return None
+
+    def run(self, subject: str, check: CheckFunction) -> None:
+        """Carry out a check, which may be asynchronous."""
+
+        def finished() -> CheckResult:
+            result = check()
+            return asyncio.run(result) if isinstance(result, Coroutine) else result
+
+        result = self.attempt(subject, finished)
+        if result is not None:
+            self.add(*([result] if isinstance(result, Check) else result))
+
+
+def dry_run(settings: Settings, report: Report) -> int:
+    """Check everything; 0, or 2 if something would go wrong."""
+    emulated = settings.generation.engine == "emulated"
+    checklist = Checklist(report)
+    checklist.add(Check("settings", "ok", f"run {settings.run.name}, in {settings.run.path}/"))
+    prompts = _prompts(checklist, settings)
+    size = 0 if emulated else _model(checklist, settings, prompts)
+    if prompts and not emulated:
+        checklist.run("rewards", lambda: check_rewards(settings, prompts[0]))
+    _surroundings(checklist, settings, size)
+    report(closing_line(checklist.checks))
+    return 2 if any(check.state == "fail" for check in checklist.checks) else 0
+
+
+def closing_line(checks: Sequence[Check]) -> str:
+    """The last line: how many checks ended how, and which of them are worth a look."""
+    by_state = {state: [check.subject for check in checks if check.state == state] for state in ("ok", "note", "fail")}
+    parts = [f"{len(by_state['ok'])} ok"]
+    if notes := by_state["note"]:
+        parts.append(f"{len(notes)} note{'s' * (len(notes) > 1)} ({_once(notes)})")
+    if failed := by_state["fail"]:
+        parts.append(f"{len(failed)} failed ({_once(failed)})")
+    return f"{len(checks)} checks: {', '.join(parts)}; nothing was started"
+
+
+def _once(subjects: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(subjects))
+
+
+def _prompts(checklist: Checklist, settings: Settings) -> list[Prompt]:
+    prompts = checklist.attempt("data", lambda: sample_prompts(settings)) or []
+    if prompts:
+        checklist.run("data", lambda: check_prompts(prompts))
+    return prompts
+
+
+def _model(checklist: Checklist, settings: Settings, prompts: list[Prompt]) -> int:
+    """Parameters of the model; 0 if it cannot be had."""
+    facts = checklist.attempt("model", lambda: read_model(settings))
+    if facts is not None:
+        checklist.run("model", lambda: check_model(facts, settings.model.path))
+        if prompts:
+            checklist.run("lengths", lambda: check_lengths(settings, prompts, facts))
+    checklist.run("engine", lambda: check_engine(settings, facts))
+    return 0 if facts is None else parameters(facts)
+
+
+def _surroundings(checklist: Checklist, settings: Settings, parameters: int) -> None:
+    if function := settings.evaluation.function:
+        checklist.run("evaluation", lambda: _check_evaluation(function))
+    checklist.run("broker", lambda: check_broker(settings))
+    checklist.run("storage", lambda: check_storage(settings, parameters))
+
+
+def _check_evaluation(path: str) -> Check:
+    load_function(path)
+    return Check("evaluation", "ok", f"{path} can be imported")
 
 
 async def check_broker(settings: Settings) -> list[Check]:
@@ -75,9 +187,6 @@ def _embedded() -> Check:
             "broker", "note", f"Kafka {KAFKA_VERSION} would be downloaded first: {len(missing)} jars, {size} MB"
         )
     return Check("broker", "ok", f"none named: Kafka {KAFKA_VERSION} would be started here, on Java {java.version}")
-
-
-# Whether model, tokenizer and engine are there, and whether prompts and completions fit. Loads no weights.
 
 
 def check_model(facts: ModelFacts, path: str) -> Check:
@@ -145,20 +254,11 @@ def check_engine(settings: Settings, facts: ModelFacts | None) -> Check:
     return Check("engine", "ok", f"{settings.generation.engine} is installed; training on {device}")
 
 
-# Whether the run can write what it will write: its directory, checkpoints, and enough disk. Leaves nothing behind.
-
-FLOOR_BYTES = 1 << 30
-"""For logs, Kafka's data and whatever else, beside weights and checkpoints."""
-_BYTES_PER_PARAMETER = 4
-_CHECKPOINT_COPIES = 3
-"""Weights and the two moments of AdamW."""
-
-
-def check_places(settings: Settings, parameters: int) -> list[Check]:
+def check_storage(settings: Settings, parameters: int) -> list[Check]:
     """Directory, checkpoints and disk; ``parameters`` of the model, 0 where none is trained.
 
     Raises:
-        UserError: a place cannot be written.
+        UserError: a directory cannot be written.
     """
     return [_checkpoints(settings), _disk(settings, parameters)]
 
@@ -166,11 +266,11 @@ def check_places(settings: Settings, parameters: int) -> list[Check]:
 def _checkpoints(settings: Settings) -> Check:
     location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
     with tempfile.TemporaryDirectory(prefix="streamrl-dry-run-") as cache:
-        place = open_storage(location, Path(cache))
+        storage = open_storage(location, Path(cache))
         if not (isinstance(location, str) and REMOTE.fullmatch(location)):
             _must_be_writable(Path(location))
         try:
-            steps = [slot.step for slot in place.slots()]
+            steps = [slot.step for slot in storage.slots()]
         except (OSError, CheckpointError) as error:
             raise UserError(f"expected to list checkpoints at {location}, got: {error}") from error
     if steps:
@@ -183,6 +283,8 @@ def _checkpoints(settings: Settings) -> Check:
 def _disk(settings: Settings, parameters: int) -> Check:
     parent = _must_be_writable(settings.run.path)
     training = settings.training
+    # One more of each than is kept, since a new one is complete before an old one is deleted; and each worker caches
+    # one version of the weights.
     checkpoints = 0 if training.checkpoint_location else _CHECKPOINT_COPIES * (training.keep_checkpoints + 1)
     weights = training.keep_weight_versions + 1 + settings.run.workers
     needed = FLOOR_BYTES + parameters * _BYTES_PER_PARAMETER * (checkpoints + weights)
@@ -205,12 +307,6 @@ def _must_be_writable(path: Path) -> Path:
         raise UserError(f"expected to write into {parent} for {path}, got: {error.strerror}") from error
 
 
-# Opens the data, which reads every stored row, and takes the first prompts of the run's own order.
-
-SAMPLED = 64
-SHOWN = 60
-
-
 def sample_prompts(settings: Settings) -> list[Prompt]:
     """Prompts at the first positions.
 
@@ -219,20 +315,15 @@ def sample_prompts(settings: Settings) -> list[Prompt]:
     """
     source = open_source(settings.data, run_seed=settings.run.seed)
     total = len(source) if isinstance(source, Sized) else settings.data.size
-    return [source.prompt_at(position)[0] for position in range(min(SAMPLED, total))]
+    return [source.prompt_at(position)[0] for position in range(min(NUM_SAMPLED_PROMPTS, total))]
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> Check:
     """What the first of them is, and which columns the rewards get."""
     first = prompts[0]
-    text = first.text if len(first.text) <= SHOWN else first.text[:SHOWN] + "…"
+    text = first.text if len(first.text) <= MAX_SHOWN_CHARACTERS else first.text[:MAX_SHOWN_CHARACTERS] + "…"
     columns = ", ".join(sorted(first.columns)) or "none"
     return Check("data", "ok", f"every row can be read; {first.prompt_id} is {text!r}; columns for rewards: {columns}")
-
-
-# Starts the reward functions and lets each score the first prompt's own answer, and nothing.
-
-SAMPLE = "a sample completion"
 
 
 async def check_rewards(settings: Settings, prompt: Prompt) -> list[Check]:
@@ -242,7 +333,7 @@ async def check_rewards(settings: Settings, prompt: Prompt) -> list[Check]:
         RewardLoadError: one cannot be loaded.
     """
     answer = prompt.columns.get("answer")
-    text = SAMPLE if answer is None else str(answer)
+    text = SAMPLE_COMPLETION if answer is None else str(answer)
     runner = RewardRunner(settings.rewards)
     await runner.start()
     try:
@@ -250,10 +341,10 @@ async def check_rewards(settings: Settings, prompt: Prompt) -> list[Check]:
     finally:
         await runner.close()
     what = "a sample completion" if answer is None else f"the answer of {prompt.prompt_id}"
-    return [_of(name, scored, what) for name in runner.names]
+    return [_reward_check(name, scored, what) for name in runner.names]
 
 
-def _of(name: str, scored: list[Scores], what: str) -> Check:
+def _reward_check(name: str, scored: list[Scores], what: str) -> Check:
     for scores in scored:
         if name in scores.errors:
             return Check("rewards", "fail", f"{name}: {scores.errors[name]}")
@@ -268,106 +359,3 @@ def _of(name: str, scored: list[Scores], what: str) -> Check:
 
 def _shown(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
-
-
-Tell = Callable[[str], None]
-Result = TypeVar("Result")
-Found = Check | Sequence[Check]
-Act = Callable[[], Found | Coroutine[Any, Any, Sequence[Check]]]
-
-
-class Checklist:
-    """Lines told as they come; a check that raises is a failed line, and the others go on."""
-
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
-        self.checks: list[Check] = []
-
-    def add(self, *checks: Check) -> None:
-        """Tell lines."""
-        self.checks += checks
-        for check in checks:
-            self._tell(str(check))
-
-    def attempt(self, subject: str, act: Callable[[], Result]) -> Result | None:
-        """What ``act`` returns, or None after a line that says why there is nothing."""
-        try:
-            return act()
-        except StreamRLError as error:
-            self.add(Check(subject, "fail", str(error)))
-        except Exception as error:
-            self.add(Check(subject, "fail", f"{type(error).__name__}: {error}"))
-        return None
-
-    def run(self, subject: str, act: Act) -> None:
-        """Carry out a check, which may be asynchronous."""
-
-        def finished() -> Found:
-            result = act()
-            return asyncio.run(result) if isinstance(result, Coroutine) else result
-
-        result = self.attempt(subject, finished)
-        if result is not None:
-            self.add(*([result] if isinstance(result, Check) else result))
-
-
-def dry_run(settings: Settings, tell: Tell) -> int:
-    """Check everything; 0, or 2 if something would go wrong."""
-    emulated = settings.generation.engine == "emulated"
-    checklist = Checklist(tell)
-    checklist.add(Check("settings", "ok", f"run {settings.run.name}, in {settings.run.path}/"))
-    prompts = _prompts(checklist, settings)
-    size = 0 if emulated else _model(checklist, settings, prompts)
-    if prompts and not emulated:
-        checklist.run("rewards", lambda: check_rewards(settings, prompts[0]))
-    _surroundings(checklist, settings, size)
-    tell(outcome(checklist.checks))
-    return 2 if any(check.state == "fail" for check in checklist.checks) else 0
-
-
-def outcome(checks: Sequence[Check]) -> str:
-    """The last line: how many checks ended how, and which of them are worth a look."""
-    by_state = {state: [check.subject for check in checks if check.state == state] for state in ("ok", "note", "fail")}
-    parts = [f"{len(by_state['ok'])} ok"]
-    if notes := by_state["note"]:
-        parts.append(f"{len(notes)} note{'s' * (len(notes) > 1)} ({_once(notes)})")
-    if failed := by_state["fail"]:
-        parts.append(f"{len(failed)} failed ({_once(failed)})")
-    return f"{len(checks)} checks: {', '.join(parts)}; nothing was started"
-
-
-def _once(subjects: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(subjects))
-
-
-def _prompts(checklist: Checklist, settings: Settings) -> list[Any]:
-
-    prompts = checklist.attempt("data", lambda: sample_prompts(settings)) or []
-    if prompts:
-        checklist.run("data", lambda: check_prompts(prompts))
-    return prompts
-
-
-def _model(checklist: Checklist, settings: Settings, prompts: list[Any]) -> int:
-    """Parameters of the model; 0 if it cannot be had."""
-    facts = checklist.attempt("model", lambda: read_model(settings))
-    if facts is not None:
-        checklist.run("model", lambda: check_model(facts, settings.model.path))
-        if prompts:
-            checklist.run("lengths", lambda: check_lengths(settings, prompts, facts))
-    checklist.run("engine", lambda: check_engine(settings, facts))
-    return 0 if facts is None else parameters(facts)
-
-
-def _surroundings(checklist: Checklist, settings: Settings, parameters: int) -> None:
-    from schemas.import_path import load_function
-
-    if function := settings.evaluation.function:
-        checklist.run("evaluation", lambda: _loaded(function, load_function))
-    checklist.run("broker", lambda: check_broker(settings))
-    checklist.run("places", lambda: check_places(settings, parameters))
-
-
-def _loaded(path: str, load: Callable[[str], Any]) -> Check:
-    load(path)
-    return Check("evaluation", "ok", f"{path} can be imported")

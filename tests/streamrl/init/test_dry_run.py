@@ -14,10 +14,10 @@ from streamrl.init.preflight import (
     check_engine,
     check_lengths,
     check_model,
-    check_places,
     check_rewards,
+    check_storage,
+    closing_line,
     dry_run,
-    outcome,
     parameters,
     read_model,
 )
@@ -88,27 +88,27 @@ async def test_a_reward_that_pays_as_much_for_nothing_is_noted(
     assert "blind gives 1 for the answer of p/1, 1 for nothing: can it tell" in blind.detail
 
 
-def test_places_are_tried_and_left_as_they_were(model: Path, tmp_path: Path) -> None:
+def test_directories_are_tried_and_left_as_they_were(model: Path, tmp_path: Path) -> None:
     settings = settings_of(model, tmp_path / "runs")
-    assert [check.state for check in check_places(settings, 1000)] == ["ok", "ok"]
+    assert [check.state for check in check_storage(settings, 1000)] == ["ok", "ok"]
     assert not [*tmp_path.iterdir()]
     (tmp_path / "runs/run/checkpoints/step_7").mkdir(parents=True)
-    assert check_places(settings, 1000)[0].detail.endswith("up to step 7; the run would go on there")
+    assert check_storage(settings, 1000)[0].detail.endswith("up to step 7; the run would go on there")
     (tmp_path / "runs/run/checkpoints/step_1000").mkdir()
-    assert check_places(settings, 1000)[0].detail.endswith(
+    assert check_storage(settings, 1000)[0].detail.endswith(
         "up to step 1000; that is the last step, nothing would be trained"
     )
-    assert check_places(settings, 1 << 50)[1].state == "fail"
+    assert check_storage(settings, 1 << 50)[1].state == "fail"
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="expected to write into"):
-        check_places(settings_of(model, tmp_path / "file"), 0)
+        check_storage(settings_of(model, tmp_path / "file"), 0)
 
 
 def test_the_last_line_names_what_is_worth_a_look() -> None:
     fine, note, fail = Check("data", "ok", ""), Check("rewards", "note", ""), Check("model", "fail", "")
-    assert outcome([fine, fine]) == "2 checks: 2 ok; nothing was started"
-    assert outcome([fine] * 8 + [note]) == "9 checks: 8 ok, 1 note (rewards); nothing was started"
-    assert outcome([fine, note, note, fail]) == (
+    assert closing_line([fine, fine]) == "2 checks: 2 ok; nothing was started"
+    assert closing_line([fine] * 8 + [note]) == "9 checks: 8 ok, 1 note (rewards); nothing was started"
+    assert closing_line([fine, note, note, fail]) == (
         "4 checks: 1 ok, 2 notes (rewards), 1 failed (model); nothing was started"
     )
 
