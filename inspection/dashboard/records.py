@@ -119,7 +119,7 @@ def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dic
         "reward_errors": trajectory.reward_errors,
         "tokens": _tokens(trajectory, piece),
         "spans": [[str(span.version), span.start, span.end] for span in trajectory.version_spans],
-        "records": [[f"{seen.partition}@{seen.offset}", seen.fate] for seen in history.appearances],
+        "records": [[f"{seen.partition}@{seen.offset}", seen.fate] for seen in history.records],
         "events": [[event.at, event.since, event.what, event.detail] for event in history.events],
         "commands": commands_for(history, run_path),
     }
@@ -128,7 +128,7 @@ def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dic
 def commands_for(history: TrajectoryHistory, run_path: str) -> list[str]:
     """What to type to see more: the trajectory, and the step that it was trained in."""
     run = shlex.quote(run_path)
-    steps = [match[1] for seen in history.appearances if (match := _STEP.match(seen.fate))]
+    steps = [match[1] for seen in history.records if (match := _STEP.match(seen.fate))]
     shown = f"streamrl show {shlex.quote(history.trajectory.trajectory_id)} {run}"
     return [*(f"streamrl replay {run} --step {step}" for step in steps), shown]
 

@@ -50,7 +50,7 @@ class TrajectoryHistory:
     """``trajectory``: as in the first of its records."""
 
     trajectory: Trajectory
-    appearances: tuple[TrajectoryRecord, ...]
+    records: tuple[TrajectoryRecord, ...]
     events: tuple[HistoryEvent, ...]
 
 
@@ -76,10 +76,10 @@ class HistoryReader:
         fates = dict.fromkeys(positions, PENDING)
         reported, trained = await self._trainer_events(fates)
         events += reported + (await self._weights(trained) if trained is not None else [])
-        appearances = tuple(
+        records = tuple(
             TrajectoryRecord(*position, record.timestamp, fates[position]) for position, record in positions.items()
         )
-        return TrajectoryHistory(trajectory, appearances, in_order(events))
+        return TrajectoryHistory(trajectory, records, in_order(events))
 
     async def _trainer_events(
         self, fates: dict[tuple[int, int], str]

@@ -113,7 +113,7 @@ def _rewards(trajectory: Trajectory) -> list[str]:
 
 
 def _records(history: TrajectoryHistory) -> list[str]:
-    return ["records:", *(f"  {seen.partition}@{seen.offset}: {seen.fate}" for seen in history.appearances)]
+    return ["records:", *(f"  {seen.partition}@{seen.offset}: {seen.fate}" for seen in history.records)]
 
 
 def _events(history: TrajectoryHistory) -> list[str]:

@@ -69,17 +69,17 @@ async def test_a_history_goes_from_the_order_to_the_weights_in_use(tmp_path: Pat
     await send(run, CONTROL.name, ready, control_key(ready))
     await send(run, HEARTBEATS.name, beat(PolicyVersion(1, 0), 4e9 + 1), "w1")
     await send(run, HEARTBEATS.name, beat(PolicyVersion(1, 1), 4e9 + 2.5), "w1")
-    life = await tracer(run).trace("p/0/0/1")
-    assert life.trajectory.trajectory_id == "p/0/0/1"
-    assert [event.what for event in life.events] == [
+    history = await tracer(run).trace("p/0/0/1")
+    assert history.trajectory.trajectory_id == "p/0/0/1"
+    assert [event.what for event in history.events] == [
         "ordered", "ordered", "started", "finished", "appended", "trained", "reported", "weights announced",
         "weights in use",
     ]  # fmt: skip
-    assert "worker w0, attempt 0, prompt position 12, estimated 4 tokens" in life.events[0].detail
-    assert "worker w1, attempt 1" in life.events[1].detail
-    assert (life.events[0].since, life.events[1].since, life.events[-1].since) == (None, 1.0, 2.5)
-    assert "step 1, micro-batch " in life.events[5].detail
-    (seen,) = life.appearances
+    assert "worker w0, attempt 0, prompt position 12, estimated 4 tokens" in history.events[0].detail
+    assert "worker w1, attempt 1" in history.events[1].detail
+    assert (history.events[0].since, history.events[1].since, history.events[-1].since) == (None, 1.0, 2.5)
+    assert "step 1, micro-batch " in history.events[5].detail
+    (seen,) = history.records
     assert seen.fate == "trained in step 1"
     by_place = await tracer(run).trace(f"{seen.partition}@{seen.offset}")
     assert by_place.trajectory.trajectory_id == "p/0/0/1"
@@ -88,18 +88,18 @@ async def test_a_history_goes_from_the_order_to_the_weights_in_use(tmp_path: Pat
 async def test_a_repeat_is_shown_beside_the_record_that_was_trained(tmp_path: Path, model_path: Path) -> None:
     groups = usual_groups(2)
     run = await record(tmp_path, model_path, [[*groups[0], groups[0][0]], *groups[1:]])
-    life = await tracer(run).trace("p/0/0/0")
-    assert [seen.fate for seen in life.appearances] == ["trained in step 1", f"skipped: {SkipReason.DUPLICATE.value}"]
-    assert [event.what for event in life.events].count("appended") == 2
+    history = await tracer(run).trace("p/0/0/0")
+    assert [seen.fate for seen in history.records] == ["trained in step 1", f"skipped: {SkipReason.DUPLICATE.value}"]
+    assert [event.what for event in history.events].count("appended") == 2
 
 
 async def test_what_a_crash_undid_is_shown_and_does_not_count(tmp_path: Path, model_path: Path) -> None:
     run = await record(tmp_path, model_path, usual_groups(6), crash_at=5)
-    life = await tracer(run).trace("p/8/0/0")
-    trained = [event.detail for event in life.events if event.what == "trained"]
+    history = await tracer(run).trace("p/8/0/0")
+    trained = [event.detail for event in history.events if event.what == "trained"]
     assert len(trained) == 2
     assert ["undone by a crash" in detail for detail in trained] == [True, False]
-    assert [seen.fate for seen in life.appearances] == ["trained in step 5"]
+    assert [seen.fate for seen in history.records] == ["trained in step 5"]
 
 
 async def test_what_was_neither_trained_nor_skipped_is_pending_and_left_over_once_the_run_is_finished(
@@ -109,7 +109,7 @@ async def test_what_was_neither_trained_nor_skipped_is_pending_and_left_over_onc
     await run.scene.publish(members(40, 2)[0])
 
     async def fates(name: str) -> list[str]:
-        return [seen.fate for seen in (await tracer(run).trace(name)).appearances]
+        return [seen.fate for seen in (await tracer(run).trace(name)).records]
 
     assert await fates("p/40/0/0") == ["left over: the run is finished"]
     assert await fates("p/0/0/1") == ["trained in step 1"]

@@ -15,7 +15,7 @@ from tests.consumers.training.factories import make_trajectory
 from tests.inspection.replay.conftest import CULPRIT, RecordedRunFiles
 
 
-def life() -> TrajectoryHistory:
+def sample_history() -> TrajectoryHistory:
     spans = (
         VersionSpan(version=PolicyVersion(1, 3), start=0, end=1),
         VersionSpan(version=PolicyVersion(1, 4), start=1, end=4),
@@ -32,7 +32,7 @@ def life() -> TrajectoryHistory:
 def printed(*, terminal: bool) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, color_system="standard" if terminal else None, soft_wrap=True)
-    console.print(history_text(life(), lambda token_id: f"t{token_id}"))
+    console.print(history_text(sample_history(), lambda token_id: f"t{token_id}"))
     return out.getvalue()
 
 
