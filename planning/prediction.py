@@ -177,23 +177,24 @@ class StageTimes:
     def generation_s(self, workers: int) -> float:
         """Seconds of a step's sampling, the mean of the steps.
 
-        With a staleness bound of 0, from full slots to the last completion; with a greater one slots are always full,
-        and the longest completion may take one step more than the bound.
+        With a staleness bound of 0 a batch is sampled alone, to its last completion. With a greater one so many more
+        batches are under way beside it, and a step lasts no less than its tokens keep all slots busy for.
         """
         bound = self.settings.loop.staleness_bound
-        if not bound:
-            return sum(self._batch_s(step, workers) for step in self.sequences) / self.steps
+        alone_s = sum(self._batch_s(step, workers) for step in self.sequences) / self.steps
+        return max(alone_s / (bound + 1), self._full_slots_s(workers, bound) if bound else 0.0)
+
+    def _full_slots_s(self, workers: int, bound: int) -> float:
+        """Of a step's tokens, with as many slots busy all the time as staleness allows."""
         curve, slots = DecodeCurve(self.settings.emulation.decode), self.settings.generation.max_num_seqs
         at_once = min(slots, math.ceil((bound + 1) * len(self.sequences[0]) / workers))
         every = [sequence for step in self.sequences for sequence in step]
         tokens = sum(completion for _, completion in every)
         # A completion has half its tokens in the cache, on average over the time for which it runs.
-        weight = sum(completion * (prompt + completion / 2) for prompt, completion in every) / tokens
-        step_s = curve.leg_s(1, at_once, round(at_once * weight))
+        context = sum(completion * (prompt + completion / 2) for prompt, completion in every) / tokens
+        step_s = curve.leg_s(1, at_once, round(at_once * context))
         prefill_s = sum(prompt for prompt, _ in every) * curve.settings.prefill_s_per_token
-        full_s = (tokens / at_once * step_s + prefill_s) / workers / self.steps
-        longest = max(completion for _, completion in every)
-        return max(full_s, longest * step_s / (bound + 1)) + curve.settings.adopt_s
+        return (tokens / at_once * step_s + prefill_s) / workers / self.steps + curve.settings.adopt_s
 
     def _batch_s(self, sequences: Sequence[tuple[int, int]], workers: int) -> float:
         """Until a worker has sampled its even share of a batch, the longest first."""

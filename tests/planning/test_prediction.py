@@ -100,3 +100,26 @@ def test_the_advice_is_the_least_stale_of_the_best_and_reads_as_settings(tmp_pat
     assert f'mode = "{best.mode}"' in text
     assert f"workers = {best.split.workers}" in text
     assert isinstance(best.prediction, Prediction)
+
+
+def test_recorded_lengths_take_the_place_of_emulated_ones() -> None:
+    (choice,) = Planner(Demand(settings(), Site(2), recorded=[100, 100, 100])).choices(["synchronous"])
+    assert choice.prediction.tokens_per_s == pytest.approx(100 * choice.prediction.trajectories_per_s)
+
+
+def test_a_large_pipeline_is_simulated_in_part_and_the_output_says_so() -> None:
+    demand = Demand(settings("synchronous", groups_per_step=512), Site(6))
+    (choice,) = Planner(demand).choices(["synchronous"])
+    assert 0 < choice.simulated_share < 1
+    # Per step all groups of the whole are trained, and not those of the part.
+    per_step = choice.prediction.trajectories_per_s * choice.prediction.step_s
+    assert per_step == pytest.approx(512 * 2)
+    text = "\n".join(lines(demand, [choice]))
+    assert f"simulated with {choice.simulated_share:.0%} of the workers" in text
+
+
+def test_a_split_that_needs_training_over_several_devices_is_said_not_to_run_yet() -> None:
+    demand = Demand(settings(train_s=1e-2), Site(4))
+    (choice,) = Planner(demand).choices(["trajectory_async"])
+    assert choice.split.trainers > 1
+    assert "this split cannot be run yet" in "\n".join(lines(demand, [choice]))
