@@ -82,7 +82,7 @@ def problem_of(mutant: Mutant, red: Outcomes, green: Outcomes) -> str:
     """Why the mutant is not caught, or an empty string."""
     for test in mutant.tests:
         if (message := red.failure(test)) is None:
-            return f"{test} did not fail"
+            return f"{test} passed with the bug" if red.has_passed(test) else f"{test} was not run to its end"
         if SAYS_NOTHING.match(message):
             return f"{test} failed for another reason: {message}"
         if not green.has_passed(test):
@@ -134,15 +134,11 @@ def run_tests(root: Path, tests: Sequence[str]) -> Outcomes:
 
 
 def environment(root: Path) -> dict[str, str]:
-    """Imports come from ``root``, whatever is installed.
-
-    No byte code is kept: Python takes it for current by time in seconds and size, and a mutant may change neither.
-    """
+    """Imports come from ``root``, whatever is installed; pytest cuts its messages at so many columns."""
     return os.environ | {
         "PYTHONPATH": str(root),
-        "PYTHONDONTWRITEBYTECODE": "1",
         "HYPOTHESIS_STORAGE_DIRECTORY": str(root / ".hypothesis"),
-        "COLUMNS": "240",  # pytest cuts its messages there
+        "COLUMNS": "240",
     }
 
 
