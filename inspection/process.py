@@ -1,6 +1,7 @@
 """The process of a command that looks at a run: its priority, where it logs, and how it collects garbage.
 
-Knows no run, and imports next to nothing: a command calls ``lower_priority`` before it imports what takes time.
+Knows no run, and imports next to nothing: an audit, which is over soon, calls ``lower_priority`` before it imports what
+takes time. A display calls it when it is about to show something: whoever starts one waits for its first sight.
 
 Linux shares its processors between sessions first where it has autogroups, as most distributions do: a niceness then
 counts within one session only, and a command in another terminal takes as much from a trainer as any process. So the
@@ -65,7 +66,11 @@ def lower_priority() -> None:
         with suppress(OSError):  # the kernel lets nobody but the administrator do this ten times a second
             AUTOGROUP.write_text(str(NICENESS))
     os.nice(NICENESS)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # numpy's threads wait for work by turning, and get none here
+
+
+def use_one_thread() -> None:
+    """Call before numpy is imported: its threads wait for work by turning, and displays have none for them."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _continue_in_own_session() -> None:

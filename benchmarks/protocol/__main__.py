@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.paired import Pair, paired_cost
 from benchmarks.protocol.beside import audits_beside_a_demo
 from benchmarks.protocol.switched import BLOCK_STEPS
-from benchmarks.protocol.trial import Recording, Spent, switch_pairs, train
+from benchmarks.protocol.trial import Recording, ProcessorTime, switch_pairs, train
 from bus.embedded.cluster import start_cluster
 from bus.embedded.jars import KAFKA_VERSION
 from inspection.source import broker_of, open_run
@@ -77,7 +77,7 @@ class Measured:
     plain: list[float]
 
     @classmethod
-    def of(cls, on_first: Spent, off_first: Spent) -> "Measured":
+    def of(cls, on_first: ProcessorTime, off_first: ProcessorTime) -> "Measured":
         """From two runs."""
         return cls(switch_pairs(on_first, off_first), on_first.checkpoints, off_first.checkpoints)
 

@@ -62,14 +62,14 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Spent:
+class ProcessorTime:
     """Of one kind, the clock's or the processor's: seconds of each step but its checkpoint, and of each checkpoint."""
 
     steps: list[float]
     checkpoints: list[float]
 
     @classmethod
-    def of(cls, after_step: Sequence[float], checkpoint: Sequence[float]) -> "Spent":
+    def of(cls, after_step: Sequence[float], checkpoint: Sequence[float]) -> "ProcessorTime":
         """From what was spent after each step, and on its checkpoint; the first step is left out."""
         steps = [
             later - earlier - kept for (earlier, later), kept in zip(pairwise(after_step), checkpoint[1:], strict=True)
@@ -81,7 +81,7 @@ class Spent:
         return statistics.fmean(self.steps[number * BLOCK_STEPS - 1 : (number + 1) * BLOCK_STEPS - 1])
 
 
-def train(recording: Recording, phase: int, address: str, folder: Path, run: str, steps: int) -> tuple[Spent, Spent]:
+def train(recording: Recording, phase: int, address: str, folder: Path, run: str, steps: int) -> tuple[ProcessorTime, ProcessorTime]:
     """Train a recording with the switch in the trainer; by the clock, and by the processor.
 
     Raises:
@@ -102,10 +102,10 @@ def train(recording: Recording, phase: int, address: str, folder: Path, run: str
     if done.returncode or len(taken) != steps:
         raise RuntimeError(f"expected {steps} steps of {run}, got {len(taken)}: {(done.stdout + done.stderr)[-2000:]}")
     clock, processor, checkpoint_clock, checkpoint_processor = zip(*taken, strict=True)
-    return Spent.of(clock, checkpoint_clock), Spent.of(processor, checkpoint_processor)
+    return ProcessorTime.of(clock, checkpoint_clock), ProcessorTime.of(processor, checkpoint_processor)
 
 
-def switch_pairs(on_first: Spent, off_first: Spent) -> list[Pair]:
+def switch_pairs(on_first: ProcessorTime, off_first: ProcessorTime) -> list[Pair]:
     """The same trajectories trained in two runs, whose switches stood against each other.
 
     A pair is two blocks, one after the other, in both runs: what the blocks hold weighs the same in both kinds, and so

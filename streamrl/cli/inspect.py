@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from inspection.process import lower_priority
+from inspection.process import log_to_stderr, lower_priority, use_one_thread
 
 PastRun = Annotated[
     Path, typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file.")
@@ -40,7 +40,6 @@ def audit(
     """
     _give_way_to(run)
     from inspection.audit.command import audit_run
-    from inspection.process import log_to_stderr
 
     log_to_stderr()
     raise typer.Exit(audit_run(run, export, as_json=as_json))
@@ -51,7 +50,7 @@ def _give_way_to(run: Path | None) -> None:
 
     Not where a run's own broker has to be started first: it would inherit that, and be slow to come on a busy machine.
     """
-    from inspection.process import lower_priority
+    use_one_thread()
     from inspection.source import directory_of, nodes_of, own_broker
 
     if run is None or (directory := directory_of(run)) is None:
@@ -75,7 +74,6 @@ def ls(
 ) -> None:
     """List dead letters: when, from where, why, how large."""
     from inspection.dead_letters import list_dead_letters
-    from inspection.process import log_to_stderr
 
     log_to_stderr()
     raise typer.Exit(list_dead_letters(run, export, error_class, since, json_lines=as_json))
@@ -89,7 +87,6 @@ def dlq_show(
 ) -> None:
     """Print a dead letter: headers, first bytes, what decodes now."""
     from inspection.dead_letters import show_dead_letter
-    from inspection.process import log_to_stderr
 
     log_to_stderr()
     raise typer.Exit(show_dead_letter(run, export, offset))
@@ -108,7 +105,6 @@ def retry(
     Those that were sent before are left alone. Exit code 1 if some were refused.
     """
     from inspection.dead_letters import retry_dead_letters
-    from inspection.process import log_to_stderr
 
     log_to_stderr()
     raise typer.Exit(retry_dead_letters(run, offsets or [], everything=everything, dry_run=dry_run, force=force))
@@ -135,7 +131,6 @@ def export(
     Records byte by byte, and a manifest with checksums; audit, replay, show and report read them with --export.
     """
     from inspection.audit.command import export_run
-    from inspection.process import log_to_stderr
 
     log_to_stderr()
     raise typer.Exit(export_run(run, to, encoding, topics or []))
@@ -295,7 +290,6 @@ def tail(
     from inspection.diagnostics.connect import connect
     from inspection.diagnostics.tail import TailRequest
     from inspection.diagnostics.tail import tail as print_records
-    from inspection.process import log_to_stderr
 
     log_to_stderr()
     wish = TailRequest(topic, start, expression, partition or (), most, follow, as_json)
@@ -309,7 +303,6 @@ def status(where: Where = None, run: Run = "", bootstrap_servers: Servers = None
     """
     from inspection.diagnostics.connect import connect
     from inspection.diagnostics.status import show_status
-    from inspection.process import log_to_stderr
 
     log_to_stderr()
     raise typer.Exit(show_status(connect(where, run, bootstrap_servers), as_json=as_json))
@@ -328,7 +321,6 @@ def lag(
     """
     from inspection.diagnostics.connect import connect
     from inspection.diagnostics.lag import show_lag
-    from inspection.process import log_to_stderr
 
     log_to_stderr()
     raise typer.Exit(show_lag(connect(where, run, bootstrap_servers), interval, as_json=as_json))
@@ -340,7 +332,6 @@ def doctor(where: Where = None, run: Run = "", bootstrap_servers: Servers = None
     Broker, topics, sizes, codecs, clocks, disk, engine, GPU. Exit code 2 if something fails.
     """
     from inspection.diagnostics.doctor import run_doctor
-    from inspection.process import log_to_stderr
 
     log_to_stderr()
     raise typer.Exit(run_doctor(where, run, bootstrap_servers, as_json=as_json))
@@ -359,7 +350,6 @@ def trace(
     From its order to the weights it led to; the run needs telemetry.traces = "file".
     """
     from inspection.diagnostics.trace import show_trace
-    from inspection.process import log_to_stderr
 
     log_to_stderr()
     show_trace(name, where, as_json=as_json)
@@ -389,7 +379,6 @@ def report(
 
     Self-contained: curves, timelines, figures, settings.
     """
-    from inspection.process import log_to_stderr
     from inspection.report.command import report as write
 
     log_to_stderr()
@@ -415,13 +404,14 @@ def ui(
 
     The loop, curves, a timeline, trajectories, dead letters. Any number may look.
     """
-    lower_priority()
+    use_one_thread()
     from inspection.dashboard.command import serve
     from inspection.diagnostics.connect import connect
-    from inspection.process import log_to_stderr
 
     log_to_stderr()
-    raise typer.Exit(serve(connect(where, run, bootstrap_servers), where, host, port, open_browser=not no_open))
+    connection = connect(where, run, bootstrap_servers)
+    lower_priority()
+    raise typer.Exit(serve(connection, where, host, port, open_browser=not no_open))
 
 
 def top(
@@ -438,14 +428,16 @@ def top(
     The loop, curves, lengths, workers, trajectories, events. Any number may look. Where there is no terminal, it prints
     a line an interval until the run is finished.
     """
-    lower_priority()
+    use_one_thread()
     import sys
 
     from inspection.diagnostics.connect import connect
-    from inspection.process import log_to_stderr
     from inspection.terminal.command import LineOptions, show_top
 
     log_to_stderr()
+    connection = connect(where, run, bootstrap_servers)
+    if not once:
+        lower_priority()
     on_screen = sys.stdout.isatty() and sys.stdin.isatty() and not (once or as_json or plain)
     manner = LineOptions(interval, as_json, once)
-    raise typer.Exit(show_top(connect(where, run, bootstrap_servers), where, manner, on_screen=on_screen))
+    raise typer.Exit(show_top(connection, where, manner, on_screen=on_screen))

@@ -3,16 +3,16 @@ import pytest
 
 from benchmarks.protocol.__main__ import CHECKPOINT_EVERY
 from benchmarks.protocol.switched import BLOCK_STEPS, Switch
-from benchmarks.protocol.trial import WARM_UP_BLOCKS, Spent, switch_pairs
+from benchmarks.protocol.trial import WARM_UP_BLOCKS, ProcessorTime, switch_pairs
 
 STEPS = 120
 COST = 1.03
 
 
-def spent(phase: int, work: list[float], pace: float) -> Spent:
+def spent(phase: int, work: list[float], pace: float) -> ProcessorTime:
     """What a trainer would spend whose protocol costs three per cent while the switch is on."""
     switch = Switch(phase)
-    return Spent([pace * each * (COST if switch.is_on(step) else 1) for step, each in enumerate(work, 1)], [])
+    return ProcessorTime([pace * each * (COST if switch.is_on(step) else 1) for step, each in enumerate(work, 1)], [])
 
 
 def test_neither_a_steps_work_nor_a_runs_pace_is_taken_for_a_cost() -> None:
@@ -29,6 +29,6 @@ def test_all_checkpoints_of_a_run_are_of_one_kind() -> None:
 
 
 def test_a_checkpoint_is_counted_by_itself() -> None:
-    found = Spent.of([1.0, 2.0, 3.5, 4.5], [0.0, 0.0001, 0.5, 0.0])
+    found = ProcessorTime.of([1.0, 2.0, 3.5, 4.5], [0.0, 0.0001, 0.5, 0.0])
     assert found.steps == pytest.approx([0.0, 0.9999, 1.0, 1.0])
     assert found.checkpoints == [0.5]

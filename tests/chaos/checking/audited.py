@@ -9,7 +9,7 @@ from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from consumers.training.checkpoints.catalogue import read_manifests
 from inspection.audit.audit import audit
-from inspection.audit.verdict import Verdict
+from inspection.audit.report import AuditReport
 from tests.chaos.checking.checker import Findings
 from tests.chaos.checking.checkpoints import location_of
 from tests.chaos.runs.setting import Setting
@@ -27,7 +27,7 @@ async def audit_problems(setting: Setting, address: str, findings: Findings) -> 
     return [*(str(violation) for violation in verdict.violations), *_disagreements(verdict, findings)]
 
 
-def _disagreements(verdict: Verdict, findings: Findings) -> list[str]:
+def _disagreements(verdict: AuditReport, findings: Findings) -> list[str]:
     theirs = {
         "produced": verdict.produced,
         "trained": sum(each.trained for each in verdict.algorithms),
