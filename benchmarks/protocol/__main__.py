@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.paired import Pair, paired_cost
 from benchmarks.protocol.beside import audits_beside_a_demo
 from benchmarks.protocol.switched import BLOCK_STEPS
-from benchmarks.protocol.trial import Recording, ProcessorTime, switch_pairs, train
+from benchmarks.protocol.trial import ProcessorTime, Recording, switch_pairs, train
 from bus.embedded.cluster import start_cluster
 from bus.embedded.jars import KAFKA_VERSION
 from inspection.source import broker_of, open_run

@@ -81,7 +81,9 @@ class ProcessorTime:
         return statistics.fmean(self.steps[number * BLOCK_STEPS - 1 : (number + 1) * BLOCK_STEPS - 1])
 
 
-def train(recording: Recording, phase: int, address: str, folder: Path, run: str, steps: int) -> tuple[ProcessorTime, ProcessorTime]:
+def train(
+    recording: Recording, phase: int, address: str, folder: Path, run: str, steps: int
+) -> tuple[ProcessorTime, ProcessorTime]:
     """Train a recording with the switch in the trainer; by the clock, and by the processor.
 
     Raises:
