@@ -2,7 +2,7 @@
 
 >>> import streamrl
 >>> run = streamrl.run("streamrl.toml", training__max_steps=200)
->>> run.summary["reward_after"], run.audit().is_balanced
+>>> run.summary["reward_last"], run.audit().is_balanced
 >>> run.trajectories().to_pandas()
 
 Names are loaded when they are first used, so that the command line stays light.
