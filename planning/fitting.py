@@ -36,6 +36,7 @@ def fit_decode(points: Sequence[DecodePoint]) -> tuple[tuple[tuple[int, float], 
     The table's rises from batch to batch are the coefficients, so that it cannot fall.
     """
     batches = sorted({point.batch for point in points})
+    # t(b) = sum of rises up to b, so a point's row has a 1 for each batch up to its own: [points, batches + 1].
     rows = np.array([[*(float(point.batch >= batch) for batch in batches), float(point.context)] for point in points])
     found = nonnegative(rows, np.array([point.seconds for point in points]))
     seconds = np.maximum(np.cumsum(found[:-1]), SHORTEST_S)
@@ -80,11 +81,14 @@ def nonnegative(rows: Matrix, values: Matrix) -> Matrix:
         rows: (points, coefficients), columns in any unit.
         values: (points), above 0.
     """
+    # Each row is divided by its value, so that errors are relative; each column by its largest entry, so that squared
+    # lengths and counts can share one tolerance.
     scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(float).tiny)
     weighted, wanted = rows / scale / values[:, None], np.ones(len(values))
     found = np.zeros(rows.shape[1])
     passive = np.zeros(rows.shape[1], dtype=bool)
     for _ in range(30 * rows.shape[1]):
+        # w = A^T (b - A x): where it is above 0, a coefficient that is 0 so far would help if it grew.
         slope = weighted.T @ (wanted - weighted @ found)
         if passive.all() or slope[~passive].max() <= 1e-10:
             break
@@ -101,6 +105,7 @@ def _feasible(rows: Matrix, values: Matrix, found: Matrix, passive: NDArray[np.b
         wrong = passive & (best <= 0)
         if not wrong.any():
             return best
+        # alpha = min x / (x - best) over those: as far as one can go with none below 0.
         step = np.min(found[wrong] / np.maximum(found[wrong] - best[wrong], 1e-300))
         found = found + step * (best - found)
         passive &= found > 1e-14

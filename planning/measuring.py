@@ -45,6 +45,7 @@ def endless_model(model: str, directory: Path) -> Path:
     directory.mkdir(parents=True)
     for path in source.iterdir():
         if path.is_file() and path.name not in REWRITTEN:
+            # Resolved: a relative target would be looked for beside the link.
             (directory / path.name).symlink_to(path.resolve())
     for name in REWRITTEN:
         if (source / name).is_file():
@@ -66,6 +67,7 @@ def _local(model: str) -> Path:
 
 
 def _without_end(content: dict[str, Any]) -> dict[str, Any]:
+    # Recursive: a model of several parts has one in the configuration of each.
     return {
         name: _without_end(value) if isinstance(value, dict) else None if name == END else value
         for name, value in content.items()
@@ -114,6 +116,7 @@ class DecodeMeter:
         In a batch they are as different as a run's: the longest, and others down to an eighth of it. An engine that
         pads to the longest is measured as it will be used; for others only their sum counts.
         """
+        # Steps that do not count: what an engine does once, at its first ones, is no part of any point.
         self._fill([SHORTEST_PROMPT] * min(batches))
         self._timed()
         self.decoder.clear()
@@ -122,6 +125,7 @@ class DecodeMeter:
                 running = self._fill(uneven(context, batch))
                 before = _cached(running)
                 seconds = self._timed()
+                # Caches grow by a token a step each; the median step had about the mean of both ends.
                 yield DecodePoint(batch, (before + _cached(running)) // 2, seconds)
                 self.decoder.clear()
 
@@ -129,6 +133,7 @@ class DecodeMeter:
         """Points for so many prompts of each length at once, on an otherwise empty decoder."""
         for length in lengths:
             for number in counts:
+                # The fastest: others were disturbed. A difference of two measurements may still come out below zero.
                 seconds = min(self._prefill_s(number, length) for _ in range(PREFILLS))
                 yield PrefillPoint(number, number * length, max(0.0, seconds))
 
@@ -137,6 +142,7 @@ class DecodeMeter:
         began = self.clock()
         rounds = self._until_all_run(running)
         seconds = self.clock() - began
+        # Each round also decoded a token, which is no part of the prefill.
         seconds -= rounds * self._timed()
         self.decoder.clear()
         return seconds
@@ -151,6 +157,7 @@ class DecodeMeter:
         return running
 
     def _add(self, lengths: Sequence[int]) -> list[ActiveCompletion]:
+        # Random tokens: no prompt of a batch shares a prefix with another, which an engine could compute once for both.
         chance = random.Random(sum(lengths))
         running = []
         for index, length in enumerate(lengths):
@@ -221,13 +228,15 @@ class TrainMeter:
     async def steps_at(self, lengths: Sequence[int], budget: int) -> "Sequence[StepPoint]":
         """Points for sequences of these lengths: one row, half a budget and a whole one, in one or three passes."""
         points = []
+        # A first step makes the optimizer's state, and is not counted.
         await self._step(synthetic(1, min(lengths), self.policy.limits.vocabulary), 1)
         for rows, length in _shapes(lengths, budget):
             batch = synthetic(rows, length, self.policy.limits.vocabulary)
+            # Two numbers of passes tell the cost of a micro-batch from that of the optimizer, which comes once a step.
             for passes in (1, 3):
                 seconds = min([await self._step(batch, passes) for _ in range(self.repeats)])
                 tokens = passes * rows * length
-                points.append(StepPoint(passes, tokens, tokens * length, seconds))
+                points.append(StepPoint(passes, tokens, tokens * length, seconds))  # sum of n^2 = passes * rows * n^2
         return points
 
     async def export(self, version: PolicyVersion) -> tuple[str, float]:
@@ -256,7 +265,7 @@ def synthetic(rows: int, length: int, vocabulary: int) -> MicroBatch:
     """A micro-batch without padding: random tokens, half of them completion, advantages of both signs."""
     chance = np.random.default_rng(length * 4099 + rows)
     mask = np.zeros((rows, length), dtype=np.float32)
-    mask[:, max(1, length // 2) :] = 1.0
+    mask[:, max(1, length // 2) :] = 1.0  # [rows, length]; the first token has nothing before it that predicts it
     return MicroBatch(
         input_ids=chance.integers(0, min(vocabulary, LARGEST_ID), (rows, length), dtype=np.int64),
         attention_mask=np.ones((rows, length), dtype=np.int64),

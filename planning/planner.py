@@ -72,6 +72,8 @@ def one_site(
     found: list[Split] = []
     for workers in range(1, devices):
         for trainers in range(1, devices - workers + 1):
+            # In no mode is a step shorter than its training: who trains longer than the worst step kept is out, before
+            # the dearer estimate, for which batches are sampled in emulation.
             bound = found[-1].step_s if len(found) >= candidates else float("inf")
             training = train_s(trainers)
             if training > bound:
@@ -87,6 +89,7 @@ def two_sites(
 ) -> Split:
     """Of devices that only generate and others that only train: the faster stage gives back what it does not need."""
     generating, training = generate_s(workers), train_s(trainers)
+    # So many that both take as long, as nearly as whole devices can; ties go to fewer of them.
     if generating < training:
         workers = min(range(1, workers + 1), key=lambda number: (abs(generate_s(number) - training), number))
     else:
@@ -129,8 +132,9 @@ def token_budget(costs: TrainingCosts, longest: int, configured: int) -> int:
     if not costs.forward_backward_s_per_micro_batch or not costs.forward_backward_s_per_token:
         return configured
     launch = costs.forward_backward_s_per_micro_batch / costs.forward_backward_s_per_token
+    # launch / (launch + tokens) = OVERHEAD, solved for tokens; ``launch``: tokens that could be computed meanwhile.
     wanted = max(float(longest), launch * (1 - OVERHEAD) / OVERHEAD)
-    return 1 << max(0, (int(wanted) - 1).bit_length())
+    return 1 << max(0, (int(wanted) - 1).bit_length())  # 2 ** ceil(log2(wanted)), in whole numbers
 
 
 # `streamrl plan`: which devices generate, which train, with which settings, and what that delivers. Runs nothing.
@@ -146,7 +150,7 @@ MOST_TRAJECTORIES = 256
 with their share of the groups and of the training. The whole's rates are extrapolated from it; the part meets very long
 completions less often, which flatters modes that wait for the last completion of a batch."""
 SECONDS_AN_HOUR = 3600.0
-BITS = 8e9
+BITS = 8e9  # of a gigabyte
 
 
 @dataclass(frozen=True)
@@ -206,10 +210,12 @@ class Planner:
         with _expecting(self.demand) as demand:
             if len(modes) == 1:
                 return [ModeSearch.of(demand, modes[0]).best()]
+            # Processes, not threads: a simulation is pure Python on one core, and the modes know nothing of each other.
             with ProcessPoolExecutor(min(len(modes), os.cpu_count() or 1)) as pool:
                 return list(pool.map(_best, [demand] * len(modes), modes))
 
 
+# At the module's level, so that it can be pickled for another process.
 def _best(demand: Demand, mode: Mode) -> Choice:
     return ModeSearch.of(demand, mode).best()
 
@@ -264,6 +270,7 @@ class ModeSearch:
             ((split, self._simulated(settings, split)) for split in self._splits()),
             key=lambda pair: pair[1].trajectories_per_s,
         )
+        # Slots first, so that staleness bounds are tried with as many slots as there will be.
         settings, prediction = self._fewer_slots(settings, split, prediction)
         settings, prediction = self._fresher(settings, split, prediction)
         return Choice(
@@ -281,6 +288,7 @@ class ModeSearch:
         stages = StageTimes(self.settings, self.source, STEPS)
         hand_over_s = LOCAL_RUN.fetch_s * time_scale(self.settings) + self._transfer_s
         at_site = composed(self.mode, hand_over_s + self.settings.emulation.decode.adopt_s)
+        # Cached, since a number of workers comes up in the splits with each number of trainers.
         generate_s, train_s, demand = cache(stages.generation_s), cache(stages.training_s), self.demand
         if demand.training is not None:
             return [two_sites(demand.generation.devices, demand.training.devices, generate_s, train_s, at_site)]
@@ -319,7 +327,7 @@ class ModeSearch:
         prediction = simulate(
             part,
             self.source,
-            steps=STEPS + settings.loop.staleness_bound,
+            steps=STEPS + settings.loop.staleness_bound,  # a deeper pipeline takes as many more steps to fill
             transfer_s=self._transfer_s,
             training_devices=split.trainers * share,
         )
@@ -346,12 +354,14 @@ class ModeSearch:
     def _cost(self, split: Split, prediction: Prediction) -> float:
         generation, training = self.demand.generation, self.demand.training or self.demand.generation
         hourly = split.workers * generation.price + split.trainers * training.price
+        # Seconds for a million trajectories, times the price of a second of all devices.
         return 1e6 / prediction.trajectories_per_s * hourly / SECONDS_AN_HOUR
 
 
 def best_of(choices: Sequence[Choice]) -> Choice:
     """The one with the least staleness among those that deliver next to the most."""
     most = max(choice.prediction.trajectories_per_s for choice in choices)
+    # Twice ``WORTH``: each choice may already have given up that share for less staleness within its own mode.
     return min(
         (choice for choice in choices if choice.prediction.trajectories_per_s >= most * (1 - 2 * WORTH)),
         key=lambda choice: choice.max_staleness,

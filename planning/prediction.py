@@ -96,7 +96,9 @@ def simulate(
     scale = time_scale(settings)
     stages = StageTimes(settings, source, 1)
     step_s = max(stages.generation_s(settings.run.workers), stages.training_s(training_devices))
+    # ``pace``: emulated seconds in a virtual one, so that a step lasts at most about ``LONGEST_STEP_S`` virtual ones.
     pace = max(scale, step_s / LONGEST_STEP_S)
+    # Wall-clock seconds * scale = emulated ones, / pace = virtual ones; a transfer is given in emulated ones already.
     latencies = LOCAL_RUN.times(scale / pace)
     paced = settings.model_copy(
         update={
@@ -114,7 +116,9 @@ def summed_up(run: SimulatedRun, settings: Settings) -> Prediction:
     """Figures of the steps after the first ones, which find the slots empty and nothing generated ahead."""
     scale, loop = settings.emulation.time_scale, settings.loop
     start, *steps = run.steps
+    # With a staleness bound of k the first k + 1 batches go out at once. Of a short run half the steps are counted.
     warm_up = min(1 + loop.staleness_bound, len(steps) // 2)
+    # ``run.steps`` has step 0 in front: ``before`` is the mark at which the first counted step begins.
     counted, before, last = steps[warm_up:], run.steps[warm_up], steps[-1]
     seconds = (last.report.sent_at - before.report.sent_at) * scale
     groups = [group for step in counted for group in step.report.group_ids]
@@ -127,6 +131,7 @@ def summed_up(run: SimulatedRun, settings: Settings) -> Prediction:
         steps=len(steps),
         warm_up=warm_up,
         step_ends=tuple((step.report.sent_at - start.report.sent_at) * scale for step in steps),
+        # Busy slot-seconds over all of them: workers * slots * seconds.
         slots_busy=(last.slot_s - before.slot_s) * scale / (worker_s * settings.generation.max_num_seqs),
         workers_idle=(last.idle_s - before.idle_s) * scale / worker_s,
         trainer_busy=training_s / seconds,
@@ -167,6 +172,7 @@ class StageTimes:
         costs = shared_costs(self.settings.emulation.training, devices)
         lengths = [sum(sequence) for step in self.sequences for sequence in step]
         tokens, squares = sum(lengths), sum(length * length for length in lengths)
+        # a * sum(n) + b * sum(n^2) + c * sum(n) / token budget: micro-batches are taken to be full, and unpadded.
         seconds = (
             costs.forward_backward_s_per_token * tokens
             + costs.forward_backward_s_per_squared_token * squares
@@ -187,10 +193,12 @@ class StageTimes:
     def _full_slots_s(self, workers: int, bound: int) -> float:
         """Of a step's tokens, with as many slots busy all the time as staleness allows."""
         curve, slots = DecodeCurve(self.settings.emulation.decode), self.settings.generation.max_num_seqs
+        # (k + 1) batches are under way at most, divided among the workers.
         at_once = min(slots, math.ceil((bound + 1) * len(self.sequences[0]) / workers))
         every = [sequence for step in self.sequences for sequence in step]
         tokens = sum(completion for _, completion in every)
-        # A completion has half its tokens in the cache, on average over the time for which it runs.
+        # A completion has half its tokens in the cache, on average over the time for which it runs; weighted by tokens,
+        # since a completion of n tokens is in the batch for n steps.
         context = sum(completion * (prompt + completion / 2) for prompt, completion in every) / tokens
         step_s = curve.leg_s(1, at_once, round(at_once * context))
         prefill_s = sum(prompt for prompt, _ in every) * curve.settings.prefill_s_per_token
@@ -200,6 +208,7 @@ class StageTimes:
         """Until a worker has sampled its even share of a batch, the longest first."""
         slots = self.settings.generation.max_num_seqs
         decode = self.settings.emulation.decode.model_copy(update={"chunk_tokens": 0})
+        # Every ``workers``-th of the sorted ones, from the longest on: the worker that is over last.
         share: EmulatedBatch[int] = EmulatedBatch(DecodeCurve(decode), slots, 0)
         for prompt, completion in sorted(sequences, key=lambda sequence: -sequence[1])[::workers]:
             share.arrive(EmulatedSequence(prompt, completion), 0.0)

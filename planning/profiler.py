@@ -46,6 +46,7 @@ def levels(shortest: int, longest: int, number: int) -> list[int]:
     """So many lengths from the shortest to the longest, each the same multiple of the one before."""
     if longest <= shortest or number < 2:
         return [max(1, min(shortest, longest))]
+    # longest = shortest * factor ** (number - 1); rounding may make two short lengths one.
     factor = (longest / shortest) ** (1 / (number - 1))
     return sorted({round(shortest * factor**power) for power in range(number)})
 
@@ -109,6 +110,7 @@ def _measured(settings: Settings, effort: Effort, scratch: Path, progress: Progr
     progress(f"loading {settings.model.path} into {settings.generation.engine}")
     with _decoder(settings, scratch) as meter_of:
         meter = meter_of(effort.decode_steps)
+        # Into an empty decoder: ``adopt_s`` is then the weights' alone.
         progress("measuring weight transfer")
         transfers = asyncio.run(_transfer(trained.versions, scratch, meter.decoder))
         progress("measuring prefills and decode steps")
@@ -118,6 +120,7 @@ def _measured(settings: Settings, effort: Effort, scratch: Path, progress: Progr
         steps = list(meter.steps_at(sizes, contexts(settings, longest, effort)))
     table, context_s, decode_fits = fit_decode(steps)
     prefill_s, prefill_fits = fit_prefill(prefills)
+    # Medians: one slow transfer of the three must not count.
     adopt_s = sorted(point.adopt_s for point in transfers)[len(transfers) // 2]
     transfer_s = sorted(point.total_s for point in transfers)[len(transfers) // 2]
     decode = DecodeSettings(table=table, context_s_per_token=context_s, prefill_s_per_token=prefill_s, adopt_s=adopt_s)
@@ -142,6 +145,7 @@ def _profile(settings: Settings, decode: DecodeSettings, training: TrainingCosts
 
 async def _train(settings: Settings, effort: Effort, scratch: Path) -> _Trained:
     """Three versions are exported, for the transfers; the policy is gone afterwards."""
+    # Imported here: they load torch, which the profile of an emulated run does without.
     from consumers.training.checkpoints.storage import open_storage
     from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
 
@@ -165,8 +169,9 @@ async def _train(settings: Settings, effort: Effort, scratch: Path) -> _Trained:
                 )
             )
     finally:
-        compute.close()
+        compute.close()  # its thread holds the policy, which must be gone before the decoder is loaded
     costs, fitted = fit_training(measured)
+    # [1]: the median of three exports.
     return _Trained(costs.model_copy(update={"export_s": sorted(seconds)[1]}), fitted, versions)
 
 
@@ -178,6 +183,7 @@ async def _transfer(versions: list[WeightsReady], scratch: Path, decoder: Decode
 
 @contextmanager
 def _decoder(settings: Settings, scratch: Path) -> Iterator[Callable[[int], DecodeMeter]]:
+    # A completion that ended by itself would leave a smaller batch than the point says.
     model = endless_model(settings.model.path, scratch / "model")
     decoder = build_decoder(settings.generation, model)
     facts = decoder.load()

@@ -141,7 +141,9 @@ class SimulatedPipeline:
             DataError: its prompts or lengths cannot be read.
             Stuck: it does not come to its last step.
         """
+        # Only virtual time bounds it: a large pipeline rightly makes millions of callbacks, thousands at one moment.
         bounds = {"max_seconds": LONGEST_S, "max_callbacks": float("inf"), "max_at_once": float("inf")}
+        # Left in reverse order: the loop ends its tasks while the directory that they write into is still there.
         with (
             _silence(),
             tempfile.TemporaryDirectory(prefix="streamrl-simulation-") as scratch,
@@ -157,6 +159,7 @@ def _emulated(settings: Settings, scratch: Path) -> Settings:
     Constant rewards would otherwise have every group skipped where groups without a spread are.
     """
 
+    # ``model_copy`` validates nothing, so these values have to be right as they stand.
     def changed(section: str, **values: object) -> Any:
         return getattr(settings, section).model_copy(update=values)
 
@@ -175,6 +178,7 @@ def _emulated(settings: Settings, scratch: Path) -> Settings:
 
 @contextmanager
 def _silence() -> Iterator[None]:
+    # structlog is configured for the whole process, so whoever simulates gets its own logging back afterwards.
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
@@ -198,6 +202,7 @@ class _Parts:
         self.bus = DelayedBus(delays=self.pipeline.latencies.of_topics(name))
         for topic in CATALOGUE:
             self.bus.create_topic(topic.full_name(name), topic.partition_count(partitions))
+        # Called before any delay: a step is marked at the moment when it ends, not when somebody reads of it.
         self.bus.written = self._mark
         self.device = MeteredDevice(self.settings.emulation.time_scale, self.clock)
 
@@ -210,10 +215,12 @@ class _Parts:
         others = [asyncio.create_task(coordinator.run(stop)), asyncio.create_task(dispatcher.run(stop))]
         others += [asyncio.create_task(worker.run(stop)) for worker in workers]
         training = asyncio.create_task(trainer.run(stop))
+        # Not for the trainer alone: with a role gone it would wait until ``LONGEST_S``, and hide why that role failed.
         await asyncio.wait([training, *others], return_when=asyncio.FIRST_COMPLETED)
         for ended in (task for task in others if task.done() and not training.done()):
             ended.result()
         await training
+        # Only now: up to its last step the trainer lives on what the others send.
         stop.set()
         await asyncio.gather(*others)
         tokens: defaultdict[str, int] = defaultdict(int)
@@ -226,14 +233,17 @@ class _Parts:
         """A record is written; with that of a step, take down how busy the slots were."""
         if record.topic != STEPS.full_name(self.settings.run.name) or record.value is None:
             return
+        # Made up to be decoded: partition, offset and timestamp say nothing here.
         message = Record(record.topic, 0, 0, record.key, record.value, record.headers, 0.0).message()
         if isinstance(message, StepReport):
+            # Before the sums are taken: an engine's own reach only up to its last request that came or went.
             for engine in self.engines:
                 engine.meter()
             mark = StepMark(
                 report=message,
                 slot_s=sum(engine.slot_s for engine in self.engines),
                 idle_s=sum(engine.idle_s for engine in self.engines),
+                # Emulated seconds into virtual ones, which the other two are in already.
                 training_s=self.device.launched_s / self.settings.emulation.time_scale,
             )
             self.steps.append(mark)
@@ -249,6 +259,7 @@ class _Parts:
             predictor=build_predictor(settings.lengths, settings.loop, lengths),
             clock=self.clock,
             curve=decode_curve(settings),
+            # How far back the oldest checkpoint that is kept may lie.
             history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
         )
 
@@ -259,6 +270,7 @@ class _Parts:
         checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
         scale = settings.emulation.time_scale
         costs = shared_costs(settings.emulation.training, self.pipeline.training_devices)
+        # Latencies are virtual seconds, costs emulated ones: the device divides by the scale again.
         costs = costs.model_copy(update={"optimizer_step_s": costs.optimizer_step_s + latencies.step_s * scale})
 
         def open_policy(restored: RestoredCheckpoint | None) -> EmulatedPolicy:
@@ -296,13 +308,14 @@ class _Parts:
             rewards=ConstantRewards(settings.rewards.names),
             weights_cache=settings.run.path / "workers" / worker_id,
             clock=self.clock,
-            monotonic=self.clock,
+            monotonic=self.clock,  # both clocks: the machine's own would hardly move during a simulation
             open_fetcher=lambda *_: StoreFetcher(settings.run.weights_store, self.pipeline.latencies.fetch_s),  # type: ignore[arg-type]
         )
 
 
 def shared_costs(costs: TrainingCosts, devices: float) -> TrainingCosts:
     """What a step costs where so many devices share each micro-batch evenly; optimizer and export stay whole."""
+    # step = (per_micro_batch * M + per_token * T + per_squared_token * Q) / devices + optimizer_step + export
     shared = ("per_micro_batch", "per_token", "per_squared_token")
     names = [f"forward_backward_s_{name}" for name in shared]
     return costs.model_copy(update={name: getattr(costs, name) / devices for name in names})
@@ -344,6 +357,7 @@ class BusyPolicy(EmulatedPolicy):
 
     def accumulate(self, batch: MicroBatch) -> None:
         """Launch a forward and backward pass, after what was done to make the batch."""
+        # ``lengths`` has one entry a trajectory. Launched first: the pass then begins after that work.
         self._own_device.launch(len(batch.lengths) * self._trajectory_s)
         super().accumulate(batch)
 
@@ -362,8 +376,10 @@ class MeteredEngine(EmulatedEngine):
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         """As the emulated engine does, counted."""
+        # Before the count changes: the time until now passed with the old one.
         self.meter()
         self._requests += 1
+        # A request is named after its trajectory: <group>/<sample index>.
         group = request.request_id.rpartition("/")[0]
         try:
             async for delta in super().generate(request):
@@ -377,6 +393,7 @@ class MeteredEngine(EmulatedEngine):
         """Count the time since the last call. Continuous batching: so many requests keep as many slots busy."""
         now = self._clock()
         elapsed, self._metered_at = now - self._metered_at, now
+        # Requests beyond the slots wait in the engine and keep nothing busy.
         self.slot_s += elapsed * min(self._requests, self.max_num_seqs)
         self.idle_s += elapsed * (not self._requests)
 
@@ -425,6 +442,7 @@ class DelayedBus(MemoryBus):
     def append(self, record: Outgoing, number: int) -> Position:
         """Write; the position is known at once, also where readers have to wait for the record."""
         loop, tp = asyncio.get_running_loop(), TopicPartition(record.topic, number)
+        # Not the length of the log, which grows only when a record is shown: offsets would be given twice.
         position = Position(record.topic, number, self._ends[tp])
         self._ends[tp] += 1
         kept = Record(*position, record.key, record.value, record.headers, timestamp=loop.time())
@@ -454,6 +472,7 @@ class DelayedPublisher(MemoryPublisher):
 
     async def write(self, records: Iterable[Outgoing]) -> list[Position]:
         """Write all of them or none, and nothing of others in between."""
+        # All partitions first: a wrong one is refused before anything was written. No await, so nobody comes between.
         numbered = [(record, self._partition_for(record)) for record in records]
         return [self.bus.append(record, number) for record, number in numbered]
 
@@ -471,17 +490,19 @@ class DelayedSubscription(MemorySubscription):
         deadline = loop.time() + timeout_s
         await asyncio.sleep(0)  # so that a caller that asks without waiting lets others write
         while not (batch := self._take(max_records)) and loop.time() < deadline:
+            # Records and the deadline wake it alike; the loop's condition tells which of them it was.
             self._waiting = loop.create_future()
             timer = loop.call_at(deadline, self.wake)
             try:
                 await self._waiting
             finally:
-                timer.cancel()
+                timer.cancel()  # left set, it would wake a later poll for nothing
                 self._waiting = None
         return batch
 
     def wake(self) -> None:
         """There may be something to read."""
+        # A future takes one result only, and several records may come at one moment.
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 

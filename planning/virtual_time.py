@@ -72,14 +72,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
+        # Time stands still while anything can run: work itself takes no virtual time.
         if not ready:
             while timers and timers[0][2].cancelled():
                 heapq.heappop(timers)
+            # Sockets and threads, which could wake a real loop, are none of this one's.
             if not timers:
                 raise Stuck("deadlock: nothing is ready and no timer is set")
             self._jump(timers[0][0])
         while timers and timers[0][0] <= self._now:
             ready.append(heapq.heappop(timers)[2])
+        # As in asyncio: what these callbacks make ready has to wait for the next round.
         count = len(ready)
         self._count(count)
         for _ in range(count):
@@ -118,6 +121,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         try:
             result = func(*args)
         except Exception as error:  # whatever the call raises belongs to whoever waits for it
+            # Whoever waited may have been cancelled meanwhile, and the future with it.
             if not future.done():
                 future.set_exception(error)
         else:
@@ -133,6 +137,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def sweep(self) -> None:
         """End every task that is left, without bounds of time, so that no coroutine is destroyed half-way."""
+        # The simulation may have ended at one of its bounds; tasks that are cancelled need room beyond them.
         self._limit = float("inf")
         self._max_callbacks += 1_000_000
         self.set_exception_handler(lambda _loop, _context: None)
@@ -145,7 +150,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._at_this_moment = 0
             try:
                 self.run_until_complete(asyncio.wait(left, timeout=60.0))
-            except Stuck:
+            except Stuck:  # a task that waits on in spite of being cancelled gets another round
                 continue
         self.run_until_complete(self.shutdown_asyncgens())
 
