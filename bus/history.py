@@ -69,9 +69,11 @@ class BusHistory:
         try:
             subscription = await self.bus.subscribe(topics, client_id=self.client_id)
         except TopicMissing:
+            # Asked one by one then, so that one missing topic does not hide the others.
             each = [await self.extents(topic) for topic in topics] if len(topics) > 1 else []
             return {tp: extent for found in each for tp, extent in found.items()}
         try:
+            # Only offsets are wanted: a reader that is not paused would fetch records meanwhile.
             subscription.pause(subscription.partitions())
             found: dict[TopicPartition, Extent] = {}
             for topic in topics:
@@ -82,6 +84,7 @@ class BusHistory:
 
     async def _extents_of(self, topic: str, subscription: Subscription) -> dict[TopicPartition, Extent]:
         first, end = await subscription.beginning_offsets(), await subscription.end_offsets()
+        # Two questions at two moments: if the topic changed in between, an extent is empty, never negative.
         return {tp: Extent(first[tp], max(first[tp], end[tp])) for tp in sorted(end) if tp.topic == topic}
 
     def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncGenerator[Record, None]:
@@ -128,6 +131,7 @@ class BusHistory:
             subscription = await self.bus.subscribe([topic], client_id=self.client_id)
         except TopicMissing:
             return None
+        # The ends are taken once: a log that grows while it is read would otherwise never be read to its end.
         return _OpenReading(subscription, await subscription.end_offsets())
 
     async def _open_ranges(self, ranges: Mapping[TopicPartition, Extent]) -> "_OpenReading | None":
@@ -138,6 +142,8 @@ class BusHistory:
         try:
             subscription = await self._subscribe(wanted)
         except (DataLossRefused, BusError) as error:
+            # A silent broker says nothing of what is held. All else (offsets gone, a topic or a partition missing) is
+            # answered by narrowing the wish to what there is; the second refusal is then the caller's to see.
             if isinstance(error, BusUnavailable) and not isinstance(error, TopicMissing):
                 raise
             held = await self.extents(*{tp.topic for tp in wanted})
@@ -151,6 +157,7 @@ class BusHistory:
     async def _subscribe(self, wanted: Mapping[TopicPartition, Extent]) -> Subscription:
         topics, numbers = {tp.topic for tp in wanted}, {tp.partition for tp in wanted}
         start = {tp: extent.first for tp, extent in wanted.items()}
+        # The bus reads every one of these numbers of every topic; pairs that nobody asked for are paused right away.
         subscription = await self.bus.subscribe(topics, client_id=self.client_id, start=start, partitions=numbers)
         subscription.pause(subscription.partitions() - start.keys())
         return subscription
@@ -172,6 +179,7 @@ async def _read(begin: Callable[[], Awaitable[_OpenReading | None]]) -> AsyncGen
             for record in records:
                 yield record
     finally:
+        # Reached for a reader that stops early only when it closes the generator; see the docstring of ``records``.
         await reading.subscription.close()
 
 
@@ -187,11 +195,13 @@ async def _read_until(subscription: Subscription, ends: dict[TopicPartition, int
     while unread:
         records = await subscription.poll(max_records=MAX_RECORDS, timeout_s=POLL_S)
         yield [record for record in records if record.offset < bounds.get((record.topic, record.partition), 0)]
+        # Ended by the position and not by the last record: transaction markers take offsets too, undelivered.
         positions = await subscription.positions()
         finished = [tp for tp, end in unread.items() if positions[tp] >= end]
         subscription.pause(finished)
         for tp in finished:
             del unread[tp]
+        # Timed after the yield: what the reader takes for these records is not counted as a stall of the broker.
         if records or finished:
             moved_at = clock()
         elif clock() - moved_at > STALL_S:
@@ -206,6 +216,7 @@ def _common(one: Extent, other: Extent) -> Extent:
 def _rounds(positions: Iterable[tuple[int, int]]) -> list[dict[int, Extent]]:
     """Ranges that hold all positions, as few rounds of at most one range a partition as neighbourhood allows."""
     ranges: dict[int, list[Extent]] = {}
+    # Ascending, so that an offset has to be compared with the last range alone.
     for partition, offset in sorted(positions):
         known = ranges.setdefault(partition, [])
         if known and offset - known[-1].end < NEIGHBOURS:
@@ -213,4 +224,5 @@ def _rounds(positions: Iterable[tuple[int, int]]) -> list[dict[int, Extent]]:
         else:
             known.append(Extent(offset, offset + 1))
     count = max((len(known) for known in ranges.values()), default=0)
+    # A subscription stands at one position a partition: the second range of a partition has to wait for the next round.
     return [{p: known[number] for p, known in ranges.items() if number < len(known)} for number in range(count)]

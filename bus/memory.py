@@ -95,13 +95,15 @@ class MemoryPublisher:
         """Append, and return a future that is already resolved."""
         (position,) = await self.write([record])
         future: asyncio.Future[Position] = asyncio.get_running_loop().create_future()
-        future.set_result(position)
+        future.set_result(position)  # no deadline: appending cannot be left in doubt
         return future
 
     async def write(self, records: Sequence[Outgoing]) -> list[Position]:
         """Append all of them or none, and nothing of others in between."""
         if self.closed:
             raise BusError(f"publisher {self.client_id} is closed; open a new one")
+        # All partitions before the first append, so that a wrong one leaves nothing behind; and no await until all are
+        # in, so that nobody else's record comes in between.
         numbers = [self._partition_for(record) for record in records]
         positions = [self._append(record, number) for record, number in zip(records, numbers, strict=True)]
         async with self.bus.arrived:
@@ -150,10 +152,12 @@ class MemoryTransactionalPublisher:
     ) -> None:
         """Append, unless there is a newer holder of the id."""
         bus = self.publisher.bus
+        # As Kafka's producer epoch: whoever opened the id last holds it, and older holders are refused.
         if bus.epochs[self.transactional_id] > self.epoch:
             raise Superseded(
                 f"expected to be the newest holder of {self.transactional_id}, superseded by a newer one: let it go on"
             )
+        # Records first: a write that is refused raises here and leaves the offsets as they were.
         await self.publisher.write(records)
         if offsets and group_id is not None:
             bus.committed.update({(group_id, tp): offset for tp, offset in offsets.items()})
@@ -179,6 +183,7 @@ class MemorySubscription:
             raise BusError("the subscription is closed; open a new one")
         deadline = asyncio.get_running_loop().time() + timeout_s
         await asyncio.sleep(0)  # so that a caller that asks without waiting lets others write
+        # Writers need this lock to notify, so none does between the look and the wait, where it would be missed.
         async with self.bus.arrived:
             while not (batch := self._take(max_records)):
                 remaining = deadline - asyncio.get_running_loop().time()
@@ -195,6 +200,7 @@ class MemorySubscription:
         batch: list[Record] = []
         for tp, offset in self.offsets.items():
             if tp not in self.paused:
+                # Empty once the batch is full: the other partitions keep their offsets for the next poll.
                 taken = self.bus.log(tp.topic).partitions[tp.partition][offset : offset + max_records - len(batch)]
                 self.offsets[tp] = offset + len(taken)
                 batch += taken
@@ -214,7 +220,7 @@ class MemorySubscription:
 
     async def positions(self) -> dict[TopicPartition, int]:
         """The next offset that ``poll`` will deliver, by partition."""
-        return dict(self.offsets)
+        return dict(self.offsets)  # a copy: the next poll changes ours
 
     async def end_offsets(self) -> dict[TopicPartition, int]:
         """The offset after the last record, by partition."""
@@ -235,4 +241,5 @@ class MemorySubscription:
 
 
 def _partition_of(key: str | None, count: int) -> int:
+    # Not ``hash``: Python salts it anew in every process, and a run could not be repeated.
     return 0 if key is None else xxhash.xxh32_intdigest(key.encode()) % count

@@ -20,6 +20,7 @@ class TopicPartition(NamedTuple):
     partition: int
 
 
+# Offsets order the records of one partition; between partitions they say nothing.
 class Position(NamedTuple):
     """Where a record was stored."""
 
@@ -39,6 +40,7 @@ class Record(NamedTuple):
     headers: Headers
     timestamp: float
 
+    # On demand and not at reading: bytes of strangers must not keep the records behind them from being delivered.
     def message(self) -> Message:
         """Decode the value.
 
@@ -53,7 +55,7 @@ def message_of(record: Record, *, warn: bool = False) -> Message | None:
 
     ``warn``: log such bytes, on topics with one writer; on the others the trainer dead-letters them.
     """
-    if record.value is None:
+    if record.value is None:  # a tombstone: on a compacted topic it deletes its key
         return None
     try:
         return record.message()
@@ -63,6 +65,7 @@ def message_of(record: Record, *, warn: bool = False) -> Message | None:
         return None
 
 
+# The value is encoded before it is handed over, so that a message too large to be sent fails where it was made.
 class Outgoing(NamedTuple):
     """One record to write. ``partition`` None: chosen from the key, as Kafka's default partitioner does."""
 
@@ -81,6 +84,7 @@ class Outgoing(NamedTuple):
 class Publisher(Protocol):
     """Writes records, idempotently and in order per partition."""
 
+    # Two waits, one for space and one for the broker, so that a writer can have many records on their way.
     async def submit(self, record: Outgoing) -> "Future[Position]":
         """Hand a record over; waits only for buffer space. The future resolves when the broker has it.
 
@@ -130,10 +134,12 @@ class Subscription(Protocol):
         """The partitions this subscription reads."""
         ...
 
+    # Kafka's convention for every offset here: the next one wanted, that is, one behind the last one read.
     async def positions(self) -> dict[TopicPartition, int]:
         """The next offset that ``poll`` will deliver, by partition."""
         ...
 
+    # Behind the last record that may be delivered: on Kafka an open transaction holds this end back.
     async def end_offsets(self) -> dict[TopicPartition, int]:
         """The offset after the last record, by partition."""
         ...
@@ -142,6 +148,7 @@ class Subscription(Protocol):
         """The oldest offset that the broker still holds, by partition."""
         ...
 
+    # Nothing reads it back: whoever restarts names its offsets in ``subscribe``.
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Tell the broker how far we are, for lag displays only; the checkpoint is the truth."""
         ...
@@ -180,6 +187,7 @@ class TransactionalPublisher(Protocol):
         ...
 
 
+# With a mapping, reading begins at exactly these offsets or is refused; Kafka would jump to what it still holds.
 Start = Literal["earliest", "latest"] | Mapping[TopicPartition, int]
 
 

@@ -38,6 +38,7 @@ class Cluster:
 
     def __init__(self, specs: tuple[NodeSpec, ...], runtime: Runtime, heap_mb: int, detached: bool) -> None:
         self.specs = specs
+        # Data that is there decides: a node whose folder is of another cluster does not start.
         self._cluster_id = next(filter(None, map(cluster_id_of, specs)), None) or new_uuid()
         self._runtime = runtime
         self._heap_mb = heap_mb
@@ -65,14 +66,16 @@ class Cluster:
         try:
             for index in range(len(self.specs)):
                 self._launch(index)
+            # Waiting only when all are launched: no node serves before a quorum of them is up.
             for index, spec in enumerate(self.specs):
                 wait_ready(spec, self._processes[index], (each.node_id for each in self.specs))
         except BaseException:
-            self.stop(timeout_s=0.0)
+            self.stop(timeout_s=0.0)  # SIGKILL at once: it serves nobody yet
             raise
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stops all nodes, gracefully within ``timeout_s``; keeps their data. May be called again."""
+        # Before the ties are closed, which kills without a warning.
         stop_all(list(self._processes.values()), timeout_s)
         while self._ties:
             self._ties.popitem()[1].close()
@@ -92,13 +95,16 @@ class Cluster:
         if tie := self._ties.pop(index, None):
             tie.close()
         self._launch(index)
+        # Only itself: others may be down on purpose.
         wait_ready(self.specs[index], self._processes[index], {self.specs[index].node_id})
 
     def _launch(self, index: int) -> None:
         spec = self.specs[index]
         command = self._runtime.broker_command(spec, self._heap_mb)
+        # The claim spans formatting and start: two starters could otherwise format one folder with two ids.
         with claimed(spec) as claim:
             write_configuration(spec, self.specs)
+            # Data of an earlier start is never formatted again.
             if cluster_id_of(spec) is None:
                 format_storage(spec, self._cluster_id, self._runtime.bootstrap_checkpoint)
             if self._detached:
@@ -154,6 +160,7 @@ def plan(
     data_dir: Path, nodes: int, port: int | None, advertised_ports: Sequence[int] | None = None
 ) -> tuple[NodeSpec, ...]:
     """Folders and ports of the nodes. Raises BrokerError for a port in use or data of another number of nodes."""
+    # With more or fewer nodes there are other voters than those that the folders' metadata logs come from.
     found = len(list(data_dir.glob("node-*")))
     if found not in (0, nodes):
         raise BrokerError(
@@ -166,6 +173,7 @@ def plan(
             raise BrokerError(
                 f"Kafka cannot listen on {HOST}:{each}, the port is in use or none: stop what uses it, or name another"
             )
+    # Controller ports, then internal ones; always chosen anew, as no client knows them.
     others = free_ports(2 * nodes, but=frozenset((*ports, *(advertised_ports or ()))))
     return tuple(
         NodeSpec(

@@ -57,6 +57,7 @@ class Jar:
     def is_whole(self, path: Path) -> bool:
         """Whether the file at ``path`` is this jar, byte for byte."""
         try:
+            # The size first: a part of a download is told without being hashed.
             return path.stat().st_size == self.size and hashlib.sha256(path.read_bytes()).hexdigest() == self.sha256
         except OSError:
             return False
@@ -83,6 +84,7 @@ def download(jars: tuple[Jar, ...], folder: Path, progress: Progress) -> None:
 
     Raises BrokerError, in one line saying what to do, when they cannot be had.
     """
+    # Inside the folder, so that the move of a whole jar out of it is one rename on one file system.
     incoming = folder / "incoming"
     shutil.rmtree(incoming, ignore_errors=True)
     incoming.mkdir(parents=True)
@@ -94,6 +96,7 @@ def download(jars: tuple[Jar, ...], folder: Path, progress: Progress) -> None:
                 for done in as_completed(pending):
                     done.result()
             except BaseException:
+                # One jar that cannot be had is enough: those that have not begun would only delay the message.
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     except (OSError, RuntimeError, AssertionError) as error:  # requests' errors are OSErrors
@@ -116,6 +119,7 @@ def _bring(jar: Jar, folder: Path, incoming: Path, meter: "_Meter") -> None:
     for attempt in range(ATTEMPTS):
         context = MavenContext(
             resolver=PythonResolver(progress_callback=meter.watch),
+            # A folder for each attempt: jgo would take the damaged file of the last one for its own.
             repo_cache=incoming / f"{attempt}",
             remote_repos=remotes,
             timeout=TIMEOUT_S,
@@ -146,6 +150,7 @@ class _Meter:
         yield self._add
 
     def _add(self, count: int) -> None:
+        # jgo calls this from every download thread.
         with self._guard:
             self._bytes += count
             if self._bytes - self._shown >= REPORT_EVERY:
@@ -169,6 +174,7 @@ class _Meter:
 def _quiet(name: str) -> Iterator[None]:
     logger = logging.getLogger(name)
     before = logger.level
+    # Above all levels: what fails is told in one line of ours, after the last attempt.
     logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
@@ -188,7 +194,7 @@ def locked_lines(repository: Path) -> list[str]:
         content = artifact.resolve().read_bytes()
         coordinate = f"{artifact.groupId}:{artifact.artifactId}:{artifact.version}"
         lines.append(f"{coordinate} {hashlib.sha256(content).hexdigest()} {len(content)}")
-    return sorted(lines)
+    return sorted(lines)  # a lock that was resolved again differs only where jars do
 
 
 if __name__ == "__main__":

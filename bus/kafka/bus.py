@@ -65,10 +65,12 @@ class KafkaBus:
         return AIOKafkaProducer(
             **also,
             **client_options(settings, client_id),
+            # A batch sent again after a lost answer is stored once, and in order; it needs acks="all".
             enable_idempotence=True,
             acks="all",
             compression_type=None if settings.compression_type == "none" else settings.compression_type,
             max_batch_size=settings.max_batch_bytes,
+            # Our own queues linger; what reaches aiokafka is a whole batch.
             linger_ms=0,
         )
 
@@ -88,6 +90,7 @@ class KafkaBus:
             DataLossRefused: a named start offset is not on the broker (any more).
         """
         wanted = None if partitions is None else frozenset(partitions)
+        # Asked over a connection of its own, so that a missing topic is told before a consumer is made.
         counts = await partition_counts(self._settings, client_id)
         assigned = [tp for topic in topics for tp in _partitions_of(topic, counts, wanted)]
         if not assigned:

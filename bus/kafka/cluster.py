@@ -81,12 +81,13 @@ async def ask_cluster(settings: KafkaSettings, wanted: Callable[[str], bool]) ->
         brokers = {
             each["node_id"]: f"{each['host']}:{each['port']}" for each in (await admin.describe_cluster())["brokers"]
         }
+        # Any of them would do; the lowest is the same one at every look.
         node_id = min(brokers)
         try:
             features = await supported_features(client_of(admin), node_id)
             release = release_at(features.get("metadata.version", 0))
         except (KafkaError, ValueError):
-            release = None
+            release = None  # only a nicety: a broker that does not tell is still described
         own = await _configs(admin, ConfigResource(ConfigResourceType.BROKER, str(node_id)))
         return ClusterFacts(brokers, own, release, await _topics(admin, wanted))
 
@@ -176,7 +177,9 @@ async def offsets_since(
     try:
         with our_errors(f"reading offsets as {CLIENT_ID}"):
             async with asyncio.timeout(settings.request_timeout_ms / 1000):
+                # In milliseconds; negative ones are refused, as they have meanings of their own for Kafka.
                 found = await consumer.offsets_for_times(dict.fromkeys(names, max(0, int(moment * 1000))))
+                # The ends last, so that none lies before an offset found by time.
                 ends = await consumer.end_offsets(names)
     finally:
         await discard(consumer)
@@ -219,10 +222,13 @@ class GroupOffsets:
     async def _asked(self, admin: AIOKafkaAdminClient) -> dict[str, Offsets]:
         now = time.monotonic()
         if listing := not self._groups or now - self._listed_at >= LIST_EVERY_S:
+            # All groups of the cluster are asked when it lists them, and between two lists
+            # only those with offsets of ours.
             self._groups = sorted(group for group, *_ in await admin.list_consumer_groups())
         asked = {group: await self._offsets(admin, group) for group in self._groups}
         found = {group: offsets for group, offsets in asked.items() if offsets}
         if listing:
+            # Only once all have answered: after an error the next question lists anew.
             self._groups, self._listed_at = list(found), now
         return found
 
@@ -231,6 +237,7 @@ class GroupOffsets:
         return {
             TopicPartition(tp.topic, tp.partition): kept.offset
             for tp, kept in (await admin.list_consumer_group_offsets(group)).items()
+            # -1: nothing committed for this partition
             if tp.topic in self._topics and kept.offset >= 0
         }
 
@@ -244,6 +251,7 @@ async def committed_offsets(settings: KafkaSettings, topics: Collection[str]) ->
         await asked.close()
 
 
+# 16 KiB that repeat, so that every codec has something to do.
 _SAMPLE = Outgoing("t", bytes(range(256)) * 64, "key", headers=(("name", b"content"),))
 
 

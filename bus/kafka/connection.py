@@ -51,6 +51,7 @@ def our_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except errors.OffsetOutOfRangeError as error:
+        # From the special to the general: most of these are KafkaErrors too.
         raise DataLossRefused(f"{doing}: the broker no longer keeps that offset ({error})") from error
     except _NO_ANSWER as error:
         raise BusUnavailable(f"{doing}: no answer from the broker ({type(error).__name__}: {error})") from error
@@ -154,6 +155,7 @@ async def started(client: Client, settings: KafkaSettings, timeout_s: float | No
     """
     address = address_of(settings)
     try:
+        # A time-out each: a transactional producer may take longer to start than a listener to be found.
         async with asyncio.timeout(settings.connect_timeout_ms / 1000):
             await _find_listener(address)
         async with asyncio.timeout(timeout_s or settings.connect_timeout_ms / 1000):
@@ -196,6 +198,7 @@ async def _find_listener(address: str) -> None:
         try:
             _, writer = await asyncio.open_connection(host, port)
         except OSError as error:
+            # Kept while the others are tried: one broker of a cluster is enough.
             refusal = error
         else:
             writer.close()
@@ -217,6 +220,8 @@ async def discard(client: Any, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
 async def stop(producer: AIOKafkaProducer, patience_s: float) -> None:
     """Stop a producer within ``patience_s``, delivering what it still has; after that, by force."""
     futures = inner_futures(producer)
+    # Its own bound lies beyond the patience, so that ending the sender by force still
+    # comes before giving up on ``stop``.
     stopping = asyncio.create_task(discard(producer, FORCED_CLOSE_TIMEOUT_S + patience_s))
     await asyncio.wait([stopping], timeout=patience_s)
     if not stopping.done():

@@ -65,6 +65,8 @@ class KafkaPublisher:
         self._client_id = client_id
         self._space = BufferSpace(settings.max_in_flight_bytes)
         self._counts: dict[str, int] = {}
+        # By topic and partition. A record whose key decides has None there and is never
+        # found: ``_queue_for`` decides then.
         self._queues: dict[tuple[str, int | None], PartitionQueue] = {}
         self._retiring: dict[asyncio.Task[None], AIOKafkaProducer] = {}
         self._bytes_since_pause = 0
@@ -85,6 +87,7 @@ class KafkaPublisher:
             await self._wait_for_room(size)
         try:
             queue = self._queues.get((record.topic, record.partition)) or await self._queue_for(record)
+            # Once more, because it may have been closed during the waits; between here and ``append`` there is none.
             self._refuse_if_unusable()
             future = queue.append(record, size)
         except BaseException:
@@ -117,6 +120,7 @@ class KafkaPublisher:
     async def _queue_for(self, record: Outgoing) -> "PartitionQueue":
         topic, number = record.topic, record.partition
         count = self._counts.get(topic, 0)
+        # A partition that we do not know of may have been added since: asked again before it is refused.
         if not count or (number is not None and number >= count):
             count = await self._count_partitions(topic)
         number = partition_of(record.key, count) if number is None else number
@@ -140,6 +144,7 @@ class KafkaPublisher:
         return counts[topic]
 
     async def _connected(self) -> AIOKafkaProducer:
+        # The queues of all partitions come here at once after a failure: one connects, the others take what it opened.
         async with self._connecting:
             if self._producer is None:
                 self._producer = await self._connect()
@@ -156,6 +161,7 @@ class KafkaPublisher:
             sent = await producer.send_batch(batch.builder, batch.partition.topic, partition=batch.partition.partition)
             batch.stored(await self._acknowledged(producer, sent))
         except BusError as error:
+            # No producer could be opened, or it stalled and is retired already: there is none left to retire here.
             batch.fail(error)
         except KafkaError as error:
             batch.fail(_failure(error, batch))
@@ -171,6 +177,7 @@ class KafkaPublisher:
         """
         loop, patience_s = asyncio.get_running_loop(), self._settings.writer_stall_s
         waiting_since = loop.time()
+        # ``wait`` and not ``wait_for``, which would cancel the future of a batch that may yet be acknowledged.
         while not (await asyncio.wait([sent], timeout=patience_s))[0]:
             # Another batch may have been acknowledged meanwhile: then this producer is slow, not stuck.
             quiet_s = loop.time() - max(waiting_since, self._acknowledged_at)
@@ -184,6 +191,7 @@ class KafkaPublisher:
 
     async def _broker_answers(self) -> bool:
         try:
+            # Over a connection of its own: this producer's may be what is broken.
             await partition_counts(self._settings, self._client_id)
         except BusError:
             return False
@@ -193,9 +201,12 @@ class KafkaPublisher:
         self._space.release(batch.size)
 
     def _retire(self, producer: AIOKafkaProducer | None) -> None:
+        # Several batches fail with one producer; the first of them retires it, and the others
+        # must not retire its successor.
         if producer is not None and producer is self._producer and not self._closed:
             self._producer = None
             log.warning("publisher reconnects after a failed batch", client_id=self._client_id)
+            # In the background and with patience: what it still has of other partitions may yet be acknowledged.
             task = asyncio.create_task(stop(producer, self._settings.delivery_timeout_ms / 1000))
             self._retiring[task] = producer
             task.add_done_callback(self._retiring.pop)
@@ -232,6 +243,7 @@ class KafkaPublisher:
 
 def _failure(error: KafkaError, batch: "RecordBatch") -> BusError:
     wanted = f"expected {_name_of(batch.partition)} to take a batch of {batch.size} bytes"
+    # These two are broker responses as well, so they have to be asked for first.
     if isinstance(error, LeaderNotAvailableError | NotLeaderForPartitionError):
         return BusUnavailable(f"{wanted}, got no leader for the partition: wait for the brokers, then send it again")
     if isinstance(error, BrokerResponseError):
@@ -265,6 +277,7 @@ class PartitionQueue:
 
     def append(self, record: Outgoing, size: int) -> "asyncio.Future[Position]":
         """Put a record behind the others; its future."""
+        # Only the newest takes records, and never the one being sent: that one has left the queue.
         future = self._queue[-1].append(record, size) if self._queue else None
         if future is not None:
             return future
@@ -285,12 +298,14 @@ class PartitionQueue:
 
     async def _run(self) -> None:
         try:
+            # Once, before the first: while a batch is on its way the next one fills without any lingering.
             await asyncio.sleep(self._linger_s)
             while self._queue:
                 batch = self._queue.popleft()
-                if batch.settled.done():
+                if batch.settled.done():  # expired while it waited for the ones before it
                     self._drop(batch)
                     continue
+                # Not reset on a cancellation: ``stop`` then finds the batch here and fails it.
                 self._sending = batch
                 await self._send(batch)
                 self._sending = None
@@ -337,6 +352,7 @@ class RecordBatch:
         """The broker has the records, the first one at this offset."""
         topic, number = self.partition
         for index, future in enumerate(self._futures):
+            # Settled already: past the deadline, which an answer cannot undo, or cancelled by its caller.
             if not future.done():
                 future.set_result(Position(topic, number, offset + index))
         self._end()
@@ -345,6 +361,7 @@ class RecordBatch:
         """Tell every record that is not settled yet."""
         for future in self._futures:
             if not future.done():
+                # An exception for each: raised in several tasks, a shared one would gather all their tracebacks.
                 future.set_exception(type(error)(*error.args))
         self._end()
 
@@ -380,6 +397,7 @@ class BufferSpace:
 
     def take(self, size: int) -> bool:
         """Take space at once, if there is any and nobody waits."""
+        # A small piece must not pass the large ones that wait, or these would starve.
         if self._waiting or not self._fits(size):
             return False
         self._used += size
@@ -398,9 +416,12 @@ class BufferSpace:
             async with asyncio.timeout(timeout_s):
                 await granted
         except BaseException:
+            # Granted in the very turn of the loop in which the wait ended: the space is ours,
+            # and nobody would give it back.
             if granted.done() and not granted.cancelled():
                 self.release(size)
             else:
+                # Those behind may fit where this one did not.
                 self._waiting.remove(entry)
                 self._grant()
             raise
@@ -436,6 +457,8 @@ def partition_of(key: str | None, count: int) -> int:
     return random.randrange(count) if key is None else _hashed(key, count)
 
 
+# aiokafka's murmur2 is plain Python, a loop over the bytes; keys repeat, as for all chunks of one trajectory.
 @functools.lru_cache(maxsize=4096)
 def _hashed(key: str, count: int) -> int:
+    # The sign bit is cleared as Java's client does it, so that both choose the same partition.
     return int(murmur2(key.encode()) & 0x7FFFFFFF) % count

@@ -82,6 +82,7 @@ class SafeRecords:
     def _cut(self) -> "SafeBatch | None":
         if len(self._rest) < _FRAME.size:
             return None
+        # A broker cuts a fetch off at its limit of bytes, so the last batch may be a part of one: not damage.
         end = _FRAME.size + _FRAME.unpack_from(self._rest)[1]
         if not _FRAME.size <= end <= len(self._rest):
             return None
@@ -119,6 +120,8 @@ class SafeBatch:
         attributes, last, count = fields[5], fields[6], fields[12]
         batch = DefaultRecordBatch(self._data)
         intact = batch.validate_crc()
+        # A sound batch may hold fewer records than offsets, since compaction removes some. Of a damaged one the last
+        # offset is believed only where the count agrees; else the batch stands for its first offset alone.
         if last >= 0 and (intact or last + 1 == count):
             self.next_offset = self.base_offset + last + 1
         if not intact:
@@ -139,6 +142,7 @@ class SafeBatch:
         payload = decompressed(attributes & _CODEC, bytes(self._data[_HEADER.size :]), room)
         self.size = len(payload)
         head = bytearray(self._data[: _HEADER.size])
+        # The length field counts what follows the frame. The checksum is not made anew: it was compared already.
         struct.pack_into(">i", head, 8, _HEADER.size - _FRAME.size + len(payload))
         struct.pack_into(">h", head, _ATTRIBUTES_AT, attributes & ~_CODEC)
         return memoryview(b"".join((head, payload)))
@@ -154,6 +158,7 @@ class SafeBatch:
             raise CorruptRecordException(self._reason)
         return True
 
+    # The fetcher looks into a control batch this way, to see whether it commits or aborts a transaction.
     def __next__(self) -> Any:
         return next(self._records)
 
@@ -169,6 +174,7 @@ class SafeBatch:
         except _PROBLEMS as error:
             self._reason = f"expected a record at offset {offset}, got: {error}"
         if self._reason is not None:
+            # Whatever the batch still owes: without a record for each of them, a reader would never learn of the loss.
             for missing in range(offset, self.next_offset):
                 yield Unreadable.because(missing, self._reason, self._timestamp)
 
@@ -214,7 +220,7 @@ def refuse_many_headers(records: memoryview, count: int) -> None:
     for _ in range(count):
         length, position = _varint(records, position)
         end = position + length
-        headers = _count(records, position + 1)
+        headers = _count(records, position + 1)  # one byte of attributes comes first
         if headers > MAX_HEADERS:
             raise Undecodable(f"expected at most {MAX_HEADERS} headers of a record, got {headers}")
         if not position < end <= len(records):
@@ -239,6 +245,7 @@ def _varint(data: memoryview, position: int) -> tuple[int, int]:
         position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
+            # Zigzag: 0, 1, 2, 3 are 0, -1, 1, -2, so that small negative numbers stay short.
             return (value >> 1) ^ -(value & 1), position
         shift += 7
         if shift > 63:
@@ -278,6 +285,7 @@ def _too_large(limit: int) -> Undecodable:
 def _gunzip(data: bytes, limit: int) -> bytes:
     parts, room = [], limit
     while data:
+        # 31: 16 for a gzip header and 15 for the largest window. One byte more than allowed shows that it is too much.
         member = zlib.decompressobj(wbits=31)
         parts.append(member.decompress(data, room + 1))
         room -= len(parts[-1])
@@ -292,6 +300,7 @@ def _gunzip(data: bytes, limit: int) -> bytes:
 def _unsnap(data: bytes, limit: int) -> bytes:
     parts, room = [], limit
     for block in _snappy_blocks(data):
+        # The length stands at the front of a block, so it is refused before anything is decompressed.
         room -= cramjam.snappy.decompress_raw_len(block)
         if room < 0:
             raise _too_large(limit)

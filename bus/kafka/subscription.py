@@ -59,6 +59,7 @@ class KafkaSubscription:
 
     def _read_with(self, consumer: AIOKafkaConsumer, positions: Positions) -> None:
         self._next = dict(positions)  # the offset of the next record to deliver, by partition
+        # Before it is resumed: a new consumer stands at offset 0, paused, and would begin to read from there.
         self._seek_to_next(consumer)
         consumer.resume(*(KafkaPartition(*tp) for tp in self._assigned - self._paused))
         self._consumer = consumer
@@ -82,15 +83,17 @@ class KafkaSubscription:
         self._open_consumer()
         if self._watchdog.is_due():
             await self._replace_if_stuck(self._consumer)
-        consumer = self._consumer
+        consumer = self._consumer  # it may have been replaced just now
         await asyncio.sleep(0)  # a caller that asks again and again without waiting would keep the loop from reading
         with our_errors(f"reading as {self._factory.client_id}"):
             fetched = await self._fetch(consumer, max_records, timeout_s)
+        # This may be cancelled, so the positions below move only after it: there is no await from there to the return.
         if fetched and self._factory.prefetch:
             await self._let_it_prefetch(consumer)
         records = []
         for tp, batch in fetched.items():
             records += _records(tp, batch)
+            # Where reading goes on after an error; markers that follow are passed by the consumer itself.
             self._next[TopicPartition(*tp)] = records[-1].offset + 1
         return records
 
@@ -108,6 +111,7 @@ class KafkaSubscription:
             return {}
         except OffsetOutOfRangeError:
             self._seek_to_next(consumer)
+            # Raises with the holes named, unless the log has changed again and holds the offset now.
             refuse_holes(self._next, *await self._factory.first_and_end_offsets(consumer, self._assigned))
             raise
         except Exception:
@@ -130,6 +134,7 @@ class KafkaSubscription:
             return
         log.warning("replacing a consumer that stopped reading", client_id=self._factory.client_id, stuck=stuck)
         try:
+            # The new one is there before the old one goes: while no broker answers, the old one is all we have.
             fresh = await self._factory.open_consumer(self._assigned)
         except BusUnavailable as error:
             self._factory.availability.report_silence(self._factory.client_id, error)
@@ -140,6 +145,7 @@ class KafkaSubscription:
 
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         """Stop delivering from these partitions."""
+        # aiokafka refuses partitions that are not assigned; callers may name all that they know.
         wanted = self._assigned.intersection(partitions)
         self._paused |= wanted
         self._open_consumer().pause(*(KafkaPartition(*tp) for tp in wanted))
@@ -226,6 +232,7 @@ async def open_subscription(
     consumer = await factory.open_consumer(partitions)
     try:
         positions = starting_positions(start, *await factory.first_and_end_offsets(consumer, partitions))
+        # "latest" is an offset from here on, so a record that is written before the first poll is not missed.
         return KafkaSubscription(factory, consumer, positions, whole=whole)
     except BaseException:
         await discard(consumer)
@@ -257,6 +264,7 @@ def refuse_holes(positions: Positions, first: Positions, end: Positions) -> None
     holes, descriptions = [], []
     for tp, position in sorted(positions.items()):
         if not first[tp] <= position <= end[tp]:
+            # [first missing offset, the one after the last missing one)
             hole = (position, first[tp]) if position < first[tp] else (end[tp], position)
             holes.append((*tp, *hole))
             descriptions.append(
@@ -290,9 +298,9 @@ class ConsumerFactory:
         consumer = AIOKafkaConsumer(
             **client_options(settings, self.client_id),
             group_id=self.group_id,
-            enable_auto_commit=False,
+            enable_auto_commit=False,  # the checkpoint is the truth; a commit is for lag displays
             auto_offset_reset="none",  # an offset that is gone is an error, never a silent jump
-            isolation_level="read_committed",
+            isolation_level="read_committed",  # nothing of a transaction that was aborted, or is still open
             fetch_max_wait_ms=settings.fetch_max_wait_ms,
             consumer_timeout_ms=FETCHER_WAKES_MS if self.prefetch else FETCHER_WAKES_WITHOUT_PREFETCH_MS,
             fetch_min_bytes=settings.fetch_min_bytes,
@@ -303,6 +311,7 @@ class ConsumerFactory:
         names = [KafkaPartition(*tp) for tp in partitions]
         consumer.assign(names)
         for name in names:
+            # Without a position the consumer would look for a committed one, and raise, since no reset is allowed.
             consumer.seek(name, 0)
         consumer.pause(*names)
         return consumer
@@ -319,6 +328,7 @@ class ConsumerFactory:
     ) -> tuple[Positions, Positions]:
         """The oldest offsets held and the ones after the last, by partition."""
         wanted = tuple(partitions)
+        # First before end: both only grow, so a log in use never seems to begin behind its end.
         first = await self.offsets(consumer.beginning_offsets, wanted)
         return first, await self.offsets(consumer.end_offsets, wanted)
 
@@ -373,6 +383,7 @@ class ConsumerWatchdog:
                 stuck = self._stuck_by(answer, now)
                 self._refuse_hopeless(stuck, positions)
         if not stuck and self._question is None and self._detector.should_ask(now):
+            # In a task: a consumer whose metadata never arrives would otherwise hold the reading up with the question.
             self._question = asyncio.create_task(self._ask(consumer))
         return stuck
 
@@ -406,6 +417,7 @@ class ConsumerWatchdog:
         factory.availability.report_answer(factory.client_id)
         there = [tp for tp in self._partitions if tp.partition < counts.get(tp.topic, 0)]
         try:
+            # A partition that the broker does not know ends at 0 and so never stalls; its absence is judged elsewhere.
             ends = dict.fromkeys(self._partitions, 0) | await factory.offsets(consumer.end_offsets, there)
         except BusError as error:
             log.warning("a reader gets no offsets", client_id=factory.client_id, error=str(error))
@@ -458,16 +470,19 @@ class StallDetector:
     def observe_positions(self, now: float, positions: Positions, paused: Collection[TopicPartition]) -> None:
         """Where the reader stands."""
         for tp, position in positions.items():
+            # A pause counts as movement: a resumed partition has the whole time-out again.
             if position != self._positions.get(tp) or tp in paused:
                 self._positions[tp] = position
                 self._quiet_since[tp] = now
                 self._behind_since.pop(tp, None)
+                # A pause proves nothing of a new consumer, so it does not clear the count of those that did not help.
                 if tp not in paused:
                     self._replacements.pop(tp, None)
 
     def should_ask(self, now: float) -> bool:
         """Whether it is time to ask the broker for the ends of the logs."""
         if self._answered_at is None:
+            # The first time there is no answer yet: the time-out runs from here, and a short reading asks nothing.
             self._answered_at = now
         return now - self._answered_at >= self._timeout_s or any(
             now - since >= self._timeout_s / 4 for since in self._quiet_since.values()
@@ -479,7 +494,7 @@ class StallDetector:
         for tp, position in self._positions.items():
             self._quiet_since[tp] = now
             if ends[tp] > position:
-                self._behind_since.setdefault(tp, now)
+                self._behind_since.setdefault(tp, now)  # kept from the first answer that said so
             else:
                 self._behind_since.pop(tp, None)
         return [tp for tp, since in self._behind_since.items() if now - since >= self._timeout_s]

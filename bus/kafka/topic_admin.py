@@ -118,6 +118,7 @@ async def apply_topics(
                 await _carry_out(admin, plan)
     finally:
         await discard(admin)
+    # One copy or three: to wait for leaders, only names and numbers of partitions matter.
     await _wait_for_leaders(named, _wanted(run, trajectory_partitions, 1))
     return plan.changes
 
@@ -144,6 +145,7 @@ async def _plan(
                     f"expected kafka.replication_factor of at most {brokers}, the number of brokers, "
                     f"got {replication_factor}; lower it or add brokers"
                 )
+            # Three: two can acknowledge while one is away. More copies than brokers would be refused.
             wanted = _wanted(run, trajectory_partitions, replication_factor or min(3, brokers))
             found = await _describe(admin, [each.name for each in wanted])
     plan = _Plan()
@@ -161,11 +163,12 @@ async def _plan(
 def _compare(plan: _Plan, wanted: _Wanted, found: _Found, *, exact_replicas: bool) -> None:
     name = wanted.name
     if found.partitions < wanted.partitions:
-        plan.grow[name] = NewPartitions(wanted.partitions)
+        plan.grow[name] = NewPartitions(wanted.partitions)  # Kafka wants the new total, not the difference
         plan.changes.append(Change("add partitions", name, f"{found.partitions} → {wanted.partitions}"))
     elif found.partitions > wanted.partitions:
         detail = f"has {found.partitions} partitions, wanted {wanted.partitions}; Kafka cannot take partitions away"
         plan.changes.append(Change("conflict", name, detail))
+    # Only where the user named a number: the default follows the brokers, whose number may have changed since.
     if exact_replicas and found.replicas != wanted.replicas:
         detail = f"has {found.replicas} copies, wanted {wanted.replicas}; reassign them with Kafka's own tools"
         plan.changes.append(Change("conflict", name, detail))
@@ -173,6 +176,7 @@ def _compare(plan: _Plan, wanted: _Wanted, found: _Found, *, exact_replicas: boo
     configs = wanted.topic.configs(replication_factor=found.replicas)
     differing = {key: value for key, value in configs.items() if found.configs.get(key) != value}
     if differing:
+        # This request sets a topic's whole configuration: what it leaves out falls back to the broker's default.
         merged = {**found.own, **configs}
         plan.alter.append(ConfigResource(ConfigResourceType.TOPIC, name, configs=merged))
         for key, value in differing.items():
@@ -192,6 +196,7 @@ async def _describe(admin: AIOKafkaAdminClient, names: Sequence[str]) -> dict[st
         partitions = topics[name]
         found[name] = _Found(
             partitions=len(partitions),
+            # The fewest of any partition, since all of them must be able to reach min.insync.replicas.
             replicas=min(len(each["replicas"]) for each in partitions),
             configs={key: value for key, value, *_ in configs},
             own={key: value for key, value, _, source, *_ in configs if source == _SET_ON_TOPIC},
@@ -214,7 +219,7 @@ async def _carry_out(admin: AIOKafkaAdminClient, plan: _Plan) -> None:
 
 
 def _refuse_error(code: int, doing: str) -> None:
-    if code:
+    if code:  # 0: no error
         raise for_code(code)(doing)
 
 

@@ -39,7 +39,9 @@ class KafkaTransactionalPublisher:
         self._identity: ProducerIdentity = NO_IDENTITY
         self._producer: AIOKafkaProducer | None = None
         self._counts: Mapping[str, int] = {}
+        # A producer can have one transaction open. ``close`` takes the lock too, and so waits for the last.
         self._lock = asyncio.Lock()
+        # Held here because the event loop holds tasks weakly: one that nobody knows may be collected half-way.
         self._retiring: set[asyncio.Task[None]] = set()
         self._superseded = False
         self._closed = False
@@ -53,6 +55,7 @@ class KafkaTransactionalPublisher:
         """
         if self._producer is None:
             producer = self._make()
+            # Before it is started, which is when the broker decides: without an identity we would fence a newer holder.
             open_with_identity(producer, self._identity)
             try:
                 # The first transaction of a broker's life waits until it has made the topic that it keeps them in.
@@ -86,11 +89,13 @@ class KafkaTransactionalPublisher:
             if self._closed:
                 raise BusError(f"transactional publisher {self._id} is closed; open a new one")
             producer = await self.open()
+            # Before the transaction begins, so that a refused record or a missing topic leaves none open.
             batches = await self._batches(producer, records)
             try:
                 async with asyncio.timeout(self._settings.transaction_timeout_ms / 1000):
                     await _transact(producer, batches, offsets or {}, group_id)
             except BaseException as error:
+                # Cancellation included: a late request of this producer must not end a later transaction.
                 self._retire(producer)
                 if isinstance(error, TimeoutError | KafkaError):
                     raise await self._meaning_of(error) from error
@@ -106,6 +111,7 @@ class KafkaTransactionalPublisher:
         batches = []
         for record in records:
             tp = _partition_for(record, self._counts)
+            # Only the newest batch of a partition takes records: an older one would let a later record overtake.
             if tp not in open_batches or not append(open_batches[tp], record):
                 open_batches[tp] = new_builder(self._settings.max_batch_bytes, self._settings.compression_type)
                 append(open_batches[tp], record)
@@ -125,6 +131,7 @@ class KafkaTransactionalPublisher:
                 return newer
             except BusError:
                 log.warning("cannot ask who holds a transactional id", transactional_id=self._id)
+            # Nobody newer is known: then it was the broker's own time-out that fenced us, by raising the epoch.
             return DeliveryUnknown(f"{doing}: it timed out at the broker; commit the same records again")
         if isinstance(error, BrokerResponseError) and not error.retriable:
             with contextlib.suppress(BusError, Superseded):
@@ -143,6 +150,7 @@ class KafkaTransactionalPublisher:
 
     async def close(self) -> None:
         """Release; bounded in time; idempotent. A transaction under way ends first, or at its deadline."""
+        # Before the lock: commits that wait for it are refused, and only the one under way is waited for.
         self._closed = True
         async with self._lock:
             producer, self._producer = self._producer, None
@@ -159,6 +167,7 @@ async def _transact(
 ) -> None:
     await producer.begin_transaction()
     sent = [await producer.send_batch(batch, tp.topic, partition=tp.partition) for tp, batch in batches]
+    # A batch that was refused has to raise before the commit, so that nothing of the transaction is ever read.
     await asyncio.gather(*sent)
     if offsets and group_id is not None:
         named = {KafkaPartition(*tp): offset for tp, offset in offsets.items()}
@@ -195,5 +204,6 @@ async def open_transactional(
         BusUnavailable: no broker answers.
     """
     publisher = KafkaTransactionalPublisher(make, settings, transactional_id)
+    # Fences at once, not at the first commit: from here on an older holder can write nothing more.
     await publisher.open()
     return publisher
