@@ -87,6 +87,7 @@ class _Guard:
     def __init__(self, observer: BusObserver) -> None:
         self.observer, self.is_dropped = observer, False
 
+    # called within an except block: the log line takes the traceback from there
     def drop(self) -> None:
         self.is_dropped = True
         log.exception("an observer of the bus failed and is dropped", observer=type(self.observer).__name__)
@@ -100,6 +101,7 @@ class Observers:
 
     def sending(self, records: list[Outgoing]) -> "_Delivery":
         """Show what is about to be sent; observers may change the list."""
+        # one after the other on one list: a later observer sees the headers that an earlier one added
         following: list[tuple[_Guard, DeliveryObserver]] = []
         for guard in self._guards:
             if guard.is_dropped:
@@ -115,7 +117,7 @@ class Observers:
 
     def received(self, records: Sequence[Record]) -> None:
         """Show what was read."""
-        if not records:
+        if not records:  # an empty poll is the usual case of an idle role
             return
         for guard in self._guards:
             if guard.is_dropped:
@@ -138,6 +140,7 @@ class _Delivery:
 
     def accepted(self) -> None:
         for guard, delivery in self._following:
+            # asked anew: it may have been dropped by another record since this one was on its way
             if guard.is_dropped:
                 continue
             try:
@@ -156,11 +159,12 @@ class _Delivery:
                 guard.drop()
 
     def settle_with(self, future: "asyncio.Future[Position]") -> None:
+        # a callback on the future instead of a task that awaits it: this is done for every record
         if self._following:
             future.add_done_callback(self._done)
 
     def _done(self, future: "asyncio.Future[Position]") -> None:
-        if not future.cancelled():
+        if not future.cancelled():  # ``exception`` of a cancelled future raises
             error = future.exception()
             self.settled(future.result() if error is None else None, error)
 
@@ -205,6 +209,7 @@ class _ObservedPublisher:
         records = [record]  # observers put a record with more headers into its place
         delivery = self.observers.sending(records)
         future = await self.inner.submit(records[0])
+        # a future that is resolved already still calls back only at the loop's next turn: never before ``accepted``
         delivery.accepted()
         delivery.settle_with(future)
         return future
@@ -231,11 +236,11 @@ class _ObservedTransactions:
         offsets: Mapping[TopicPartition, int] | None = None,
         group_id: str | None = None,
     ) -> None:
-        changed = list(records)
+        changed = list(records)  # a copy: the caller may send its own list again, without our headers
         delivery = self.observers.sending(changed)
         try:
             await self.inner.commit(changed, offsets=offsets, group_id=group_id)
-        except Exception as error:
+        except Exception as error:  # not BaseException: what was cancelled is not settled
             delivery.settled(None, error)
             raise
         # readers see the records now, all of them, though nobody tells us their offsets

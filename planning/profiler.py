@@ -169,7 +169,7 @@ async def _train(settings: Settings, effort: Effort, scratch: Path) -> _Trained:
                 )
             )
     finally:
-        compute.close()  # its thread holds the policy, which must be gone before the decoder is loaded
+        compute.close()  # waits for a call that is still under way, so that nothing computes beside the decoder
     costs, fitted = fit_training(measured)
     # [1]: the median of three exports.
     return _Trained(costs.model_copy(update={"export_s": sorted(seconds)[1]}), fitted, versions)

@@ -84,6 +84,7 @@ def open_metering(
     metering = Metering(meters, observer, collectors)
     meters.set(1, "build_info", metadata.version("streamrl"), process, role)
     metering.tasks.append(Collecting(meters, collectors).run)
+    # one process of a run asks for the lag, and there is one coordinator
     if role == "coordinator":
         metering.tasks.append(LagSampler(meters, kafka, settings.lag_interval_s).run)
     target = directory / TARGETS / f"{run_name}-{process}.json"
@@ -109,8 +110,9 @@ class Collecting:
             due = clock() + COLLECT_EVERY_S
             if await stopped_within(stop, COLLECT_EVERY_S):
                 return
+            # how long after its time the timer's callback came: whatever held up the loop held up the role as well
             self.meters.set(max(0.0, clock() - due), "event_loop_lag_seconds")
-            for collect in tuple(self.collectors):
+            for collect in tuple(self.collectors):  # a copy, since one that fails leaves the list
                 try:
                     collect()
                 except Exception:
@@ -139,6 +141,7 @@ class LagSampler:
                 try:
                     if subscription is None:
                         subscription = await self._subscribed()
+                    # arguments are evaluated from left to right, so the ends are the younger ones: no lag below zero
                     self._set(await groups.ask(), await subscription.end_offsets())
                 except BusError as error:
                     log.warning("consumer lag not known", error=str(error))

@@ -127,6 +127,7 @@ class Meters:
 
     def count(self, name: str, *labels: str, by: float = 1.0) -> None:
         """Add to a counter."""
+        # children are kept here: ``labels`` of the client takes a lock and checks all values at each call
         key = (name, *labels)
         if (counter := self._counters.get(key)) is None:
             counter = self._counters[key] = self._made(name, Counter).labels(self.run, *labels)
@@ -149,7 +150,7 @@ class Meters:
 
     def set_one_of(self, name: str, chosen: str, choices: tuple[str, ...], *labels: str) -> None:
         """Set the gauge of one choice to 1 and those of the others to 0; the choice is the last label."""
-        for choice in choices:
+        for choice in choices:  # all of them: a gauge keeps its last value until it is set again
             self.set(float(choice == chosen), name, *labels, choice)
 
     def observe(self, value: float, name: str, *labels: str) -> None:
@@ -161,16 +162,19 @@ class Meters:
 
     def forget(self, name: str) -> None:
         """Drop all label values of a gauge that will be set anew."""
+        # both: a child that is still held here would be set, and exported by nobody
         self._gauges = {key: gauge for key, gauge in self._gauges.items() if key[0] != name}
         if name in self._families:
             self._families[name].clear()
 
     def _made(self, name: str, kind: type[Metric]) -> Metric:
+        # on first use: a process then names only what it measures, and none of the other roles' families
         known = self._families.get(name)
         if known is None:
             family: Family = BY_NAME[name]
             labels = (RUN, *family.labels)
             more: dict[str, Any] = {"buckets": family.buckets} if family.buckets else {}
+            # the client puts ``_total`` behind a counter's name by itself
             known = self._families[name] = kind(PREFIX + name, family.help, labels, registry=self.registry, **more)
         assert isinstance(known, kind), f"{name} is a {BY_NAME[name].kind}"
         return known

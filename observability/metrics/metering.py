@@ -68,6 +68,7 @@ def metering_of(role: str, meters: Meters) -> tuple["MeteringObserver", list[Col
             observer.sent[CONTROL.full_name(run)] = of_message(coordinator.announced)
             observer.read[HEARTBEATS.full_name(run)] = of_message(coordinator.heartbeat)
             observer.read[CONTROL.full_name(run)] = of_message(coordinator.recovered)
+            # by the clock, since a worker that is lost sends nothing that could be counted
             return observer, [lambda: coordinator.collect(time.time(), SILENT_S)]
     return observer, []
 
@@ -127,6 +128,7 @@ class MeteringObserver:
         for topic in {self._short(record.topic) for record in records}:
             if report.error is None:
                 self.meters.observe(report.duration_s, "bus_publish_duration_seconds", topic)
+            # the label is a class of ours: what else is raised has no bounded set of names
             elif isinstance(report.error, BusError):
                 self.meters.count("bus_publish_failures", topic, type(report.error).__name__)
 
@@ -137,6 +139,7 @@ class MeteringObserver:
         meter = meters.get(topic)
         if meter is None:
             return
+        # guarded here already: the interceptor would drop the whole observer, and no record would be counted any more
         try:
             meter(value, headers)
         except Exception:
@@ -248,6 +251,7 @@ class CoordinatorMeter:
         match message:
             case WeightsReady():
                 self.meters.set(message.version.number, "announced_policy_version")
+                # weights after the end: the run was continued
                 self.meters.set(0, "run_finished")
             case FlowControl():
                 self.meters.set_one_of("flow_mode", message.mode, MODES)
@@ -279,6 +283,7 @@ def collect_dispatcher(status: "DispatcherStatus", meters: Meters) -> None:
     meters.count_to(status.admitted, "dispatcher_admitted_groups")
     meters.count_to(status.reordered, "dispatcher_reordered_groups")
     meters.count_to(status.given_up, "dispatcher_given_up_groups")
+    # none before the first completion; a gauge that was never set is not exported
     if (error := status.lengths.mean_abs_error) is not None:
         meters.set(error, "length_prediction_error_tokens")
     if (coverage := status.lengths.coverage) is not None:

@@ -78,11 +78,13 @@ class Tracker:
             await asyncio.to_thread(self.close)
 
     async def _follow(self, stop: asyncio.Event) -> None:
+        # from the first record each time: which steps are written already is kept in a file, not in offsets
         subscription = await self.bus.subscribe([STEPS.full_name(self.run_name)], client_id="tracking")
         try:
             while self._writers:
                 ending = stop.is_set()  # asked before the poll, so that one poll more follows the stop
                 records = await subscription.poll(timeout_s=POLL_S)
+                # in a thread: a tracker's library may wait for its disk while the role goes on
                 await asyncio.to_thread(self.write, records)
                 if ending and not records:
                     return
@@ -109,13 +111,14 @@ class Tracker:
             except WireError:
                 continue
             if isinstance(report, StepReport) and report.micro_batches:
-                for name in tuple(self._writers):
+                for name in tuple(self._writers):  # a copy, since one that fails is taken out
                     self._write(name, report)
 
     def _write(self, name: str, report: StepReport) -> None:
         if report.step <= self._last[name]:
             return  # written by an earlier process, or taken anew by a trainer that resumed
         try:
+            # a crash between these two has the step written twice; the other way round it would be missing
             self._writers[name].write(report.step, report.sent_at, report.metrics)
             self._last_step_file(name).write_text(f"{report.step}\n")
         except Exception as error:
@@ -140,7 +143,7 @@ def _read_last_step(path: Path) -> int:
     try:
         return int(path.read_text())
     except (OSError, ValueError):
-        return -1
+        return -1  # below step 0: no file yet, or one that a crash left empty
 
 
 def open_writer(name: str, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> TrackerWriter:
@@ -198,6 +201,7 @@ class WandbWriter:
         self._run = wandb.init(
             project=project, name=run, id=run, dir=str(folder), config=dict(config), mode=mode, settings=settings
         )
+        # the horizontal axis of every metric
         self._run.define_metric("*", step_metric=STEP)
 
     def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
@@ -214,7 +218,7 @@ class TrackioWriter:
     """A local trackio project; ``trackio show`` with ``TRACKIO_DIR`` set to the folder."""
 
     def __init__(self, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(folder))
+        os.environ.setdefault("TRACKIO_DIR", str(folder))  # before the import, at which the library may read it
         self._trackio = _library("trackio", "trackio")
         self._trackio.init(project=project, name=run, config=dict(config), resume="allow", embed=False)
 

@@ -56,6 +56,7 @@ class StepSums:
             tokens=self.tokens + metrics.get("completions/num_tokens", 0.0),
             step_s=self.step_s + metrics.get("time/step", 0.0),
             wait_s=self.wait_s + metrics.get("time/wait_for_batch", 0.0),
+            # The step tells a mean over its trajectories; steps differ in how many they have.
             staleness=self.staleness + metrics.get("off_policy/mean", 0.0) * entry.trajectories,
             staleness_max=max(self.staleness_max, metrics.get("off_policy/max", 0.0)),
         )
@@ -291,6 +292,7 @@ FADE_EVERY = 20_000
 
 def length_class(tokens: int) -> int:
     """Two classes for each doubling."""
+    # class = round(2 * log2(tokens)): the middle of a class is 2 ** (class / 2) tokens.
     return min(CLASSES - 1, round(PER_DOUBLING * math.log2(max(1, tokens))))
 
 
@@ -332,6 +334,7 @@ class LengthCalibration:
     @property
     def typical_factor(self) -> float | None:
         """Geometric mean of how many times too long or too short predictions are."""
+        # exp(mean |ln(predicted / actual)|)
         return math.exp(self.error / self.count) if self.count else None
 
 

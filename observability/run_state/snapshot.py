@@ -18,6 +18,7 @@ def snapshot(state: RunState, now: float) -> dict[str, Any]:
 
 def health(state: RunState, now: float) -> str:
     """finished, paused, draining, stalled, starting or running."""
+    # What ended comes before what was asked for, and that before what can only be guessed from silence.
     if state.finished:
         return "finished"
     if state.mode != "run":
@@ -39,6 +40,7 @@ def _loop(state: RunState, now: float) -> dict[str, Any]:
         "step": state.step,
         "version": str(state.version),
         "announced": str(state.announced),
+        # Not below 0: the trainer's clock, which the report is stamped with, may be ahead of ours.
         "step_age": None if state.step_at is None else round(max(0.0, now - state.step_at), 1),
         "rates": per_s,
         "totals": {name: round(rate.total) for name, rate in state.rates.items()},
@@ -94,7 +96,7 @@ def _split(state: RunState, now: float) -> list[dict[str, Any]]:
             continue
         # Of a process that began within the minute, since it began.
         since = max(until - SPLIT_WINDOW_S, track.intervals[0].start)
-        span = max(until - since, 1e-6)
+        span = max(until - since, 1e-6)  # a track that began at this very moment has no length to divide by
         shares = {kind: round(taken / span, 4) for kind, taken in track.seconds(since, until).items() if kind != "wait"}
         rows.append({"name": name, "shares": shares, "wait": round(max(0.0, 1 - sum(shares.values())), 4)})
     return rows

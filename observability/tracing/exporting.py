@@ -43,8 +43,10 @@ def open_exporting(settings: TelemetrySettings, run_path: Path, role: str, proce
     if settings.traces == "file":
         path = run_path / "traces" / f"{process}.jsonl"
         return Exporting(FileExporter(path), str(path), run_path.name, role, process)
+    # imported here: who writes files needs neither this package nor its HTTP client
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
+    # an exporter takes a URL as it is; None leaves it to OpenTelemetry's own environment variables
     base = settings.endpoint
     url = None if base is None else base if base.endswith("/v1/traces") else f"{base.rstrip('/')}/v1/traces"
     return Exporting(OTLPSpanExporter(endpoint=url, timeout=TIMEOUT_S), url or "OTLP", run_path.name, role, process)
@@ -109,6 +111,7 @@ class _Counted(SpanExporter):
         self._warned = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        # what is raised would be logged by the SDK at each batch, and its logger is silenced; it is told here, once
         try:
             result, why = self.inner.export(spans), "no answer, or a refusal"
         except Exception as error:
@@ -129,6 +132,7 @@ def _sdk(context: SpanContext) -> SdkSpanContext:
 
 
 def _nanoseconds(seconds: float) -> int:
+    # to the microsecond: a float of seconds since the epoch knows hardly more (53 bits, of which 31 are whole seconds)
     return int(seconds * 1e6) * 1000
 
 
@@ -190,6 +194,7 @@ def _fields(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
+    # bool before int, of which it is a subclass; 64-bit integers are strings in OTLP-JSON
     match value:
         case bool():
             return {"boolValue": value}

@@ -115,6 +115,7 @@ class DispatcherTracer:
         trace_id = trace_id_of(self._run, order.group_id, order.created_at)
         if not is_sampled(trace_id, self._ratio):
             return None
+        # ids follow from names, so that the root of an order sent again is known without having been kept
         root = SpanContext(trace_id, span_id_of(trace_id, "dispatch"))
         self._logged.add(order.group_id, root)
         again = SpanContext(trace_id, span_id_of(trace_id, "dispatch", order.attempt))
@@ -219,6 +220,7 @@ class WorkerTracer:
             spent: dict[str, AttributeValue] = {
                 "streamrl.time_to_first_token_s": max(0.0, generated.first_s - one.started_at)
             }
+            # one after the other: a completion is scored once its last token is there
             self._child("generate", sample, one, one.started_at, generated.ended_s, _generation(one) | spent)
             self._child("reward", sample, one, generated.ended_s, one.finished_at, _rewards(one))
         sent = messaging_attributes("send", stored.topic, stored.partition, stored.offset, one.group_id)
@@ -289,6 +291,7 @@ class TracedEngine:
         try:
             async for delta in deltas:
                 first_s = self._tracer.clock() if first_s is None else first_s
+                # before it is handed on: after the last delta the reader may ask for no more
                 if delta.finish_reason is not None:
                     self._tracer.generated(request_id, first_s)
                 yield delta
@@ -350,6 +353,7 @@ class TrainerTracer:
     def _reporting(self, report: StepReport) -> OutgoingTrace | None:
         if not any(self._held.get((ref.partition, ref.offset)) for batch in report.micro_batches for ref in batch):
             return None
+        # only looked up here, not taken: if the sending fails, the report comes again and finds them still held
         trace_id = trace_id_of(self._run, "step", report.version, report.sent_at)
         context = SpanContext(trace_id, span_id_of(trace_id, "step"))
         return OutgoingTrace(context, partial(self._stepped, report, context))
@@ -363,6 +367,7 @@ class TrainerTracer:
                     "streamrl.micro_batch": index,
                     "streamrl.trajectory_id": ref.trajectory_id,
                 }
+                # a link, as a span has one parent only, and this one's is in the group's trace
                 self._ended("train", held, ref, stored.ended_s, attributes, links=[step])
         links = [held.context for held in first.values()]
         # the report is made at the end of the step, whose seconds stand in it
