@@ -30,6 +30,8 @@ def deviation(rewards: Rewards) -> float:
 
 def group_advantages(rewards: Rewards, *, scale: bool) -> Rewards:
     """``R - mean(R)``, divided by ``deviation(R) + 1e-4`` if ``scale``; (G) in, (G) out; equal rewards give zeros."""
+    # Not left to the subtraction: the floating-point mean of three 0.1 is not 0.1, and what rounding leaves would be
+    # an advantage other than 0, for which a gradient is computed.
     if rewards.size == 0 or np.ptp(rewards) == 0.0:
         return np.zeros_like(rewards)
     centred: Rewards = rewards - rewards.mean()
@@ -46,7 +48,7 @@ def leave_one_out_advantages(rewards: Rewards) -> Rewards:
 
 def overlong_penalty(lengths: NDArray[np.int64], *, l_max: int, l_cache: int, factor: float) -> Rewards:
     """Penalty (<= 0) by completion length in tokens: none up to l_max - l_cache, then linear, -factor from l_max on."""
-    over: Rewards = (lengths - (l_max - l_cache)) / l_cache
+    over: Rewards = (lengths - (l_max - l_cache)) / l_cache  # 0 at l_max - l_cache, 1 at l_max
     penalty: Rewards = -factor * np.clip(over, 0.0, 1.0)
     return penalty
 
@@ -80,6 +82,7 @@ def credit_group(group: Group, settings: AlgorithmSettings, limits: ModelLimits)
         rewards = rewards + overlong_penalty(
             lengths, l_max=settings.overlong_l_max, l_cache=settings.overlong_l_cache, factor=settings.overlong_factor
         )
+    # Before anything is left out: a truncated sample's reward still tells how hard the prompt is.
     advantages = _advantages(rewards, settings)
     kept: list[TrainingSample] = []
     left_out: list[tuple[Sample, str]] = []

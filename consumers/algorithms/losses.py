@@ -49,6 +49,7 @@ class CompletionScorer:
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
+        # ``get_decoder`` of a model without one of its own returns the model itself.
         if self._head is None or self._decoder is self._model:
             return False
         probe = torch.arange(4, device=self._model.device).unsqueeze(0) % self._vocabulary
@@ -78,8 +79,10 @@ def _score(
     states: Tensor, head: Head | None, targets: Tensor, temperatures: Tensor, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
     size = max(1, MAX_LOGITS // vocabulary)
+    # Without a head ``states`` are all the logits already, so pieces would save nothing.
     if len(targets) <= size or head is None:
         return _score_piece(states, head, targets, temperatures)
+    # Checkpointed, or autograd would keep the logits of every piece, [size, vocabulary], until the backward pass.
     pieces = [
         checkpoint(_score_piece, part, head, target, temperature, use_reentrant=False)
         for part, target, temperature in zip(
@@ -91,6 +94,7 @@ def _score(
 
 def _score_piece(states: Tensor, head: Head | None, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs [K] of ``targets`` and the sum of the K entropies, in float32."""
+    # log p(t) = z_t / T - logsumexp(z / T); float32, since autocast gives bfloat16 logits, too coarse for the sum.
     logits = (states if head is None else head(states)).float() / temperatures.unsqueeze(1)
     normaliser = torch.logsumexp(logits, dim=-1)
     scored = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - normaliser
@@ -140,18 +144,19 @@ def token_losses(
     ``logprobs``, ``behaviour_logprobs``, ``reference_logprobs`` and ``mask`` (0 or 1) are [B, S] float32, log-probs
     in nats at the sampling temperature; ``advantages`` is [B]. Values where the mask is 0 are not looked at.
     """
-    trained = mask > 0
+    trained = mask > 0  # bool [B, S]
+    # log w = log pi - log mu, [B, S]; masked before any exp, whose overflow would make the gradient 0 x inf.
     log_ratio = torch.where(trained, logprobs - behaviour_logprobs, 0.0)
     advantage = advantages.unsqueeze(1).expand_as(log_ratio)
     losses, clipped = _surrogate(settings, log_ratio, advantage)
     metrics = _ratio_metrics(log_ratio.detach(), advantage, clipped, trained)
     if reference_logprobs is not None and settings.beta > 0:
         gap = torch.where(trained, reference_logprobs - logprobs, 0.0)
-        divergence = torch.exp(gap) - gap - 1
+        divergence = torch.exp(gap) - gap - 1  # k3 = exp(d) - d - 1 >= 0, unlike -d never negative for a single token
         losses = losses + settings.beta * divergence
         metrics["kl"] = divergence.detach().sum()
     weights = trained.to(losses.dtype)
-    if settings.loss_type == "grpo":
+    if settings.loss_type == "grpo":  # 1 / |o_i| here, 1 / sequences in ``denominator``: each sequence counts the same
         weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1)
     return LossSums(torch.where(trained, losses * weights, 0.0).sum(), metrics)
 
@@ -164,9 +169,10 @@ def _surrogate(settings: AlgorithmSettings, log_ratio: Tensor, advantage: Tensor
     weight = torch.exp(log_ratio if cap is None else log_ratio.clamp(max=math.log(cap)))
     if settings.ratio == "behaviour":
         ratio, outer = weight, torch.ones_like(weight)
-    else:
+    else:  # pi / sg(pi): its value is 1, its gradient that of log pi
         ratio, outer = torch.exp(log_ratio - log_ratio.detach()), weight.detach()
     losses = -outer * torch.minimum(ratio * advantage, ratio.clamp(floor, ceiling) * advantage)
+    # Outside the range a token is clipped only where min picks the constant: beyond it in the direction A pushes to.
     value = ratio.detach()
     low = (value < floor) & (advantage < 0)
     high = (value > ceiling) & (advantage > 0)
@@ -180,7 +186,7 @@ def _ratio_metrics(log_ratio: Tensor, advantage: Tensor, clipped: Tensor, traine
         "ratio": weight[trained].sum(),
         "ratio_min": torch.where(trained, weight, torch.inf).min(),
         "ratio_max": torch.where(trained, weight, -torch.inf).max(),
-        "mismatch_kl": (weight - log_ratio - 1)[trained].sum(),
+        "mismatch_kl": (weight - log_ratio - 1)[trained].sum(),  # k3 of KL(mu || pi): tokens are drawn from mu
         "clip_low": ((clipped < 0) & trained).sum(),
         "clip_high": ((clipped > 0) & trained).sum(),
     }

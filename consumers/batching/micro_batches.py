@@ -117,7 +117,7 @@ def collate(samples: list[TrainingSample]) -> MicroBatch:
         behaviour[row, start:end] = trajectory.logprobs
     return MicroBatch(
         input_ids=input_ids,
-        attention_mask=(np.arange(shape[1]) < lengths[:, None]).astype(np.int64),
+        attention_mask=(np.arange(shape[1]) < lengths[:, None]).astype(np.int64),  # [S] < [B, 1] gives [B, S]
         loss_mask=loss_mask,
         behaviour_logprobs=behaviour,
         advantages=np.array([item.advantage for item in samples], dtype=np.float32),
@@ -151,7 +151,8 @@ class MicroBatcher:
         """Take samples in; the micro-batches that are due."""
         for item in samples:
             length = item.sample.length
-            # Sorted as they come, so that every cut finds neighbours in length side by side.
+            # Sorted as they come, so that every cut finds neighbours in length side by side. Ids are unique (the filter
+            # drops repeats), so no comparison of tuples gets as far as the item, which has no order.
             insort(self._held, _HeldSample(-length, item.sample.ref.trajectory_id, item))
             self._tokens += length
         # Down to the lookahead: a choice among several budgets' worth of samples is what keeps padding low.
@@ -162,6 +163,7 @@ class MicroBatcher:
 
     def cut_for_idle(self) -> MicroBatch | None:
         """The best micro-batch now, because nothing else is there to be done; none if less than a budget is held."""
+        # Less than a budget would pay the fixed cost for few tokens, which may soon come along with others.
         is_enough = self._tokens >= self.settings.token_budget and not self.whole_batches
         return self._cut_best() if is_enough else None
 
@@ -208,6 +210,7 @@ class CostModel:
     def of(cls, settings: BatchingSettings) -> "CostModel":
         """The units are such that a sequence as long as the token budget costs as much as the budget has tokens."""
         budget, share = settings.token_budget, settings.attention_cost_fraction
+        # At L = budget: (1 - share) budget + (share / budget) budget^2 = budget, of which attention is the share.
         return cls(1 - share, share / budget, settings.fixed_cost_fraction * budget)
 
     def of_sequences(self, lengths: Lengths) -> Costs:
@@ -242,7 +245,9 @@ def best_run(lengths: Lengths, budget: int, costs: CostModel) -> SampleRange:
     most = _most_rows(lengths, budget)
     while (is_open := rows < most).any():
         middle = (rows + most) // 2
+        # For starts that are settled this may point past the end; their answer is not used.
         added = own[np.minimum(start + middle, len(lengths) - 1)]
+        # c(s + n) / c(s) > u(s, n), multiplied out.
         gains = added * (middle * own + costs.fixed) > own * (sums[start + middle] - sums[start])
         rows = np.where(is_open & gains, middle + 1, rows)
         most = np.where(is_open & ~gains, middle, most)
@@ -264,11 +269,12 @@ def cheapest_runs(lengths: Lengths, budget: int, costs: CostModel) -> list[Sampl
     total[0] = 0.0
     came_from = np.zeros(count + 1, dtype=np.int64)
     row_counts = np.arange(1, int(most.max(initial=0)) + 1)
+    # ``total[start]`` is final when its turn comes: a run that ends at it began before it.
     for start in range(count):
         reach = slice(start + 1, start + 1 + int(most[start]))
         offered = total[start] + costs.fixed + own[start] * row_counts[: most[start]]
         is_better = offered < total[reach]
-        total[reach][is_better] = offered[is_better]
+        total[reach][is_better] = offered[is_better]  # a slice is a view, so this writes into ``total`` itself
         came_from[reach][is_better] = start
     runs: list[SampleRange] = []
     end = count

@@ -52,6 +52,7 @@ class TrajectoryFilter:
         finished: Mapping[str, PartitionOffset],
     ) -> None:
         groups = max(MIN_REMEMBERED_GROUPS, REMEMBERED_ROUNDS * loop.max_groups_in_flight)
+        # The version of this moment, before the lineage's first step, is its origin: it is asked for once.
         self.rule = StalenessRule(loop.staleness_bound, settings.orphan_lineage, current_version())
         self.dedupe = DedupeWindow(groups * loop.num_generations)
         self.dedupe.restore(finished)
@@ -82,6 +83,7 @@ class TrajectoryFilter:
         if (objection := self._objection(trajectory, ref)) is not None:
             self._ledger.skip(Rejection(ref, *objection), trajectory.group_id)
             return None
+        # After the repeats: the second copy of a sample that was accepted is a duplicate, not a latecomer.
         if self.assembler.is_closed(trajectory.group_id):
             late = Rejection(ref, SkipReason.GROUP_INCOMPLETE, "its group was closed before it came")
             self._ledger.skip_late(late, trajectory.group_id)
@@ -109,6 +111,7 @@ class TrajectoryFilter:
             self._ledger.rejections.dead_letter(record, error)
             ref = RecordRef("", record.partition, record.offset)
             self._ledger.skip(Rejection(ref, SkipReason.POISON, str(error)), record.key)
+            # Last, since it may raise: the record that ends the trainer is on the books by then.
             self._undecodable.failed(f"{where}: {error}")
             return None
         self._undecodable.good()
@@ -123,6 +126,7 @@ class TrajectoryFilter:
         return objection
 
     def _evaluate(self, trajectory: Trajectory, ref: RecordRef, size: int) -> Sample | Rejection:
+        # Age before rewards: what is too old does not count for the breaker, however its rewards failed.
         if (violation := self.rule.violation(trajectory, self._current_version())) is not None:
             return Rejection(ref, *violation)
         if trajectory.finish_reason is FinishReason.ABORT:
@@ -207,11 +211,12 @@ def staleness(trajectory: Trajectory, current: PolicyVersion) -> int:
 
     Numbers are compared across lineages: a step is a step, whoever took it.
     """
+    # A completion without tokens has no spans; it is as old as the weights that it was admitted with.
     oldest = min((span.version.number for span in trajectory.version_spans), default=trajectory.admitted_version.number)
     return max(0, current.number - oldest)
 
 
-BREAKER_WINDOW = 1000
+BREAKER_WINDOW = 1000  # as the descriptions of both shares in ``[ingest]`` say
 BREAKER_MIN_SEEN = 100
 """Below so many records a share says nothing: one bad record of ten would already be a tenth."""
 
@@ -243,6 +248,8 @@ class CircuitBreaker:
         self._note(is_bad=True)
         self.consecutive += 1
         seen = len(self.recent)
+        # In a row, because a share is not judged before BREAKER_MIN_SEEN records: if all are bad, that need not be
+        # waited for.
         if self.consecutive > self.max_consecutive or (seen >= BREAKER_MIN_SEEN and self.bad / seen > self.max_share):
             raise BadInput(
                 f"expected few {self.fault}, got {self.consecutive} in a row and {self.bad} among the last {seen}, "

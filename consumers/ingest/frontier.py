@@ -73,6 +73,7 @@ class PartitionFrontier:
         """Whether this offset is finished."""
         if offset < self.low or offset in self.done:
             return True
+        # ``passed`` is empty unless a loss was accepted, so the linear search costs nothing in the usual case.
         return bool(self.passed) and any(first <= offset < end for first, end in self.passed)
 
     def unfinished(self) -> int:
@@ -93,6 +94,7 @@ class PartitionFrontier:
         """Read what ``to_json`` wrote; reading is to start at the low mark."""
         low = int(data["low"])
         passed = [(int(first), int(end)) for first, end in data.get("passed", ())]
+        # ``position`` falls back to ``low``: what was read above it and not finished is to be read again.
         return cls(low, {int(offset) for offset in data["done"]}, low, passed=passed)
 
 

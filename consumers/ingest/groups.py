@@ -58,6 +58,7 @@ class ClosedGroup:
 
     def would_be_usable(self, samples: int) -> bool:
         """Whether so many usable samples are enough."""
+        # One sample left of many is its own mean: its advantage would be 0.
         return samples >= min(2, self.wanted)
 
 
@@ -131,7 +132,7 @@ class GroupAssembler:
 
     def expire(self, now: float) -> list[ClosedGroup]:
         """Close the groups whose time is over."""
-        late = []
+        late = []  # collected first: closing takes groups out of the dict that is walked here
         for group_id, entry in self.open.items():  # least recently touched first
             if now - entry.touched_at < self.timeout_s:
                 break
@@ -158,10 +159,12 @@ class ReadyGroups:
 
     def __bool__(self) -> bool:
         """Whether there is a group that the step to come may train."""
+        # The head of the heap has the smallest due step: if it must wait, all of them must.
         return bool(self._groups) and self._groups[0][0] <= self.step()
 
     def add(self, group: Group) -> None:
         """A group was closed."""
+        # The id breaks ties, so that the heap never compares groups, which have no order.
         heapq.heappush(self._groups, (group.due_step, group.created_at, group.group_id, group))
 
     def pop(self) -> Group:
@@ -196,10 +199,12 @@ class ActiveTimer:
         """Count the time since the last call, after a read of so many records. ``drained``: it took all there was."""
         now = self.clock()
         gap_s = max(0.0, now - self._counted_until)
+        # Not settled yet: the gap goes on growing until it is worth a question to the broker.
         if not records and gap_s < PROBE_AFTER_S:
             return
         if drained and (records or await _answers(subscription)):
             self.elapsed_s += min(gap_s, MAX_GAP_S)
+        # Counted or not: time that does not count now must not count in the next call.
         self._counted_until = now
 
 

@@ -111,10 +111,11 @@ class Ledger:
     def release(self, ref: RecordRef) -> None:
         """The record stays pending, but its content is not held any more."""
         self.pending_bytes -= self._pending[ref.partition, ref.offset]
-        self._pending[ref.partition, ref.offset] = 0
+        self._pending[ref.partition, ref.offset] = 0  # not taken out: the record has no outcome yet
 
     def skip(self, rejection: Rejection, group_id: str | None) -> None:
         """Write a row and finish the record."""
+        # First, since it raises for a record that has an outcome: that must not get a second row.
         self._finish(rejection.ref)
         self.rejections.skip(rejection.ref, group_id, rejection.reason, rejection.detail, self._current_step())
         self._skipped += 1
@@ -122,6 +123,7 @@ class Ledger:
     def record_loss(self, partition: int, first: int, end: int) -> None:
         """The broker deleted these records before they were read: rows for those that were not finished."""
         detail = f"retention deleted offsets {first} to {end - 1} before they were trained; the loss was accepted"
+        # Before the frontier passes over it, after which nothing in the range counts as unfinished.
         for start, stop in self.frontier.partition(partition).unfinished_stretches(first, end):
             ref = RecordRef("", partition, start)
             self.rejections.skip(ref, None, SkipReason.RETENTION_EXPIRED, detail, self._current_step(), stop)
@@ -161,6 +163,7 @@ class Ledger:
         if held.remaining == 0:
             rows = held.rows(rows)
             self._end(held)
+        # Nothing here awaits, so a snapshot finds all of the group finished, or none of it.
         for row in rows:
             self.skip(row, group.group_id)
 

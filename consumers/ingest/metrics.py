@@ -92,5 +92,5 @@ class IngestMetrics:
     def _by_bucket(self, lag: Mapping[TopicPartition, int]) -> dict[int, int]:
         found: dict[int, int] = defaultdict(int)
         for tp, count in lag.items():
-            found[tp.partition // self.loop.shards] += count
+            found[tp.partition // self.loop.shards] += count  # partition = bucket x shards + shard
         return dict(sorted(found.items()))

@@ -127,11 +127,12 @@ class TrajectoryReader:
         except StreamRLError as error:
             self._ended_by = error
             raise
-        except BaseException as error:
+        except BaseException as error:  # cancellation too: nobody may wait for a reader that is no more
             self._ended_by = StreamRLError(f"reading trajectories ended with {error!r}")
             self._ended_by.__cause__ = error
             raise
         finally:
+            # First wake the trainer with the error: closing still waits for the broker.
             self._arrived.set()
             await self._close()
 
@@ -152,6 +153,7 @@ class TrajectoryReader:
         while self._ready and self._caught_up:
             if (fresh := self._without_stale_samples(self._ready.pop())) is not None:
                 return fresh
+        # No await since the look that found nothing, so no arrival falls between the two.
         self._arrived.clear()
         return None
 
@@ -203,6 +205,7 @@ class TrajectoryReader:
             log.warning("offsets not committed; only lag displays are affected", error=str(error))
 
     async def _open(self) -> None:
+        # The check comes first: on another topic the same offsets are other records, of which no row may be written.
         await self._opening.check(self.ledger)
         await self._rejections.open(self._bus, self._opening.client_id)
         self._subscription = await self._opening.open(self.ledger)
@@ -232,6 +235,7 @@ class TrajectoryReader:
         # A full poll means that more was there: samples that are late may only not have been read yet.
         drained = len(records) < limit and not self._paused
         await self._timer.advance(self._subscription, len(records), drained=drained)
+        # After what was just read, in which the missing sibling may have been.
         for closed in self._filter.assembler.expire(self._timer.elapsed_s):
             self._close_group(closed)
         await self._rejections.send()
@@ -327,6 +331,7 @@ class TopicOpening:
                 )
             except DataLossRefused as error:
                 lost = await self._lost_ranges(start)
+                # Nothing is missing by the broker's own account: then the refusal has another cause, which must show.
                 if attempt == OPEN_ATTEMPTS or not lost:
                     raise
                 if not self.accept_loss:
@@ -397,7 +402,7 @@ class TopicOpening:
                 while len(found) < len(offsets):
                     for record in await reading.poll(timeout_s=POLL_S):
                         found.setdefault(TopicPartition(record.topic, record.partition), record)
-                    reading.pause(found)
+                    reading.pause(found)  # one record of each is enough, and the long partitions would fill every poll
         except TimeoutError:
             missing = sorted(offsets.keys() - found.keys())
             raise BusUnavailable(
@@ -409,6 +414,7 @@ class TopicOpening:
 
 
 def _must_reach(tp: TopicPartition, offset: int, ends: Mapping[TopicPartition, int]) -> None:
+    # Retention moves a partition's beginning and never its end: one that ends earlier than it did is another one.
     if ends.get(tp, 0) < offset:
         raise DataLossRefused(_recreated(tp, f"{offset} records", f"{ends.get(tp, 0)}"))
 

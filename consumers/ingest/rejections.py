@@ -77,6 +77,7 @@ def end_of(row: SkipRecord) -> int:
     return row.offset + 1 if row.end_offset is None else row.end_offset
 
 
+# ``eq=False`` keeps the hash by identity: rows on their way are keys in ``flush``, and two may carry the same record.
 @dataclass(eq=False, slots=True)
 class _Pending:
     """One record on its way, and how often its sending failed."""
@@ -134,6 +135,7 @@ class RejectionWriter:
             sent_at=self.clock(),
         )
         record = Outgoing.of(SKIPS.full_name(self.run_name), row, key=ref.trajectory_id or None)
+        # Counted with the record's end, not when it is sent; a checkpoint that counts it waits for it in ``flush``.
         self._outbox.append(_Pending(record))
         self.tally.add(row)
         self.counts[reason.value] += end_of(row) - row.offset
@@ -174,7 +176,8 @@ class RejectionWriter:
             while self._outbox:
                 if self.refused_by is not None:
                     raise self.refused_by
-                # Taken out only when the publisher has it: a cancellation while its buffer is full loses no row.
+                # Taken out only when the publisher has it: a cancellation while its buffer is full loses no row. The
+                # head stays the same meanwhile, since rows are only ever added at the other end.
                 row = self._outbox[0]
                 future = await self.publisher.submit(row.record)
                 self._outbox.popleft()
@@ -200,6 +203,7 @@ class RejectionWriter:
                 )
             await self.send()
             if mine := [future for future, row in self._in_flight.items() if row in waited_for]:
+                # A future calls back in the order of registration, so ``_landed`` has run for them when this returns.
                 await asyncio.wait(mine)
         if self.refused_by is not None:
             raise self.refused_by
@@ -220,10 +224,12 @@ class RejectionWriter:
 
     def _landed(self, row: _Pending, future: "asyncio.Future[Position]") -> None:
         self._in_flight.pop(future, None)
+        # Asked for its exception, a cancelled future raises.
         error = None if future.cancelled() else future.exception()
         if future.cancelled() or isinstance(error, DeliveryUnknown | BusUnavailable):
             log.warning("a row on a skipped trajectory is sent again", error=str(error))
             row.failures += 1
+            # Only queued: a callback cannot wait. If the first sending did arrive, readers tell the repeat by its number.
             self._outbox.append(row)
         elif error is not None:
             self.refused_by = error if isinstance(error, BusError) else BusError(f"a row was refused: {error!r}")
@@ -231,4 +237,5 @@ class RejectionWriter:
 
 def _printable(text: str, limit: int) -> str:
     """Text cut to a length, and free of what UTF-8 cannot carry."""
+    # A str may hold lone surrogates, which strict UTF-8 refuses; an explanation must not fail for its spelling.
     return text[:limit].encode(errors="replace").decode()
