@@ -32,7 +32,7 @@ _SMALL_HEADER = 16 << 10
 """Bytes in which there cannot be too many values, so that the usual header is not walked over twice."""
 _MANY_PROBLEMS = 1000
 """Invalid fields from which on they are only counted: to list them takes a kilobyte each."""
-_PREFIX = struct.Struct("<I")
+_PREFIX = struct.Struct("<I")  # length of the header
 # First bytes of containers whose sizes follow; smaller ones hold theirs in the first byte.
 _ARRAY_16, _ARRAY_32, _MAP_16, _MAP_32 = 0xDC, 0xDD, 0xDE, 0xDF
 
@@ -40,6 +40,7 @@ MESSAGES: dict[str, type[Message]] = {
     message.SCHEMA: message
     for message in (WorkOrder, TokenChunk, Trajectory, StepReport, RefusedStep, SkipRecord, Heartbeat, OperatorCommand)
 }
+# One schema for all control messages: their ``kind`` says which of the union it is, so a single validator reads them.
 CONTROL_SCHEMA = WeightsReady.SCHEMA
 _HEADER_FREE = {"step-report", "refused-step", "work-order"}
 """Schemas whose header may be as large as the whole message: they are written by our own trainer and dispatcher."""
@@ -90,15 +91,18 @@ def encode(message: Message) -> bytes:
     Raises:
         FrameTooLarge: the frame would exceed ``MAX_BYTES`` of its schema.
     """
+    # A shallow copy: the array fields of it are replaced below, and the message itself is frozen.
     fields = dict(message.__dict__)
     blobs = []
     kind = _KINDS[message.SCHEMA]
     for name, _ in kind.arrays:
         array = fields.pop(name)
         fields[name] = array.size  # behind the plain fields, as the bytes are
+        # A view with gaps is no run of bytes: it is copied once. ``join`` reads the others in place.
         blobs.append(array if array.flags.c_contiguous else array.tobytes())
     header = msgpack.packb(fields, default=_fields_of)
     frame = b"".join((_PREFIX.pack(len(header)), header, *blobs))
+    # By the reader's own rule, so that nothing is written that would become a dead letter.
     _check_sizes(kind, len(frame), len(header))
     return frame
 
@@ -137,6 +141,7 @@ def _named_kind(headers: Headers) -> _Kind:
     except (KeyError, ValueError, AttributeError, TypeError) as error:
         raise UnknownSchema(f"expected headers 'schema' and 'schema-version', got {sorted(named)}") from error
     kind = _KINDS.get(schema)
+    # Older ones are read, since a version only adds optional fields; what a newer one means we cannot know.
     if kind is None or not 1 <= version <= kind.version:
         raise UnknownSchema(f"expected one of {sorted(_KINDS)}, got {schema!r} version {version}")
     return kind
@@ -146,6 +151,7 @@ def _split(value: bytes | None, kind: _Kind) -> tuple[dict[str, Any], memoryview
     if value is None or len(value) < _PREFIX.size:
         raise MalformedFrame(f"expected a {kind.schema} frame, got {0 if value is None else len(value)} bytes")
     (header_size,) = _PREFIX.unpack_from(value)
+    # Before the slice and before msgpack sees a byte: the length is a stranger's word.
     _check_sizes(kind, len(value), header_size)
     end = _PREFIX.size + header_size
     if len(value) < end:
@@ -154,6 +160,7 @@ def _split(value: bytes | None, kind: _Kind) -> tuple[dict[str, Any], memoryview
     try:
         if header_size > _SMALL_HEADER:
             refuse_many_items(header, kind.max_items)
+        # The timestamp extension never comes to ``ext_hook``; as a datetime (3) there is no field that takes it.
         fields = msgpack.unpackb(header, strict_map_key=True, ext_hook=_refuse_ext, timestamp=3)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError, IndexError) as error:
         raise MalformedFrame(f"expected a msgpack map as {kind.schema} header, got: {error!r}") from error
@@ -173,16 +180,18 @@ def refuse_many_items(data: bytes, limit: int) -> None:
     """
     unpacker = msgpack.Unpacker(max_buffer_size=len(data))
     unpacker.feed(data)
+    # Values read, and values that the containers read so far still promise.
     seen, to_come = 0, 1
     while to_come:
         first = data[unpacker.tell()]
         if 0x90 <= first <= 0x9F or first in (_ARRAY_16, _ARRAY_32):
             to_come += unpacker.read_array_header()
         elif 0x80 <= first <= 0x8F or first in (_MAP_16, _MAP_32):
-            to_come += 2 * unpacker.read_map_header()
+            to_come += 2 * unpacker.read_map_header()  # a key and a value each
         else:
             unpacker.skip()
         seen, to_come = seen + 1, to_come - 1
+        # What is promised counts at once: a container may claim 2^32 values in five bytes.
         if seen + to_come > limit:
             raise FrameTooLarge(f"expected at most {limit} values in a header, got {seen + to_come} or more")
 
@@ -191,9 +200,11 @@ def _attach_arrays(kind: _Kind, fields: dict[str, Any], body: memoryview) -> Non
     position, end = 0, len(body)
     for name, dtype in kind.arrays:
         count = fields.get(name)
+        # ``type``, not ``isinstance``: a bool is an int in Python.
         size = count * dtype.itemsize if type(count) is int else -1
         if size < 0 or position + size > end:
             raise MalformedFrame(f"expected the length of {kind.schema}.{name} within the frame, got {count!r}")
+        # A view of the record's bytes, read-only as they are: nothing is copied.
         fields[name] = np.frombuffer(body, dtype, size // dtype.itemsize, position)
         position += size
     if position != end:
@@ -220,4 +231,5 @@ def _refuse_ext(code: int, _data: bytes) -> Any:
 
 def named_error(headers: Iterable[tuple[str, bytes]]) -> str:
     """The class of the error for which a record became a dead letter."""
+    # Of a name that comes twice the last one counts, here and in ``_named_kind``.
     return (dict(headers).get("dlq-error-class") or b"(none)").decode(errors="replace")

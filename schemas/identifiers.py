@@ -38,6 +38,7 @@ class PolicyVersion(NamedTuple):
 
 def is_plain_name(text: str) -> bool:
     """Whether the text is safe as a run name, worker id or file stem (lower case, digits, ``._-``, 1–64 long)."""
+    # Names become folders, and ".." would lead out of theirs.
     return _PLAIN_NAME.fullmatch(text) is not None and ".." not in text
 
 
@@ -58,6 +59,7 @@ def make_trajectory_id(group_id: str, sample_index: int) -> str:
 
 def group_id_of(trajectory_id: str) -> str:
     """Name of the group that a trajectory belongs to; empty where the text is no trajectory id."""
+    # From the right: a prompt id has slashes of its own.
     return trajectory_id.rpartition("/")[0]
 
 
@@ -67,4 +69,5 @@ def partition_of_worker(worker_id: str) -> int:
     Dispatcher and workers must agree on it. Both are always of one version of this project in a run, so the hash may
     change between versions, though never within a run.
     """
+    # Not ``hash``, which differs between processes.
     return xxhash.xxh32_intdigest(worker_id.encode()) % WORK_ORDER_PARTITIONS

@@ -37,6 +37,7 @@ def load_function(path: str, error: type[UserError] = SettingsError) -> Callable
         raise error(_rename(hidden, f"to load {path!r}"))
     here = str(Path.cwd())
     if here not in sys.path:
+        # Appended, not put in front: a file of the user's must not hide an installed module from our own imports.
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)

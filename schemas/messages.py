@@ -25,6 +25,7 @@ class Message(BaseModel):
     @classmethod
     def array_fields(cls) -> dict[str, np.dtype[Any]]:
         """Names and dtypes of the fields that travel as raw bytes behind the header."""
+        # ``__dict__`` and not ``getattr``, which would find the cache of a base class with other fields.
         cached: dict[str, np.dtype[Any]] | None = cls.__dict__.get("_array_fields_cache")
         if cached is None:
             cached = {
@@ -39,6 +40,7 @@ class Message(BaseModel):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, type(self)):
             return NotImplemented
+        # pydantic's own comparison would ask whether an array of booleans is true.
         arrays = self.array_fields()
         return all(
             np.array_equal(getattr(self, name), getattr(other, name))
@@ -69,6 +71,7 @@ class WireArray:
         if not isinstance(value, np.ndarray):
             value = np.asarray(value, dtype=self.dtype)
         array: NDArray[Any] = value
+        # Refused and not converted: a wrong dtype is a mistake of its writer, and a conversion could lose digits.
         if array.dtype != self.dtype or array.ndim != 1:
             raise ValueError(f"expected a 1-d array of {self.dtype}, got {array.ndim}-d {array.dtype}")
         return array

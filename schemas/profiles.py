@@ -54,6 +54,7 @@ class DecodeSettings(Section):
     def _ascending(self) -> Self:
         batches = [batch for batch, _ in self.table]
         seconds = [value for _, value in self.table]
+        # A larger batch never takes less: planning bisects for the largest one that keeps a time.
         if batches != sorted(set(batches)) or seconds != sorted(seconds):
             raise ValueError(f"expected a decode table with ascending batches and seconds, got {self.table}")
         return self
@@ -71,6 +72,7 @@ class DecodeCurve:
 
     def batch_s(self, batch: int) -> float:
         """t(b): a step's seconds with empty caches."""
+        # Kept, because plans ask for the same few batch sizes again and again.
         known = self._known.get(batch)
         if known is None:
             known = self._known[batch] = self._interpolated(batch) if self.settings.table else self._formula(batch)
@@ -78,6 +80,7 @@ class DecodeCurve:
 
     def leg_s(self, steps: int, batch: int, context: int) -> float:
         """Seconds of so many steps in a row with nobody coming or going; ``context``: tokens in all caches before."""
+        # k * C + b * k * (k - 1) / 2: tokens in the caches, summed over the steps; an integer, so nothing is rounded.
         grown = steps * context + batch * (steps * (steps - 1) // 2)
         return steps * self.batch_s(batch) + self.settings.context_s_per_token * grown
 
@@ -89,6 +92,7 @@ class DecodeCurve:
         # The k steps take slope * k + bend * k². The positive root of that in k, in the form that loses no digits where
         # bend is small or zero; then as many steps more or less as rounding was off, because callers compare times.
         bend = self.settings.context_s_per_token * batch / 2
+        # With nearly empty caches ``bend`` may exceed the rest; the divisor below must stay positive all the same.
         slope = max(self.batch_s(batch) + self.settings.context_s_per_token * context - bend, 1e-12)
         steps = int(2 * seconds / (slope + math.sqrt(slope * slope + 4 * bend * seconds)))
         while start + self.leg_s(steps + 1, batch, context) <= end:
@@ -109,6 +113,7 @@ class DecodeCurve:
         table = self.settings.table
         if batch <= table[0][0] or len(table) == 1:
             return table[0][1]
+        # Beyond the last point this stays the last one, so the line through the last two goes on.
         upper = min(bisect_left(table, batch, key=lambda point: point[0]), len(table) - 1)
         (before, low), (after, high) = table[upper - 1], table[upper]
         return low + (high - low) * (batch - before) / (after - before)

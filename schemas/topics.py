@@ -45,6 +45,8 @@ class Topic:
         configs = {
             "cleanup.policy": self.cleanup_policy,
             "max.message.bytes": str(self.max_message_bytes),
+            # Of three copies two acknowledge: one may be away without a pause, and no single
+            # loss takes what was acknowledged.
             "min.insync.replicas": str(max(1, replication_factor - 1)),
         }
         if self.cleanup_policy == "compact":
@@ -54,7 +56,7 @@ class Topic:
                 "min.cleanable.dirty.ratio": "0.01",
                 "max.compaction.lag.ms": "600000",
                 "segment.ms": "600000",
-                "delete.retention.ms": str(DAY_MS),
+                "delete.retention.ms": str(DAY_MS),  # how long a tombstone stays for readers that were away
             }
         else:
             configs["retention.ms"] = str(self.retention_ms)
@@ -69,6 +71,7 @@ def _room_for(message: type[Message]) -> int:
 WORK_ORDERS = Topic(
     name="work-orders",
     message=WorkOrder,
+    # A label for people: the dispatcher names the partition itself, that of the worker.
     key="group id",
     partitions=WORK_ORDER_PARTITIONS,
     cleanup_policy="delete",
@@ -106,6 +109,7 @@ DEAD_LETTERS = Topic(
     partitions=1,
     cleanup_policy="delete",
     retention_ms=30 * DAY_MS,
+    # The refused record unchanged, whatever its topic, and the headers that say why.
     max_message_bytes=_room_for(Trajectory) + (64 << 10),
     writers=("trainer",),
     readers=("dlq",),
@@ -139,7 +143,7 @@ CONTROL = Topic(
     key="what the order is about",
     partitions=1,
     cleanup_policy="compact",
-    retention_ms=-1,
+    retention_ms=-1,  # without an end: the last message of each key has to stay
     max_message_bytes=_room_for(WeightsReady),
     writers=("coordinator",),
     readers=("worker", "dispatcher", "trainer", "relay"),

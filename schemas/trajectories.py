@@ -70,7 +70,7 @@ class SamplingParams(Part):
     max_completion_length: Annotated[int, Field(ge=1)]
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0: the whole vocabulary
     seed: int | None = None
 
 
@@ -93,7 +93,7 @@ class WorkOrder(Message):
     estimate: LengthEstimate
     sampling: SamplingParams
     num_generations: Annotated[int, Field(ge=1, le=4096)]
-    sample_indices: tuple[int, ...]
+    sample_indices: tuple[int, ...]  # of 0 to num_generations - 1
     partition: Annotated[int, Field(ge=0)]
     attempt: Annotated[int, Field(ge=0)] = 0
     due_step: Annotated[int, Field(ge=0)] = 0
@@ -126,8 +126,8 @@ class TokenChunk(Message):
     worker_id: ShortText
     start: Annotated[int, Field(ge=0)]
     version: PolicyVersion
-    token_ids: Int32Array
-    logprobs: Float32Array
+    token_ids: Int32Array  # [tokens]
+    logprobs: Float32Array  # [tokens], of the policy that sampled
     finish_reason: FinishReason | None = None
 
 
@@ -150,10 +150,10 @@ class Trajectory(Message):
     dataset: ShortText
     sample_index: Annotated[int, Field(ge=0)]
     num_generations: Annotated[int, Field(ge=1)]
-    prompt_token_ids: Int32Array
-    token_ids: Int32Array
-    logprobs: Float32Array
-    loss_mask: UInt8Array
+    prompt_token_ids: Int32Array  # [P]
+    token_ids: Int32Array  # [T]
+    logprobs: Float32Array  # [T]
+    loss_mask: UInt8Array  # [T], 1: counts in the loss
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     prompt_text: str
@@ -180,6 +180,7 @@ class Trajectory(Message):
                 f"expected token_ids, logprobs and loss_mask of one length, "
                 f"got {length}, {len(self.logprobs)} and {len(self.loss_mask)}"
             )
+        # One NaN in a ratio makes the gradient of the whole step NaN.
         if np.count_nonzero(np.isfinite(self.logprobs)) != length:
             raise ValueError("expected finite logprobs, got NaN or infinity")
         if np.count_nonzero(self.token_ids < _ZERO):
@@ -190,6 +191,7 @@ class Trajectory(Message):
         return self
 
     def _spans_tile(self, length: int) -> None:
+        # The spans tile [0, T): each begins where the one before it ended, none is empty, and the last ends at T.
         expected = 0
         for span in self.version_spans:
             if span.start != expected or span.end <= span.start:
@@ -201,6 +203,7 @@ class Trajectory(Message):
     @property
     def oldest_version(self) -> PolicyVersion:
         """The oldest weights that sampled a token of this completion (the admitted version if it is empty)."""
+        # Versions compare by lineage first, then by number.
         return min((span.version for span in self.version_spans), default=self.admitted_version)
 
     @property

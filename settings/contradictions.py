@@ -91,6 +91,7 @@ def refuse_contradictions(settings: Settings, given: SettingsLayers) -> None:
         decided = max(given.rank(tuple(key.split("."))) for key in rule.deciders)
         for key in rule.keys:
             path = tuple(key.split("."))
+            # At least 0, so that a key which nobody gave (-1) is never refused.
             if given.rank(path) >= max(decided, 0):
                 raise SettingsError(
                     f"expected no {key} with {rule.because(settings)}, got one{given.origin(path)}; "

@@ -70,6 +70,7 @@ def _field(path: Key) -> dict[str, Any]:
     for part in path:
         node = node["properties"][part]
         reference = node.get("$ref")
+        # The last part stays unresolved, since a description beside the reference goes before that of the section.
         if reference and part != path[-1]:
             node = tree["$defs"][reference.rpartition("/")[2]]
     if "description" not in node and "$ref" in node:

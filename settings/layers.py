@@ -48,6 +48,7 @@ class SettingsLayers:
 
     def rank(self, key: Key) -> int:
         """The number of the last layer that gives a key, from 0; -1: none does."""
+        # A rank is an index into ``layers``: 0 the file, 1 the environment, 2 the command line.
         return max((rank for rank, tree in enumerate(self.layers) if _has(tree, key)), default=-1)
 
     def origin(self, key: Key) -> str:
@@ -58,6 +59,7 @@ class SettingsLayers:
             case 1:
                 return f" ({ENV_PREFIX}{'__'.join(key).upper()})"
             case 0 if self.config is not None:
+                # Read once more: lines are wanted only for an error, and tomllib has thrown them away.
                 line = line_of(self.config.read_text(), key)
                 return f" ({self.config}, line {line})" if line else f" ({self.config})"
             case _:
@@ -82,6 +84,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Tree:
     """Read ``STREAMRL_SECTION__KEY=value``; variables without a double underscore are not settings."""
     tree: Tree = {}
     for name, text in environ.items():
+        # Others with our prefix, such as STREAMRL_CACHE, are no settings.
         if name.startswith(ENV_PREFIX) and "__" in name:
             _put(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), text)
     return tree
@@ -96,6 +99,7 @@ def from_arguments(arguments: Iterable[str]) -> Tree:
     tree: Tree = {}
     rest = iter(arguments)
     for argument in rest:
+        # Every key has a section, so an option without a dot is a misspelt one of the command's own.
         if not argument.startswith("--") or "." not in argument.split("=")[0]:
             raise SettingsError(f"expected --section.key value, got {argument!r}; see --help for the other options")
         path, equals, text = argument.removeprefix("--").partition("=")
@@ -104,6 +108,7 @@ def from_arguments(arguments: Iterable[str]) -> Tree:
             if following is None:
                 raise SettingsError(f"expected a value after {argument}, got the end of the line")
             text = following
+        # Dashes are usual in options; no key of ours has one.
         _put(tree, path.replace("-", "_").split("."), text)
     return tree
 
@@ -114,6 +119,7 @@ def merged(*layers: Tree) -> Tree:
     for layer in layers:
         for key, value in layer.items():
             before = result.get(key)
+            # A table joins a table; a list or a value replaces what was there, so that it can be made shorter.
             result[key] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
     return result
 
@@ -121,6 +127,7 @@ def merged(*layers: Tree) -> Tree:
 def _put(tree: Tree, path: list[str], text: str) -> None:
     for part in path[:-1]:
         node = tree.setdefault(part, {})
+        # As in "--loop.mode=stream --loop.mode.x=1": a value stands where the section should be.
         if not isinstance(node, dict):
             raise SettingsError(f"expected a section at {'.'.join(path)}, got a value")
         tree = node
@@ -145,6 +152,7 @@ def line_of(text: str, key: Key) -> int | None:
                 return number
         elif (found := _KEY.match(line)) and section + _parts(found[1]) == key:
             return number
+    # Not found in a line of its own, as in an inline table: the line that opens the table is the next best.
     return line_of(text, key[:-1]) if len(key) > 1 else None
 
 

@@ -26,8 +26,10 @@ def load_settings(config: Path | None, arguments: Sequence[str], defaults: Tree 
         SettingsError: an unknown key, a wrong value, or sections that contradict each other.
     """
     given = SettingsLayers.read(config, arguments)
+    # Before validation: the key that the variable was meant for may be the one that is then found missing.
     _refuse_lone_underscores(os.environ)
     settings = validated(merged(defaults or {}, *given.layers), given)
+    # On the typed tree, since a rule asks for values after defaults; but only what was given can contradict.
     refuse_contradictions(settings, given)
     return settings
 
@@ -71,13 +73,14 @@ def _without_meaningless(model: BaseModel, values: Tree, meaningless: frozenset[
 
 def _explain_error(error: ValidationError, given: SettingsLayers | None) -> str:
     """The first of the errors, wrong names before all others, and how many more there are."""
+    # A wrong name comes first because the others may follow from it: the value it carried is missing elsewhere.
     first, *others = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     location = tuple(str(part) for part in first["loc"])
     key = ".".join(location)
     origin = given.origin(location) if given else ""
     more = f" ({len(others)} more)" if others else ""
     message = first["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
+    message = message[:1].lower() + message[1:]  # pydantic begins with a capital, ours goes on after a colon
     match first["type"]:
         case "extra_forbidden" if key in RENAMED:
             return f"setting {key}{origin} is now {RENAMED[key]}{more}"

@@ -91,10 +91,12 @@ class EmulationSettings(Section):
     @classmethod
     def _profiled(cls, values: Any) -> Any:
         """Decoding and training take the profile's times; sections that say otherwise are refused."""
+        # Before the sections are validated, so values are as given: the word for "unset" is still a word.
         if not isinstance(values, dict) or values.get("profile") in (None, UNSET):
             return values
         profile = DeviceProfile.read(Path(values["profile"]))
         for name, measured in (("decode", profile.decode), ("training", profile.training)):
+            # Equal ones are let through: the resolved settings of a run, read again, name both.
             if name in values and type(measured).model_validate(values[name]) != measured:
                 raise ValueError(
                     f"expected emulation.{name} to come from the profile {values['profile']}, "
@@ -120,7 +122,7 @@ class Settings(Section):
 
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
-    data: DataSettings
+    data: DataSettings  # without a default: nothing stands for the user's prompts
     rewards: RewardSettings = RewardSettings()
     loop: LoopSettings = LoopSettings()
     lengths: LengthSettings = LengthSettings()
@@ -150,13 +152,16 @@ def decode_curve(settings: Settings) -> DecodeCurve:
     is_emulated, profile = settings.generation.engine == "emulated", settings.dispatch.profile
     if profile is None and not is_emulated:
         return TYPICAL_CURVE
+    # A profile given to the dispatcher goes before the emulated curve: what was measured is what it shall plan with.
     decode = DeviceProfile.read(profile).decode if profile is not None else settings.emulation.decode
+    # Emulated seconds become those of the wall clock, in which the dispatcher plans.
     return DecodeCurve(_faster(decode, settings.emulation.time_scale) if is_emulated else decode)
 
 
 def _faster(decode: DecodeSettings, factor: float) -> DecodeSettings:
     return decode.model_copy(
         update={
+            # Everything that is a time; ``batch_scale`` is a number of completions.
             "step_s": decode.step_s / factor,
             "table": tuple((batch, seconds / factor) for batch, seconds in decode.table),
             "context_s_per_token": decode.context_s_per_token / factor,
