@@ -61,6 +61,7 @@ class ControlFollower:
         """
         await self._read_to_the_end(is_old=True)
         self.caught_up.set()
+        # Only now is the newest of all announcements known; earlier ones would be fetched for nothing.
         self._offer()
         while True:
             self.on_tick("control")
@@ -69,10 +70,12 @@ class ControlFollower:
             if self.fence.was_suspended:
                 log.warning("process was suspended, reading control to its end before anything is published")
                 await self._read_to_the_end(is_old=False)
+            # After was_suspended, which looks at the time that this sets.
             self.fence.control_was_read()
             self._offer()
 
     async def _read_to_the_end(self, *, is_old: bool) -> None:
+        # The end as it is now: a topic that goes on growing would never be read to its end.
         ends = await self._ends()
         while any(position < ends[tp] for tp, position in (await self.subscription.positions()).items()):
             for record in await self.subscription.poll(timeout_s=POLL_S):
@@ -107,6 +110,7 @@ class ControlFollower:
                 self.drained = True
                 log.info("asked to leave", reason=message.reason)
             case WorkerClaimed() if message.worker_id == self.fence.worker_id:
+                # Old claims are of earlier incarnations, unless our first heartbeat was answered before we got to read.
                 if not is_old or message.incarnation == self.fence.incarnation:
                     self.fence.claimed(message.incarnation)
             case RunFinished():

@@ -61,6 +61,7 @@ class Heartbeats:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await self._changed.wait()
+            # Cleared before the beat: a change that comes while it is being sent is sent by the next one, at once.
             self._changed.clear()
             await self.beat()
 
@@ -73,6 +74,7 @@ class Heartbeats:
 
     def _heartbeat(self) -> Heartbeat:
         now, generating = self.clock(), self.load.generating
+        # The engine does not say which requests wait; it runs as many as it has slots, and the others wait.
         running = min(generating, self.engine.max_num_seqs)
         self._sequence += 1
         return Heartbeat(
@@ -93,7 +95,9 @@ class Heartbeats:
 
     def _rate(self, now: float) -> float:
         self._rates.append((now, self.load.generated_tokens))
+        # Two are kept in any case: a rate needs an interval, also with heartbeats further apart than the window.
         while len(self._rates) > 2 and self._rates[0][0] < now - RATE_WINDOW_S:
             self._rates.popleft()
         (began, before), elapsed = self._rates[0], now - self._rates[0][0]
+        # The wall clock may have been set back: then there is no rate rather than a wrong one.
         return max(0.0, (self.load.generated_tokens - before) / elapsed) if elapsed > 0 and began <= now else 0.0

@@ -51,6 +51,7 @@ class Outbox:
             stop=_is_refused_for_good,
             wait=wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
             before_sleep=_log_undelivered,
+            # Without reraise callers would get tenacity's RetryError in place of the BusError.
             reraise=True,
         )
         # Counted also while the first attempt runs: a broker that is slow to answer is behind, too.
@@ -118,11 +119,13 @@ class Fence:
         Raises:
             Superseded: not this one.
         """
+        # Another's claim ends us once ours was seen, or when it comes again; a first one before ours may be outdated.
         if incarnation != self.incarnation and self._claims_seen & {self.incarnation, incarnation}:
             self.superseded = Superseded(
                 f"worker {self.worker_id} ({self.incarnation}) was superseded by incarnation {incarnation}: another "
                 "process has the same id; if both are wanted, give each an id of its own with --id"
             )
+            # Wakes whoever waits at the fence: the loop that reads control ends with this error, and nobody else would.
             self._control_read.set()
             raise self.superseded
         self._claims_seen.add(incarnation)
@@ -135,6 +138,7 @@ class Fence:
         """
         # A loop: by the time we wake, the process may have been suspended once more.
         while self.superseded is None and self.was_suspended:
+            # Cleared first: the event may still be set by a look at control from before the suspension.
             self._control_read.clear()
             await self._control_read.wait()
         if self.superseded is not None:
@@ -161,6 +165,7 @@ class FencedPublisher:
 
     async def flush(self) -> None:
         """See the port."""
+        # Past the fence already: what is waited for here was handed over by the methods above.
         await self.publisher.flush()
 
     async def close(self) -> None:

@@ -163,6 +163,7 @@ class Rollout:
         try:
             return await self._generate(request)
         except EngineError as error:
+            # One failed decode step fails every completion of its batch, most of which had no part in it.
             log.warning("request failed, asking once more", request=request.request_id, error=str(error))
             return await self._generate(request)
 
@@ -171,6 +172,7 @@ class Rollout:
         completion = SampledCompletion()
         async with _closing(self.engine.generate(request)) as deltas:
             async for delta in deltas:
+                # Taken before extend: where the delta's first token stands in the completion.
                 start = len(completion.token_ids)
                 completion.extend(delta)
                 self.load.generated_tokens += len(delta.token_ids)
@@ -187,6 +189,8 @@ async def _closing(deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[AsyncIter
     try:
         yield deltas
     finally:
+        # Leaving `async for` does not close a generator; asyncio would, but only once it is garbage-collected. The port
+        # promises any async iterator, and only generators have aclose.
         if (close := getattr(deltas, "aclose", None)) is not None:
             await close()
 
@@ -224,6 +228,7 @@ class SampledCompletion:
             raise EngineError(
                 f"expected one logprob per token from the engine, got {len(delta.logprobs)} for {len(delta.token_ids)}"
             )
+        # Before the return: the last delta may carry the reason and no token.
         self.finish_reason = delta.finish_reason
         if not delta.token_ids:
             return
@@ -240,6 +245,7 @@ class SampledCompletion:
 
     def version_spans(self) -> tuple[VersionSpan, ...]:
         """Which version sampled which tokens; adjacent spans differ, together they cover the completion."""
+        # Each span starts where the one before ends; the last end starts none, hence strict=False.
         starts = [0, *(end for _, end in self._spans)]
         return tuple(
             VersionSpan(version=version, start=start, end=end)
@@ -248,6 +254,7 @@ class SampledCompletion:
 
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Token ids int32 (T) and log-probabilities float32 (T), without a copy; do not extend afterwards."""
+        # While numpy holds an array's buffer, the array cannot grow: extend would raise BufferError.
         return np.frombuffer(self.token_ids, dtype="<i4"), np.frombuffer(self.logprobs, dtype="<f4")
 
 
@@ -278,10 +285,12 @@ class TokenStream:
         )
         with suppress(BusError):
             sent = await self.publisher.submit(Outgoing.of(self.topic, chunk, key=trajectory_id))
+            # Counted behind submit: had that raised, nothing would ever count it down.
             self._pending += 1
             sent.add_done_callback(self._settle)
 
     def _settle(self, sent: "Future[Position]") -> None:
         self._pending -= 1
+        # Asked first, because exception() of a cancelled future raises.
         if not sent.cancelled():
             sent.exception()  # looked at, or asyncio would log a lost chunk as a forgotten error

@@ -45,6 +45,7 @@ class ModelTokenizer:
                 f"got none; use plain text prompts or an instruction-tuned model"
             )
         turns = [{"role": turn.role, "content": turn.content} for turn in prompt.content]
+        # As text first: the template writes its special tokens itself, so none may be added when it is tokenised.
         return self._plain(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -57,6 +58,7 @@ class ModelTokenizer:
     def _with_opening(self, text: str) -> list[int]:
         plain = self._plain(text)
         special: list[int] = self._tokenizer(text)["input_ids"]
+        # The text's own tokens are looked for among them: what stands in front is kept, what stands behind is cut off.
         for start in range(len(special) - len(plain) + 1):
             if special[start : start + len(plain)] == plain:
                 return special[: start + len(plain)]

@@ -75,6 +75,7 @@ class WeightsAdopter:
             try:
                 await self.engine.adopt(directory, ready.version)
             except WeightsError as error:
+                # With older weights sampling goes on until the next version; without any there is nothing to do.
                 if self.held is None:
                     raise
                 log.error("weights refused by the engine", error=str(error), held=str(self.held))
@@ -90,6 +91,7 @@ class WeightsAdopter:
             before_sleep=self._log_failure,
         ):
             with attempt:
+                # Cleared before the fetch: an offer that comes while it runs must be looked at afterwards.
                 self._offered.clear()
                 ready = self._wanted
                 assert ready is not None, "an offer was waited for"
@@ -110,6 +112,7 @@ class WeightsAdopter:
         previous, self.held = self.held, version
         self.on_adopted(version)
         log.info("weights adopted", version=str(version))
+        # In a thread: deleting gigabytes may take long, and the loop has tokens to hand on.
         await asyncio.to_thread(self.fetcher.keep_only, {version, previous or version})
 
 
@@ -152,6 +155,7 @@ class WeightsFetcher:
 
     def _is_cached(self, ready: WeightsReady) -> bool:
         directory = self._directory(ready.version)
+        # Every byte is hashed again: only_verified_bytes_are_adopted holds for what an earlier process left, too.
         try:
             manifest = _checked_manifest((directory / MANIFEST).read_bytes(), ready, MANIFEST)
             return all(_sha256_of(directory / file.name) == file.sha256 for file in manifest.files)
@@ -164,6 +168,7 @@ class WeightsFetcher:
             self.cache.mkdir(parents=True, exist_ok=True)
             # No limit on the whole: gigabytes may take long, and only silence tells a relay that is gone.
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s)
+            # No decompression: sizes, ranges and checksums are of the bytes as they are stored.
             async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
                 raw = await _read_manifest(session, f"{base}/{MANIFEST}")
                 manifest = _checked_manifest(raw, ready, base)
@@ -186,6 +191,8 @@ class WeightsFetcher:
 
     def _put_in_place(self, complete: Path, version: PolicyVersion) -> Path:
         directory = self._directory(version)
+        # A directory that is there failed _is_cached, and rename would not replace it. A crash between the two leaves
+        # `complete` as it is, in which the next attempt finds every file.
         if directory.exists():
             shutil.rmtree(directory)
         return complete.rename(directory)
@@ -223,6 +230,7 @@ async def _download_file(session: aiohttp.ClientSession, url: str, file: WeightF
     Hashing and writing happen in a thread, which leaves the loop to the tokens.
     """
     have = _size_of(path)
+    # `not have`: an empty file lacks no bytes, but has to be created.
     if have < file.size or not have:
         have = await _append(session, url, path, have, file.size)
     found = await asyncio.to_thread(_sha256_of, path)
@@ -264,6 +272,7 @@ def _size_of(path: Path) -> int:
 
 def _discard(path: Path) -> None:
     path.unlink()
+    # rmdir fails while other files are in it; those are kept, see nothing_is_fetched_twice.
     with contextlib.suppress(OSError):
         path.parent.rmdir()
 

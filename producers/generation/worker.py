@@ -96,6 +96,7 @@ class GenerationWorker:
             try:
                 await session.work(stop)
             except BaseExceptionGroup as group:
+                # Whoever runs us tells errors apart by their type, which the task group's wrapper would hide.
                 raise _first_of(group) from group
             finally:
                 await session.sign_off()
@@ -211,6 +212,7 @@ class WorkerSession:
         """Let what is running end: for as long as it takes when drained, for the grace period when stopped."""
         self.heartbeats.update(state=WorkerState.DRAINING)
         loop, deadline = asyncio.get_running_loop(), None
+        # Not once the run is finished: nobody is left to train on what still runs.
         while self.executor.running and not self.control.finished:
             self.worker.on_tick("orders")
             if stop.is_set() and deadline is None:
@@ -242,6 +244,7 @@ class OrderExecutor:
         except WireError as error:
             log.error("work order not understood", partition=record.partition, offset=record.offset, error=str(error))
             return
+        # Partitions are hashes of worker ids, so workers may share one, and some orders on it are another's.
         if not isinstance(order, WorkOrder) or order.worker_id != self.rollout.worker_id:
             return
         prompt = self._prompt_token_ids(order)
@@ -303,11 +306,13 @@ async def _done_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> 
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
+            # For what it raises: wait() itself never raises what its tasks did.
             working.result()
         return working.done()
     finally:
         for task in (working, stopping):
             task.cancel()
+        # cancel() only asks: they are waited for, so that nothing of the work still runs when this returns.
         await asyncio.wait({working, stopping})
 
 

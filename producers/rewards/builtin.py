@@ -62,6 +62,7 @@ def answer_in(text: str, pattern: str | None) -> str | None:
     """The first group of the pattern's last match; without a pattern the whole text; None: no match."""
     if pattern is None:
         return text
+    # Matches are found from the front only, so all are walked and the last is kept.
     last = deque(re.finditer(pattern, text, re.DOTALL), maxlen=1)
     return last[0][1 if last[0].re.groups else 0] if last else None
 

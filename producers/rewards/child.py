@@ -51,6 +51,7 @@ MAX_REASON = 300
 
 def main(function: str, timeout_s: float, options: str = "{}") -> None:
     """Load, greet, serve."""
+    # Before anything of the user is imported: whatever a module prints must not get into the protocol.
     pipes = Pipes.take_over()
     _die_with_the_worker()
     try:
@@ -131,6 +132,7 @@ async def _serve_async(reward: "LoadedReward", pipes: Pipes, timeout_s: float) -
         loop.call_soon_threadsafe(start, number, task)
 
     Thread(target=pipes.read_calls, args=(deliver,), daemon=True).start()
+    # Never done: the reading thread ends the process when the worker is gone.
     await loop.create_future()
 
 

@@ -91,6 +91,7 @@ class RewardRunner:
     async def score(self, request: ScoreRequest) -> Scores:
         """Score one completion with all functions; never raises for what a function does."""
         task = _packed(request)
+        # All are asked before the first is waited for: the functions run side by side, each in its own process.
         calls = [queue.call(task) for queue in self._queues]
         results = {name: await call for name, call in zip(self.names, calls, strict=True)}
         return Scores(
@@ -115,6 +116,7 @@ def _packed(request: ScoreRequest) -> bytes:
             "text": request.completion_text,
             "ids": (ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)).tobytes(),
         },
+        # A tokenizer may give half a surrogate pair, which strict UTF-8 refuses.
         unicode_errors="surrogatepass",
     )
     return packed
@@ -189,8 +191,10 @@ class RewardQueue:
 
     async def close(self) -> None:
         """Kill the process; calls still waiting are cancelled. Idempotent."""
+        # The serving task first: it would take a killed process for one that died, and start the next.
         if self._serving is not None:
             self._serving.cancel()
+            # wait() in place of await: the task's CancelledError would look like a cancellation of ours.
             await asyncio.wait({self._serving})
         if self._process is not None:
             self._process.kill()
@@ -249,10 +253,12 @@ class RewardQueue:
 
     def _send(self) -> None:
         self._send_is_due = False
+        # Between two processes calls wait; _serve sends them when the next one runs.
         if self._process is None:
             return
         calls = self._next_calls(self._settings.concurrency if self._process.is_async else SYNC_WINDOW)
         if calls:
+            # The first call after a rest: _replies has waited without a limit so far.
             if not self._unanswered and self._silence is not None:
                 until = asyncio.get_running_loop().time() + self._silence_limit_s(self._process)
                 self._silence.reschedule(until)
@@ -328,6 +334,7 @@ class RewardProcess:
         try:
             await started._greet(function, settings.load_timeout_s)
         except BaseException:
+            # Cancellation, too: nobody holds this process yet who could end it later.
             started.kill()
             await started.ended()
             raise
@@ -386,6 +393,7 @@ class RewardProcess:
         self.output.cancel()
         if self.process.stdin is not None:
             self.process.stdin.close()
+        # asyncio gives a death by signal n as the exit code -n.
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
         return f"its process ended with exit code {code}"
@@ -409,6 +417,7 @@ async def _spawn(function: str, timeout_s: float, options: str) -> asyncio.subpr
         )
     )
     try:
+        # Shielded: to cancel a creation half-way would leave a process that nobody knows of.
         return await asyncio.shield(spawning)
     except asyncio.CancelledError:
         process = await spawning

@@ -140,6 +140,7 @@ class EmulatedBatch(Generic[V]):
             if self.at > until:
                 break
             self._take_in_news()
+            # Prefills and adoptions may have moved the boundary beyond until, and aborts emptied the batch.
             if self.at > until or not self.running:
                 continue
             wanted = self._steps_to_go()
@@ -149,6 +150,7 @@ class EmulatedBatch(Generic[V]):
             self._hand_over(events)
             if taken < wanted:
                 break
+        # An adoption ends adopt_s behind the boundary that took it in, which may be after until: then it is for later.
         while self._adopting and self._adopting[0].at <= until:
             events.append(self._adopting.popleft())
         return events
@@ -157,6 +159,7 @@ class EmulatedBatch(Generic[V]):
         """When to advance next: something may be handed over then, or a boundary takes in what was told."""
         moments = [self._adopting[0].at] if self._adopting else []
         news = self._next_news()
+        # What was told by the present boundary, or to an empty batch, is taken in first; else a step is under way.
         if news is not None and (news <= self.at or not self.running):
             moments.append(max(news, self.at))
         elif self.running:
@@ -166,6 +169,7 @@ class EmulatedBatch(Generic[V]):
     def _next_news(self) -> float | None:
         """When the first thing was told that a boundary has yet to take in."""
         change = self._changes[0].at if self._changes else None
+        # With all slots taken an arrival changes nothing before somebody leaves.
         if not self._waiting or self.running >= self.slots:
             return change
         arrival = self._waiting[0].arrived_at
@@ -187,6 +191,7 @@ class EmulatedBatch(Generic[V]):
             # Running completions go on with their cache: only tokens of the steps to come are of this version.
             self._since.append(self.steps)
             self._versions.append(change.version)
+            # Versions that came during the same step are loaded one after the other.
             self._adopting.append(WeightsAdopted(change.version, self.at + stall))
         return stall
 
@@ -214,8 +219,10 @@ class EmulatedBatch(Generic[V]):
 
     def _schedule(self, sequence: EmulatedSequence) -> None:
         assert sequence.first_step is not None
+        # 0: the whole completion at once. It has n tokens when first_step + n steps have been taken.
         chunk = self.curve.settings.chunk_tokens or sequence.length
         due = sequence.first_step + min(sequence.length, sequence.handed + chunk)
+        # The order of entry breaks ties: heapq would compare the sequences, which have no order.
         self._entries += 1
         heapq.heappush(self._due, (due, self._entries, sequence))
 
@@ -230,6 +237,7 @@ class EmulatedBatch(Generic[V]):
     def _decode(self, steps: int) -> None:
         self.at += self.curve.leg_s(steps, self.running, self.context)
         self.steps += steps
+        # Each running completion's cache grows by one token a step.
         self.context += self.running * steps
 
     def _hand_over(self, events: list[TokensSampled[V] | WeightsAdopted[V]]) -> None:
@@ -336,12 +344,14 @@ class EmulatedEngine:
         batch.arrive(sequence, clock.now())
         self._wake_at(None)
         try:
+            # _hand_over forgets the reply with its last delta, which may still lie in the mailbox then.
             while sequence in self._replies or not reply.mailbox.empty():
                 delta = await reply.mailbox.get()
                 if isinstance(delta, EngineError):
                     raise delta
                 yield delta
         finally:
+            # Still registered: the reader left before the last delta, so the slot is not free yet.
             if self._replies.pop(sequence, None) is not None and self._running is not None:
                 batch.abort(sequence, clock.now())
                 self._wake_at(None)
@@ -394,6 +404,7 @@ class EmulatedEngine:
             self._timer = loop.call_soon(self._advance)
         else:
             _, clock = self._started()
+            # Not sooner: a timer that rings early finds the boundary not reached, and would be set again and again.
             self._timer = loop.call_later(max(SHORTEST_SLEEP_S, clock.wall_s_until(at)), self._advance)
 
     def _advance(self) -> None:
@@ -416,6 +427,7 @@ class EmulatedEngine:
 
     def _settle(self, adopted: WeightsAdopted[PolicyVersion]) -> None:
         for waiting in self._adopting.pop(adopted.version, []):
+            # Done already if its caller was cancelled; setting a result would raise InvalidStateError.
             if not waiting.done():
                 waiting.set_result(None)
 

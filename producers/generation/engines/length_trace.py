@@ -97,6 +97,7 @@ def trace_length(settings: LengthTraceSettings, group_id: str, sample_index: int
     """
     if settings.source == "column":
         return _bounded(settings, _column(settings, sample_index, prompt))
+    # By the prompt's id: a group's id differs from one pass over the data to the next.
     shared = _score(settings.seed, prompt.prompt_id if prompt else group_id) if settings.prompt_share else 0.0
     own = _score(settings.seed, f"{group_id}/{sample_index}")
     # Both are standard normal, so their mix is too, and two samples of a prompt correlate by prompt_share.
@@ -111,6 +112,7 @@ def _bounded(settings: LengthTraceSettings, length: float) -> int:
 
 def _score(seed: int, name: str) -> float:
     bits = xxhash.xxh3_64_intdigest(name.encode(), seed=seed) >> (64 - _BITS)
+    # Half a step in from 0 and from 1, where the inverse is infinite.
     return _NORMAL.inv_cdf((bits + 0.5) / (1 << _BITS))
 
 
@@ -122,6 +124,7 @@ def _at_score(settings: LengthTraceSettings, score: float) -> float:
         assert settings.path is not None, "checked by the settings"
         # Sorted, so that the share is a quantile of the lengths that were recorded.
         lengths = _read_lengths(settings.path)
+        # The cdf of a high score may round to 1, which is one place behind the last.
         return float(lengths[min(int(share * len(lengths)), len(lengths) - 1)])
     # The distribution function is linear within a bin.
     shares, ends = _cumulated(settings.histogram, settings.histogram_end_tokens)
@@ -130,6 +133,7 @@ def _at_score(settings: LengthTraceSettings, score: float) -> float:
 
 @lru_cache(maxsize=8)
 def _cumulated(bins: tuple[tuple[float, float], ...], end: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    # Both [bins + 1], at each bin's start and at the end of the last; shares need not sum to 1 as they are given.
     shares = np.array([0.0, *accumulate(share for _, share in bins)])
     return shares / shares[-1], np.array([*(start for start, _ in bins), end])
 

@@ -170,11 +170,13 @@ def mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
     with file.open("rb") as stored:
         size = int.from_bytes(stored.read(_PREFIX_BYTES), "little")
         header = json.loads(stored.read(size))
+    # shared=False maps privately: pages are read when they are first touched, and no write would reach the file.
     content = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
     header.pop("__metadata__", None)
     tensors = {}
     for name, facts in header.items():
         kind = _KINDS[facts["dtype"]]
+        # data_offsets are counted from the first byte behind the header.
         begin, end = (_PREFIX_BYTES + size + offset for offset in facts["data_offsets"])
         raw = content[begin:end]
         # A view as another type must begin at a multiple of its size; the header may leave the first tensor elsewhere.
@@ -186,6 +188,7 @@ def mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
 def _read_header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
     try:
         with safe_open(file, framework="pt") as stored:
+            # safe_open has keys(), but is no mapping that could be iterated itself.
             slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
             return [(name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()]
     except (OSError, SafetensorError) as error:
@@ -203,6 +206,7 @@ def _check_tensor(
         raise WeightsError(
             f"expected {name!r} of shape {expected.shape}, got {shape} in {file}; use the same model everywhere"
         )
+    # Precisions may differ, as copying converts them; integers in place of weights are another tensor.
     is_floating = kind in _KINDS and _KINDS[kind].is_floating_point
     if is_floating != expected.floating:
         wanted = "floating-point" if expected.floating else "integer"

@@ -108,6 +108,7 @@ class SlotDecoder:
         # Every row grows by one token a step, so the tensors of the last step serve until a row comes or goes.
         self._admit()
         batch = self._batch or self._gather()
+        # longest - 1 positions are filled; this step writes one more, so there must be room for it before decode.
         self._model.cache.reserve(len(self._rows), batch.longest, len(self._rows), batch.longest - 1)
         logits = self._model.decode(batch.tokens, batch.positions, batch.longest)
         batch.tokens, logprobs = batch.sampler.sample(logits)
@@ -139,9 +140,11 @@ class SlotDecoder:
 
     def _vacate(self, ended: Sequence[int]) -> None:
         """Free these rows, given in ascending order; each is filled by the then last one, so that no gap remains."""
+        # From the last on: the row that moves into a gap is then never one that has ended itself.
         for row in reversed(ended):
             last = self._rows.pop()
             if row < len(self._rows):  # the last row, if it is not the one that ended, moves into the gap
+                # Of it, `position` tokens are in the cache: the one sampled last is written by the step that feeds it.
                 self._model.cache.move(len(self._rows), row, last.position)
                 self._rows[row] = last
         if ended:
@@ -179,6 +182,7 @@ class SlotDecoder:
         """Prefixes, shortest first, in batches of at most ``max_num_batched_tokens`` with their padding."""
         chunk: list[tuple[int, ...]] = []
         for prefix in prefixes:
+            # Shortest first, so all are padded to this one's length: its length × prefixes is what the pass computes.
             if chunk and len(prefix) * (len(chunk) + 1) > self._settings.max_num_batched_tokens:
                 yield chunk
                 chunk = []
@@ -307,6 +311,7 @@ class SlotModel:
         finally:
             self.cache.release()
         # Nats, averaged over the vocabulary: what rounding may do, in float32 and in half precision.
+        # `not <` in place of `>=`: a difference that is NaN is refused, too.
         if not difference < (1e-3 if self._model.dtype == torch.float32 else 0.1):
             raise _unsupported(model_path, f"log-probs that differ by {difference:.3g} from a plain forward pass")
 
@@ -318,6 +323,7 @@ def check_reach(model_path: str, facts: ModelFacts) -> None:
         ModelError: it has a sliding window shorter than the context, or layers without attention.
     """
     text = facts.config.get_text_config()
+    # A configuration that does not list its layers may have a window on any of them.
     kinds = set(getattr(text, "layer_types", None) or ["full_attention", "sliding_attention"])
     window = getattr(text, "sliding_window", None)
     if "sliding_attention" in kinds and window and window < facts.max_length:
@@ -510,6 +516,7 @@ class RowSampler:
         return cls(
             temperature=column(heat, any(value != 1.0 for value in heat)),
             greedy=column(greedy, any(greedy)),
+            # 0 asks for no limit: 2^30 is more tokens than any vocabulary has.
             top_k=column([row.top_k or 1 << 30 for row in params], any(row.top_k for row in params)),
             top_p=column(
                 [row.top_p if row.top_p < 1.0 else _ALL_MASS for row in params], any(row.top_p < 1.0 for row in params)
@@ -540,6 +547,7 @@ class RowSampler:
         """
         points = torch.from_numpy(uniforms(self.seeds, self.drawn)).to(logprobs.device).unsqueeze(1)
         self.drawn += np.uint64(1)
+        # [n, vocabulary]; in float32 a sum near 1 would swallow the probabilities of rare tokens.
         mass = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
         return torch.searchsorted(mass, points * mass[:, -1:], right=True)
 
@@ -555,6 +563,7 @@ class RowSampler:
             ordered = ordered.masked_fill(ranks >= self.top_k, -torch.inf)
         if self.top_p is not None:
             probabilities = ordered.softmax(dim=-1)
+            # Σ p[i] over the ranks before a token's own: 0 for the first, which therefore always stays.
             mass_before = probabilities.cumsum(dim=-1) - probabilities
             ordered = ordered.masked_fill(mass_before >= self.top_p, -torch.inf)
         return torch.empty_like(scaled).scatter_(1, tokens, ordered)
@@ -566,8 +575,10 @@ def uniforms(seeds: npt.NDArray[np.uint64], drawn: npt.NDArray[np.uint64]) -> np
     The stream is counted, not stepped: number k of seed s is mix(mix(s * g) + (k + 1) * g) with splitmix64's finaliser
     and its increment g (Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195).
     """
+    # Products are meant modulo 2^64.
     with np.errstate(over="ignore"):
         mixed = _mix(_mix(seeds * _WEYL) + (drawn + np.uint64(1)) * _WEYL)
+    # u = (upper 48 bits) / 2^48: float64 holds that exactly, and it never rounds up to 1.
     return (mixed >> np.uint64(16)).astype(np.float64) * 2.0**-48
 
 

@@ -92,6 +92,7 @@ class ThreadedEngine:
                     raise delta
                 yield delta
         finally:
+            # Without the gate: a drop that the thread does not come to any more does no harm.
             if not ended and not self._closed:
                 self._commands.put(partial(self._drop, completion))
 
@@ -116,6 +117,7 @@ class ThreadedEngine:
             return
         if not self._closed:
             self._commands.put(self._stop)
+        # join() blocks, and the loop has to deliver meanwhile what the thread hands over last.
         await asyncio.to_thread(thread.join, _JOIN_S)
 
     def _limit(self, request: GenerationRequest) -> int:
@@ -142,6 +144,7 @@ class ThreadedEngine:
         return EngineError(f"expected a running {self.name} engine, got one that is not started or has ended")
 
     def _submit(self, command: Callable[[], None]) -> None:
+        # Looked at and queued in one go: in between, _end could run its last commands, and this one never.
         with self._gate:
             if self._closed:
                 raise self._not_running()
@@ -159,6 +162,7 @@ class ThreadedEngine:
         try:
             facts = self._decoder.load()
         except BaseException as error:
+            # Whatever ends the thread, even SystemExit: start() must not wait for it for ever.
             self._settle(loaded, error)
             return
         self._settle(loaded, facts)
@@ -257,6 +261,7 @@ class ThreadedEngine:
 
     def _settle(self, future: "asyncio.Future[Any]", result: object) -> None:
         def settle() -> None:
+            # Its caller was cancelled meanwhile; setting a result would raise InvalidStateError.
             if future.done():
                 return
             if isinstance(result, BaseException):
@@ -299,6 +304,7 @@ class ActiveCompletion:
         self.mailbox: asyncio.Queue[TokenDelta | EngineError] = asyncio.Queue()
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        # What the first decode step is fed, where only the prompt's prefix is prefilled.
         self.last_token = request.prompt_token_ids[-1]
         self.generated = 0
         self.finish_reason: FinishReason | None = None
@@ -319,6 +325,7 @@ class ActiveCompletion:
     def take(self, version: PolicyVersion) -> TokenDelta:
         """What was gathered since the last call, all of it sampled by one version."""
         delta = TokenDelta(self.tokens, self.logprobs, version, self.finish_reason)
+        # New lists in place of cleared ones: the delta keeps the old ones, and the event loop reads them.
         self.tokens, self.logprobs = [], []
         return delta
 
