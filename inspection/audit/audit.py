@@ -94,6 +94,7 @@ async def _read(
     async for record in history.within(held):
         try:
             handlers[record.topic](record)
+        # Passed over, an unreadable report or row would make the records it names look lost.
         except WireError as error:
             where = f"{record.topic}[{record.partition}]@{record.offset}"
             raise DataError(f"expected a step report or skip row at {where}, got: {error}") from error

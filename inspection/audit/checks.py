@@ -51,6 +51,7 @@ def check_balance(run: str, index: AuditIndex, manifests: Sequence[CheckpointMan
     """The report on a run. ``manifests``: its checkpoints as they were before the topics were read."""
     produced = ProducedRecords(index.produced, index.held)
     names = sorted({*index.algorithms, *(manifest.algorithm for manifest in manifests)})
+    # Hash 0 is a record without a readable name, and no trajectory of its own.
     hashes = np.unique(produced.hashes[produced.hashes != 0])
     ordered = np.fromiter(index.ordered, dtype=np.uint64, count=len(index.ordered))
     return AuditReport(
@@ -87,6 +88,7 @@ def _balance_of(
         produced=len(produced),
         trained=int(np.count_nonzero(here & (table.codes == TRAINED))),
         skipped=_skipped(table),
+        # The frontier calls the forgotten ones finished: nobody waits for them, though nothing held says their fate.
         pending=int(np.count_nonzero(table.fates == PENDING)) - forgotten,
         expired_trained=int(np.count_nonzero(~here & (table.codes == TRAINED))),
         expired_skipped=int(np.count_nonzero(~here & (table.codes != TRAINED))),
@@ -104,6 +106,7 @@ def _balance_of(
 def _skipped(table: AuditTable) -> dict[str, int]:
     codes = table.codes[~table.expired & (table.codes != TRAINED)]
     counts = Counter({REASONS[code - 1].value: int(count) for code, count in zip(*_counted(codes), strict=True)})
+    # A range names no single record, so it is not among ``codes``: the held records that it covers are counted.
     counts[REASONS[EXPIRED_RANGE - 1].value] += int(np.count_nonzero(table.fates == EXPIRED_RANGE))
     return dict(sorted((+counts).items()))
 
@@ -122,6 +125,7 @@ def _undone(table: AuditTable) -> UndoneByCrash:
         lineages=len(table.index.lineage_starts.keys() - surviving),
         steps=len(table.index.steps) - sum(len(lineages) for lineages in counted.values()),
         trained=int(np.count_nonzero(lost & trained)),
+        # A lineage above the newest of the chain has rows and no report within the ends yet; it is not undone by that.
         rows=int(np.count_nonzero(lost & ~trained & (table.all_lineages <= table.chain.newest))),
     )
 
@@ -149,6 +153,7 @@ def counted_steps(own: AlgorithmIndex, chain: LineageChain) -> dict[int, set[int
     found: dict[int, set[int]] = {}
     for version in own.steps:
         link = chain.link(version.lineage)
+        # ``holds_step`` includes the step that a lineage started from, which its parent took.
         if link is not None and link.holds_step(version.number) and link.after != version.number:
             found.setdefault(version.number, set()).add(version.lineage)
     return found
@@ -166,6 +171,7 @@ def _gaps(table: AuditTable) -> list[Violation]:
     for link in table.chain.links:
         reported = {step.number for step in table.index.steps if step.lineage == link.lineage}
         reported = {number for number in reported if link.holds_step(number)}
+        # Without its start only gaps behind the first step left can be seen; of the newest, those before its last one.
         begin = min(reported, default=0) if link.after is None else link.after + 1
         end = link.until if link.until is not None else max(reported, default=begin - 1)
         missing += [(link.lineage, number) for number in range(begin, end + 1) if number not in reported]
@@ -212,6 +218,7 @@ def _second_fates(table: AuditTable) -> list[Violation]:
     # ``sizes`` entries, and ``trained_in`` of them are steps.
     order = np.argsort(table.keys, kind="stable")
     keys, trained = table.keys[order], table.codes[order] == TRAINED
+    # The first key always begins a run, hence the case of no keys. reduceat sums trained[begins[i]:begins[i + 1]].
     begins = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1]))) if len(keys) else np.zeros(0, np.int64)
     sizes = np.diff(np.append(begins, len(keys)))
     trained_in = np.add.reduceat(trained.astype(np.int64), begins) if len(begins) else sizes
@@ -225,6 +232,7 @@ def _second_fates(table: AuditTable) -> list[Violation]:
         if len(offending):
             begin, size = int(begins[offending[0]]), int(sizes[offending[0]])
             which = np.zeros(len(keys), dtype=np.bool_)
+            # Marks one entry of each run, so that the violation counts records and not entries.
             which[order[begins[offending]]] = True
             sources = " and ".join(table.source(int(position)) for position in order[begin : begin + size][:4])
             found += table.violation(kind, which, f"by {sources}")
@@ -235,6 +243,7 @@ def _same_name_trained_twice(table: AuditTable) -> list[Violation]:
     """One trajectory in two records, both trained; the same record twice was found already."""
     hashes = table.index.entries.names.hashes()[table.chosen]
     positions = np.flatnonzero((table.codes == TRAINED) & (hashes != 0))
+    # One entry per position, or a record that two steps trained would pass for two records of one name.
     _, first = np.unique(table.keys[positions], return_index=True)
     positions = positions[first]
     order = np.argsort(hashes[positions], kind="stable")
@@ -260,6 +269,7 @@ def _wrong_records(table: AuditTable) -> list[Violation]:
     reported = table.index.entries.names.hashes()[table.chosen]
     differs: Mask = np.zeros(len(table.at), dtype=np.bool_)
     differs[known] = table.produced.hashes[table.at[known]] != reported[known]
+    # A skip row may name nobody (hash 0), since undecodable records are skipped too; a step names all that it trained.
     wrong = differs & ((reported != 0) | (table.codes == TRAINED))
     if not np.any(wrong):
         return []
@@ -273,6 +283,7 @@ def newest_checkpoint(table: AuditTable, manifests: Iterable[CheckpointManifest]
     """Choose among the checkpoints of the table's algorithm; those that a crash undid are passed over."""
     reported = max((step for step in table.index.steps if step.lineage == table.chain.newest), default=None)
     start = table.index.lineage_starts.get(table.chain.newest)
+    # A lineage that has only announced itself stands at the step it went on from.
     last = reported.number if reported else start.step if start else 0
     announced, ahead = [], []
     for manifest in manifests:
@@ -304,6 +315,7 @@ def check_checkpoint(
     produced, name, version = table.produced, table.algorithm, f"checkpoint {manifest.policy_version}"
     finished, orphans = _finished(table, manifest)
     contained = _contained(table, manifest)
+    # Finished without a fate is lost; finished with a fate that came after the checkpoint was called finished early.
     unexplained = finished & (table.fates == PENDING)
     early = finished & (table.fates != PENDING) & ~contained
     violations = orphans
@@ -325,6 +337,7 @@ def _finished(table: AuditTable, manifest: CheckpointManifest) -> tuple[Mask, li
     problems: list[tuple[int, int, str | None, str]] = []
     for text, content in manifest.frontier.items():
         partition, frontier = int(text), _as_frontier(content)
+        # Keys sort by partition first: a partition is the slice from its offset 0 up to the next one's.
         begin, end = np.searchsorted(produced.keys, [partition << PARTITION_SHIFT, (partition + 1) << PARTITION_SHIFT])
         offsets = produced.keys[begin:end] - (partition << PARTITION_SHIFT)
         low, done = frontier
@@ -339,6 +352,7 @@ def _finished(table: AuditTable, manifest: CheckpointManifest) -> tuple[Mask, li
         keys = np.array([(int(text) << PARTITION_SHIFT) | anchor.offset], dtype=np.int64)
         index = int(produced.find(keys)[0])
         held = (produced.name(index) or "") if index >= 0 else None
+        # Another name at the same offset: the topic was made anew, and the frontier's offsets mean other records.
         if not produced.expired(keys)[0] and held != anchor.trajectory_id:
             problem = f"the log holds {held or 'no such record'} at its anchor: was the topic made anew?"
             problems.append((int(text), anchor.offset, anchor.trajectory_id, problem))
@@ -360,6 +374,7 @@ def _contained(table: AuditTable, manifest: CheckpointManifest) -> Mask:
     numbers, lineages = table.all_numbers, table.all_lineages
     # The checkpoint holds its lineage's steps up to its own number, and skip rows up to the tally's count.
     limit = np.where(table.all_codes == TRAINED, number, manifest.skips.count)
+    # Older lineages need no limit here: ``counted`` has cut each where its child went on, which was before.
     before = (lineages < lineage) | ((lineages == lineage) & (numbers <= limit))
     contained: Mask = np.zeros(len(table.produced), dtype=np.bool_)
     known = table.at >= 0
@@ -372,6 +387,7 @@ def _contained(table: AuditTable, manifest: CheckpointManifest) -> Mask:
 
 def _check_rows(table: AuditTable, manifest: CheckpointManifest) -> list[Violation]:
     """The rows of the chain up to the checkpoint, one after the other: all there, and hashed to what it says."""
+    # The rolling hash goes on from parent to child: it can only be recomputed from the first lineage's first row.
     rolling, reasons = "", Counter[str]()
     for link in table.chain.links:
         if link.lineage > manifest.lineage:
@@ -385,12 +401,14 @@ def _check_rows(table: AuditTable, manifest: CheckpointManifest) -> list[Violati
             row = _row(table, index)
             rolling = chained(rolling, row)
             reasons[row.reason.value] += end_of(row) - row.offset
+    # Unary plus drops zero counts, so that a reason listed without a row equals one that is not listed.
     if rolling == manifest.skips.hash and +reasons == +Counter(manifest.skips.by_reason):
         return []
     return [_mismatch(table, manifest, reasons, rolling)]
 
 
 def _mismatch(table: AuditTable, manifest: CheckpointManifest, reasons: Counter[str], rolling: str) -> Violation:
+    # Counts that differ name a reason to look at; with equal counts and another hash, rows differ in place or order.
     wanted = Counter(manifest.skips.by_reason)
     differing = sorted(reason for reason in {*reasons, *wanted} if reasons[reason] != wanted[reason])
     if differing:

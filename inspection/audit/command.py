@@ -56,11 +56,13 @@ def audit_history(run: PastRun | None, export: Path | None) -> AuditReport:
             return uvloop.run(audit(exported, exported.manifest.run, lambda: exported.manifest.checkpoints, progress))
     assert run is not None, "a run or an export is named"
     tune_garbage_collector()
+    # The folder is entered first and so removed last: a broker on a copy of the run's data has stopped by then.
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-audit-") as scratch,
         history_of(run, None, Path(scratch), _print_progress) as history,
         _progress() as progress,
     ):
+        # A callable, because the audit decides when checkpoints are listed: before it fixes the ends of the topics.
         return uvloop.run(audit(history, run.name, lambda: checkpoints_of(run), progress))
 
 
@@ -87,6 +89,7 @@ def export_run(run: Path, to: Path | None, encoding: Format, topics: Sequence[st
         _progress() as progress,
     ):
         exporter = Exporter(history, past.name, past.directory.config, target, encoding, progress)
+        # The argument is evaluated first: checkpoints are listed before ``export`` fixes the ends of the topics.
         manifest = uvloop.run(exporter.export(wanted, checkpoints_of(past)))
     for line in _described(manifest):
         print(line)
@@ -101,6 +104,7 @@ def _named_topics(names: Sequence[str]) -> list[Topic]:
     for name in names:
         if name not in by_name and name != "all":
             raise UserError(f"expected topics among {', '.join(by_name)} or 'all', got {name!r}")
+    # A topic that is named twice is read and written once.
     return list(ALL) if "all" in names else [by_name[name] for name in dict.fromkeys(names)]
 
 
@@ -116,6 +120,7 @@ def _print_progress(line: str) -> None:
 
 def print_report(report: AuditReport, console: Console) -> None:
     """Print the report. Its first line says whether the accounts add up, and if not, what breaks them first."""
+    # Lines quote names as they stand on the topic: brackets in them are no Rich markup, and a line stays one line.
     console.print(headline(report), soft_wrap=True, markup=False, highlight=False)
     for violation in report.violations[1:]:
         console.print(str(violation), soft_wrap=True, markup=False, highlight=False)
@@ -146,6 +151,7 @@ def _table(report: AuditReport) -> Table:
         shown = [f"{number:,}" for number in (*numbers, sum(numbers))]
         table.add_row(f"  {name}" if indent else name, *shown)
 
+    # No trainer has said anything and there is no checkpoint: whatever was produced is pending.
     if not columns:
         table.add_row("produced", f"{report.produced:,}")
         table.add_row("= pending", f"{report.produced:,}")
@@ -164,6 +170,7 @@ def _table(report: AuditReport) -> Table:
 def _facts(report: AuditReport) -> Iterable[str]:
     for own in report.algorithms:
         yield from _facts_of(own)
+    # produced = distinct + copies + undecodable
     copies = report.produced - report.undecodable - report.distinct
     yield f"records: {report.distinct:,} trajectories, {copies:,} copies, {report.undecodable:,} undecodable"
     if report.orders:
@@ -201,10 +208,12 @@ def _facts_of(own: AlgorithmBalance) -> Iterable[str]:
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar per topic on a terminal, silence elsewhere."""
+    # In a log a bar would be a line of control characters for each of its moves.
     if not sys.stderr.isatty():
         yield lambda topic, done, total: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # On standard error and transient: standard output holds the report and nothing else.
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 

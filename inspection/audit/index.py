@@ -72,6 +72,7 @@ def _fields(record: Record, schema: bytes, wanted: Collection[str], limit: int) 
     if value is None or len(value) < _PREFIX.size or ("schema", schema) not in record.headers:
         return {}
     (size,) = _PREFIX.unpack_from(value)
+    # In damaged bytes the length may be anything up to 4 GiB; nothing is allocated on its word.
     if size > min(limit, len(value) - _PREFIX.size):
         return {}
     unpacker = msgpack.Unpacker(max_buffer_size=limit, strict_map_key=True)
@@ -86,6 +87,7 @@ def _fields(record: Record, schema: bytes, wanted: Collection[str], limit: int) 
                     break
             else:
                 unpacker.skip()
+    # All that damaged bytes make msgpack raise: such a record counts as undecodable, and the audit goes on.
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError):
         return {}
     return found
@@ -110,15 +112,18 @@ class NameTable:
     """A list of texts, None among them; ``hashes`` (8 bytes each) compare them without decoding."""
 
     def __init__(self) -> None:
+        # All texts in one buffer, text i at [ends[i - 1], ends[i]): a str each would cost tens of bytes more.
         self._text = bytearray()
         self._ends: array[int] = array("Q")
         self._hashes: array[int] = array("Q")
 
     def append(self, name: str | None) -> None:
         """Add a text; an empty one counts as None."""
+        # A lone surrogate has no UTF-8 form: replaced, it still tells names apart well enough, and does not raise.
         content = (name or "").encode(errors="replace")
         self._text += content
         self._ends.append(len(self._text))
+        # 0 stands for None; that a text hashes to it has a chance of 2⁻⁶⁴.
         self._hashes.append(xxhash.xxh3_64_intdigest(content) if content else 0)
 
     def __getitem__(self, index: int) -> str | None:
@@ -131,6 +136,7 @@ class NameTable:
 
 
 def _column() -> "array[int]":
+    # 8 bytes a value in one block; a list would hold a pointer and an object of 28 bytes for each.
     return array("q")
 
 
@@ -239,6 +245,7 @@ def surviving_chain(lineage_starts: Mapping[int, LineageStart], *, beginning_is_
     links: list[LineageLink] = []
     broken: list[BrokenLineageLink] = []
     lineage, until, rows = max(lineage_starts, default=0), None, None
+    # Lineages count from 1; 0 is that of the initial model, which has no reports.
     while lineage:
         start = lineage_starts.get(lineage)
         links.append(LineageLink(lineage, start.step if start else None, until, rows))
@@ -251,6 +258,7 @@ def surviving_chain(lineage_starts: Mapping[int, LineageStart], *, beginning_is_
         problem = _problem(start, until)
         if problem:
             broken.append(BrokenLineageLink(lineage, problem))
+        # Only an older parent is followed, so that a wrong report cannot make this walk go round for ever.
         if start.parent is None or start.parent.lineage >= lineage:
             break
         lineage, until, rows = start.parent.lineage, start.parent.number, start.parent_skips
@@ -284,12 +292,14 @@ class AlgorithmIndex:
     def add_report(self, report: StepReport) -> None:
         """Add a step, or the start of a lineage."""
         version = report.version
+        # A lineage announces itself by a report without groups; sent again it is equal, and no conflict.
         if not report.group_ids and not report.micro_batches:
             start = LineageStart(version.lineage, version.number, report.parent, report.parent_skips)
             if self.lineage_starts.setdefault(version.lineage, start) != start:
                 self.conflicts.append((f"lineage {version.lineage} began twice, differently", None))
             return
         refs = [ref for batch in report.micro_batches for ref in batch]
+        # Only what the balance is about, groups and records; 16 bytes are kept rather than the report.
         fingerprint = xxhash.xxh3_128_hexdigest(repr((report.group_ids, refs)).encode(errors="replace"))
         if version in self.steps:
             if self.steps[version] != fingerprint:
@@ -304,6 +314,7 @@ class AlgorithmIndex:
     def add_row(self, row: SkipRecord) -> None:
         """Add a skip row."""
         code, end = CODE_OF[row.reason], row.end_offset or row.offset + 1
+        # Maps to the index of the row's entry, which is the next one to be added only if the row is new.
         known = self.rows.setdefault((row.lineage, row.sequence), len(self.entries))
         entries = self.entries
         if known == len(entries):
@@ -372,6 +383,7 @@ class AuditIndex:
     def add_order(self, record: Record) -> None:
         """A record of the work-orders topic."""
         self.orders += 1
+        # A number a name instead of its text; the same hash as ``NameTable`` keeps, so that both can be compared.
         self.ordered.update(xxhash.xxh3_64_intdigest(name.encode()) for name in ordered_ids_of(record))
 
     def add_dead_letter(self, record: Record) -> None:
@@ -382,4 +394,5 @@ class AuditIndex:
         """Note what the trajectories topic holds; called again, retention may have taken more away."""
         for partition, extent in extents.items():
             known = self.held.get(partition, extent)
+            # Retention only moves the first offset up; the end stays as it was fixed, what came later is not audited.
             self.held[partition] = Extent(max(known.first, extent.first), known.end)

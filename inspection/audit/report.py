@@ -64,6 +64,7 @@ class Violation:
     def __str__(self) -> str:
         where = "" if self.partition is None else f" at partition {self.partition} offset {self.offset}"
         name = "" if self.trajectory_id is None else f" {self.trajectory_id}"
+        # A place without a name: nobody could read one from the record's bytes.
         if not name:
             name = " a record without a readable name" if where else ""
         more = f" ({self.count} in all)" if self.count > 1 else ""
@@ -113,6 +114,8 @@ class AlgorithmBalance:
     @property
     def is_balanced(self) -> bool:
         """Whether every record has exactly one fate."""
+        # produced = trained + skipped + expired_fates + pending. The sum alone proves little: in it a lost record still
+        # counts as pending.
         fates = self.trained + self.skipped_in_all + self.expired_fates
         return not self.violations and self.produced == fates + self.pending
 
@@ -125,6 +128,7 @@ class AuditReport:
     produced: int
     distinct: int
     undecodable: int
+    # Offsets below the first held ones; then work orders, distinct trajectories in them, and those never produced.
     expired: int
     orders: int
     ordered: int
@@ -135,6 +139,7 @@ class AuditReport:
     violations: tuple[Violation, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        # A frozen dataclass refuses plain assignment; derived, they cannot differ from those of the algorithms.
         object.__setattr__(self, "violations", tuple(_flat(each.violations for each in self.algorithms)))
 
     @property
@@ -144,11 +149,13 @@ class AuditReport:
 
     def timed(self, seconds: float) -> Self:
         """The same, with how long it took."""
+        # ``replace`` runs ``__post_init__`` again, which derives the violations anew.
         return replace(self, seconds=seconds)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-safe form."""
         algorithms = {each.algorithm: {**asdict(each), "balanced": each.is_balanced} for each in self.algorithms}
+        # Every algorithm gives every record a fate of its own, so totals count a record once for each of them.
         total = {
             "produced": sum(each.produced for each in self.algorithms) if self.algorithms else self.produced,
             "trained": sum(each.trained for each in self.algorithms),

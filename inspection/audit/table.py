@@ -36,9 +36,11 @@ class ProducedRecords:
 
     def __init__(self, positions: RecordPositions, held: Mapping[int, Extent]) -> None:
         keys = positions.keys()
+        # Partitions are read in any order; sorted, ``find`` is a binary search and a partition is a slice.
         order = np.argsort(keys, kind="stable")
         first = self._first_held(held)
         self.held = dict(held)
+        # What retention took while the topic was read is left out: like all below ``first``, it counts as expired.
         self.order = order[~self._below(first, keys[order])]
         self.keys = keys[self.order]
         self.names = positions.names
@@ -56,6 +58,7 @@ class ProducedRecords:
     def _below(first: Ints, keys: Ints) -> Mask:
         partitions = keys >> PARTITION_SHIFT
         known = partitions < len(first)
+        # A partition that the topic lacks keeps the limit 0: what is named there is unknown, and not expired.
         limit = np.zeros(len(keys), dtype=np.int64)
         limit[known] = first[partitions[known]]
         below: Mask = (keys & ((1 << PARTITION_SHIFT) - 1)) < limit
@@ -103,6 +106,7 @@ class AuditTable:
     chain: LineageChain
     produced: ProducedRecords
 
+    # ``cached_property`` writes into ``__dict__``, past what makes the dataclass frozen.
     @cached_property
     def all_codes(self) -> Ints:
         """Codes of all entries, counted or not."""
@@ -170,8 +174,10 @@ class AuditTable:
         """What became of each produced record: a code, or pending."""
         fates = np.full(len(self.produced), PENDING, dtype=np.int64)
         known = self.at >= 0
+        # Of two entries for one record the last wins; that there are two is a violation of ``check_references``.
         fates[self.at[known]] = self.codes[known]
         for index in self.ranges:
+            # An entry that names its record outranks a range, which names none.
             covered = self.covered_by(int(index)) & (fates == PENDING)
             fates[covered] = EXPIRED_RANGE
         return fates
@@ -201,6 +207,7 @@ class AuditTable:
         positions = np.flatnonzero(which)
         if not len(positions):
             return []
+        # Entries stand in the order of the topics that reported them, which says nothing of the records' positions.
         first = int(positions[np.argmin(self.keys[positions])])
         text = detail or f"by {self.source(first)}"
         partition, offset = position_of(self.keys[first])
