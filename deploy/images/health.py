@@ -37,6 +37,7 @@ def notes_directory() -> Path:
 
 def metrics_address(notes: Path, host: str) -> str | None:
     """The endpoint that a process on a host told of last."""
+    # Newest first: a container that was restarted has left the notes of its earlier lives.
     for note in sorted(notes.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
         for entry in json.loads(note.read_text()):
             for target in entry["targets"]:

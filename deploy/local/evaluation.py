@@ -36,6 +36,7 @@ def evaluate(function: str, model: str | Path, seed: int) -> Evaluation:
     """
     with tempfile.TemporaryDirectory(prefix="streamrl-eval-") as scratch:
         output = Path(scratch) / "evaluation.json"
+        # The result travels in a file: whatever the user's function prints would mix with it on standard output.
         command = [sys.executable, "-P", "-m", "deploy.local.evaluation", function, str(model), str(seed), str(output)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

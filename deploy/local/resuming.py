@@ -32,6 +32,7 @@ def resumed_step(settings: Settings) -> int:
         newest = next(iter(read_manifests(_storage(settings))), None)
     except CheckpointError:
         return 0
+    # A checkpoint location may be shared: one of another run or algorithm is none of ours.
     own = (settings.run.name, settings.algorithm.name)
     return newest.step if newest is not None and (newest.run, newest.algorithm) == own else 0
 

@@ -75,6 +75,7 @@ def run_locally(settings: Settings, *, top: bool = False, stop: threading.Event 
     configure_logging()
     directory = RunDirectory(settings.run.path)
     resumed = resumed_step(settings)
+    # Before anything is written: a complete run keeps its files as they are.
     if is_complete(settings, directory, resumed):
         print(complete_line(settings, resumed))
         return 0
@@ -82,14 +83,16 @@ def run_locally(settings: Settings, *, top: bool = False, stop: threading.Event 
     engine, workers = settings.generation.engine, settings.run.workers
     print(f"run {settings.run.name}: engine {engine}, {workers} workers, in {directory.path}/")
     if resumed:
+        # Before the configuration is replaced: the line compares the settings with those of the last start.
         print(resuming_line(settings, directory.config, resumed))
     directory.config.write_text(as_toml(settings))
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
         before = _evaluated(settings, settings.model.path, "before")
         trained = asyncio.run(_train(settings, directory, address, top=top, stopped=stop))
+    # A broker that was started here is down by now: an evaluation needs none.
     after = _evaluated(settings, directory.newest_checkpoint(), "after") if trained.finished else None
     _conclude(settings, directory, trained, resumed, before, after)
-    return 0 if trained.finished else 130
+    return 0 if trained.finished else 130  # 128 + SIGINT, as a shell reports it
 
 
 def _evaluated(settings: Settings, model: object, when: str) -> Evaluation | None:
@@ -107,6 +110,7 @@ async def _train(
     partitions = settings.loop.trajectory_partitions
     await apply_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
     port = settings.relay.port or _free_port(settings.relay.host)
+    # The children read the resolved file; what is known only now goes on their command lines, which win.
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
     specs = child_specs(directory, settings.run.workers, overrides, ranker=settings.lengths.refit == "process")
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
@@ -124,6 +128,7 @@ async def _train(
     if top:
         progress = partial(watch, directory, address, progress)
     await _supervise(supervisor, feed, fleet, progress, stop)
+    # Taken before the topics are read for the report, which is no time of the run.
     seconds = time.monotonic() - began
     topics = await _gathered_topics(bus, settings, directory)
     return TrainingOutcome(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set())
@@ -153,11 +158,13 @@ async def _supervise(
     try:
         await supervisor.run(stop)
     finally:
+        # ``read_to_end`` goes on from where the feed's loop stood, so that loop has to be over.
         over.set()
         results = [*await asyncio.gather(*watching, return_exceptions=True)]
         results += await asyncio.gather(feed.read_to_end(), return_exceptions=True)  # the summary wants the last step
         shown.set()
         results += await asyncio.gather(showing, return_exceptions=True)
+        # Only logged: the run is done, and no display is a reason to fail it.
         for error in (result for result in results if isinstance(result, Exception)):
             log.warning(
                 "the display or the adjustment of the number of workers failed; the run went on", error=str(error)
@@ -169,6 +176,7 @@ def _stop_on_signals() -> asyncio.Event:
 
     def on_signal() -> None:
         if stop.is_set():
+            # No clean-up: the kernel ends the children with us, see ``die_with_parent``.
             os._exit(130)
         print("stopping; press Ctrl-C again to end at once")
         stop.set()
@@ -216,10 +224,12 @@ def _conclude(
         after=after.metrics if after else {},
         restarts=sum(trained.restarts.values()),
     )
+    # By this file a later start knows that the run is complete.
     write_summary(directory.summary, summary)
     samples = {"before": before.samples if before else [], "after": after.samples if after else []}
     evaluated = {when: tuple(rows) for when, rows in samples.items()}
     write_facts(directory.gathered, RunFacts(environment=environment(), evaluated=evaluated, topics=trained.topics))
+    # Last, as the page is made of the files written above.
     write_page(directory.report, [read_record(directory, settings.run.name)])
     print("\n".join(summary_lines(summary)))
     print(f"report: {directory.report}")

@@ -31,6 +31,7 @@ TRANSIENT_S = 6.0
 """Least delay after what may be a transient error: a Kafka broker takes some seconds to come back."""
 TAIL_BYTES = 16 << 10
 """Of a log that are searched for the error: the longest traceback of asyncio has some kilobytes."""
+# What the processes print last of a failure: our own line, a traceback's last line, or a logged error.
 _ERROR = re.compile(r"^error: |^[\w.]*(Error|Exception|Superseded|Refused)\b|level=(error|critical)")
 POLL_S = 0.5
 CLIENT_ID = "fleet"
@@ -71,6 +72,7 @@ class Child:
     async def start(cls, spec: ChildSpec) -> "Child":
         """Start it in a session of its own, so that Ctrl-C reaches the supervisor alone."""
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # Appended to: the output of the life before says why it ended. The child keeps its own descriptor.
         with spec.log_path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *spec.command,
@@ -79,7 +81,7 @@ class Child:
                 stderr=output,
                 env={**os.environ, **spec.environment},
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=die_with_parent,  # for a supervisor that is killed and can end nobody
             )
         return cls(spec, process, time.monotonic())
 
@@ -99,6 +101,7 @@ class Child:
     async def wait_or_kill(self, deadline: float) -> int:
         """Wait for the end until a monotonic deadline, then SIGKILL; the exit code."""
         try:
+            # One deadline for all children: who is waited for last has no more time than the first.
             return await asyncio.wait_for(self.process.wait(), max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             self._signal(signal.SIGKILL)
@@ -108,6 +111,7 @@ class Child:
         """The last line of its log that reports an error, else the last one."""
         try:
             with self.spec.log_path.open("rb") as log:
+                # The tail alone: logs of a long run are large, and the event loop reads this one itself.
                 log.seek(max(0, self.spec.log_path.stat().st_size - TAIL_BYTES))
                 lines = log.read().decode(errors="replace").strip().splitlines()
         except OSError:
@@ -116,6 +120,7 @@ class Child:
         return (errors or lines or [""])[-1]
 
     def _signal(self, number: signal.Signals) -> None:
+        # Once it is reaped its pid may belong to a stranger.
         if self.process.returncode is None:
             self.process.send_signal(number)
 
@@ -155,12 +160,15 @@ class Supervisor:
         waiters = [asyncio.create_task(event.wait()) for event in (stop, self.finished)]
         try:
             while not stop.is_set() and not self.finished.is_set() and not _failure(self._watchers):
+                # Cleared before the list of watchers is taken: one that joins afterwards
+                # sets it again, and is waited for.
                 self._joined.clear()
                 joining = asyncio.create_task(self._joined.wait())
                 unfinished = _unfinished(self._watchers)
                 await asyncio.wait([*waiters, joining, *unfinished], return_when=asyncio.FIRST_COMPLETED)
                 joining.cancel()
         finally:
+            # Before the children end, or their watchers would take it for a crash and start them again.
             self.ending.set()
             await self._end_all()
             for task in [*self._watchers, *waiters]:
@@ -172,6 +180,7 @@ class Supervisor:
     def join(self, spec: ChildSpec) -> None:
         """Start one more process, and keep it alive with the others; nothing once the run is ending."""
         if not self._over(self._stop):
+            # A worker may come back under the id of one that left; it would count as gone at once.
             self.ended.discard(spec.name)
             self._watchers.append(asyncio.create_task(self._keep_alive(spec, self._stop)))
             self._joined.set()
@@ -189,6 +198,7 @@ class Supervisor:
             log.info("process started", process=spec.name, pid=child.pid)
             code = await child.process.wait()
             del self.children[spec.name]
+            # An exit during the shutdown is neither counted nor judged: it was asked for.
             if self._over(stop):
                 return
             decision = policy.decide(code, child.ran_for_s())
@@ -210,10 +220,12 @@ class Supervisor:
     def _give_up(self, child: Child, code: int, crashes: int) -> None:
         spec, line = child.spec, child.last_line()
         superseded = code == Superseded.exit_code
+        # A newer process of this id runs elsewhere; the run has what it needs, unless this was the one that ends it.
         if spec.optional or (superseded and not spec.essential):
             log.error("process given up", process=spec.name, ended=_how(code), last_line=line)
             return
         often = f" for the {crashes}th time in a row" if crashes > 1 else ""
+        # Raised again under the child's own class, so that our exit code is the one that it had.
         raise _BY_EXIT_CODE.get(code, StreamRLError)(
             f"{spec.name} ended with {_how(code)}{often}: {line}; its log is {spec.log_path}"
         )
@@ -225,6 +237,7 @@ class Supervisor:
         running = list(self.children.values())
         for child in running:
             child.terminate()
+        # From after the signals: all of them have the whole grace period.
         deadline = time.monotonic() + self.grace_s
         await asyncio.gather(*(child.wait_or_kill(deadline) for child in running))
 
@@ -234,6 +247,7 @@ def _how(code: int) -> str:
 
 
 def _failure(tasks: Sequence[asyncio.Task[None]]) -> BaseException | None:
+    # ``exception`` raises on a task that was cancelled.
     ended = (task for task in tasks if task.done() and not task.cancelled())
     return next((error for task in ended if (error := task.exception()) is not None), None)
 
@@ -284,7 +298,9 @@ class RestartPolicy:
 
     def delay_s(self) -> float:
         """How long to wait before the next start, at least ``TRANSIENT_S`` after what may be a transient error."""
+        # The shift is bounded, or a large ``max_restarts`` could make an integer that no float holds.
         doubled = 0.5 * (1 << min(10, max(0, self.crashes - 1)))
+        # min(15 s, max(0.5 s * 2^(crashes - 1), 6 s if transient)) * u, with u uniform in [0.75, 1.25).
         return min(15.0, max(doubled, TRANSIENT_S if self._is_transient else 0.0)) * (0.75 + 0.5 * self.rng())
 
 
@@ -324,6 +340,8 @@ class Fleet:
         try:
             publisher = await self.bus.publisher(CLIENT_ID)
             try:
+                # First, since control may hold older targets: acting on each in turn would start
+                # and drain workers for nothing.
                 await self._read_to_the_end(subscription)
                 while not stop.is_set():
                     await self._adjust(publisher)
@@ -350,8 +368,11 @@ class Fleet:
             log.info("worker left", worker=self.spec_of(number).name)
         staying = [number for number in self._present if number not in self._leaving]
         if len(staying) < self._wanted:
+            # One number more than ``most``: a worker that leaves keeps its own until its process has ended.
             self._start(next(number for number in range(self.most + 1) if number not in self._present))
         elif len(staying) > self._wanted:
+            # The highest number, so that those of the beginning stay. As if asked one interval
+            # ago: the loop below asks at once.
             self._leaving[max(staying)] = self.clock() - ASK_AGAIN_S
         for number, asked_at in self._leaving.items():
             if self.clock() - asked_at >= ASK_AGAIN_S:

@@ -42,9 +42,11 @@ async def watch(directory: RunDirectory, address: str, progress: Progress, stop:
     """
     if is_screen():
         command = (sys.executable, "-P", "-m", "streamrl.cli.app", "top", str(directory.path))
+        # In our session, unlike the roles: it needs the terminal that we have.
         view = await asyncio.create_subprocess_exec(*command, f"--bootstrap-servers={address}")
         with printing_into(directory.logs / LOG):
             await _ended(view, stop)
+        # In raw mode the terminal sends Ctrl-C as a key, to the view alone; so the run gets its signal from here.
         if view.returncode == INTERRUPTED:
             signal.raise_signal(signal.SIGINT)
     await progress(stop)
@@ -58,7 +60,9 @@ def is_screen() -> bool:
 @contextmanager
 def printing_into(path: Path) -> Iterator[None]:
     """Within, this process's standard output and error are appended to a file."""
+    # What is still buffered belongs to the terminal; written later, it would land in the file.
     _flush()
+    # Descriptors and not ``sys.stdout``: libraries and logging hold on to the stream that they have.
     kept = os.dup(1), os.dup(2)
     with path.open("ab") as file:
         os.dup2(file.fileno(), 1)
@@ -66,7 +70,7 @@ def printing_into(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _flush()
+        _flush()  # and this to the file
         for number, original in enumerate(kept, 1):
             os.dup2(original, number)
             os.close(original)
@@ -81,6 +85,7 @@ async def _ended(view: asyncio.subprocess.Process, stop: asyncio.Event) -> None:
     ends = {asyncio.create_task(view.wait()), asyncio.create_task(stop.wait())}
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        # The run ended first; the view has the terminal in a state that only it can undo, so it is asked to.
         if view.returncode is None:
             view.terminate()
             await asyncio.wait_for(view.wait(), LEAVING_S)
@@ -142,9 +147,11 @@ async def show_progress(state: RunState, max_steps: int, supervisor: HasRestarts
     Waits for: the next refresh. On failure: raises. On stop: shows the last state once more and returns.
     """
     if sys.stdout.isatty():
+        # Drawn from here alone: rich's own refresh is a thread, and the state belongs to the event loop.
         with Live(auto_refresh=False) as live:
             while not await _stopped_within(stop, REFRESH_S):
                 live.update(live_view(state, max_steps, supervisor.restarts, time.time()), refresh=True)
+            # Once more, so that what stays on the terminal is the last state.
             live.update(live_view(state, max_steps, supervisor.restarts, time.time()), refresh=True)
         return
     while not await _stopped_within(stop, LINE_EVERY_S):
@@ -154,6 +161,7 @@ async def show_progress(state: RunState, max_steps: int, supervisor: HasRestarts
 
 async def _stopped_within(stop: asyncio.Event, seconds: float) -> bool:
     try:
+        # Instead of a sleep, so that a stop is seen at once.
         await asyncio.wait_for(stop.wait(), seconds)
     except TimeoutError:
         return False

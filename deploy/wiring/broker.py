@@ -36,6 +36,7 @@ def broker_for(
     if bootstrap_servers is not None:
         yield bootstrap_servers
         return
+    # Imported only where no broker is named: processes that join one need none of it.
     from bus.embedded.cluster import start_cluster
 
     if address := _left_running(progress):

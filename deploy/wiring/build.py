@@ -70,7 +70,9 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> Coordinato
             raise SettingsError(
                 "expected coordinator.relays to name the relays, got none; set it, or relay.port of the one relay"
             )
+        # Without a list there is one relay, at the address of its own section.
         relays = (f"http://{settings.relay.host}:{settings.relay.port}",)
+    # Sections are frozen: the relays that were worked out go into a copy.
     coordinator = settings.coordinator.model_copy(update={"relays": relays})
     return Coordinator(context.bus, settings.run.name, coordinator, on_tick=context.on_tick, scaling=_scaling(settings))
 
@@ -107,6 +109,7 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> Dispatcher:
         history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
         on_tick=context.on_tick,
     )
+    # Given the method and not its answer: metrics ask for it at each collection.
     context.watch_status(dispatcher.status)
     return dispatcher
 
@@ -125,6 +128,7 @@ def build_ranker(settings: Settings, context: ProcessContext) -> Role:
 
 def _trace(settings: Settings) -> SampleLength | None:
     """The lengths that emulated workers will produce."""
+    # A real engine's lengths are known to nobody before they are sampled.
     return partial(trace_length, settings.emulation.lengths) if settings.generation.engine == "emulated" else None
 
 
@@ -146,9 +150,11 @@ def build_worker(settings: Settings, context: ProcessContext) -> GenerationWorke
         loop=settings.loop,
         settings=settings.generation,
         worker_id=context.name,
+        # Wrapped out here, so that a worker does not know whether it is traced.
         engine=context.around_engine(engine),
         tokenizer=tokenizer,
         rewards=rewards,
+        # A folder for each worker: two downloads never write one file.
         weights_cache=settings.run.path / "workers" / context.name,
         on_tick=context.on_tick,
     )
@@ -167,6 +173,7 @@ def _emulated_worker(settings: Settings) -> tuple[Engine, Tokenizer, RewardScore
     from producers.generation.engines.emulated import ConstantRewards, FillerTokenizer
 
     emulation = settings.emulation
+    # Decode times are in emulated seconds; ``time_scale`` turns them into those of the wall clock.
     engine = build_emulated(settings.generation, emulation.decode, emulation.lengths, emulation.time_scale)
     tokenizer = FillerTokenizer(emulation.lengths.prompt_characters_per_token)
     return engine, tokenizer, ConstantRewards(settings.rewards.names)

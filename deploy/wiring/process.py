@@ -57,6 +57,7 @@ def run_role(role: str, settings: Settings, worker_id: str) -> None:
         {"run": settings.run.name, "process": name} | ({"worker": name} if role == "worker" else {}), logged
     )
     address = broker_of_others(settings.kafka.bootstrap_servers, print)
+    # Settings are frozen, so the address that was found goes into a copy; all below see only that.
     settings = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
     from deploy.wiring.build import build_role  # what roles need takes long to import; `--help` and logging do not
 
@@ -69,6 +70,7 @@ def run_role(role: str, settings: Settings, worker_id: str) -> None:
             open_metering(role, name, run.name, settings.metrics, settings.kafka, run.directory)
         )
         built = build_role(role, settings, process_context(name, settings, watchdog, tracing, metering))
+        # After the imports and the building, since it takes what lives by now for permanent.
         tune_garbage_collector()
         tasks = [*(metering.tasks if metering is not None else ()), *_tracking(role, settings)]
         uvloop.run(_until_stopped(built, watchdog, tasks))
@@ -82,6 +84,7 @@ def process_name(role: str, worker_id: str) -> str:
     """
     if role != "worker":
         return role
+    # The host's name makes it readable; six hex digits keep workers of one host apart.
     name = worker_id or f"{socket.gethostname().lower().split('.')[0][:32]}-{uuid.uuid4().hex[:6]}"
     if not is_plain_name(name):
         raise SettingsError(f"expected a worker id of 1 to 64 of a-z, 0-9, '.', '_' and '-', got {name!r}")
@@ -126,15 +129,18 @@ async def _until_stopped(role: "Role", watchdog: "Watchdog", tasks: Sequence[Bac
 def _ask_to_stop(stop: asyncio.Event) -> None:
     """The first signal asks; a second one ends the process at once."""
     if stop.is_set():
+        # 128 + SIGINT. Without any clean-up: it is the clean-up that hangs.
         os._exit(130)
     stop.set()
 
 
 def _exit() -> NoReturn:
+    # Threads first, then tasks, whose stacks no thread's traceback shows while they wait.
     faulthandler.dump_traceback(sys.stderr, all_threads=True)
     for task in asyncio.all_tasks():
         task.print_stack(file=sys.stderr)
     sys.stderr.flush()
+    # Not ``sys.exit``: ending the loop cleanly would wait for the very task that is stuck.
     os._exit(EXIT_CODE)
 
 
@@ -160,6 +166,7 @@ class Watchdog:
         interval, checked_at = self.limit_s / 8, self.clock()
         try:
             while True:
+                # Each call replaces the one before: if the loop stops turning, the last one runs out.
                 faulthandler.dump_traceback_later(self.limit_s, exit=True)
                 await asyncio.sleep(interval)
                 self.check(self.clock() - checked_at - interval)
