@@ -39,6 +39,7 @@ class RecentLengths:
     def add(self, length: int) -> None:
         """Note a length; the oldest one leaves when the window is full."""
         if len(self._arrived) == self._window:
+            # Of several alike any may leave the sorted list: they are told apart only by their arrival.
             del self._sorted[bisect_left(self._sorted, self._arrived.popleft())]
         self._arrived.append(length)
         insort(self._sorted, length)
@@ -98,6 +99,7 @@ class Buckets:
         self._fit_every = fit_every
         self._recent = RecentLengths(window)
         self._until_fit = fit_after
+        # Fixed boundaries are those of the settings: none that an earlier run fitted are read.
         self._folder = folder if fit_every is not None else None
         self._clock = clock
         self._load()

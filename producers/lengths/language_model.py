@@ -112,6 +112,7 @@ def make_training_set(
     # over: log(length) - level; divided by its standard deviation it is what the head learns.
     over = {key: [value - levels[key[0]][0] for value in values] for key, values in by_text.items()}
     if scale is None:
+        # Not below 0.05: lengths that are nearly all alike would be divided by next to nothing.
         scale = max(0.05, statistics.pstdev([value for values in over.values() for value in values] or [1.0]))
     return TrainingSet(
         texts=tuple(text for _, text in over),
@@ -228,10 +229,12 @@ def train(
         progress = 0.0
         while ids and progress < 1 and not is_stopped():
             for batch in _batches(ids, tuning.batch_size, generator):
+                # From 0 to 1 by steps or by time, whichever is further.
                 progress = max(len(losses) / total, (time.monotonic() - began) / tuning.seconds)
                 if progress >= 1 or is_stopped():
                     break
                 # Linear warm-up, then half a cosine down to 0 at the end of the passes or of the seconds.
+                # The 0.01 keeps the first step, at progress 0, from being one of length 0.
                 for group in optimizer.param_groups:
                     group["lr"] = (
                         peak * min(1.0, progress / WARM_UP + 0.01) * (0.5 + 0.5 * math.cos(math.pi * progress))
@@ -280,6 +283,7 @@ def _padded(ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 @contextmanager
 def _seeded(seed: int) -> Any:
     """Random numbers of a seed inside, those of before afterwards."""
+    # devices=[]: the model is on the CPU, so the generators of GPUs need not be saved and restored.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -66,12 +66,14 @@ class ModelStore:
         """
         target = self.folder / f"{self.kind}-{manifest.version:08d}"
         unfinished = self.folder / f".{target.name}.{os.getpid()}.part"
+        # What a killed process that had our pid left unfinished must not get into this version.
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         try:
             write(unfinished)
             files = {path.name: _sha256(path) for path in sorted(unfinished.iterdir()) if path.is_file()}
             (unfinished / MANIFEST).write_text(manifest.model_copy(update={"files": files}).model_dump_json(indent=1))
+            # A crash before this line leaves a directory whose name no reader looks for.
             unfinished.rename(target)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -105,6 +107,7 @@ class ModelStore:
         """Newest first."""
         name = re.compile(rf"{self.kind}-(\d{{8}})")
         found: list[tuple[int, Path]] = []
+        # A folder that does not exist yet has no versions.
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 if match := name.fullmatch(path.name):

@@ -181,6 +181,7 @@ class ModelUpdater:
         forest.check(ROW_WIDTH, quantiles=2)
         folder = self._settings.model_dir
         kept = 1 if folder is None else ModelStore(folder, KIND).next_version()
+        # Above the version in use and above all in the folder, so that no two models ever share a name.
         model = LengthModel(forest, max(self._version + 1, kept), newest, len(observed))
         # In use from now on, with the levels of now; that it is kept comes second, and may fail.
         self._newer.append((model, {}))
@@ -200,6 +201,7 @@ class ModelUpdater:
             loaded: Loaded | None = load_language_model(folder, newer_than=self._version)
         else:
             loaded = load_newest(folder, newer_than=self._version)
+        # Only now: after a load that raised, the next check still finds the folder changed, and tries again.
         self._folder_changed_at = changed_at
         if loaded is not None:
             self._newer.append(loaded)

@@ -96,6 +96,7 @@ def baselines(
 
 
 def _quantiles(lengths: Sequence[int], upper: float) -> tuple[float, float]:
+    # inverted_cdf is the nearest rank, as in RecentLengths: always a length that occurred.
     median, high = np.quantile(np.array(lengths, np.float64), [0.5, upper], method="inverted_cdf")
     return float(median), float(high)
 
@@ -144,6 +145,7 @@ def fit_trees(completions: Sequence[ObservedCompletion], out: Path, quantile: fl
         quantile=quantile,
         reservoir_size=reservoir_size,
         min_samples=64,
+        # 1, so that the model and not its fallback is scored on every data set that it was fitted to.
         min_observations=1,
         model_dir=out,
     )
@@ -194,12 +196,14 @@ def fit_language_model(
 
 
 def _loop(completions: Sequence[ObservedCompletion]) -> LoopSettings:
+    # A limit that none exceeds: neither lengths nor predictions are cut off below what was recorded.
     return LoopSettings(max_completion_length=max(1, *(completion.length for completion in completions)))
 
 
 def _predict(predictor: LearnedLengths, completions: Sequence[ObservedCompletion]) -> list[PredictedLength]:
     predictions = []
     for one in completions:
+        # Without a group's name nothing is noted down for completions to come.
         estimate = predictor.predict(one.prompt)
         predictions.append(PredictedLength(one.prompt.dataset, estimate.median, estimate.upper, one.length))
     return predictions

@@ -116,6 +116,7 @@ class ObservedQuantiles:
 
     def _estimate(self, lengths: RecentLengths, name: str) -> LengthEstimate:
         limit = self._loop.max_completion_length
+        # What was read of the past may be longer than the limit of now.
         median = min(limit, max(1, lengths.quantile(0.5)))
         upper = min(limit, max(1, lengths.quantile(self._settings.quantile)))
         return LengthEstimate(
@@ -209,6 +210,7 @@ class TraceLengths:
             return self._estimate(self._loop.max_completion_length / 2, self._loop.max_completion_length, "trace/none")
         # One factor for median and longest: the noise is about the prompt, not about its samples.
         factor = math.exp(self._sigma * _score(prompt.prompt_id)) if self._sigma else 1.0
+        # z is above -1.28 nine times in ten, so that as often exp(sigma × (z + 1.28)) is 1 or more: upper covers l.
         margin = math.exp(self._sigma * _P90)
         return self._estimate(factor * median_low(lengths), margin * factor * max(lengths), "trace")
 

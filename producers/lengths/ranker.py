@@ -133,6 +133,7 @@ class LanguageModelTrainer:
         interval = min(self._settings.refit_every, max(self._settings.min_samples, len(self._sample) // 2))
         if not self._held and self._since_fit >= interval and not self._fitting.is_busy:
             self._since_fit = 0
+            # Copies: the thread reads them while the sample goes on changing.
             completions, newest = list(self._sample), self._newest
             self._fitting.start(lambda: self._fine_tune(completions, newest))
 
@@ -161,12 +162,14 @@ class LanguageModelTrainer:
         # As many passes as the seconds allow.
         tuning = FineTuning(epochs=1e9, seconds=self._settings.refit_seconds, seed=version)
         loss = train(regressor, examples, self._settings.quantile, tuning, self._closing.is_set)
+        # Cut short while its learning rate was still high: no predictor should take it for the newest version.
         if self._closing.is_set():
             return
         manifest = Manifest(
             version=version,
             policy_version=newest,
             observations=len(completions),
+            # Data sets that the sample does not hold keep the levels they had.
             levels={**({} if before is None else before.levels), **examples.levels},
             details={"scale": examples.scale},
         )
@@ -215,6 +218,7 @@ class Ranker:
             self.on_tick("ranker")
             for record in await trajectories.poll(timeout_s=POLL_S):
                 self._observe(record)
+            # Without waiting, which the poll of trajectories has done already.
             finished = any(isinstance(message_of(record), RunFinished) for record in await control.poll(timeout_s=0.0))
             positions = await trajectories.positions()
             if is_held and all(positions.get(tp, end) >= end for tp, end in ends.items()):

@@ -79,6 +79,7 @@ class _History:
     bytes_read: int = 0
 
     def add(self, record: Record, skip: Callable[[str], bool]) -> None:
+        # Kafka allows records without a value.
         self.bytes_read += len(record.value or b"")
         self.oldest.setdefault(record.partition, record.timestamp)
         message = message_of(record)
@@ -107,6 +108,7 @@ async def replay(bus: Bus, run: str, predictor: LengthPredictor, *, skip: Callab
 
 
 async def _read(bus: Bus, topic: str, skip: Callable[[str], bool]) -> list[ObservedCompletion]:
+    # Subscribed to only for its offsets: where to start reading can be given only when subscribing.
     subscription = await bus.subscribe([topic], client_id="length-replay", start="latest")
     try:
         first, ends = await subscription.beginning_offsets(), await subscription.end_offsets()

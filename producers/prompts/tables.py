@@ -87,6 +87,7 @@ def plain_name(path: str) -> str:
     """What prompts are called after: the last part of a path without its endings, letters of other kinds as dashes."""
     last = Path(path).expanduser().absolute().name
     # Group ids and metrics carry the name, so it has plain characters only and is not long.
+    # Cut at a known ending only: train.jsonl.gz becomes train, v1.2-train.csv becomes v1.2-train.
     stem = re.split(r"\.(?=jsonl?|parquet|csv|arrow)", last)[0]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:64] or "prompts"
 
@@ -114,6 +115,7 @@ class JsonlTable:
         self._offsets = array("Q")
         self._lines = array("Q")
         try:
+            # Binary, so that lengths of lines add up to offsets in bytes, which text mode does not tell.
             with path.open("rb") as file:
                 offset = 0
                 for line, raw in enumerate(file, start=1):
@@ -181,6 +183,7 @@ class ArrowTable:
     def __init__(self, dataset: Any, path: str, name: str) -> None:
         self.name = name
         self._path = path
+        # Arrow in place of the library's own rows, in which it would decode images and audio.
         self._dataset = dataset.with_format("arrow")
 
     def __len__(self) -> int:
@@ -275,6 +278,7 @@ def _saved(path: Path, split: str) -> Any:
     import datasets
 
     loaded = datasets.load_from_disk(str(path))
+    # What was saved as a single data set has no splits to choose from.
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if split not in loaded:
@@ -316,6 +320,7 @@ class ColumnMap:
     @property
     def read(self) -> frozenset[str]:
         """Top-level columns that prompt and answer may come from."""
+        # Either the path is the name of a column, dots and all, or its first part is: _at tries both.
         return frozenset(name for path in (self.prompt, self.answer) for name in (path, path.split(".")[0]))
 
     def split_row(self, row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:

@@ -36,6 +36,7 @@ def text_features(prompt: Prompt) -> Row:
     return np.concatenate(
         [
             np.array(_sizes(prompt, text, shown, words, numbers) + _in_order(numbers), np.float32),
+            # The lower 7 bits of each byte: ASCII as it is, the bytes of other letters folded onto it.
             np.bincount(codes & (CHARACTERS - 1), minlength=CHARACTERS).astype(np.float32),
             _bigrams(codes),
             _hashed_words(words[:MAX_WORDS]),
@@ -64,6 +65,7 @@ def _sizes(prompt: Prompt, text: str, shown: str, words: list[str], numbers: lis
         float(len(shown) - sum(map(len, shown.split()))),
         float(turns),
         float(last_turn),
+        # In two halves: float32 holds whole numbers exactly only up to 2^24.
         float(dataset & 0xFFFF),
         float(dataset >> 16),
     ]
@@ -76,6 +78,7 @@ def _magnitude(digits: str) -> float:
 
 def _in_order(numbers: list[float]) -> list[float]:
     """The first and the last numbers; a template has its parameters at the same places."""
+    # -1 where there is none: no magnitude is below 0.
     first = (numbers + [-1.0] * FIRST_NUMBERS)[:FIRST_NUMBERS]
     last = ([-1.0] * LAST_NUMBERS + numbers)[-LAST_NUMBERS:]
     return first + last
@@ -83,6 +86,8 @@ def _in_order(numbers: list[float]) -> list[float]:
 
 def _bigrams(codes: NDArray[np.uint8]) -> Row:
     pairs = codes[:-1].astype(np.uint32) * 31 + codes[1:]
+    # Knuth's multiplicative hashing: times a prime near 2^32 over the golden ratio, modulo 2^32; of that, the upper 6
+    # bits are one of the 64 places.
     return np.bincount((pairs * np.uint32(2654435761)) >> np.uint32(26), minlength=BIGRAMS).astype(np.float32)
 
 

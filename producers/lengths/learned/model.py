@@ -133,6 +133,7 @@ def fit(observed: Observations, quantiles: tuple[float, ...], limit: int) -> For
     """
     import lightgbm
 
+    # float64 [N], natural logarithms: how far each completion was over the level of its data set.
     target = np.log(lengths_to_learn(observed, limit)) - observed.level
     forests = []
     for quantile in quantiles:
@@ -188,10 +189,12 @@ def _add(tree: dict[str, Any], nodes: list[tuple[int, float, int, int, float]]) 
     """Append a tree, parents first; returns its depth."""
     own = len(nodes)
     if "split_feature" not in tree:
+        # Its own child on either side: a walk takes as many steps in every tree, and stays here from now on.
         nodes.append((0, 0.0, own, own, float(tree["leaf_value"])))
         return 0
     # Its place is taken before the children's, and filled in when their places are known.
     nodes.append((0, 0.0, own, own, 0.0))
+    # Depth first, so the left child is the very next node: own + 1.
     depth = _add(tree["left_child"], nodes)
     right = len(nodes)
     depth = max(depth, _add(tree["right_child"], nodes))

@@ -89,6 +89,7 @@ class Residuals:
         """The smallest that at least this share, corrected for the size of the sample, does not exceed."""
         # n + 1 in place of n: a new residual is as likely to fall into each of the n + 1 gaps between those held.
         rank = math.ceil(share * (len(self._sorted) + 1))
+        # A share above n / (n + 1) asks for more than the largest that is held; that one has to do.
         return self._sorted[min(rank, len(self._sorted)) - 1]
 
 
@@ -148,6 +149,7 @@ class RequestOrder(Generic[Finished]):
     def take(self, group_id: str, completion: Finished) -> list[Finished]:
         """Those whose turn has come with this one of a group, itself or others."""
         held = self._asked.get(group_id)
+        # Never asked for, or released already: nothing to wait for.
         if held is None:
             return [completion]
         held.append(completion)
@@ -195,6 +197,7 @@ class LearnedLengths:
         self._newest = 0
         self._failures = 0
         self._updater = ModelUpdater(settings, loop.max_completion_length, clock)
+        # The updater has waited for the folder's newest model, so the very first prediction may use it.
         self._take_newer()
 
     @property
@@ -230,6 +233,7 @@ class LearnedLengths:
 
     def observe(self, completion: ObservedCompletion) -> None:
         """Learn a finished completion; every so often a fit begins in the background."""
+        # First, and outside the try: it answers whenever something goes wrong with the model.
         self._fallback.observe(completion)
         try:
             self._take_newer()
@@ -258,6 +262,7 @@ class LearnedLengths:
         # Quantiles over a level that is not known say nothing: the observed ones answer.
         if self._levels.count(prompt.dataset) < self._settings.min_observations:
             return None
+        # known = l + e: with it, median = m + known and upper = max(u + known + d, m + known).
         known = self._levels.of(prompt.dataset) + self._history.effect(group.seen)
         median, upper = (quantile + known for quantile in group.quantiles)
         tokens = self._tokens(max(upper + self._margins.of(prompt.dataset), median))
@@ -338,6 +343,7 @@ class LearnedLengths:
         newer = self._updater.take_newer()
         if newer is not None:
             self._model, levels = newer
+            # A model that was fitted here comes without levels: those of now go on.
             if levels:
                 self._levels.load(levels)
 
