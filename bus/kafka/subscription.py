@@ -59,8 +59,7 @@ class KafkaSubscription:
 
     def _read_with(self, consumer: AIOKafkaConsumer, positions: Positions) -> None:
         self._next = dict(positions)  # the offset of the next record to deliver, by partition
-        # Before it is resumed: a new consumer stands at offset 0, paused, and would begin to read from there.
-        self._seek_to_next(consumer)
+        self._seek_to_next(consumer)  # before it resumes: a new consumer stands at offset 0 and would read from there
         consumer.resume(*(KafkaPartition(*tp) for tp in self._assigned - self._paused))
         self._consumer = consumer
 
@@ -93,8 +92,7 @@ class KafkaSubscription:
         records = []
         for tp, batch in fetched.items():
             records += _records(tp, batch)
-            # Where reading goes on after an error; markers that follow are passed by the consumer itself.
-            self._next[TopicPartition(*tp)] = records[-1].offset + 1
+            self._next[TopicPartition(*tp)] = records[-1].offset + 1  # where reading goes on after an error
         return records
 
     async def _fetch(
@@ -111,9 +109,8 @@ class KafkaSubscription:
             return {}
         except OffsetOutOfRangeError:
             self._seek_to_next(consumer)
-            # Raises with the holes named, unless the log has changed again and holds the offset now.
             refuse_holes(self._next, *await self._factory.first_and_end_offsets(consumer, self._assigned))
-            raise
+            raise  # the log has changed again, and holds the offset now
         except Exception:
             self._seek_to_next(consumer)  # aiokafka drops what it had taken from the other partitions
             raise
@@ -134,8 +131,7 @@ class KafkaSubscription:
             return
         log.warning("replacing a consumer that stopped reading", client_id=self._factory.client_id, stuck=stuck)
         try:
-            # The new one is there before the old one goes: while no broker answers, the old one is all we have.
-            fresh = await self._factory.open_consumer(self._assigned)
+            fresh = await self._factory.open_consumer(self._assigned)  # before the old one goes: it may be all we have
         except BusUnavailable as error:
             self._factory.availability.report_silence(self._factory.client_id, error)
             return
@@ -145,8 +141,7 @@ class KafkaSubscription:
 
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         """Stop delivering from these partitions."""
-        # aiokafka refuses partitions that are not assigned; callers may name all that they know.
-        wanted = self._assigned.intersection(partitions)
+        wanted = self._assigned.intersection(partitions)  # aiokafka raises on others
         self._paused |= wanted
         self._open_consumer().pause(*(KafkaPartition(*tp) for tp in wanted))
 
@@ -232,7 +227,6 @@ async def open_subscription(
     consumer = await factory.open_consumer(partitions)
     try:
         positions = starting_positions(start, *await factory.first_and_end_offsets(consumer, partitions))
-        # "latest" is an offset from here on, so a record that is written before the first poll is not missed.
         return KafkaSubscription(factory, consumer, positions, whole=whole)
     except BaseException:
         await discard(consumer)
@@ -264,7 +258,6 @@ def refuse_holes(positions: Positions, first: Positions, end: Positions) -> None
     holes, descriptions = [], []
     for tp, position in sorted(positions.items()):
         if not first[tp] <= position <= end[tp]:
-            # [first missing offset, the one after the last missing one)
             hole = (position, first[tp]) if position < first[tp] else (end[tp], position)
             holes.append((*tp, *hole))
             descriptions.append(
@@ -311,8 +304,7 @@ class ConsumerFactory:
         names = [KafkaPartition(*tp) for tp in partitions]
         consumer.assign(names)
         for name in names:
-            # Without a position the consumer would look for a committed one, and raise, since no reset is allowed.
-            consumer.seek(name, 0)
+            consumer.seek(name, 0)  # without a position it would look for a committed one, and raise if there is none
         consumer.pause(*names)
         return consumer
 
@@ -328,8 +320,7 @@ class ConsumerFactory:
     ) -> tuple[Positions, Positions]:
         """The oldest offsets held and the ones after the last, by partition."""
         wanted = tuple(partitions)
-        # First before end: both only grow, so a log in use never seems to begin behind its end.
-        first = await self.offsets(consumer.beginning_offsets, wanted)
+        first = await self.offsets(consumer.beginning_offsets, wanted)  # before the end: both only grow
         return first, await self.offsets(consumer.end_offsets, wanted)
 
 
@@ -383,7 +374,6 @@ class ConsumerWatchdog:
                 stuck = self._stuck_by(answer, now)
                 self._refuse_hopeless(stuck, positions)
         if not stuck and self._question is None and self._detector.should_ask(now):
-            # In a task: a consumer whose metadata never arrives would otherwise hold the reading up with the question.
             self._question = asyncio.create_task(self._ask(consumer))
         return stuck
 
@@ -470,20 +460,17 @@ class StallDetector:
     def observe_positions(self, now: float, positions: Positions, paused: Collection[TopicPartition]) -> None:
         """Where the reader stands."""
         for tp, position in positions.items():
-            # A pause counts as movement: a resumed partition has the whole time-out again.
-            if position != self._positions.get(tp) or tp in paused:
+            if position != self._positions.get(tp) or tp in paused:  # once resumed it has the whole time-out again
                 self._positions[tp] = position
                 self._quiet_since[tp] = now
                 self._behind_since.pop(tp, None)
-                # A pause proves nothing of a new consumer, so it does not clear the count of those that did not help.
-                if tp not in paused:
+                if tp not in paused:  # a pause does not prove that a new consumer helped
                     self._replacements.pop(tp, None)
 
     def should_ask(self, now: float) -> bool:
         """Whether it is time to ask the broker for the ends of the logs."""
         if self._answered_at is None:
-            # The first time there is no answer yet: the time-out runs from here, and a short reading asks nothing.
-            self._answered_at = now
+            self._answered_at = now  # the time-out runs from the first look: a short reading asks nothing
         return now - self._answered_at >= self._timeout_s or any(
             now - since >= self._timeout_s / 4 for since in self._quiet_since.values()
         )
