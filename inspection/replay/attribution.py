@@ -85,6 +85,7 @@ def median_norm(log: StepLog, step: int, lineage: int | None = None) -> float:
 def _search(
     policy: ScratchPolicy, batch: StepBatch, version: PolicyVersion, threshold: float, progress: Callable[[str], None]
 ) -> BisectionResult:
+    # Of the whole step, once for all subsets: divided by its own size, a subset's norm would not be its share.
     scale = policy.scale(batch)
     computed: list[float] = []
 
@@ -113,6 +114,7 @@ def _search(
             tuple(_outlier(rows[name], batch) for name in sorted(culprit, key=lambda name: _by_share(rows[name])))
             for culprit in sorted(culprits, key=lambda names: min(_by_share(rows[name]) for name in names))
         ),
+        # Computed, because norms cannot be subtracted: ||g(A)|| - ||g(B)|| is not ||g(A without B)||.
         without_culprits=norm([name for name in everything if name not in named]) if named else whole,
         ranking=tuple(sorted(rows.values(), key=_by_share)),
         computed=len(computed),
@@ -121,6 +123,7 @@ def _search(
 
 def _by_share(row: TrajectoryContribution) -> float:
     """Sort key: the largest norm first, and before all others what is not finite."""
+    # NaN compares with nothing, and would leave the order to chance.
     norm = row.gradient_norm or 0.0
     return -norm if math.isfinite(norm) else -math.inf
 
@@ -158,6 +161,7 @@ class DeltaDebugging(Generic[T]):
                 failing, parts = chunk, 2
             elif parts > 2 and (rest := next((each for each in rests if self._fails(each)), None)) is not None:
                 failing, parts = rest, parts - 1
+            # Every part is one member, and nothing fails without any one of them: 1-minimal.
             elif parts >= len(failing):
                 break
             else:
@@ -165,6 +169,7 @@ class DeltaDebugging(Generic[T]):
         return failing
 
     def _fails(self, subset: list[int]) -> bool:
+        # The same subset comes back as a part and as a rest, and each answer costs a backward pass over it.
         key = tuple(subset)
         if key not in self.answers:
             self.answers[key] = self.fails([self.items[index] for index in subset])
@@ -172,5 +177,6 @@ class DeltaDebugging(Generic[T]):
 
 
 def _split(items: list[int], parts: int) -> list[list[int]]:
+    # Edge i at floor(n · i / parts): parts differ in size by one at most.
     edges = [len(items) * number // parts for number in range(parts + 1)]
     return [items[start:end] for start, end in pairwise(edges) if end > start]

@@ -96,6 +96,7 @@ def replay(request: ReplayRequest) -> int:
     variation_of(
         request, run.settings, step_config_of(run, request.threads)
     )  # refuses a wrong one before anything starts
+    # The folder is entered first and so removed last, when a broker that was started on a copy in it has stopped.
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-replay-") as scratch,
         history_of(run, request.export, Path(scratch), print_progress) as history,
@@ -117,6 +118,7 @@ def replay_steps(request: ReplayRequest) -> list[StepReplay]:
     async def collected(history: History, scratch: Path) -> list[StepReplay]:
         async with _session(request, run, history, scratch) as session:
             log = await session.replayer.log()
+            # Collected inside: at the session's end its history and its compute thread are closed.
             return [found async for found in _replays(session, log, _steps(request, log, first, last))]
 
     with (
@@ -139,6 +141,7 @@ def log_to_stderr() -> None:
 async def replay_with(request: ReplayRequest, run: PastRun, history: History, scratch: Path) -> int:
     """``replay`` of an opened run. ``scratch``: where a remote checkpoint is fetched to."""
     async with _session(request, run, history, scratch) as session:
+        # Before the steps are read: dead letters that still do not decode need none of them.
         if request.from_dlq:
             version, dead_letters = await replay_dead_letters(session.replayer)
             session.show({"weights": version, "dead_letters": dead_letters}, dead_letter_lines(version, dead_letters))
@@ -161,6 +164,7 @@ async def _session(
 ) -> AsyncIterator[ReplaySession]:
     settings, config = run.settings, step_config_of(run, request.threads)
     location = open_storage(settings.training.checkpoint_location or run.directory.checkpoints, scratch)
+    # One thread for the whole session: OpenMP keeps its number of threads per calling thread.
     compute = ComputeThread(config.training.threads)
     try:
         yield ReplaySession(
@@ -172,6 +176,7 @@ async def _session(
                 config=config,
                 batching=settings.batching,
                 reward_weights=settings.rewards.weight_by_name,
+                # ``keep_checkpoints`` is what a store prunes by when it writes; this one only reads.
                 restore_points=StoredRestorePoints(
                     CheckpointStore(location, settings.training.keep_checkpoints), run.weights
                 ),
@@ -186,6 +191,7 @@ async def _session(
 
 def _steps(request: ReplayRequest, log: StepLog, first: int, last: int) -> list[Step]:
     """The steps asked for. A number that was only ever refused means its refused attempt."""
+    # In any lineage: once such a step was taken, its refused attempts have to be asked for by number.
     refused_only = (
         request.single
         and not any(v.number == first for v in log.reports)
@@ -244,6 +250,7 @@ def step_range(step: int | None, steps: str | None) -> tuple[int | None, int | N
     if steps is None:
         return step, step
     first, colon, last = steps.partition(":")
+    # ``int`` would take signs, blanks and underscores; ``isdecimal`` is also false of an empty side.
     if step is not None or not colon or not first.isdecimal() or not last.isdecimal() or int(first) > int(last):
         given = f"{steps!r}" + (f" and --step {step}" if step is not None else "")
         raise UserError(f"expected --step N or --steps FIRST:LAST (both included), got {given}")
@@ -282,11 +289,13 @@ def variation_of(request: ReplayRequest, settings: Settings, config: StepConfig)
     if not words:
         return None
     training = changed.training
+    # Unless threads are what changes, they stay as the step was recorded with: sums are split by thread.
     if training.threads == settings.training.threads:
         training = training.model_copy(update={"threads": config.training.threads})
     return Variation(
         config=replace(config, algorithm=changed.algorithm, training=training),
         changes=words,
+        # None keeps the recorded packing: another order of rows would change the last bits besides what was asked for.
         batching=changed.batching if changed.batching != settings.batching else None,
         only=frozenset(request.only),
         without=frozenset(request.without),
@@ -300,4 +309,5 @@ def _changed(settings: Settings, changes: Sequence[str], algorithm: str | None) 
     tree = from_arguments(f"--{change}" for change in changes)
     if algorithm is not None:
         tree = merged(tree, {"algorithm": {"name": algorithm}})
+    # Merged into the run's settings and validated as a whole: a change obeys the rules of any configuration.
     return validated(merged(settings.model_dump(), tree))

@@ -22,6 +22,7 @@ from schemas.identifiers import PolicyVersion
 
 LARGEST_DIFFERENCES = 8
 """Tensors that a comparison of updates names: about one layer's worth."""
+# Up to the first number: ``model.layers.3`` of ``model.layers.3.self_attn.q_proj.weight``.
 _NUMBERED_LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
 
@@ -89,10 +90,12 @@ def _rows(
     norms: dict[str, float],
 ) -> Iterator[TrajectoryContribution]:
     device = policy.device
+    # [B, S]; ``tensor`` copies where ``as_tensor`` would share memory, and the next line would change the batch.
     mask = torch.tensor(micro_batch.loss_mask)
     mask[:, 0] = 0.0  # the first token has nothing before it that could predict it, and is never trained
     input_ids, temperatures = torch.as_tensor(micro_batch.input_ids), torch.as_tensor(micro_batch.temperatures)
     inputs = (input_ids.to(device), mask.to(device), temperatures.to(device))
+    # In the learner's precision, or the ratios would not be those that the step was computed from. [B, S] in nats.
     with torch.autocast(device.type, torch.bfloat16, enabled=policy.config.training.dtype == "bfloat16"):
         logprobs, _ = scorer(*inputs)
         anchored = None if reference is None else reference(*inputs)[0]
@@ -109,6 +112,7 @@ def _rows(
             None if anchored is None else anchored[here],
         )
         item, tokens = batch.samples[ref.trajectory_id], int(mask[number].sum())
+        # ``sums`` are over the row's trained tokens: loss = s · sum of token losses, mean ratio = sum / tokens.
         yield TrajectoryContribution(
             *ref,
             reward=batch.rewards[ref.trajectory_id],
@@ -123,6 +127,7 @@ def _rows(
 
 
 def _finite_or_zero(value: Tensor, tokens: int) -> float:
+    # Over no token at all the maximum is -inf.
     return float(value) if tokens else 0.0
 
 
@@ -190,6 +195,7 @@ def _equality(
     if original is not None and original.shape == rebuilt.shape:
         gap = (rebuilt.to(original.dtype).float() - original.float()).abs()
         difference = float(gap.max()) if gap.numel() else 0.0
+    # A digest tells 0.0 from -0.0, which values do not; a NaN anywhere makes the difference NaN, and so unequal.
     equal = found[name] == digests[name] if name in digests else difference == 0.0
     return TensorEquality(name, equal, difference)
 
@@ -213,6 +219,7 @@ def compare_updates(original: Mapping[str, Tensor], what_if: Mapping[str, Tensor
 
 
 def _norms_and_cosine(sums: tuple[float, ...]) -> tuple[float, float, float]:
+    # cos(u, v) = u·v / (||u|| ||v||)
     first, second = math.sqrt(sums[0]), math.sqrt(sums[1])
     return first, second, sums[2] / (first * second) if first and second else math.nan
 

@@ -56,6 +56,7 @@ async def replay_dead_letters(replayer: Replayer) -> tuple[str, list[ReplayedDea
         except WireError as error:
             dead_letter = replace(dead_letter, problem=str(error))
         dead_letters.append(dead_letter)
+    # A model is only loaded if there is something to compute with it.
     if not samples:
         return "none", dead_letters
     policy, version = await replayer.newest()
@@ -86,6 +87,7 @@ async def _contribution(
 
 def _group(sample: Sample, others: Mapping[int, Sample]) -> Group:
     """The sample among the others of its group, in the order of their index."""
+    # A group has one sample of each index: the dead letter takes the place of one that is on the topic as well.
     members = {**others, sample.trajectory.sample_index: sample}
     ordered = tuple(members[index] for index in sorted(members))
     return Group(sample.trajectory.group_id, sample.trajectory.created_at, ordered)
@@ -116,6 +118,7 @@ def _sample(record: Record, position: tuple[str, int, int], weights: Mapping[str
 
 
 def _decoded(record: Record) -> Trajectory:
+    # The dlq-* headers are the dead letter's; without them it is the refused record again.
     headers = tuple((name, value) for name, value in record.headers if not name.startswith(PREFIX))
     message = record._replace(headers=headers).message()
     if not isinstance(message, Trajectory):

@@ -70,6 +70,7 @@ class HistoryReader:
         """
         found = await self._found(name)
         trajectory = found[0][1]
+        # A trajectory may stand on the topic more than once, and each record has a fate of its own.
         positions = {(record.partition, record.offset): record for record, _ in found}
         events = [order_event(order) for order in await self._orders(trajectory)] + worker_events(trajectory)
         events += [HistoryEvent(record.timestamp, "appended", _where(record)) for record, _ in found]
@@ -85,6 +86,7 @@ class HistoryReader:
         self, fates: dict[tuple[int, int], str]
     ) -> tuple[list[HistoryEvent], PolicyVersion | None]:
         """Events of steps and skips, and the version that was trained on it; sets ``fates`` of its records."""
+        # All reports before any of them is judged: that a step was undone is told by a later lineage's first report.
         log, steps = await self._steps()
         events: list[HistoryEvent] = []
         trained: PolicyVersion | None = None
@@ -99,6 +101,7 @@ class HistoryReader:
             if counts:
                 fates[row.partition, row.offset] = f"skipped: {row.reason.value}"
         reports = [report for _, report in steps if isinstance(report, StepReport)]
+        # After the last step of a finished run nobody will train what is pending.
         if reports and reports[-1].finished:
             fates |= {position: "left over: the run is finished" for position, fate in fates.items() if fate == PENDING}
         return events, trained
@@ -124,6 +127,7 @@ class HistoryReader:
         return found
 
     async def _scanned(self, topic: str, name: str, partition: int | None) -> list[tuple[Record, Trajectory]]:
+        # An end beyond every log: reading stops where the partition ends. Only ids are read of what does not match.
         ranges = None if partition is None else {partition: Extent(0, 1 << 62)}
         return [
             (record, _decoded(record))
@@ -141,6 +145,7 @@ class HistoryReader:
         log, found = StepLog(), []
         async for record, message in self._messages(STEPS):
             if isinstance(message, StepReport | RefusedStep) and message.algorithm == self.algorithm:
+                # A report that was sent again is the same step; refused attempts have no version of their own.
                 known = isinstance(message, StepReport) and message.version in log.reports
                 log.observe(message)
                 found += [] if known else [(record, message)]
@@ -156,6 +161,7 @@ class HistoryReader:
         ]
 
     async def _skips(self, positions: set[tuple[int, int]]) -> list[SkipRecord]:
+        # A row that was sent again keeps its number, and is one event.
         rows = {
             (message.lineage, message.sequence, message.partition, message.offset): message
             async for _, message in self._messages(SKIPS)
@@ -167,6 +173,7 @@ class HistoryReader:
 
     async def _weights(self, version: PolicyVersion) -> list[HistoryEvent]:
         """When weights that contain it were announced, and first used."""
+        # Versions sort by lineage first, so that those after a resumption count as newer, whatever their step.
         announced = [
             message
             async for _, message in self._messages(CONTROL)
@@ -177,22 +184,26 @@ class HistoryReader:
             async for _, message in self._messages(HEARTBEATS)
             if isinstance(message, Heartbeat) and message.version >= version
         ]
+        # The first that is left: control is compacted and heartbeats expire, so it may be of later weights already.
         return [announcement_event(message, version) for message in announced[:1]] + [
             adoption_event(message, version) for message in beats[:1]
         ]
 
     async def _messages(self, topic: Topic, key: str | None = None) -> AsyncIterator[tuple[Record, Message]]:
         async for record in self.history.records(topic.full_name(self.run)):
+            # Sorted out by key before it is decoded, which is what costs.
             if key is not None and record.key != key:
                 continue
             try:
                 yield record, record.message()
             except WireError:
+                # What cannot be read tells nothing of this trajectory; the rest of its history can still be shown.
                 continue
 
 
 def in_order(events: Iterable[HistoryEvent]) -> tuple[HistoryEvent, ...]:
     """By time, each with the seconds since the one before."""
+    # Stable: events of one time stay in the order in which they were collected, causes before effects.
     ordered = sorted(events, key=lambda event: event.at)
     return tuple(
         replace(event, since=None if number == 0 else event.at - ordered[number - 1].at)
@@ -263,6 +274,7 @@ def _in_step(
     log: StepLog, record: Record, report: StepReport | RefusedStep, positions: set[tuple[int, int]]
 ) -> Iterator[tuple[tuple[int, int], HistoryEvent]]:
     """What this report says of the records at these positions."""
+    # A refused gradient changed no weights: there is nothing of it that a crash could have undone.
     counts = isinstance(report, StepReport) and log.counts(report.version)
     undone = "" if counts or isinstance(report, RefusedStep) else "; undone by a crash"
     for number, batch in enumerate(report.micro_batches, 1):

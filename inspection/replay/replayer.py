@@ -110,12 +110,14 @@ class Replayer:
         """
         prepared = await self.prepare(log, steps[0], lineage)
         between, differing = prepared.steps_between, prepared.differing
+        # A generator that is left early would be closed, with what it reads from, only once it is collected.
         async with aclosing(self._groups(steps)) as gathered:
             async for step, groups in gathered:
                 found = await self._replay_one(prepared, step, groups, options)
                 rebuilt = found.rebuilt
                 rebuilt = replace(rebuilt, start=prepared.origin, steps_between=between, differing_between=differing)
                 yield StepReplay(rebuilt, found.what_if)
+                # After the yield: this step is on the way to the next one, not to itself.
                 between += 1
                 if rebuilt.verdict == "differs":
                     differing = (*differing, rebuilt.step)
@@ -128,6 +130,7 @@ class Replayer:
         """
         done = step.step - 1
         start = await self._start(log.chain(lineage), done)
+        # Whatever computes goes to the one compute thread, where torch's number of threads is the trainer's.
         policy = await self.compute(ScratchPolicy, self.config, start.model, start.version.number, start.optimizer)
         prepared = PreparedPolicy(policy, start, max(0, done - start.version.number), ())
         self.progress(f"from {prepared.origin}, over {prepared.steps_between} steps, to step {step.step}")
@@ -149,11 +152,13 @@ class Replayer:
 
     async def _start(self, chain: Sequence[ChainSegment], done: int) -> RestorePoint:
         """Where the steps after ``done`` finished ones can be rebuilt from."""
+        # Nearest first, for fewer steps to take again; one that a living trainer has pruned meanwhile is passed over.
         for version in usable_restore_points(chain, done, await self.compute(self.restore_points.versions)):
             try:
                 return await self.compute(self.restore_points.load, version)
             except CheckpointError as error:
                 self.progress(f"checkpoint {version} cannot be used: {error}")
+        # Only a chain that begins with step 1 goes back to the initial model.
         if not starts_at_initial_model(chain):
             raise UserError(
                 f"expected a checkpoint of step {done} or before to rebuild step {done + 1} from, got none of its "
@@ -170,6 +175,7 @@ class Replayer:
                 outcome = await self.compute(policy.take_step, batch)
                 recorded = step.digests if isinstance(step, StepReport) else {}
                 tensors = await self.compute(tensor_equality, policy.tensors(), recorded, None)
+                # Other last bits are only noted; without this step, though, there are no weights to go on from.
                 if not outcome.applied:
                     raise UserError(f"expected step {step.step} to be taken as recorded, got: {outcome.problem}")
                 pairs = metric_pairs(outcome, step.metrics)
@@ -193,6 +199,7 @@ class Replayer:
     ) -> StepReplay:
         policy, variation = prepared.policy, options.variation
         batch = recorded_batch(groups, step.micro_batches, self.config.algorithm, policy.limits)
+        # Before the step is taken: rows and gradients are those of the weights that it starts from.
         rows = await self._rows(policy, batch, step, options)
         snapshot = await self.compute(policy.snapshot) if variation else None
         gradients = await self.compute(policy.gradients, batch) if options.keep else {}
@@ -231,6 +238,7 @@ class Replayer:
     ) -> RebuiltStep:
         refused = not isinstance(step, StepReport)
         digests = step.digests if isinstance(step, StepReport) else {}
+        # A refused attempt names the version before it, whose weights are not what it would have led to.
         originals = None if refused else await self.compute(self.restore_points.originals, step.version)
         tensors = await self.compute(tensor_equality, policy.tensors(), digests, originals)
         return RebuiltStep(
@@ -265,6 +273,7 @@ class Replayer:
         batch = variation.batch(groups, step.micro_batches, self.batching, policy.limits)
         rows = await self._rows(policy, batch, step, options)
         observed = await self.compute(policy.take_observed_step, batch)
+        # The update of a step that was not applied is zero, and has no direction to compare.
         both = original.outcome.applied and observed.outcome.applied
         now = observed.outcome.metrics
         before = {pair.name: pair.rebuilt for pair in rebuilt.metrics}

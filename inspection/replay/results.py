@@ -56,6 +56,7 @@ class RebuiltStep:
         Equal numbers alone do not prove equal weights: then it is ``not recorded``, unless the step was refused and has
         no weights after it.
         """
+        # Applied where it was refused, or the other way round: there is no need to look at the tensors.
         if bool(self.problem) != self.refused or not all(tensor.equal for tensor in self.tensors):
             return "differs"
         if self.tensors:

@@ -83,9 +83,11 @@ class ScratchPolicy:
         """
         self.device = resolve_device(config.training)
         training = config.training
+        # Before the model, as the trainer does: weights that the files lack are drawn while it is loaded.
         torch.manual_seed(config.seed)
         self.model = load_model(directory, self.device, gradient_checkpointing=training.gradient_checkpointing)
         self._references: dict[str, Any] = {}
+        # The learner is made first, at step 0 and without state; the step also decides the learning rate.
         self.use_config(config)
         self.learner.step = step
         self.learner.load_optimizer_tensors(dict(optimizer))
@@ -101,6 +103,7 @@ class ScratchPolicy:
     def reference(self) -> Any | None:
         """The frozen initial model, if the KL term needs it."""
         path = self.config.initial_model
+        # beta is the weight of the KL term: at 0 there is none, and no second model is held in memory for it.
         if self.config.algorithm.beta == 0:
             return None
         if path not in self._references:
@@ -119,12 +122,15 @@ class ScratchPolicy:
 
     def restore(self, snapshot: PolicySnapshot, config: StepConfig) -> None:
         """Put weights and optimizer back, to go on by these settings."""
+        # Copied into the model's own tensors, which tied layers share.
         with torch.no_grad():
             for name, tensor in self.model.named_parameters():
                 tensor.copy_(snapshot.parameters[name])
+        # The learner that is made below knows nothing of a gradient that the last one left on the model.
         self.model.zero_grad(set_to_none=True)
         self.use_config(config)
         self.learner.step = snapshot.step
+        # Cloned, because AdamW changes its moments in place: the snapshot has to stay as it was taken.
         self.learner.load_optimizer_tensors({name: tensor.clone() for name, tensor in snapshot.optimizer.items()})
 
     def take_step(self, batch: StepBatch) -> StepOutcome:
@@ -138,8 +144,10 @@ class ScratchPolicy:
         before = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         for micro_batch in batch.micro_batches:
             self.learner.accumulate(micro_batch)
+        # Before ``finish_step``, which scales and clips the gathered gradient in place and then drops it.
         norms = self._gradient_norms(self.scale(batch))
         outcome = self.learner.finish_step(batch.reward_deviation)
+        # What the step added, w_after - w_before: zero throughout if it was refused.
         with torch.no_grad():
             update = {name: tensor - before[name] for name, tensor in self.model.named_parameters()}
         return ObservedStep(outcome, norms, update)
@@ -177,6 +185,7 @@ class ScratchPolicy:
 
     @contextmanager
     def _gradient_only(self, batch: StepBatch) -> Iterator[None]:
+        # Gradients add up in place: what another batch left would be part of this one, and this one of the next step.
         self.learner.discard()
         try:
             for micro_batch in batch.micro_batches:
@@ -186,6 +195,7 @@ class ScratchPolicy:
             self.learner.discard()
 
     def _gradient_norms(self, scale: float) -> dict[str, float]:
+        # ||s·g_t|| = s ||g_t|| for s > 0, so that the gradient itself need not be scaled.
         return {
             name: float(torch.linalg.vector_norm(parameter.grad)) * scale
             for name, parameter in self.model.named_parameters()
@@ -247,6 +257,7 @@ def ids_among(
     Raises:
         UserError: one of them is not among the records.
     """
+    # A position becomes the id of its record; anything else has to be an id itself.
     ids = {f"{ref.partition}@{ref.offset}": ref.trajectory_id for ref in refs}
     known, found = set(ids.values()), [ids.get(name, name) for name in given]
     if unknown := [name for name in found if name not in known]:
@@ -352,6 +363,7 @@ def keep_tensors(directory: Path, step: int, tensors: Mapping[str, Mapping[str, 
     try:
         target.mkdir(parents=True, exist_ok=True)
         for name, found in tensors.items():
+            # safetensors stores a tensor as one block of bytes, and refuses views with strides.
             contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
             save_file(contiguous, target / f"{name}.safetensors", metadata={"format": "pt"})
     except OSError as error:

@@ -73,6 +73,7 @@ def pieces_of(model_path: str) -> Piece:
         tokenizer = ModelTokenizer(model_path)
     except ModelError:
         return lambda token_id: f"#{token_id}"
+    # Special tokens are left out of decoded text: alone, they would show as nothing.
     return lambda token_id: tokenizer.decode([token_id]) or f"#{token_id}"
 
 

@@ -69,6 +69,7 @@ class StepLog:
         lineage, step = message.version.lineage, message.step
         if message.group_ids:
             self.reports.setdefault(message.version, message)
+            # The announcement comes before the steps on the topic; if it is held, it is known by now and stays.
             self.lineage_starts.setdefault(lineage, LineageStart(lineage, step - 1, None, 0))
         else:
             self.lineage_starts.setdefault(lineage, LineageStart(lineage, step, message.parent, message.parent_skips))
@@ -90,6 +91,7 @@ class StepLog:
         Raises:
             UserError: there is no such lineage.
         """
+        # An ancestor of which no report is left has no known first step, and nothing to replay.
         return tuple(
             ChainSegment(link.lineage, link.after + 1, self._last(link) if link.until is None else link.until)
             for link in self._links(lineage)
@@ -101,6 +103,7 @@ class StepLog:
         if number not in self.lineage_starts:
             known = ", ".join(str(each) for each in sorted(self.lineage_starts))
             raise UserError(f"expected one of the lineages {known}, got {lineage}")
+        # As it stood in the time of this lineage: a later one may have cut it, or be of another branch.
         known_by_then = {each: start for each, start in self.lineage_starts.items() if each <= number}
         return surviving_chain(known_by_then, beginning_is_held=False).links
 
@@ -115,6 +118,7 @@ class StepLog:
 
     def counts_row(self, row: SkipRecord) -> bool:
         """Whether a skip row belongs to the surviving chain."""
+        # Rows beyond those in the checkpoint that the child went on from were undone with the steps after it.
         link = next((link for link in self._links(None) if link.lineage == row.lineage), None)
         return link is not None and (link.rows is None or row.sequence <= link.rows)
 
@@ -148,12 +152,14 @@ class StepBatch:
     @property
     def totals(self) -> tuple[int, int]:
         """Trained sequences and tokens, as the learner counts them: a first token is never trained."""
+        # Masks [B, S]; trained tokens by row [B].
         per_row = [batch.loss_mask[:, 1:].sum(axis=1) for batch in self.micro_batches]
         return sum(int((rows > 0).sum()) for rows in per_row), sum(int(rows.sum()) for rows in per_row)
 
     def keeping(self, wanted: Iterable[str]) -> "StepBatch":
         """Only these rows; advantages stay what they are within the whole groups."""
         names = set(wanted)
+        # A micro-batch of which no row is left would be a pass over nothing, and is dropped.
         kept = tuple(part for batch in self.micro_batches if (part := rows_of(batch, names)) is not None)
         return replace(self, micro_batches=kept)
 
@@ -182,6 +188,7 @@ def rebatched(
     """The micro-batches that the trainer would have made, had the groups come in this order."""
     credits = _credits(groups, algorithm, limits)
     batcher = MicroBatcher(batching)
+    # Group by group, as they came to the trainer: what is cut depends on what the batcher holds by then.
     full = [batch for credit in credits for batch in batcher.add(credit.training_samples)]
     return _batch(credits, _samples(credits), [*full, *batcher.flush()])
 
@@ -209,6 +216,7 @@ def _samples(credits: Iterable[Credit]) -> dict[str, TrainingSample]:
 def _batch(credits: list[Credit], samples: dict[str, TrainingSample], micro_batches: list[MicroBatch]) -> StepBatch:
     rewards: dict[str, float] = {}
     for credit in credits:
+        # ``credit.rewards`` has one for each sample of the group, by index, those that are left out among them.
         members = [item.sample for item in credit.training_samples] + [sample for sample, _ in credit.left_out]
         members.sort(key=lambda sample: sample.trajectory.sample_index)
         rewards |= {
@@ -236,6 +244,7 @@ def taken_step(log: StepLog, step: int, lineage: int | None = None) -> StepRepor
     if segment is None:
         raise UserError(_absent(log, step, chain, lineage))
     report = log.reports.get(PolicyVersion(segment.lineage, step))
+    # The chain can know of a step whose report has expired: a child names where it went on.
     if report is None:
         raise UserError(
             f"expected the report of step {step} (lineage {segment.lineage}) on the steps topic, got none: "
@@ -302,6 +311,7 @@ async def read_steps(history: History, run: str, algorithm: str) -> StepLog:
         try:
             message = record.message()
         except WireError:
+            # Only this report is lost by it: a step that needs it is refused as absent, all others can be replayed.
             continue
         if isinstance(message, StepReport | RefusedStep) and message.algorithm == algorithm:
             log.observe(message)
@@ -317,6 +327,7 @@ async def read_groups(
         UserError: a record is gone, or is another one than was trained.
     """
     topic = TRAJECTORIES.full_name(run)
+    # Several steps to a fetch: each one opens a subscription, which costs more than the records of a small step.
     for together in _chunks(steps):
         positions = [(ref.partition, ref.offset) for step in together for ref in refs_of(step)]
         records = await history.fetch(topic, positions)
@@ -338,6 +349,7 @@ def _chunks(steps: Iterable[Step]) -> Iterator[list[Step]]:
     together: list[Step] = []
     for step in steps:
         together.append(step)
+        # A step is never split, so the last one of a fetch may go beyond the size.
         if sum(len(refs_of(each)) for each in together) >= FETCH_SIZE:
             yield together
             together = []
@@ -350,6 +362,7 @@ def _sample(record: Record, ref: RecordRef, weights: Mapping[str, float]) -> Sam
         message = record.message()
     except WireError as error:
         raise UserError(f"expected trajectory {ref.trajectory_id} at {_position(record)}, got: {error}") from error
+    # A topic that was made anew has other records at the same offsets; the id tells them apart.
     if not isinstance(message, Trajectory) or message.trajectory_id != ref.trajectory_id:
         found = message.trajectory_id if isinstance(message, Trajectory) else message.SCHEMA
         raise UserError(
@@ -361,6 +374,7 @@ def _sample(record: Record, ref: RecordRef, weights: Mapping[str, float]) -> Sam
 
 
 def _grouped(step: Step, samples: Iterable[Sample]) -> tuple[Group, ...]:
+    # Keys keep their order: groups as the report lists them, whatever the order of the records.
     members: dict[str, list[Sample]] = {group_id: [] for group_id in step.group_ids}
     for sample in samples:
         members.setdefault(sample.trajectory.group_id, []).append(sample)

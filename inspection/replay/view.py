@@ -56,6 +56,7 @@ def step_line(found: StepReplay) -> str:
     )
     if found.what_if is None:
         return line
+    # Pairs are (original, what-if); the original is in the line already.
     update, metrics = found.what_if.update, found.what_if.metrics
     changed = f"  what-if: loss {number(metrics['loss'][1])}  grad norm {number(metrics['grad_norm'][1])}"
     return line + changed + (f"  cosine {number(update.cosine)}" if update else f"  {found.what_if.problem}")
@@ -90,6 +91,7 @@ def _head(rebuilt: RebuiltStep) -> list[str]:
 
 
 def _metrics(rebuilt: RebuiltStep) -> list[str]:
+    # Nine significant digits tell any two float32 numbers apart, which six do not.
     rows = [
         (pair.name, number(pair.recorded, 9), number(pair.rebuilt, 9), "" if pair.equal else "differs")
         for pair in rebuilt.metrics
@@ -157,6 +159,7 @@ def bisection_lines(found: BisectionResult, run: str) -> list[str]:
         seen: set[str] = set()
         for culprit in found.culprits:
             lines += ["", *(line for outlier in culprit for line in _outlier_lines(outlier, run, seen))]
+            # Only now: members of one culprit are no larger culprits to each other.
             seen |= {outlier.group_id for outlier in culprit}
         lines += ["", f"grad norm without them: {number(found.without_culprits)}"]
     return [*lines, "", "by own gradient norm:", *row_lines(found.ranking[:LARGEST])]
@@ -177,6 +180,7 @@ def _outlier_lines(outlier: GradientOutlier, run: str, seen: set[str]) -> list[s
 
 
 def _short(text: str) -> str:
+    # ``repr`` keeps it on one line, and shows where it ends.
     return repr(text if len(text) <= TEXT else f"{text[:TEXT]}…")
 
 
@@ -194,11 +198,13 @@ def dead_letter_lines(version: str, dead_letters: Sequence[ReplayedDeadLetter]) 
 
 def as_json(value: Any) -> str:
     """One JSON text; numbers that are not finite become the strings ``inf``, ``-inf`` and ``nan``."""
+    # Prompts and completions in their own script rather than in escapes.
     return json.dumps(plain(value), ensure_ascii=False)
 
 
 def plain(value: Any) -> Any:
     """Dataclasses (with their ``verdict``, if they have one) and messages as plain values."""
+    # ``is_dataclass`` is true of the class itself as well.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return fields | ({"verdict": value.verdict} if hasattr(value, "verdict") else {})
@@ -206,10 +212,13 @@ def plain(value: Any) -> Any:
         return plain(value.__dict__)
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
+    # JSON has no such numbers: ``json.dumps`` would write NaN and Infinity, which other parsers refuse.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    # numpy's arrays and scalars; what comes out may hold NaN, so it goes through here once more.
     if hasattr(value, "tolist"):
         return plain(value.tolist())
+    # Before the sequences, one of which a str is too; ``str`` makes a plain one of an enum's member.
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Sequence | set | frozenset):
