@@ -229,7 +229,7 @@ class RejectionWriter:
         if future.cancelled() or isinstance(error, DeliveryUnknown | BusUnavailable):
             log.warning("a row on a skipped trajectory is sent again", error=str(error))
             row.failures += 1
-            # Only queued: a callback cannot wait. If the first sending did arrive, readers tell the repeat by its number.
+            # Only queued: a callback cannot wait. If the first one did arrive, readers tell the repeat by its number.
             self._outbox.append(row)
         elif error is not None:
             self.refused_by = error if isinstance(error, BusError) else BusError(f"a row was refused: {error!r}")

@@ -15,7 +15,7 @@ from schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
 
 log = structlog.get_logger()
 
-ATTEMPTS = 70
+ATTEMPTS = 70  # pauses of 0.2 + 0.4 + ... + 6.4 + 63 x 10 s = 643 s
 """With the pauses between them, more than ten minutes in which a broker may come back."""
 SENDS = 10
 """Of one record without a transaction; each waits for its own deadline."""
@@ -91,12 +91,13 @@ class TransactionalAnnouncer:
                 # aborts what may still be open. That fences whoever holds the id, so the lineage is checked before.
                 await self._discard()
                 await self.pause(min(FIRST_PAUSE_S * 2 ** (failures - 1), LONGEST_PAUSE_S))
+                # After the pause, right before the id is opened again: another may have taken over meanwhile.
                 await self.check()
 
     async def _reopened(self) -> None:
         if not self._is_open:
             self.fence = await self.bus.transactional(self.transactional_id)
-            self._is_open = True
+            self._is_open = True  # only now: if no broker answers, the next attempt has to open it still
 
     async def _settle_fencing(self, error: Superseded) -> None:
         """Fenced, and yet the newest lineage: once, that is an older trainer that was just being replaced."""
@@ -109,7 +110,7 @@ class TransactionalAnnouncer:
 
     async def _discard(self) -> None:
         if self._is_open:
-            self._is_open = False
+            self._is_open = False  # first: a close that fails or is cancelled must not leave the dead one in use
             await self.fence.close()
 
     async def close(self) -> None:
@@ -130,6 +131,7 @@ class PlainAnnouncer:
 
     async def announce(self, records: Sequence[Outgoing], offsets: Offsets) -> None:
         """See ``StepAnnouncer``."""
+        # No transaction fences an older trainer here: what it sends after this look is told by its lineage alone.
         await self.check()
         for record in records:
             await self._publish(record)
@@ -198,6 +200,7 @@ class Announcements:
             BusError: see ``StepAnnouncer``.
         """
         if self.under_way is not None:
+            # ``wait`` and not ``await``: whoever is cancelled here does not cancel the announcement with it.
             await asyncio.wait({self.under_way})
             finished, self.under_way = self.under_way, None
             finished.result()

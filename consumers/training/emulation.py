@@ -46,7 +46,9 @@ class EmulatedDevice:
 
     def launch(self, seconds: float) -> None:
         """Work for so many emulated seconds, after what was launched before."""
+        # A busy device begins when it is free, so that lateness of the caller does not add up; an idle one begins now.
         self._free_at = max(self._free_at, self._monotonic()) + seconds / self._time_scale
+        # Never earlier than before: a ``finish`` still holds if more is launched behind it.
         self._returns_at = max(self._returns_at, self._free_at - RUN_AHEAD_S)
 
     def finish(self, seconds: float) -> None:
@@ -70,7 +72,9 @@ class EmulatedCompute:
     async def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The call's result, when the device is done with it; what it raises is raised here."""
         loop = asyncio.get_running_loop()
+        # Held while waiting too: the one thread is free by then, and the next call must still come after this one.
         async with self._turn:
+            # In a lambda, since ``run_in_executor`` passes on no keyword arguments.
             result = await loop.run_in_executor(self._pool, lambda: call(*args, **kwargs))
             if (wait_s := self._device.wall_s_to_wait()) > 0:
                 await asyncio.sleep(wait_s)
@@ -119,7 +123,7 @@ class EmulatedPolicy:
         """Launch a forward and backward pass."""
         seconds = forward_backward_s(batch, self._durations)
         self._gathered_s += seconds
-        self._device.launch(seconds)
+        self._device.launch(seconds)  # returns at once: ``EmulatedCompute`` waits, off this thread
 
     def discard(self) -> None:
         """Nothing is undone: what was launched still takes its time."""
@@ -160,7 +164,8 @@ class EmulatedPolicy:
 
 def forward_backward_s(batch: MicroBatch, durations: TrainingCosts) -> float:
     """Emulated seconds of a micro-batch's forward and backward pass."""
-    rows, width = batch.input_ids.shape
+    # a + b sum(L) + c sum(L^2) over the rows' lengths L; if padding counts, every row is as long as the width S.
+    rows, width = batch.input_ids.shape  # [B, S]
     tokens, squares = batch.num_tokens, int((batch.lengths.astype("int64") ** 2).sum())
     if durations.padding_counts:
         tokens, squares = rows * width, rows * width * width

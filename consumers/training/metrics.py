@@ -55,7 +55,7 @@ class StepTimer:
         finally:
             taken = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + taken
-            self._add(PhaseSpan(name, at, at + taken))
+            self._add(PhaseSpan(name, at, at + taken))  # not the clock again: it may have been set meanwhile
 
     def _add(self, span: PhaseSpan) -> None:
         last = self.spans[-1] if self.spans else None
@@ -92,7 +92,8 @@ class StepMetrics:
             return {}
         return {
             "reward": float(np.mean(self.rewards)),
-            "reward_std": float(np.mean(self.deviations)),
+            "reward_std": float(np.mean(self.deviations)),  # the groups' deviations, averaged; not that of all rewards
+            # ``deviation`` is exactly 0 for equal rewards, so ``==`` is safe.
             "frac_reward_zero_std": float(np.mean([value == 0.0 for value in self.deviations])),
             "off_policy/mean": float(np.mean(self.staleness)),
             "off_policy/max": max(self.staleness),
@@ -112,7 +113,8 @@ class PaddingMetrics:
     def observe(self, batch: MicroBatch, shards: int) -> None:
         """Note a micro-batch; a row's bucket is told by its partition."""
         self.micro_batches += 1
-        width = batch.input_ids.shape[1]
+        width = batch.input_ids.shape[1]  # input_ids: [B, S]
+        # partition = bucket x shards + shard. A micro-batch may mix buckets, so each row is counted by its own.
         for ref, length in zip(batch.refs, batch.lengths.tolist(), strict=True):
             self.positions[ref.partition // shards] += width
             self.tokens[ref.partition // shards] += length
@@ -133,7 +135,7 @@ def _by_reward_function(trajectories: Iterable[Trajectory]) -> dict[str, float]:
     values: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         for name, reward in trajectory.rewards.items():
-            if reward is not None:
+            if reward is not None:  # None: not applicable, or failed; neither is a reward of 0
                 values[name].append(reward)
     means = {f"rewards/{name}/mean": float(np.mean(found)) for name, found in values.items()}
     return means | {f"rewards/{name}/std": float(np.std(found)) for name, found in values.items()}
@@ -150,7 +152,7 @@ def _completions(trajectories: list[Trajectory]) -> dict[str, float]:
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(clipped.mean()),
     }
-    if finished.size:
+    if finished.size:  # none at all: a mean of nothing would be NaN
         found["completions/mean_terminated_length"] = float(finished.mean())
     return found
 

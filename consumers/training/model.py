@@ -58,7 +58,7 @@ def load_model(path: str | Path, device: torch.device, *, gradient_checkpointing
             "give a Hugging Face model directory or name"
         ) from error
     model.to(device)
-    model.train()
+    model.train()  # gradient checkpointing works in no other mode; what else the mode switches on is dropout
     _silence_dropout(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -82,11 +82,13 @@ def named_tensors(model: Any) -> dict[str, Tensor]:
     seen: set[tuple[int, torch.Size]] = set()
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
+        # Tied weights share their memory, and safetensors refuses to save the same memory under two names.
         identity = (tensor.data_ptr(), tensor.shape)
         if identity not in seen:
             seen.add(identity)
             wanted = torch.float32 if tensor.is_floating_point() else tensor.dtype
             tensors[name] = tensor.detach().to("cpu", wanted).contiguous()
+    # Some models hold weights in another layout than their files do; engines load by the files' names.
     converted: dict[str, Tensor] = revert_weight_conversion(model, tensors)
     return converted
 

@@ -80,6 +80,7 @@ class TrainedPolicy:
             device,
             gradient_checkpointing=training.gradient_checkpointing,
         )
+        # Always the initial model, also after a restore: KL(pi || ref) is measured from where the run began.
         reference = load_reference(paths.model, device) if algorithm.beta > 0 else None
         self.learner = PolicyLearner(model, reference, algorithm, training, max_completion_length)
         remove_leftovers(paths.weights)
@@ -116,7 +117,7 @@ class TrainedPolicy:
 
     def finish_step(self, reward_deviation: float) -> StepOutcome:
         """Apply the gathered gradient, unless it is not fit to be; either way it is gone afterwards."""
-        self._named = None
+        self._named = None  # or the weights from before the step would be exported as those after it
         return self.learner.finish_step(reward_deviation)
 
     def export(self, version: PolicyVersion, now: float) -> str:
@@ -147,6 +148,7 @@ class TrainedPolicy:
 
     def _write_model(self, directory: Path) -> None:
         save_file(self._tensors(), directory / WEIGHTS, metadata={"format": "pt"})
+        # float32 whatever ``training.dtype`` is: rounded weights would not resume the same run.
         for name, text in self._texts("float32").items():
             (directory / name).write_text(text)
         copy_tokenizer(self._paths.model, directory)
@@ -159,7 +161,7 @@ class TrainedPolicy:
 
     def _configuration(self, dtype: str) -> dict[str, str]:
         model = self.learner.model
-        config = copy.deepcopy(model.config)
+        config = copy.deepcopy(model.config)  # a copy: the dtype below is the files', not the model's in memory
         config.architectures = [type(model).__name__]
         config.dtype = dtype
         texts: dict[str, Callable[[], str]] = {"config.json": config.to_json_string}
@@ -186,6 +188,7 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _little_endian(tensor: Tensor) -> memoryview:
     array = tensor.numpy()
+    # Without a copy on little-endian machines; flat, since ``cast`` of several dimensions is refused when one is 0.
     return array.astype(array.dtype.newbyteorder("<"), copy=False).reshape(-1).data.cast("B")
 
 
@@ -206,6 +209,7 @@ class ComputeThread:
     def __init__(self, threads: int) -> None:
         """``threads``: CPU threads of one torch operation; 0 leaves torch's choice."""
         self._threads = threads
+        # One thread is what keeps the policy to one caller at a time; further calls queue up in order.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=self._prepare)
 
     def _prepare(self) -> None:

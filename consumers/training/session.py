@@ -119,6 +119,7 @@ async def open_session(context: TrainerContext, compute: Compute, announcements:
     """
     context.failpoint(Failpoint.FENCED)
     lineage = await compute(lambda: context.checkpoints.claim_lineage(now=context.clock()))
+    # Before the first announcement: one that has to open its transactional id again fences whoever holds it then.
     announcements.announcer.guard_with(lambda: compute(lineage.check))
     context.failpoint(Failpoint.LINEAGE_CLAIMED)
     restored = await compute(context.checkpoints.newest)
@@ -167,12 +168,12 @@ class TrainerSession:
             context.ingest,
             reward_weights=context.reward_weights,
             algorithm=context.algorithm.name,
-            current_version=lambda: self.version,
+            current_version=lambda: self.version,  # asked for each record: it moves with every step
             start=reader_snapshot(manifest, restored.state.reader if restored else {}, lineage.number),
             clock=context.clock,
         )
         self._ancestry = Ancestry(manifest.policy_version, manifest.skips.count) if manifest else Ancestry(None, 0)
-        self._checkpointed_step = policy.step
+        self._checkpointed_step = policy.step  # the one restored; at 0 the initial model serves
         self._offsets_announced_at = 0.0
 
     @property
@@ -189,6 +190,7 @@ class TrainerSession:
     async def announce_start(self, restored: RestoredCheckpoint | None) -> None:
         """Announce the checkpoint's report again, and that this lineage goes on from there."""
         name, clock = self.context.algorithm.name, self.context.clock
+        # First the weights, then word of them: whoever reads the report may fetch them at once.
         sha256 = await self._export()
         self.context.failpoint(Failpoint.START_EXPORTED)
         topic, weights = STEPS.full_name(self.context.run_name), await self.published_weights(sha256)
@@ -197,8 +199,9 @@ class TrainerSession:
         if restored is not None and restored.state.report:
             # The crash may have come between the checkpoint and its announcement; readers ignore a repeat.
             again = Outgoing(topic, restored.state.report, name, headers=headers_of(StepReport))
-            records.insert(0, again)
+            records.insert(0, again)  # in front: the first report names that step as its parent
         await self.announcements.post(records, {})
+        # Waited for: no step is taken of a lineage that the topic does not know.
         await self.announcements.settled()
         self.context.failpoint(Failpoint.START_ANNOUNCED)
 
@@ -208,6 +211,7 @@ class TrainerSession:
         Raises:
             Superseded: a newer lineage exists; its trainer removes what it finds half written.
         """
+        # The last step's weights go out in any case: the end of a run is announced with them.
         if self.policy.step % self.context.training.weight_sync_steps and not self.is_finished:
             return None
         return await self._export()
@@ -244,6 +248,7 @@ class TrainerSession:
 
     def _are_offsets_due(self) -> bool:
         now = self.context.clock()
+        # Below 0 the clock was set back; offsets must not stay away until it has caught up.
         if 0 <= now - self._offsets_announced_at < OFFSETS_INTERVAL_S and not self.is_finished:
             return False
         self._offsets_announced_at = now
@@ -280,12 +285,15 @@ class TrainerSession:
             Superseded: a newer trainer has taken over.
             BusError: the broker does not take what the checkpoint rests on.
         """
+        # A stop may come right after a step whose checkpoint was due, or before this process took any.
         if self.policy.step == self._checkpointed_step or self.report is None:
             return
         context = self.context
         snapshot = self.reader.snapshot()
         context.failpoint(Failpoint.SNAPSHOT_TAKEN)
+        # A restart announces this step's report again, and none before it: those have to be on the topic by now.
         await self.announcements.settled()
+        # The snapshot's records are never read again, so a row lost now would be a record without an outcome.
         await self.reader.flush()
         context.failpoint(Failpoint.ROWS_SETTLED)
         manifest = CheckpointManifest(

@@ -19,9 +19,10 @@ class GatheredStep:
     timer: StepTimer = field(default_factory=StepTimer)
     groups: list[Group] = field(default_factory=list)
     left_out: list[tuple[Group, str]] = field(default_factory=list)
+    # In the order of computing: floating-point sums depend on it, and a replay compares bit by bit.
     micro_batches: list[tuple[RecordRef, ...]] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    tokens: int = 0
+    rewards: list[float] = field(default_factory=list)  # shaped, of all samples, left out or not
+    tokens: int = 0  # prompts and completions, without padding
     metrics: StepMetrics = field(default_factory=StepMetrics)
     padding: PaddingMetrics = field(default_factory=PaddingMetrics)
 
@@ -30,6 +31,7 @@ class GatheredStep:
         self.groups.append(group)
         self.rewards += credit.rewards.tolist()
         self.metrics.observe(group, credit, self.version)
+        # A part of the group for each detail: ``mark_skipped`` gives all that it is handed the same one.
         by_detail: dict[str, list[Sample]] = {}
         for sample, detail in credit.left_out:
             by_detail.setdefault(detail, []).append(sample)
@@ -99,7 +101,7 @@ def first_report(
         step=weights.version.number,
         version=weights.version,
         manifest_sha256=weights.manifest_sha256,
-        group_ids=(),
+        group_ids=(),  # no groups: readers know by it that this report is of no step
         micro_batches=(),
         metrics={},
         digests=weights.digests,
@@ -147,12 +149,12 @@ def refused_step(
     """A gradient that was not applied to the weights of ``version``."""
     return RefusedStep(
         algorithm=algorithm,
-        step=version.number + 1,
+        step=version.number + 1,  # the step that was tried; the next attempt has the same number
         version=version,
         problem=problem[:PROBLEM_LIMIT],
         group_ids=gathered.group_ids,
         micro_batches=tuple(gathered.micro_batches),
         left_out=gathered.left_out_refs,
-        metrics=finite(metrics),
+        metrics=finite(metrics),  # a loss of NaN may be the very problem, and does not fit into a report
         sent_at=now,
     )

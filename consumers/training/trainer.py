@@ -67,6 +67,7 @@ class Trainer(TrainerContext):
             finally:
                 await announcements.close()
         finally:
+            # Last: an announcement under way asks in this thread whether its lineage is still the newest.
             compute.close()
 
     async def _read_and_train(self, session: TrainerSession, stop: asyncio.Event) -> None:
@@ -74,11 +75,13 @@ class Trainer(TrainerContext):
         reading = asyncio.create_task(session.reader.run(stop_reading))
         try:
             await self._steps_loop(session, stop)
+            # While the reader still runs: the checkpoint waits for rows that go out through its publisher.
             await session.checkpoint()
             await session.announcements.settled()
             self.failpoint(Failpoint.LAST_ANNOUNCED)
         finally:
             stop_reading.set()
+            # ``wait`` raises nothing: what ended the trainer must not give way to what ended its reader.
             await asyncio.wait({reading})
             if not reading.cancelled() and (error := reading.exception()) is not None:
                 log.error("reading trajectories failed", error=str(error))
@@ -114,6 +117,7 @@ class Trainer(TrainerContext):
         name, problem = self.algorithm.name, outcome.problem
         await session.announce(refused_step(name, session.version, gathered, problem, outcome.metrics, self.clock()))
         if session.refused_in_a_row >= self.training.max_skipped_steps:
+            # Closing gives up an announcement that is under way, and the error below points to this one.
             await session.announcements.settled()
             raise StreamRLError(
                 f"expected gradients that can be applied, got {session.refused_in_a_row} in a row that cannot, the "
@@ -123,6 +127,7 @@ class Trainer(TrainerContext):
 
     async def _finish_step(self, session: TrainerSession, gathered: GatheredStep, outcome: StepOutcome) -> None:
         """Numbers 5 to 9."""
+        # First: rows written below carry the number of the step just taken.
         session.advance(gathered.tokens)
         ledger, timer = session.reader.ledger, gathered.timer
         ledger.mark_trained(ref for batch in gathered.micro_batches for ref in batch)
@@ -141,6 +146,7 @@ class Trainer(TrainerContext):
             self.algorithm.name, weights, gathered, metrics, ledger.prompt_cursor, self.clock()
         )
         self.failpoint(Failpoint.REPORT_MADE)
+        # Before the announcement: a crash between the two then loses neither, since the checkpoint holds the report.
         with timer.measure("save_ckpt"):
             is_kept = await session.checkpoint_if_due()
         if not is_kept:
@@ -203,7 +209,7 @@ class Gatherer:
             if (reason := skip_reason_of(credit, context.algorithm)) is not None:
                 session.reader.ledger.mark_skipped(group, *reason)
                 context.failpoint(Failpoint.GROUP_SKIPPED)
-                continue
+                continue  # it does not count towards the step, which waits for another group instead
             gathered.add(group, credit)
             context.failpoint(Failpoint.GROUP_CREDITED)
             for batch in session.batcher.add(credit.training_samples):
@@ -248,6 +254,8 @@ class Gatherer:
                 if getting.done():  # it took a group while something else was waited for
                     return getting.result()
             finally:
+                # ``next_group`` takes a group as its very last act: cancelled while it waits, it loses none. The
+                # announcement is not this method's to cancel.
                 for waiting in (getting, stopping):
                     waiting.cancel()
         return None

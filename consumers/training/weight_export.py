@@ -45,6 +45,7 @@ class WeightStore:
             )
             content = manifest.model_dump_json().encode()
             (directory / MANIFEST).write_bytes(content)
+        # After the new one has its name, so that there is always a version to fetch.
         self._forget_old()
         return hashlib.sha256(content).hexdigest()
 

@@ -56,6 +56,7 @@ def claim_lineage(storage: CheckpointStorage, *, at_least: int, now: float) -> L
     """
     try:
         number = max([at_least, *(claimed + 1 for claimed in storage.claims())])
+        # The listing is only where to begin: that a claim cannot be made twice is what decides between two starters.
         while not storage.claim(number, json.dumps({"lineage": number, "started_at": now}).encode()):
             number += 1
     except OSError as error:
@@ -100,7 +101,7 @@ def read_manifests(storage: CheckpointStorage | str | Path) -> list[CheckpointMa
         SettingsError: the text names no storage.
     """
     if isinstance(storage, str | Path):
-        storage = open_storage(storage, Path())
+        storage = open_storage(storage, Path())  # no cache: manifests are read in place, nothing is fetched
     entries = read_entries(storage)
     for entry in entries:
         if entry.manifest is None:
@@ -132,6 +133,7 @@ class _Chain:
         self._last_steps = {newest.lineage: newest.step}
         # From child to parent; where a parent's manifest is gone, the chain is known no further.
         parent = newest.parent
+        # A lineage that is met again would be a circle of manifests, which must not hold this loop.
         while parent is not None and parent.lineage not in self._last_steps:
             self._last_steps[parent.lineage] = parent.number
             parent = parents.get(parent.lineage)
@@ -140,6 +142,7 @@ class _Chain:
         """Whether the chain does not lead through this checkpoint; what is older than all that is known of it stays."""
         if manifest.lineage in self._last_steps:
             return manifest.step > self._last_steps[manifest.lineage]
+        # Along a chain lineages and steps only grow, so an ancestor that is not known of is below both minima.
         return manifest.lineage > min(self._last_steps) or manifest.step > min(self._last_steps.values())
 
 

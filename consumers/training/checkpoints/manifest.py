@@ -22,7 +22,7 @@ MAX_MANIFEST_BYTES = 64 << 20
 """Far above any frontier's size; what is larger is not read into memory."""
 
 _SEAL, _END = b',\n "sha256": "', b'"\n}'
-_SEAL_BYTES = 64 + len(_END)
+_SEAL_BYTES = 64 + len(_END)  # a sha256 is 64 hex digits
 
 
 def _inside(path: str) -> str:
@@ -79,6 +79,7 @@ class CheckpointManifest(Part):
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
     """The manifest as its sealed file."""
+    # The seal takes the place of the closing brace, as one more member, so that the file stays plain JSON.
     content = manifest.model_dump_json(indent=1).encode().removesuffix(b"\n}") + _SEAL
     return content + hashlib.sha256(content).hexdigest().encode() + _END
 
@@ -93,6 +94,7 @@ def decode_manifest(data: bytes) -> CheckpointManifest:
     if seal != hashlib.sha256(content).hexdigest().encode() + _END or not content.endswith(_SEAL):
         raise CheckpointError(f"expected a sealed manifest, got {len(data)} bytes whose seal does not fit")
     try:
+        # Unknown members are ignored, the seal's among them.
         return CheckpointManifest.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

@@ -64,6 +64,7 @@ def appearing_directory(target: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        # A crash between the two leaves neither the old nor the new: this is for what can be made anew.
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
     except BaseException:
@@ -73,7 +74,7 @@ def appearing_directory(target: Path) -> Iterator[Path]:
 
 def sync(path: Path) -> None:
     """Force a file or directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)  # enough for fsync, and the only way in which a directory can be opened
     try:
         os.fsync(descriptor)
     finally:
@@ -187,10 +188,11 @@ class LocalStorage:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{number}.json"
         try:
-            with path.open("xb") as file:
-                file.write(content)
+            with path.open("xb") as file:  # O_EXCL: of all who try, the file system lets one create it
+                file.write(content)  # for people; the name is the claim, so a crash before this leaves a whole one
         except FileExistsError:
             return False
+        # A file's name is durable once its directory is: a claim that a power failure undid could be given again.
         for made in (path, folder, self.root):
             sync(made)
         return True
@@ -202,6 +204,7 @@ class LocalStorage:
             target = self.root / aside.name.removeprefix(REPLACED)
             if not target.exists():
                 aside.rename(target)
+        # Only now: what stands aside is named as a temporary directory too, and would be deleted.
         remove_leftovers(self.root)
 
     def slot(self, lineage: int, step: int) -> Slot:
@@ -222,7 +225,7 @@ class LocalStorage:
         path = self.root / slot.name / STATE / MANIFEST
         try:
             with path.open("rb") as file:
-                return file.read(MAX_MANIFEST_BYTES)
+                return file.read(MAX_MANIFEST_BYTES)  # a larger one is cut, and its seal does not fit
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -255,11 +258,14 @@ class LocalStorage:
             target.rename(aside)
         try:
             fence()  # again: moving the old one aside may have taken long
+            # A rename onto a directory that is not empty fails: should a newer trainer still get in between, its
+            # checkpoint stays.
             staged.rename(target)
         except Exception:
             if aside.exists() and not target.exists():
                 aside.rename(target)
             raise
+        # In this order: the old checkpoint goes when the new one's name is on the disk, not before.
         sync(self.root)
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -286,7 +292,7 @@ RETRY = timedelta(seconds=60)
 CHECKPOINT = re.compile(r"lineage_([0-9]+)/step_([0-9]+)/(.+)")
 RESTORED = "restored"
 MEMORY = "memory://"
-_memories: dict[str, MemoryStore] = {}
+_memories: dict[str, MemoryStore] = {}  # by URL: opened again in this process, it is the same store
 
 
 def open_objects(url: str, cache: Path) -> "ObjectStorage":
@@ -386,6 +392,7 @@ class ObjectStorage:
 
     def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> None:
         """Upload the files, then create the manifest; what failed attempts of this lineage left goes first."""
+        # Without its manifest the slot's earlier files are an upload that never ended, and the sweep takes them.
         self._delete([_manifest_key(slot)])
         self._sweep(f"lineage_{slot.lineage}")
         for file in manifest.files:
@@ -427,10 +434,12 @@ class ObjectStorage:
 
     def _sweep(self, prefix: str | None) -> None:
         keys = self._keys(prefix)
+        # With the slash, or the manifest of step_1 would vouch for the files of step_10.
         finished = tuple(f"{slot.name}/" for slot in _with_manifest(keys))
         self._delete(key for key in keys if CHECKPOINT.match(key) and not key.startswith(finished))
 
     def _keys(self, prefix: str | None = None) -> list[str]:
+        # Listed to the end in here: the store is asked for its pages during the iteration, and may fail at any.
         with _as_os_error():
             return [item["path"] for chunk in obstore.list(self.store, prefix) for item in chunk]
 
@@ -454,12 +463,15 @@ class ObjectStorage:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _as_os_error(), path.open("wb") as file:
             result = obstore.get(self.store, key)
+            # Before the first byte: an object larger than the manifest says cannot verify, and could fill the disk.
             if result.meta["size"] > most:
                 raise OSError(f"expected at most {most} bytes in {key}, got {result.meta['size']}")
             for chunk in result.stream():
                 file.write(chunk)
 
 
+# Obstore's errors derive from Exception (all but a missing key, a FileNotFoundError whose text has several lines), and
+# ``CheckpointStorage`` promises OSError.
 @contextmanager
 def _as_os_error() -> Iterator[None]:
     try:
@@ -493,6 +505,6 @@ def _may_be_plain() -> bool:
     host = urlsplit(environ.get("AWS_ENDPOINT_URL", "")).hostname or ""
     try:
         is_loopback = host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
+    except ValueError:  # any other name, or none: it is not looked up
         is_loopback = False
     return is_loopback or environ.get("AWS_ALLOW_HTTP", "").lower() == "true"

@@ -82,8 +82,11 @@ class CheckpointStore:
         Raises:
             CheckpointError: the storage cannot be read or written to.
         """
+        # Of the manifests too: checkpoints that were moved here without their claims must not share a lineage.
         newest = max((manifest.lineage for manifest in self.manifests()), default=0)
         lineage = claim_lineage(self.storage, at_least=max(at_least, newest + 1), now=now)
+        # Only under the claim: what looks left over may be an older trainer's that is at it still, and which is
+        # superseded from now on.
         self.storage.clear_leftovers()
         return lineage
 
@@ -115,6 +118,7 @@ class CheckpointStore:
                 f"got: {error} ({self._free()} bytes are free in {self.storage.scratch}); "
                 "make room or mend the storage; earlier checkpoints are as they were"
             ) from error
+        # Only now: until the new one is published, the old ones are all that a restart could go on from.
         self._forget_old(manifest)
         return self.storage.address(slot)
 
@@ -123,6 +127,7 @@ class CheckpointStore:
         paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
         largest_first = sorted(paths, key=lambda path: path.stat().st_size, reverse=True)
         with ThreadPoolExecutor(SECURING_THREADS) as pool:
+            # ``map`` hands everything to the threads at once, the longest flush first; hashing goes on in this one.
             secured = pool.map(self.storage.secure, largest_first)
             files = tuple(_described(directory, path) for path in paths)
             for _ in secured:
@@ -195,6 +200,7 @@ class CheckpointStore:
             )
 
     def _free(self) -> int:
+        # Before the first checkpoint the directory is not there; its nearest parent is on the disk it will be on.
         existing = next(
             path for path in (self.storage.scratch, *self.storage.scratch.absolute().parents) if path.exists()
         )
@@ -209,6 +215,7 @@ def load_checkpoint(directory: Path) -> VerifiedCheckpoint:
     """
     try:
         manifest = decode_manifest((directory / STATE / MANIFEST).read_bytes())
+        # Before any of it is parsed: damage is then named by file and checksum, not by what a parser makes of it.
         _verify(directory, manifest)
         state = TrainerState(
             manifest=manifest,
@@ -241,6 +248,7 @@ def _verify(directory: Path, manifest: CheckpointManifest) -> None:
         path = directory / file.path
         if path.stat().st_size != file.size or sha256_of(path) != file.sha256:
             raise CheckpointError(f"{path} without its {file.size} bytes of sha256 {file.sha256}")
+        # The checksum says that these are the bytes that were written, this that they are tensors.
         if path.suffix == TENSORS:
             with safe_open(path, "numpy"):
                 pass
