@@ -98,9 +98,11 @@ class ControlAnnouncer:
             sleep=asyncio.sleep,
             retry=retry_if_exception_type((DeliveryUnknown, BusUnavailable)),
             wait=wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
-            before=lambda attempt: self.on_tick(),
+            before=lambda attempt: self.on_tick(),  # for the watchdog: who waits for a broker does not hang
             before_sleep=_log_unconfirmed,
         )
+        # Nothing is awaited between numbering and this line, and asyncio's lock is fair: what two loops announce gets
+        # onto the topic in the order of its numbers.
         async with self._one_at_a_time:
             await persistently(self.publisher.commit, records)
 

@@ -80,7 +80,7 @@ class Coordinator:
             async with asyncio.TaskGroup() as tasks:
                 loops = [tasks.create_task(session.steps_loop(steps, stop))]
                 loops.append(tasks.create_task(session.members_loop(others, stop)))
-                await stop.wait()
+                await stop.wait()  # a loop that fails cancels this, and its error leaves the group
                 _, late = await asyncio.wait(loops, timeout=STOP_S)
                 for task in late:
                     task.cancel()
@@ -164,6 +164,7 @@ class CoordinatorSession:
     async def _announce_weights(self) -> None:
         report = self.state.ledger.to_announce()
         if report is not None:
+            # Noted once the broker has it: a coordinator killed before that leaves the report to its successor.
             self.state.announced(await self.announcer.weights_ready(report))
             log.info("weights announced", version=str(report.version), step=report.step)
 
@@ -200,6 +201,7 @@ class CoordinatorSession:
                 # Until caught up, heartbeats are old ones: they count from when they were sent.
                 now = self.coordinator.clock()
                 await self._handle(record, now if caught_up else min(record.timestamp, now))
+            # Judged by a part of the heartbeats, the id could go to an incarnation that was followed by another.
             caught_up = caught_up or all(at >= ends[tp] for tp, at in (await others.positions()).items())
             if caught_up:
                 await self._claim_due()
@@ -240,7 +242,7 @@ class CoordinatorSession:
         }
         if due:
             await self.announcer.workers_claimed(due)
-            self.state.claims |= due
+            self.state.claims |= due  # only once they are on the topic
 
     def _note_lost(self) -> None:
         for worker in set(self.members.with_liveness(Liveness.LOST, self.coordinator.clock())) - self.lost:
@@ -255,6 +257,7 @@ class CoordinatorSession:
         if decision is None:
             log.warning("command changes nothing", action=command.action, mode=state.mode, finished=state.finished)
         elif decision.drain_worker is not None:
+            # The offset travels with the message: a successor goes on behind the last command that one names.
             await self.announcer.drain_worker(decision.drain_worker, decision.reason, offset)
         elif decision.mode is not None:
             await self.announcer.flow(decision.mode, decision.reason, offset)

@@ -44,7 +44,7 @@ class Membership:
         if known is not None and known.heartbeat.incarnation != heartbeat.incarnation:
             self._former.add((worker, known.heartbeat.incarnation))
         elif known is not None and heartbeat.sequence <= known.heartbeat.sequence:
-            return None
+            return None  # a repeat is no sign of life
         self.members[worker] = Member(heartbeat, now)
         after = self.liveness(worker, now)
         return after if after != before else None
@@ -66,6 +66,7 @@ class Membership:
         member = self.members.get(worker_id)
         if member is None:
             return None
+        # Before the time-out: who said that it leaves is silent for good, and not lost.
         if member.heartbeat.state is WorkerState.STOPPED:
             return Liveness.LEFT
         if now - member.received_at > self.timeout_s:

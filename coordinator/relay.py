@@ -32,6 +32,7 @@ class WeightsStore:
     def find(self, version: str, name: str) -> Path | None:
         """The file to serve, or none if version or name is not plain, not complete, a link, or not there."""
         try:
+            # Parsed and written anew: two numbers and a dash are all that gets from the URL into the path.
             directory = self.root / str(PolicyVersion.parse(version))
         except ValueError:
             return None
@@ -113,9 +114,10 @@ class Relay:
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
         version, name = request.match_info["version"], request.match_info["name"]
-        path = await asyncio.to_thread(self.store.find, version, name)
+        path = await asyncio.to_thread(self.store.find, version, name)  # a slow disk must not hold up other downloads
         if path is None:
             if await asyncio.to_thread(self.store.is_gone, version):
                 raise web.HTTPGone(text=f"version {version!r} was deleted; a newer one is announced on control\n")
             raise web.HTTPNotFound(text=f"no {name!r} of version {version!r}; GET /weights lists what there is\n")
+        # It answers Range by itself, so that a download that broke off goes on where it was.
         return web.FileResponse(path, headers={"Content-Type": "application/octet-stream"})

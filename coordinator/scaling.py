@@ -138,6 +138,7 @@ class FleetWatch:
             self._settled = 0
             return None
         self._settled += 1
+        # Without a heartbeat in a short step, slots count as busy: nothing speaks for letting a worker go.
         times = self._stage_times(report, sum(occupied) / len(occupied) if occupied else 1.0)
         if self._settled <= self.settings.settle_steps or times is None:
             return None
@@ -155,5 +156,5 @@ class FleetWatch:
         # overlap, generation is what the trainer waits for.
         overlapping_s = step_s if waited_s >= WAITING * step_s else step_s * occupied
         generate_s = overlapping_s if self.overlaps else waited_s
-        gain_s = generate_s / (self.workers + 1)
+        gain_s = generate_s / (self.workers + 1)  # g - g w / (w + 1): work shared evenly by one more
         return StageTimes(generate_s, train_s=step_s - waited_s, workers=self.workers, gain_s=gain_s)

@@ -111,6 +111,7 @@ async def subscribe_members(bus: Bus, run: str, client_id: str, last_command: in
         ends, first = await now.positions(), await now.beginning_offsets()
     finally:
         await now.close()
+    # Within what the broker holds: retention may have passed a place by, and a topic made anew may not reach it yet.
     start = {
         tp: max(first[tp], ends[tp] - RECENT_HEARTBEATS if tp.topic == topics[0] else min(last_command + 1, ends[tp]))
         for tp in ends
@@ -121,6 +122,7 @@ async def subscribe_members(bus: Bus, run: str, client_id: str, last_command: in
 async def _replay(subscription: Subscription, state: CoordinatorState) -> None:
     """Read until every partition has reached the end it had at the start; bounded by that end."""
     ends = await subscription.end_offsets()
+    # By positions and not by records: the last offsets may be transaction markers, or compacted away.
     while any(position < ends[tp] for tp, position in (await subscription.positions()).items()):
         for record in await subscription.poll(timeout_s=1.0):
             if (message := message_of(record, warn=True)) is not None:
@@ -148,6 +150,7 @@ class VersionLedger:
 
     def observe_announcement(self, message: WeightsReady) -> bool:
         """Note an announcement, our own or one found on the control topic; true if it is newer than all others."""
+        # Versions are tuples, (lineage, number): 2-101 is above 1-105, whose steps a crash undid.
         if self.announced is not None and message.version <= self.announced:
             return False
         self.announced = message.version
