@@ -48,6 +48,8 @@ def run(source: Source = None, /, *, top: bool = False, **overrides: Any) -> "Ru
     from deploy.local.run import run_locally
 
     settings = settings_of(source, overrides)
+    # Signal handlers can be set in the main thread only, and a loop cannot run within another one. Where either stands
+    # in the way, the run gets a thread of its own and an event to be stopped by.
     if threading.current_thread() is threading.main_thread() and not _loop_runs():
         return Run(settings.run.path, finished=run_locally(settings, top=top) == 0)
     stop = threading.Event()
@@ -55,7 +57,7 @@ def run(source: Source = None, /, *, top: bool = False, **overrides: Any) -> "Ru
         running = pool.submit(run_locally, settings, top=top, stop=stop)
         try:
             code = running.result()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # raised here, in the main thread; the run's own thread hears nothing of it
             stop.set()
             code = running.result()
     return Run(settings.run.path, finished=code == 0)
@@ -72,10 +74,11 @@ async def run_async(source: Source = None, /, **overrides: Any) -> "Run":
     settings, stop = settings_of(source, overrides), threading.Event()
     running = asyncio.ensure_future(asyncio.to_thread(run_locally, settings, stop=stop))
     try:
+        # A thread cannot be cancelled: unshielded, the future would be, and nobody could wait for the run to end.
         code = await asyncio.shield(running)
     except asyncio.CancelledError:
         stop.set()
-        await asyncio.wait({running})
+        await asyncio.wait({running})  # unlike ``await running`` it raises nothing of the run: we were cancelled
         raise
     return Run(settings.run.path, finished=code == 0)
 
@@ -88,7 +91,9 @@ def settings_of(source: Source, overrides: Mapping[str, Any]) -> Settings:
     """
     changes = _tree_of(overrides)
     if isinstance(source, Settings):
+        # Complete as they are: neither a file nor the environment is asked again.
         return validated(merged(source.model_dump(), changes))
+    # As on a command line, so that they stand above files and variables and are parsed by the same code.
     arguments = [f"--{change}" for change in _as_arguments(changes)]
     if isinstance(source, Mapping):
         return load_settings(None, arguments, dict(source))
@@ -161,6 +166,7 @@ class Run:
 
         path = self._past.directory.metrics
         lines = path.read_text().splitlines() if path.exists() else []
+        # A line that is being written, or that a killed trainer left, has no closing brace yet.
         return table_of([json.loads(line) for line in lines if line.endswith("}")])
 
     @property
@@ -226,7 +232,7 @@ class Run:
             try:
                 return await reading(history)
             finally:
-                await history.close()
+                await history.close()  # in the loop to which its connections belong
 
         with self._history() as history:
             return _apart(lambda: asyncio.run(read(history)))
@@ -246,6 +252,7 @@ def _tree_of(overrides: Mapping[str, Any]) -> Tree:
         section, _, key = name.partition("__")
         if not key and not isinstance(value, Mapping):
             raise UserError(f"expected section__key=value or section={{...}}, got {name}={value!r}")
+        # A section may be given whole and by single keys in one call.
         tree = merged(tree, {section: {key: value} if key else dict(value)})
     return tree
 
@@ -256,6 +263,7 @@ def _as_arguments(tree: Tree) -> Iterator[str]:
 
     for section, part in tree.items():
         for key, value in part.items():
+            # TOML knows neither paths nor tuples, and has no null.
             plain = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
             text = UNSET if value is None else tomli_w.dumps({"value": plain}).partition("=")[2].strip()
             yield f"{section}.{key}={text}"
@@ -273,5 +281,6 @@ def _apart(call: Callable[[], T]) -> T:
     """Call what starts an event loop of its own: where one runs already, as in a notebook, in another thread."""
     if not _loop_runs():
         return call()
+    # A running loop is a matter of its thread: ``asyncio.run`` refuses in this one, and not in another.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result()

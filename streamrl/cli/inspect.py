@@ -41,7 +41,9 @@ def audit(
     _give_way_to(run)
     from inspection.audit.command import audit_run
 
+    # Here and below: standard output is the result alone, so that it can be piped.
     log_to_stderr()
+    # Typer takes a code from ``Exit`` only; one that a command returns is dropped.
     raise typer.Exit(audit_run(run, export, as_json=as_json))
 
 
@@ -50,7 +52,7 @@ def _give_way_to(run: Path | None) -> None:
 
     Not where a run's own broker has to be started first: it would inherit that, and be slow to come on a busy machine.
     """
-    use_one_thread()
+    use_one_thread()  # before any import that loads numpy, which reads the number of threads once
     from inspection.source import directory_of, nodes_of, own_broker
 
     if run is None or (directory := directory_of(run)) is None:
@@ -79,6 +81,7 @@ def ls(
     raise typer.Exit(list_dead_letters(run, export, error_class, since, json_lines=as_json))
 
 
+# Named in full, since this module has a ``show`` of trajectories as well.
 @dlq.command("show")
 def dlq_show(
     run: PastRun,
@@ -92,6 +95,7 @@ def dlq_show(
     raise typer.Exit(show_dead_letter(run, export, offset))
 
 
+# Without ``--export``: it writes, and files take no records.
 @dlq.command()
 def retry(
     run: PastRun,
@@ -210,6 +214,7 @@ def replay(
     from inspection.replay.command import replay as carry_out
 
     log_to_stderr()
+    # Before the run is opened: a wrong range of steps ends the command at once.
     first, last = step_range(step, steps)
     request = ReplayRequest(
         run=run,
@@ -247,6 +252,7 @@ def show(
 
 # Looks inside a run: records, standing, lag, a check-up, and traces. Reads only, and takes no part in the run.
 
+# Unlike ``PastRun`` it may be left out: these commands need a broker that runs, and one can be looked for.
 Where = Annotated[
     Path | None,
     typer.Argument(
@@ -260,6 +266,7 @@ Servers = Annotated[
     typer.Option(
         "--bootstrap-servers",
         "--kafka.bootstrap_servers",
+        # The variable that settings have: who set it for runs looks at the same broker.
         envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS",
         help="The broker; the run's own if left out. Security is set by STREAMRL_KAFKA__... or the configuration.",
     ),
@@ -339,6 +346,7 @@ def doctor(where: Where = None, run: Run = "", bootstrap_servers: Servers = None
 
 def trace(
     name: Annotated[str, typer.Argument(help="A trajectory such as chain_sum/0/0/3, a group, or a trace id.")],
+    # Not ``Where``: traces lie in files of the run, for which no broker has to run.
     where: Annotated[
         Path | None,
         typer.Argument(metavar="[RUN]", help="The run's directory or name; left out: the newest that has traces."),
@@ -410,6 +418,7 @@ def ui(
 
     log_to_stderr()
     connection = connect(where, run, bootstrap_servers)
+    # Only now: whoever starts a display waits for its first sight. Before any thread, as it may go on in a child.
     lower_priority()
     raise typer.Exit(serve(connection, where, host, port, open_browser=not no_open))
 
@@ -436,8 +445,9 @@ def top(
 
     log_to_stderr()
     connection = connect(where, run, bootstrap_servers)
-    if not once:
+    if not once:  # somebody waits for a single line, and it is soon over
         lower_priority()
+    # The view needs a terminal on both sides: to draw on, and to take keys from.
     on_screen = sys.stdout.isatty() and sys.stdin.isatty() and not (once or as_json or plain)
     manner = LineOptions(interval, as_json, once)
     raise typer.Exit(show_top(connection, where, manner, on_screen=on_screen))

@@ -61,6 +61,7 @@ def ranker(context: typer.Context) -> None:
 
 
 def _run(role: str, context: typer.Context, worker_id: str = "") -> None:
+    # Within the command, here and below: ``--help``, which loads this module, stays instant without such imports.
     config, overrides = split(context.args)
     from deploy.wiring.process import run_role
     from settings.loading import load_settings
@@ -90,6 +91,7 @@ def init(
 
     for path in write_example(directory, example, print):
         print(f"wrote {path}")
+    # To be pasted as it stands: where ``streamrl`` is not on the PATH, the script that was called is named instead.
     command = "streamrl" if shutil.which("streamrl") else shlex.quote(str(Path(sys.argv[0]).absolute()))
     print("next:")
     if directory.resolve() != Path.cwd():
@@ -118,6 +120,7 @@ def show(context: typer.Context, json: Annotated[bool, typer.Option("--json", he
     from settings.loading import as_toml, load_settings
 
     settings = load_settings(path, overrides)
+    # The TOML ends with a line break of its own.
     print(settings.model_dump_json(indent=2) if json else as_toml(settings), end="\n" if json else "")
 
 
@@ -144,6 +147,7 @@ def explain(
     from settings.explaining import explain as lines
     from settings.loading import load_settings
 
+    # Without either there is no configuration whose value could be told, so none is loaded.
     print("\n".join(lines(key, load_settings(path, overrides) if path or overrides else None)))
 
 
@@ -190,7 +194,7 @@ def demo(
 
     It learns to spell words backward, with two workers and one trainer.
     """
-    _config, overrides = split(context.args)
+    _config, overrides = split(context.args)  # the demo's own recipe takes the place of a file
     from deploy.local.run import run_locally
     from streamrl.demo.recipe import demo_settings
 

@@ -84,6 +84,7 @@ class WarmStartRecipe:
 
     def learning_rate_at(self, step: int, decay_from: int | None) -> float:
         """Linear warm-up, a plateau, and from step ``decay_from`` on a linear decay to nothing."""
+        # lr = peak * min(1, step / warm-up, 1 - (step - from) / (decay + 1)); + 1, for a step at a rate of 0 is wasted
         left = 1.0 if decay_from is None else 1.0 - (step - decay_from) / (self.decay_steps + 1)
         return self.learning_rate * min(1.0, step / self.warmup_steps, left)
 
@@ -116,6 +117,7 @@ def ensure_warm_started_model(
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the target: a rename is one act only within a file system.
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-", ignore_cleanup_errors=True) as scratch:
             made = Path(scratch) / "model"
             _train(made, seed, recipe, progress)
@@ -126,6 +128,7 @@ def ensure_warm_started_model(
 
 
 def _fingerprint(recipe: WarmStartRecipe) -> str:
+    # All that the model follows from besides the seed: were one left out, a model of other data would be taken for it.
     parts = [asdict(recipe), OPTIONS, HELD_OUT_ONE_IN, INSTRUCTION, PROMPT_TEMPLATE]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
 
@@ -135,19 +138,21 @@ def _train(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progre
     threads = str(min(MAX_THREADS, os.cpu_count() or 1))
     environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     arguments = [str(directory), str(seed), json.dumps(asdict(recipe))]
+    # Errors go to a file: a second pipe that nobody reads would fill up, and the child wait for ever.
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
+            # -P: a file in the current directory must not stand in for a module of the same name.
             [sys.executable, "-P", "-W", "ignore", "-m", "streamrl.demo.warm_start", *arguments],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=os.environ | environment,
+            env=os.environ | environment,  # OpenMP and MKL read it once, when torch loads them
         )
         with child:
             try:
                 for line in child.stdout or ():
                     progress(line.rstrip())
-            except BaseException:
+            except BaseException:  # Ctrl-C too; without it, leaving the block would wait for the whole training
                 child.kill()
                 raise
         if child.returncode != 0:
@@ -158,6 +163,7 @@ def _train(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progre
 
 def _publish(made: Path, target: Path) -> None:
     """Another process may have been faster; its model is the same."""
+    # A rename onto a directory that is not empty fails, so a model that somebody reads is never replaced.
     try:
         made.rename(target)
     except OSError:
@@ -216,7 +222,9 @@ def warm_start(recipe: WarmStartRecipe, seed: int, progress: Progress) -> WarmSt
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, recipe.adam_beta2), weight_decay=0.0
     )
+    # Entry i is drawn with seed + i: two seeds share nothing within their first million entries.
     entries = training_entries(_DATA_SEED + (seed << 20))
+    # The first of the stream, and with right answers: lessons are drawn from what comes after them.
     validation = _batch(tokenizer, [(prompt_text(e), e["answer"]) for e in islice(entries, recipe.num_validation)])
     rng, began = random.Random(seed), time.monotonic()
     step, loss, decay_from = 0, 0.0, None
@@ -256,6 +264,7 @@ def _batch(tokenizer: Any, lesson: Sequence[tuple[str, str]]) -> dict[str, Any]:
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         end = len(prompt) + len(answer)
         ids[row, :end] = torch.tensor(prompt + answer)
+        # Not shifted: transformers compares the logits of position t with the label of t + 1.
         labels[row, len(prompt) : end] = torch.tensor(answer)
     return {"input_ids": ids, "labels": labels}
 
@@ -280,8 +289,8 @@ def _share_spelt(model: Any, batch: dict[str, Any], eos_token_id: int) -> float:
     model.eval()
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
-    logits[..., eos_token_id] = -torch.inf
-    labels = batch["labels"][:, 1:]
+    logits[..., eos_token_id] = -torch.inf  # [B, S - 1, V]: the letter it would go on with
+    labels = batch["labels"][:, 1:]  # [B, S - 1], shifted here by hand
     untrained = (labels == IGNORED) | (labels == eos_token_id)
     return float(((logits.argmax(-1) == labels) | untrained).all(dim=1).float().mean())
 
@@ -296,6 +305,7 @@ def build_model(shape: ModelShape, seed: int) -> Any:
     config = Qwen2Config(
         **vars(shape), tie_word_embeddings=False, bos_token_id=None, eos_token_id=eos, pad_token_id=pad, dtype="float32"
     )
+    # The caller's random numbers go on as if nothing had been drawn; no devices, as weights are drawn on the CPU.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)

@@ -94,15 +94,17 @@ def write_example(directory: Path, name: ExampleName, progress: Progress) -> lis
     written = [directory / file for file in contents]
     if made.needs_model:
         written.append(directory / MODEL_DIRECTORY)
+    # All of them before the first is written, so that a refusal leaves nothing half done.
     for path in written:
         if path.exists():
             raise UserError(f"expected to write {path}, which is there already; name another directory or remove it")
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        # First, for it takes long and may fail: files that are there already would make the next attempt refuse.
         if made.needs_model:
             _put_model(directory / MODEL_DIRECTORY, progress)
         for file, text in contents.items():
-            with (directory / file).open("x") as opened:
+            with (directory / file).open("x") as opened:  # fails if the file came since it was looked for
                 opened.write(text)
     except OSError as error:
         raise UserError(f"expected a directory that can be written, got {directory}: {error.strerror}") from error
@@ -113,6 +115,7 @@ def _put_model(target: Path, progress: Progress) -> None:
     from bus.embedded.runtime import cache_root
     from streamrl.demo.warm_start import ensure_warm_started_model
 
+    # A copy: the cache is every run's, and may be deleted at any time.
     shutil.copytree(ensure_warm_started_model(cache_root(), 0, progress), target)
 
 
@@ -125,6 +128,7 @@ def plain_run_name(directory: Path) -> str:
 def as_commented_toml(head: Sequence[str], entries: Sequence[Entry]) -> str:
     """The entries by section, in their order; long comments stand above their line."""
     lines = [f"# {line}" for line in head]
+    # TOML takes each table once only, so entries of one section are brought together.
     sections: dict[str, list[Entry]] = {}
     for entry in entries:
         sections.setdefault(entry.key.split(".")[0], []).append(entry)
@@ -137,6 +141,7 @@ def as_commented_toml(head: Sequence[str], entries: Sequence[Entry]) -> str:
 
 def _lines(entry: Entry) -> list[str]:
     name = entry.key.split(".", 1)[1]
+    # The library breaks an array into a line for each value; ours are short, and go back into one.
     setting = ("" if entry.active else "# ") + tomli_w.dumps({name: entry.value}, indent=0).replace(",\n", ", ")
     setting = setting.replace("[\n", "[").replace(", ]", "]").strip()
     comment = description_of(tuple(entry.key.split("."))) if entry.comment is None else entry.comment
@@ -147,7 +152,7 @@ def _lines(entry: Entry) -> list[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    lines = [""]
+    lines = [""]  # ``WIDTH - 4`` leaves room for the mark of a comment and for the blank before the next word
     for word in text.split():
         if len(lines[-1]) + len(word) > WIDTH - 4:
             lines.append("")
@@ -209,6 +214,7 @@ def _tiny(run: str) -> Example:
         Entry("model.path", MODEL_DIRECTORY, "a character model of a million parameters, beside this file"),
         Entry("data.path", PROMPTS, "one object a line: prompt, answer, and whatever the rewards ask for"),
         Entry("rewards.functions", ["exact_match", "my_rewards:letters_right"]),
+        # Answers have 3 to 10 letters and an end token, and the task's whole instruction is one token.
         *_loop(
             groups_per_step=16, max_prompt_length=64, max_completion_length=MAX_COMPLETION_TOKENS, boundaries=[6, 8, 10]
         ),
@@ -259,6 +265,7 @@ def _learning(*, max_steps: int, learning_rate: float, checkpoint_every: int) ->
 
 
 def _jsonl(rows: Sequence[dict[str, Any]]) -> str:
+    # Letters as they are, since the file is there to be read and edited.
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
@@ -266,6 +273,8 @@ def _sums() -> list[dict[str, Any]]:
     """Word problems that differ in their numbers; the answers are computed, not written down."""
     rows = []
     for number in range(64):
+        # 7, 11 and 4 have no common divisor, so no two of 64 problems are alike; and at most 5 of at least 2 * 3 apples
+        # are eaten.
         boxes, apples, eaten = 2 + number % 7, 3 + number % 11, 2 + number % 4
         text = (
             f"There are {boxes} boxes with {apples} apples each. {eaten} apples are eaten. How many apples are left? "
@@ -280,6 +289,7 @@ def _words() -> list[dict[str, Any]]:
 
     from streamrl.demo.task import prompt_text, training_entries
 
+    # Training words only: held-out ones stay for an evaluation.
     return [
         {"prompt": prompt_text(entry), "answer": entry["answer"]} for entry in islice(training_entries(0), NUM_PROMPTS)
     ]

@@ -79,7 +79,7 @@ class Checklist:
         """What ``check`` returns, or None after a line that says why there is nothing."""
         try:
             return check()
-        except StreamRLError as error:
+        except StreamRLError as error:  # ours say in words what was expected; of others the class tells half of it
             self.add(Check(subject, "fail", str(error)))
         except Exception as error:
             self.add(Check(subject, "fail", f"{type(error).__name__}: {error}"))
@@ -90,6 +90,7 @@ class Checklist:
 
         def finished() -> CheckResult:
             result = check()
+            # A loop for each check: what a failed one leaves behind is cancelled with its loop.
             return asyncio.run(result) if isinstance(result, Coroutine) else result
 
         result = self.attempt(subject, finished)
@@ -103,6 +104,7 @@ def dry_run(settings: Settings, report: Report) -> int:
     checklist = Checklist(report)
     checklist.add(Check("settings", "ok", f"run {settings.run.name}, in {settings.run.path}/"))
     prompts = _prompts(checklist, settings)
+    # An emulated run has neither a model nor real rewards: there is nothing of them to check.
     size = 0 if emulated else _model(checklist, settings, prompts)
     if prompts and not emulated:
         checklist.run("rewards", lambda: check_rewards(settings, prompts[0]))
@@ -140,6 +142,7 @@ def _model(checklist: Checklist, settings: Settings, prompts: list[Prompt]) -> i
         checklist.run("model", lambda: check_model(facts, settings.model.path))
         if prompts:
             checklist.run("lengths", lambda: check_lengths(settings, prompts, facts))
+    # Also without a model: a library or a device that is missing is a second mistake, told in the same go.
     checklist.run("engine", lambda: check_engine(settings, facts))
     return 0 if facts is None else parameters(facts)
 
@@ -162,6 +165,7 @@ async def check_broker(settings: Settings) -> list[Check]:
     Raises:
         BrokerError: it does not answer, or there is no Java to start one.
     """
+    # In the order in which a run looks: the one that is named, one that was left running here, else one of its own.
     if settings.kafka.bootstrap_servers is None:
         found = detached.status(detached.default_data_dir())
         if not found.running:
@@ -172,6 +176,7 @@ async def check_broker(settings: Settings) -> list[Check]:
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     partitions = settings.loop.trajectory_partitions
     changes = await diff_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
+    # What is missing or set otherwise a run mends by itself; a conflict is what it does not.
     conflicts = [change for change in changes if change.kind == "conflict"]
     if conflicts:
         return [Check("broker", "fail", f"{address}: {change}") for change in conflicts]
@@ -224,6 +229,7 @@ def check_lengths(settings: Settings, prompts: Sequence[Prompt], facts: ModelFac
     said = f"{min(lengths)} to {longest} tokens in {len(lengths)} prompts"
     checks = [Check("lengths", "ok", f"{said}, at most {loop.max_prompt_length} allowed")]
     if longest > loop.max_prompt_length or longest >= facts.max_length:
+        # - 1: a completion needs at least one position behind its prompt.
         bound = min(loop.max_prompt_length, facts.max_length - 1)
         advice = "raise loop.max_prompt_length" if longest < facts.max_length else "take a model with more positions"
         long_ones = sum(length > bound for length in lengths)
@@ -246,9 +252,11 @@ def check_engine(settings: Settings, facts: ModelFacts | None) -> Check:
     Raises:
         ModelError: one of it is not so.
     """
+    # Built, not started: that imports the engine's library, and loads no weights yet.
     build_engine(settings.generation, settings.model.path)
     if facts is not None and settings.generation.engine == "transformers":
         check_reach(settings.model.path, facts)
+    # For what it raises: the workers' device has to be there too, and may be another one than the trainer's.
     resolve_device(settings.training.model_copy(update={"device": settings.generation.device}))
     device = resolve_device(settings.training)
     return Check("engine", "ok", f"{settings.generation.engine} is installed; training on {device}")
@@ -267,6 +275,7 @@ def _checkpoints(settings: Settings) -> Check:
     location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
     with tempfile.TemporaryDirectory(prefix="streamrl-dry-run-") as cache:
         storage = open_storage(location, Path(cache))
+        # A remote place has no directory to write into on trial; that it can be listed has to do.
         if not (isinstance(location, str) and REMOTE.fullmatch(location)):
             _must_be_writable(Path(location))
         try:
@@ -285,6 +294,7 @@ def _disk(settings: Settings, parameters: int) -> Check:
     training = settings.training
     # One more of each than is kept, since a new one is complete before an old one is deleted; and each worker caches
     # one version of the weights.
+    # needed = floor + P * 4 bytes * (3 * checkpoints + weight versions)
     checkpoints = 0 if training.checkpoint_location else _CHECKPOINT_COPIES * (training.keep_checkpoints + 1)
     weights = training.keep_weight_versions + 1 + settings.run.workers
     needed = FLOOR_BYTES + parameters * _BYTES_PER_PARAMETER * (checkpoints + weights)
@@ -300,6 +310,7 @@ def _must_be_writable(path: Path) -> Path:
     parent = path.absolute()
     while not parent.exists():
         parent = parent.parent
+    # Tried rather than asked for permissions, which say nothing of a file system that is mounted read-only.
     try:
         with tempfile.TemporaryFile(dir=parent):
             return parent
@@ -333,10 +344,12 @@ async def check_rewards(settings: Settings, prompt: Prompt) -> list[Check]:
         RewardLoadError: one cannot be loaded.
     """
     answer = prompt.columns.get("answer")
+    # The right answer and an empty completion: most rewards ought to tell these two apart.
     text = SAMPLE_COMPLETION if answer is None else str(answer)
     runner = RewardRunner(settings.rewards)
     await runner.start()
     try:
+        # Made-up token ids, one a character, for rewards that look at their number.
         scored = [await runner.score(ScoreRequest(prompt, one, [*range(len(one))])) for one in (text, "")]
     finally:
         await runner.close()
