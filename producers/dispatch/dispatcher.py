@@ -129,6 +129,7 @@ class Dispatcher:
             for record in records:
                 if (message := message_of(record)) is not None:
                     self.state.observe(message, polled_at)
+            # Before anything more is ordered: the state counts samples that are gone.
             if self.state.has_lost_samples:
                 return
             await self._extend_leases_by_outage(subscription, bool(records))
@@ -157,6 +158,7 @@ class Dispatcher:
             return
         if not heard:
             try:
+                # For the answer as such: any question that changes nothing would do.
                 await subscription.end_offsets()
             except BusUnavailable as error:
                 log.warning("the broker is silent, so leases are extended", error=str(error))
@@ -200,6 +202,7 @@ class Dispatcher:
                 return orders, bool(scheduler.wanted()) or await self._draw_ahead()
             pending, worker = found
             now = self.clock()
+            # Before admit(), which moves both on: the order has to say what the ledger notes for it.
             created_at, due_step = self.state.created_at(now), self.state.ledger.next_due
             order = build_order(self.loop, pending, worker, created_at=created_at, due_step=due_step, seed=self.seed)
             self.state.admit(order, worker, now)
@@ -231,6 +234,7 @@ class Dispatcher:
 
     async def _commit(self, publisher: TransactionalPublisher, orders: list[Outgoing], stop: asyncio.Event) -> None:
         """Send until the broker has them; a repeat under the same ids is dropped by whoever reads it twice."""
+        # A stop gives them up: the next dispatcher reads on the topic which were sent, and orders the others first.
         while orders and not stop.is_set():
             self.on_tick("dispatch")
             try:

@@ -153,6 +153,7 @@ def worker_finish_s(lengths: Sequence[int], concurrency: int, curve: DecodeCurve
     # Full: each that ends makes room for the next, and all steps take equally long.
     began, step_s = steps, curve.batch_s(len(batch))
     for length in waiting:
+        # The next one begins at the step at which the first ends, and ends as many steps later as it has tokens.
         steps = batch[0]
         heapreplace(batch, steps + length)
     seconds += (steps - began) * step_s
@@ -210,6 +211,7 @@ def conservative(items: Sequence[Item]) -> list[Item]:
     """The same items, the longest of them at their upper estimates."""
     # The longest first; of those alike, by position, so that every process plans the same.
     tail = sorted(items, key=lambda item: (-item.tokens, item.key))[: math.ceil(TAIL_SHARE * len(items))]
+    # Groups of several samples are left as they are: their longest is planned at the upper estimate anyway.
     raised = {item.key: replace(item, tokens=item.upper) for item in tail if log_deviation(item)}
     return [raised.get(item.key, item) for item in items]
 

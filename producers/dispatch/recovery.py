@@ -92,6 +92,7 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
     async for record, message in _history(bus, present, await _recent(bus, present[0]), positions):
         # A finished run that is started again still has the old end on the topic; a new end arrives live.
         if not isinstance(message, RunFinished):
+            # No later than now: the time stamp of a clock that is ahead would prolong a lease.
             state.observe(message, min(record.timestamp, started))
     async for record, message in _history(bus, [STEPS.full_name(run), SKIPS.full_name(run)], "earliest", positions):
         trainer.add(record.timestamp, message)
@@ -119,6 +120,7 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
 async def _restore_orders(bus: Bus, run: str, state: DispatchState, trained: frozenset[str]) -> None:
     async for record, order in _history(bus, [WORK_ORDERS.full_name(run)], "earliest", {}):
         if isinstance(order, WorkOrder) and order.group_id in trained:
+            # Over for good, but its position still tells how far prompts were drawn.
             state.positions.see(order.position)
         elif isinstance(order, WorkOrder):
             state.restore(order, record.timestamp)
@@ -167,6 +169,7 @@ async def _history(
             for record in await subscription.poll(timeout_s=1.0):
                 if (message := message_of(record)) is not None:
                     yield record, message
+        # Behind the last record that was yielded, which may lie past `ends`: who reads on misses and repeats nothing.
         positions |= await subscription.positions()
     finally:
         await subscription.close()

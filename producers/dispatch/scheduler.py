@@ -204,6 +204,7 @@ class Scheduler:
             else:
                 self._blocked_since.setdefault(worker.worker_id, now)
         ready = {worker.worker_id for worker in self._ready}
+        # A copy is walked: release takes queues out, and a dict must not change while it is iterated.
         for queue in list(self.queues):
             # Not able: its weights are too old to be admitted. A short wait for newer ones is cheaper than a new plan.
             blocked_s = now - self._blocked_since.get(queue.worker_id, now)
@@ -272,6 +273,7 @@ class Scheduler:
             strategy = partial(skewness_aware, slack_s=self._slack_s(items, workers))
 
         def planned() -> TimedPlan:
+            # Checked before anybody adopts it: the queues of now are given up only for a plan that has every item once.
             plan = strategy(items, workers, curve).checked(items, workers)
             return TimedPlan(plan, predicted_finish_s(plan, curve))
 

@@ -65,6 +65,7 @@ class PromptCursor:
 
     def next(self, count: int) -> list[int]:
         """The next positions, unsent before all others; they count as drawn."""
+        # Never more than a window, which is how far back find_unsent looks after a crash.
         count = min(count, self.window)
         found, self.unsent = self.unsent[:count], self.unsent[count:]
         if not found:
@@ -187,6 +188,7 @@ class DispatchState:
         if flight.worker_id == trajectory.worker_id:
             self.progress.finished(flight.worker_id, sample, length, at)
         elif flight.worker_id is not None:
+            # From a worker that had the order before: nothing is awaited of this one any more.
             self.progress.drop(flight.worker_id, [sample], at)
         if not flight.missing:
             self.ledger.produced(trajectory.group_id)
@@ -253,6 +255,7 @@ class DispatchState:
         self.positions.see(order.position)
         self._newest = max(self._newest, order.created_at)
         self.ledger.restore(order.group_id, order.admitted_version, order.due_step)
+        # No incarnation where the worker has restarted since: what it was sent before counts as lost.
         self.flights.send(order, self.fleet.incarnation_at(order.worker_id, sent_at), sent_at)
 
     def resume(self, now: float) -> None:
@@ -271,6 +274,7 @@ class DispatchState:
         Raises:
             LifecycleError: admission does not allow it.
         """
+        # The ledger first: when it refuses, nothing else may have changed.
         self.ledger.admit(order.group_id, worker.version)
         self._send(order, worker, now)
         self._newest = order.created_at

@@ -73,6 +73,7 @@ def _with_reserved_workers(
         width = (high - low) / TARGETS
         if width <= 0:
             break
+        # The best so far stays among them, so that the second round is never worse than the first.
         found = [(finish, high, best)]
         for number in range(TARGETS):
             target = low + number * width
@@ -102,6 +103,7 @@ def _plan_for(target: float, ordered: Sequence[Item], workers: Sequence[WorkerCa
     # A worker may have to run fewer from now on, so that what it has already is over in time.
     for number, worker in enumerate(workers):
         if worker.running and max(worker.running) * curve.batch_s(concurrency[number]) > target:
+            # L × t(b) <= T asks for a step of T / L seconds at most.
             concurrency[number] = _batch_within(target / max(worker.running), concurrency[number], curve)
     # The longest items that would be late at full concurrency go to the workers with the fewest running, at the largest
     # concurrency that is fast enough for the first of them.
@@ -232,6 +234,7 @@ def streamrl_algorithm_2(
 def _latency_s(pool: Sequence[Item], length: int, workers: Sequence[WorkerCapacity], curve: DecodeCurve) -> float:
     each = math.ceil(sum(item.samples for item in pool) / len(workers))
     batch = max(1, min(each, *(worker.slots for worker in workers)))
+    # PTL(BS) × L × ceil(M / BS), with M = each and BS = batch.
     return curve.batch_s(batch) * length * math.ceil(each / batch)
 
 
