@@ -192,6 +192,7 @@ def _host(address: str) -> str:
 async def _topics(connection: RunConnection, facts: ClusterFacts) -> list[Finding]:
     run, settings = connection.run, connection.settings
     trajectories = facts.topics[TRAJECTORIES.full_name(run)]
+    # Without settings nothing says how many there should be, so the number that is there is taken as right.
     partitions = trajectories.partitions if settings is None else settings.loop.trajectory_partitions
     changes = await diff_topics(connection.address, run, partitions, settings=connection.kafka)
     remedy = f"streamrl topics apply --run {run} --bootstrap-servers {connection.address} --partitions {partitions}"
@@ -286,6 +287,7 @@ def check_codecs(used: str) -> Iterator[Finding]:
     if not problems:
         yield ok("codecs", f"{', '.join(CODECS)} read back what they wrote; kafka.compression_type is {used}")
     for codec, problem in problems.items():
+        # Others may write with any codec, and a reader has to take what is on the topic; a run can do without those.
         trouble = fail if codec == used else warn
         yield trouble(
             "codecs", f"{codec}: {problem}", "install aiokafka's codecs again: pip install --force-reinstall cramjam"
@@ -327,6 +329,7 @@ def check_engine(engine: str, probe: "subprocess.Popen[str]") -> Iterator[Findin
     except subprocess.TimeoutExpired:
         probe.kill()
         output, errors = "", f"not imported within {IMPORT_S:.0f} s"
+        # Once more after the kill: reaps the process and closes its pipes.
         probe.communicate()
     lines = output.splitlines()
     if probe.returncode != 0 or not lines:
@@ -334,6 +337,7 @@ def check_engine(engine: str, probe: "subprocess.Popen[str]") -> Iterator[Findin
         remedy = "run `make setup-vllm` and use .venv-vllm" if engine == "vllm" else "run `make setup` again"
         yield fail("engine", f"{engine}: {last}", f"{remedy}, or set generation.engine")
         return
+    # The last line is ours; libraries may print at their import.
     found: dict[str, Any] = json.loads(lines[-1])
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     yield ok("engine", f"{engine}: {versions or 'needs no library'}")

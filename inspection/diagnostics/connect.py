@@ -45,6 +45,7 @@ class RunConnection:
         """What a user can do when the broker does not answer; empty if nothing is known of whose it is."""
         if self.data is None:
             return ""
+        # One node is started again on the port where it was, so that this address finds it again.
         _, *others = addresses = self.address.split(",")
         nodes = f" --nodes {len(addresses)}" if others else f" --port {self.address.rpartition(':')[2]}"
         command = f"streamrl kafka up --data-dir {shlex.quote(str(self.data))}{nodes}"
@@ -83,6 +84,7 @@ def runs_of(topics: Iterable[str]) -> list[str]:
     """Names of the runs that have topics on a broker."""
     names = set(topics)
     ends = f".{STEPS.name}"
+    # Any topic of a stranger may end in the one word; a run has its trajectories beside it.
     candidates = sorted(name.removesuffix(ends) for name in names if name.endswith(ends))
     return [run for run in candidates if TRAJECTORIES.full_name(run) in names]
 
@@ -98,13 +100,16 @@ def connect(where: Path | None, run: str, servers: str | None) -> RunConnection:
         raise UserError(f"expected the name of a run (a-z, 0-9, '.', '_', '-'), got {run!r}")
     if where is None:
         return _connect_to_broker(servers, run)
+    # With a broker named, a bare word that is no path here is the name of a run there.
     if servers and not where.exists() and not RunDirectory(RUNS / where).config.is_file() and is_plain_name(str(where)):
         return _connect_to_broker(servers, run or str(where))
     past = open_run(where)
+    # The command line comes before the settings, and the run's own broker before one that many runs may share.
     named, own = servers or past.settings.kafka.bootstrap_servers, own_broker(past.directory)
     address = named or own or _detached_broker()
     if address is None:
         raise UserError(_without_broker(where, past))
+    # Only of the run's own broker is it known how to start it again.
     data = past.directory.kafka if address == own else None
     return RunConnection(_at(past.settings.kafka, address), run or past.name, past.settings, data)
 
@@ -136,6 +141,8 @@ def _connect_to_broker(servers: str | None, run: str) -> RunConnection:
 
 
 def _kafka_from_environment() -> KafkaSettings:
+    # No configuration file is at hand: what a broker that is merely named asks for, such as a password, comes from the
+    # environment.
     try:
         return KafkaSettings.model_validate(from_environment().get("kafka", {}))
     except ValidationError as error:

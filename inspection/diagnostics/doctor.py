@@ -49,6 +49,7 @@ def _findings(where: Path | None, run: str, servers: str | None) -> Iterator[Fin
     if problem is not None:
         yield problem
     engine = "transformers" if settings is None else settings.generation.engine
+    # Started first and looked at last: importing an engine takes longest, and goes on beside the other checks.
     probe = start_engine_probe(engine)
     try:
         kafka = KafkaSettings() if settings is None else settings.kafka
@@ -56,6 +57,7 @@ def _findings(where: Path | None, run: str, servers: str | None) -> Iterator[Fin
         yield from check_disk(_places(settings))
         yield from _broker(where, run, servers)
     finally:
+        # Also when a check raised: the probe is waited for, and no process is left behind.
         findings = list(check_engine(engine, probe))
     yield from findings
 

@@ -71,6 +71,7 @@ def known_fields(topic: Topic | None) -> set[str] | None:
     kinds: tuple[type[Message], ...] = (topic.message, *topic.also)
     # Control messages are a union; the catalogue names one of them.
     if topic.message is WeightsReady:
+        # ``Annotated[A | B, ...]``: its first argument is the union, whose arguments are the kinds.
         kinds = get_args(get_args(ControlMessage)[0])
     for kind in kinds:
         properties = {name for name, value in vars(kind).items() if isinstance(value, property)}
@@ -126,6 +127,7 @@ def _is_property(kind: type, name: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
+    # To ``isinstance`` and to json, a numpy integer is no int.
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 

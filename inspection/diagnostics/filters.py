@@ -26,6 +26,7 @@ Lookup = Callable[[str], Any]
 Test = Callable[[Lookup], bool]
 ABSENT = object()
 
+# The longer operators stand first: of alternatives the first that fits is taken, and "<=" begins with "<".
 _TOKEN = re.compile(
     r"""\s*(?:(?P<op><=|>=|!=|!~|==|=|<|>|~|\(|\))|"(?P<dq>[^"]*)"|'(?P<sq>[^']*)'|(?P<word>[^\s()<>=!~"']+))"""
 )
@@ -110,9 +111,11 @@ class _Parser:
         while self.tokens and self.tokens[0].is_word(word):
             self.tokens.pop(0)
             tests.append(part())
+        # A generator, so that ``any`` and ``all`` stop at the first test that decides.
         return tests[0] if len(tests) == 1 else lambda lookup: fold(test(lookup) for test in tests)
 
     def _negation(self) -> Test:
+        # Depth is counted here because every nesting, by "not" or by a bracket, comes through this rule.
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise UserError(f"expected a filter of at most {MAX_DEPTH} levels, got a deeper one")
@@ -145,6 +148,7 @@ class _Parser:
         return _comparison(name, operator, wanted)
 
     def _word(self, wanted: str, *, quoted: bool = False) -> str:
+        # Of the four kinds of token, quoted text can only be a value: fields are words, and operators are neither.
         if not self.tokens or not (self.tokens[0].kind == "word" or (quoted and self.tokens[0].kind != "op")):
             raise self.refusal(wanted)
         return self.tokens.pop(0).text
@@ -156,6 +160,7 @@ def _comparison(name: str, operator: str, wanted: str) -> Test:
             pattern = re.compile(wanted)
         except re.error as error:
             raise UserError(f"expected a regular expression after {name}{operator}, got {wanted!r}: {error}") from error
+        # A field that is not there matches no pattern, and so it fits ``!~`` as it fits ``!=``.
         return lambda lookup: (_found(pattern, lookup(name))) == (operator == "~")
     if operator in _ORDERED:
         return lambda lookup: _in_order(name, operator, lookup(name), wanted)
@@ -169,8 +174,10 @@ def _found(pattern: re.Pattern[str], value: Any) -> bool:
 def _equals(value: Any, wanted: str) -> bool:
     if value is ABSENT:
         return False
+    # Before the numbers: a bool is an int, and would equal 1 rather than ``true``.
     if value is None or isinstance(value, bool):
         return str(value).lower() == wanted.lower()
+    # Before the lists: a version is a tuple, and would be searched for one of its two numbers.
     if isinstance(value, PolicyVersion):
         return str(value) == wanted or str(value.number) == wanted
     if isinstance(value, int | float):
@@ -182,8 +189,10 @@ def _equals(value: Any, wanted: str) -> bool:
 
 
 def _in_order(name: str, operator: str, value: Any, wanted: str) -> bool:
+    # Nothing has no order: it fits neither ``<`` nor ``>=``.
     if value is ABSENT or value is None:
         return False
+    # Before the text: as text, version 1-9 would come after 1-10.
     if isinstance(value, PolicyVersion):
         left, right = _versions(name, value, wanted)
         return _ordered(operator, left, right)

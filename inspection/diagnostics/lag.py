@@ -135,11 +135,13 @@ async def measure_lags(connection: RunConnection, shards: int | None, interval_s
     if interval_s:
         await asyncio.sleep(interval_s)
         after = await _sample(connection, topic)
+    # Before the first commit there is no group, and still a lag: all that is held.
     groups: Sequence[str | None] = sorted(after.committed) or [None]
     return [GroupLag(group, await _partitions(connection, topic, group, shards, (before, after))) for group in groups]
 
 
 async def _sample(connection: RunConnection, topic: str) -> _Sample:
+    # Commits before ends: the other way round a consumer could have passed the end by the time it is asked.
     committed = await committed_offsets(connection.kafka, {topic})
     extents = await BusHistory(connection.bus, CLIENT_ID).extents(topic)
     return _Sample(time.monotonic(), extents, committed)
@@ -150,6 +152,7 @@ async def _partitions(
 ) -> tuple[PartitionLag, ...]:
     before, after = samples
     then, now = (sample.committed.get(group or "", {}) for sample in samples)
+    # Who has committed nothing in a partition has yet to finish all that it holds.
     wanted = {tp: now.get(tp, held.first) for tp, held in after.extents.items()}
     # Only where something is behind, for each costs a read.
     ages = await _ages(
@@ -159,6 +162,7 @@ async def _partitions(
 
     def rate(new: int, old: int | None) -> float | None:
         # A partition that came between the samples has no rate.
+        # A consumer that was set back to an earlier offset counts as standing still.
         return None if before is after or old is None else max(0, new - old) / seconds
 
     return tuple(

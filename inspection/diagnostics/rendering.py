@@ -49,6 +49,7 @@ def _of_message(message: Message) -> str:
             return _of_trajectory(message)
         case TokenChunk():
             ending = f"  {message.finish_reason.value}" if message.finish_reason else ""
+            # Token positions within the completion, half open.
             end = message.start + len(message.token_ids)
             place = f"{message.trajectory_id} [{message.start}, {end})"
             return f"tokens {place}  {message.worker_id}  v{message.version}{ending}"
@@ -123,6 +124,7 @@ def _metrics(metrics: dict[str, float]) -> str:
 
 
 def _head(text: str) -> str:
+    # Quoted, so that it is seen where a stranger's text begins and ends within the line.
     return repr(text[:HEAD] + ("…" if len(text) > HEAD else ""))
 
 
@@ -149,5 +151,6 @@ def json_of(shown: ShownRecord) -> dict[str, Any]:
     }
     if shown.dead_letter is not None:
         origin = shown.dead_letter.origin
+        # A named tuple would become a JSON list without names.
         found |= {"error_class": shown.dead_letter.error_class, "origin": None if origin is None else origin._asdict()}
     return found

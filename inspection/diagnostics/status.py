@@ -66,6 +66,7 @@ class RunStatus:
     @property
     def version(self) -> PolicyVersion:
         """Of the newest step, or as announced when its report is no longer kept."""
+        # Versions sort by lineage first, so that weights which a crash has orphaned do not win by their step.
         return max(self.state.version, self.state.announced)
 
     @property
@@ -113,6 +114,7 @@ async def read_status(connection: RunConnection) -> RunStatus:
         BusUnavailable: no broker answers.
     """
     history, now = BusHistory(connection.bus, CLIENT_ID), time.time()
+    # All at once: each opens a connection of its own, and one after the other their times would add up.
     steps, beats, control, dead_letters, trajectories = await asyncio.gather(
         _newest_steps(history, connection),
         _recent_heartbeats(history, connection, now),
@@ -186,6 +188,7 @@ def _announced(state: RunState) -> PolicyVersion | None:
 
 def _worker(beat: Heartbeat, now: float) -> str:
     state = beat.state.value
+    # Who has said that it stops is expected to be silent.
     if beat.state is not WorkerState.STOPPED and not is_alive(beat, now):
         state = f"silent for {now - beat.sent_at:.0f} s"
     return (

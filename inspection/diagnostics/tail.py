@@ -71,6 +71,7 @@ def tail(connection: RunConnection, request: TailRequest) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has seen enough
+        # Python flushes standard output once more as it ends, which would raise again on the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -87,6 +88,7 @@ async def _tail(connection: RunConnection, request: TailRequest, start: "Start",
     following = TopicReader(connection.bus, name, since, _tell, partitions)
     printed = 0
     try:
+        # Closed at once when enough is printed; left alone, its subscription would stay until it is collected.
         async with aclosing(following.records(start, follow=request.follow)) as records:
             async for record in records:
                 each = shown_record(record, topic)
@@ -175,6 +177,7 @@ def parse_start(text: str, now: float) -> Start:
         raise UserError(
             f"expected at most the last {MOST_RECENT} records, got {text}; name an offset or a time instead"
         )
+    # Offsets are signed 64-bit numbers: 18 digits always fit.
     if word.isdigit() and len(word) < 19:
         return At(int(word))
     try:
@@ -191,6 +194,7 @@ async def first_offsets(start: At | Since, extents: Extents, offsets_since: Offs
         wanted: Mapping[TopicPartition, int] = dict.fromkeys(extents, start.offset)
     else:
         wanted = await offsets_since(extents, start.moment)
+    # To begin at an offset that is not held would be refused, as a loss of the records before.
     return {tp: min(max(wanted.get(tp, held.end), held.first), held.end) for tp, held in extents.items()}
 
 
@@ -230,6 +234,7 @@ class TopicReader:
         while follow:
             async with aclosing(self._coming(following)) as coming:
                 async for record in coming:
+                    # Where the next subscription begins, should this one end here.
                     following[TopicPartition(record.topic, record.partition)] = record.offset + 1
                     yield record
             # Something was passed over: the subscription begins anew behind it.

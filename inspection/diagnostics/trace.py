@@ -57,6 +57,7 @@ def find(folder: Path, name: str) -> tuple[list[ExportedSpan], list[list[Exporte
     Raises:
         UserError: there is no such trace.
     """
+    # As it stands in a line of JSON: with its quotes it is not found within longer names.
     quoted = json.dumps(name)
     named = [span for span in spans_with(folder, quoted) if name in (span.attributes.get(TRAJECTORY), _group(span))]
     trace = max(named, key=lambda span: span.start_ns).trace if named else name
