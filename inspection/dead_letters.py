@@ -87,6 +87,7 @@ class DeadLetter:
     @property
     def headers(self) -> Headers:
         """The refused record's own headers."""
+        # What begins with dlq- was added when it was refused.
         return tuple((name, content) for name, content in self.record.headers if not name.startswith(PREFIX))
 
     def decoded(self) -> Message:
@@ -109,6 +110,7 @@ class DeadLetter:
         """The refused record once more: same bytes, key, partition and headers, and a header that says so."""
         assert self.origin is not None, "checked before it is sent"
         topic, partition, _ = self.origin
+        # The partition is named, because it belongs to a length bucket: by its key it might go to another.
         return Outgoing(
             topic, self.record.value, self.record.key, partition, (*self.headers, (RETRY_OF, self.origin.mark))
         )
@@ -150,6 +152,7 @@ async def read_dead_letters(history: History, run: str) -> AsyncIterator[DeadLet
 
 async def read_dead_letter(history: History, run: str, offset: int) -> DeadLetter | None:
     """The dead letter at an offset, if there is one."""
+    # The topic has a single partition, which is why an offset alone names a dead letter.
     found = await history.fetch(DEAD_LETTERS.full_name(run), [(0, offset)])
     return dead_letter_of(found[0, offset]) if found else None
 
@@ -229,6 +232,7 @@ def _judge(dead_letter: DeadLetter, topic: str, retried: Collection[Origin], *, 
         return RetryOutcome(
             dead_letter, RetryAction.REFUSED, f"expected a record of {topic}, it came from {origin or 'nowhere known'}"
         )
+    # Before decoding: also what would decode, or is forced, is sent once only.
     if origin in retried:
         return RetryOutcome(dead_letter, RetryAction.ALREADY)
     # Half of the bytes can never decode, not even by force.
@@ -248,6 +252,7 @@ async def _already_retried(history: History, topic: str) -> set[Origin]:
     found = set()
     async for record in history.records(topic):
         for name, content in record.headers:
+            # Kafka allows a header without content, and anybody may write this one: what is no position is passed over.
             if name == RETRY_OF and content is not None:
                 partition, _, offset = content.decode(errors="replace").partition("@")
                 if partition.isdecimal() and offset.isdecimal():
@@ -310,6 +315,7 @@ def _hexdump(value: bytes) -> Iterator[str]:
         row = value[begin : begin + ROW_BYTES]
         # As hexdump -C shows it.
         text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
+        # Two digits and a blank for each byte, less the last blank.
         yield f"  {begin:06x}  {row.hex(' '):<{ROW_BYTES * 3 - 1}}  {text}"
     if len(value) > HEAD_BYTES:
         yield f"  … {len(value) - HEAD_BYTES:,} bytes more"
@@ -386,6 +392,7 @@ def retry_dead_letters(run: Path, offsets: Collection[int], *, everything: bool,
     Raises:
         UserError: neither offsets nor ``everything``, or an offset without a dead letter.
     """
+    # Both named or neither: "all" has to be said, and not be what is left when no offset was typed.
     if bool(offsets) == everything:
         raise UserError("expected either offsets of dead letters or --all; `streamrl dlq ls` lists them")
     return _write(run, None if everything else offsets, dry_run=dry_run, force=force)
@@ -418,6 +425,7 @@ def moment(text: str, now: float) -> float:
     """
     if (match := _AGO.fullmatch(text.strip())) is not None:
         return now - float(match[1]) * _SECONDS[match[2]]
+    # Without an offset from UTC in the text, Python takes it as local time.
     try:
         return datetime.fromisoformat(text.strip()).timestamp()
     except ValueError as error:

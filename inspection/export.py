@@ -92,6 +92,7 @@ def write_manifest(directory: Path, manifest: ExportManifest) -> None:
     draft = directory / f".{MANIFEST}"
     with draft.open("w") as file:
         file.write(manifest.model_dump_json(indent=1))
+        # On disk before the renaming: else a power cut could leave the final name with an empty file.
         file.flush()
         os.fsync(file.fileno())
     # Renaming is atomic: a reader finds no manifest or a whole one.
@@ -188,6 +189,7 @@ class Exporter:
         self.progress(name, 0, total)
         async for record in self.history.records(name, extents):
             if segment.add(record):
+                # In a thread: compression would hold up the event loop, and with it the connection to the broker.
                 yield await asyncio.to_thread(self._write, topic, number, segment.records)
                 done += len(segment.records)
                 self.progress(name, done, total)
@@ -202,6 +204,7 @@ class Exporter:
         try:
             folder.mkdir(exist_ok=True)
             write_segment(path, records, self.encoding, readable=topic is TRAJECTORIES)
+            # The checksum is of what stands in the file, not of what was meant to.
             content = path.read_bytes()
         except OSError as error:
             raise DataError(f"expected to write {path}, got: {error.strerror or error}") from error
@@ -327,6 +330,7 @@ def read_segment(path: Path, topic: str, encoding: Format) -> list[Record]:
         OSError: the file cannot be read.
         ValueError: it is not a segment.
     """
+    # ``splitlines`` also breaks at rarer characters such as U+2028; ``json.dumps`` has escaped all but ASCII.
     if encoding == "jsonl":
         return [_from_line(topic, line) for line in path.read_text().splitlines()]
     return _read_parquet(path, topic)
@@ -382,6 +386,7 @@ def _write_parquet(path: Path, records: Sequence[Record], *, readable: bool) -> 
         "timestamp": pa.array([record.timestamp for record in records], pa.float64()),
         "key": pa.array([record.key for record in records], pa.string()),
         "headers": pa.array([_named(record.headers) for record in records], pa.list_(header)),
+        # 64-bit offsets: a column of plain ``binary`` ends at 2 GiB.
         "value": pa.array([record.value for record in records], pa.large_binary()),
     }
     if readable:
@@ -409,6 +414,7 @@ def _readable(record: Record) -> dict[str, str]:
 def _read_parquet(path: Path, topic: str) -> list[Record]:
     import pyarrow.parquet as pq
 
+    # The readable columns are not even read; ``select`` puts these into the order in which they are unpacked below.
     names = ["partition", "offset", "timestamp", "key", "headers", "value"]
     columns = [column.to_pylist() for column in pq.read_table(path, columns=names).select(names).columns]
     return [

@@ -86,6 +86,7 @@ async def _read(history: History, run: str, found: dict[str, tuple[float, Observ
             message = None if record.value is None else record.message()
         except WireError:
             continue
+        # An aborted completion tells when it was cut, not how long it would have become; ids are only unique in a run.
         if isinstance(message, Trajectory) and message.finish_reason is not FinishReason.ABORT:
             found.setdefault(f"{run}/{message.trajectory_id}", (message.finished_at, ObservedCompletion.of(message)))
 

@@ -33,6 +33,7 @@ def tune_garbage_collector() -> None:
     What is there now stays for good and need not be looked at again; and thousands of small messages alive at once
     are no sign of cycles, so looking starts later. Worth a sixth of the time of decoding trajectories.
     """
+    # First, so that no garbage is frozen for good.
     gc.collect()
     gc.freeze()
     gc.set_threshold(FIRST_GENERATION, 10, 10)
@@ -97,6 +98,7 @@ def _wait_for(child: int, awaited: Collection[signal.Signals]) -> int:
             _stop_with(child)
         elif number != signal.SIGCHLD:
             os.kill(child, number)
+        # SIGCHLD also tells of a child that was stopped or goes on; waitpid gives 0 for its pid then.
         elif (ended := os.waitpid(child, os.WNOHANG))[0]:
             return os.waitstatus_to_exitcode(ended[1])
 
@@ -109,6 +111,7 @@ def _stop_with(child: int) -> None:
 
 
 def _exit_as(code: int) -> NoReturn:
+    # By the same signal, so that a shell sees how the child ended; and with no exit handlers, which are the child's.
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -54,6 +54,7 @@ def running_brokers(nodes: list[Path]) -> str | None:
             return None
         with lock.open("rb") as claim:
             try:
+                # Shared, so that two who look at the same time do not take each other for the broker.
                 fcntl.flock(claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
             # Whoever runs the node holds its lock: that it is held is the sign of life, which no crash can forge.
             except BlockingIOError:
@@ -183,5 +184,6 @@ def copy_sparse(source: str, target: str) -> str:
                 writer.seek(len(chunk), 1)
             else:
                 writer.write(chunk)
+        # Seeking alone writes nothing: a file that ends in a hole gets its length here.
         writer.truncate()
     return target

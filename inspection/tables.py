@@ -64,6 +64,7 @@ async def trajectory_table(history: History, run: str, algorithm: str, *, tokens
         BusUnavailable: the topics cannot be read.
     """
     log = await read_steps(history, run, algorithm)
+    # References include samples that only counted for a step's advantages: the step is theirs too, and a skip row.
     trained = {(ref.partition, ref.offset): report.step for report in surviving(log) for ref in refs_of(report)}
     skipped = await _skipped(history, run, algorithm, log)
     rows = []
@@ -73,7 +74,9 @@ async def trajectory_table(history: History, run: str, algorithm: str, *, tokens
             rows.append(_facts(trajectory, place, trained.get(place), skipped.get(place)))
             if tokens:
                 rows[-1] |= {field.name: getattr(trajectory, field.name) for field in TOKENS}
+    # Records ascend within a partition; partitions come as the broker delivers them.
     rows.sort(key=lambda row: (row["partition"], row["offset"]))
+    # By a schema rather than by what is in the rows: no row, or a column of nulls, tells no type.
     return pa.Table.from_pylist(rows, pa.schema([*FACTS, *TOKENS]) if tokens else FACTS)
 
 
@@ -100,6 +103,7 @@ async def step_table(history: History, run: str, algorithm: str) -> pa.Table:
 
 def table_of(rows: Sequence[dict[str, Any]]) -> pa.Table:
     """Rows of which each may lack a column that another one has: null there. What is no plain value becomes JSON."""
+    # All columns of any row in the order in which they first occur, which a set would not keep.
     columns = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: [_plain(row.get(name)) for row in rows] for name in columns})
 
@@ -110,6 +114,7 @@ def _plain(value: Any) -> Any:
 
 def surviving(log: StepLog) -> list[StepReport]:
     """The reports of the steps that no crash has undone, in order; none if nothing was trained."""
+    # Without a lineage there is no chain, and asking for it is an error.
     if not log.lineage_starts:
         return []
     counted = {report.step: report for version, report in log.reports.items() if log.counts(version)}
@@ -124,11 +129,13 @@ async def _skipped(history: History, run: str, algorithm: str, log: StepLog) -> 
             row = record.message()
         except WireError:
             continue
+        # While no lineage is known, no crash can have undone a row, and there is no chain to ask.
         if (
             isinstance(row, SkipRecord)
             and row.algorithm == algorithm
             and (not log.lineage_starts or log.counts_row(row))
         ):
+            # A row for records that retention deleted unread stands for a whole range of offsets.
             end = row.offset + 1 if row.end_offset is None else row.end_offset
             found |= {(row.partition, offset): row.reason.value for offset in range(row.offset, end)}
     return found
@@ -152,6 +159,7 @@ def _facts(one: Trajectory, place: Place, step: int | None, skip_reason: str | N
         "sample_index": one.sample_index,
         "prompt": one.prompt_text,
         "completion": one.completion_text,
+        # Arrow builds a value of a map type from pairs.
         "rewards": list(one.rewards.items()),
         "length": len(one.token_ids),
         "predicted_length": one.predicted_length,
