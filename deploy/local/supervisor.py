@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count
 from pathlib import Path
 
 import structlog
@@ -368,8 +369,8 @@ class Fleet:
             log.info("worker left", worker=self.spec_of(number).name)
         staying = [number for number in self._present if number not in self._leaving]
         if len(staying) < self._wanted:
-            # One number more than ``most``: a worker that leaves keeps its own until its process has ended.
-            self._start(next(number for number in range(self.most + 1) if number not in self._present))
+            # Numbers above ``most`` come up: each worker that leaves keeps its own until its process has ended.
+            self._start(next(number for number in count() if number not in self._present))
         elif len(staying) > self._wanted:
             # The highest number, so that those of the beginning stay. As if asked one interval
             # ago: the loop below asks at once.

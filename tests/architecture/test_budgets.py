@@ -6,6 +6,7 @@ from tests.architecture.sources import PACKAGES, functions, sources
 LOOP_LINES = ("Consumes:", "Produces:", "Waits for:", "On failure:", "On stop:")
 LONG = {
     "consumers/training/checkpoints/storage.py": "two kinds of place behind one protocol",
+    "planning/simulation.py": "all that stands between the real roles and virtual time, of which no part is used alone",
     "producers/generation/engines/slots.py": "what one decode step does: slots, the model over its cache, the sampler",
 }
 """Files of over 500 lines, and why."""

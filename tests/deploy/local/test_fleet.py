@@ -106,3 +106,12 @@ async def test_a_worker_is_started_anew_under_the_id_of_one_that_left(tmp_path: 
         (tmp_path / "worker-1").unlink()
         await scene.want(2)
         await until(lambda: scene.workers() == {"worker-0", "worker-1"})
+
+
+async def test_workers_are_started_while_as_many_as_there_may_be_are_leaving(tmp_path: Path) -> None:
+    async with fleet(tmp_path, initial=1, most=4, wanted=4) as scene:
+        await until(lambda: len(scene.workers()) == 4)
+        await scene.want(1)
+        await until(lambda: set(scene.asked()) == {"worker-1", "worker-2", "worker-3"})
+        await scene.want(4)
+        await until(lambda: scene.workers() == {f"worker-{number}" for number in range(7)})
