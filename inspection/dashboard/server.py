@@ -28,6 +28,7 @@ from observability.run_state.state import RunState
 from schemas.errors import StreamRLError, UserError
 
 JSON = "application/json"
+# No inline script, no form and no frame around the page: what a completion smuggled in as markup could do nothing.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -99,6 +100,7 @@ class UpdateStream:
         """Put into JSON what may have changed; at most once a second, whoever asks."""
         now = self.clock()
         # A little below the pace, since timers of several browsers are never quite together.
+        # Not below 0: after a clock was set back, nothing would be refreshed until it is where it was.
         if 0 <= now - self._refreshed_at < OFTEN_S * 0.8:
             return
         self._refreshed_at = now
@@ -131,6 +133,7 @@ def build_app(
     pace_s: Callable[[], float] = lambda: OFTEN_S,
 ) -> web.Application:
     """The application; streams end when ``stop`` is set. ``host``: the name it is served under."""
+    # The first is the outermost: who is not let in reaches nothing, and answers to errors get the headers as well.
     app = web.Application(middlewares=[_guarded(host), _told], client_max_size=MAX_BODY)
     app[CONTEXT], app[STREAM], app[STOP] = context, UpdateStream(context.state, pace_s=pace_s), stop
     app.router.add_get("/", _index)
@@ -139,6 +142,7 @@ def build_app(
     app.router.add_get("/api/snapshot", _snapshot)
     app.router.add_get("/api/trajectory", _trajectory)
     app.router.add_get("/api/dead-letters", _dead_letters)
+    # 18 digits always fit an offset, which is a signed number of 64 bits.
     app.router.add_post("/api/dead-letters/{offset:[0-9]{1,18}}/retry", _retry)
     return app
 
@@ -185,6 +189,7 @@ async def _index(_request: web.Request) -> web.StreamResponse:
 async def _asset(request: web.Request) -> web.StreamResponse:
     folder = FOLDERS[request.match_info["folder"]]
     path = folder / request.match_info["name"]
+    # A slash that came escaped is one again here, and may lead out of the folder.
     if path.parent != folder or path.suffix not in TYPES or not path.is_file():
         raise web.HTTPNotFound
     return web.Response(body=path.read_bytes(), content_type=TYPES[path.suffix], charset="utf-8")

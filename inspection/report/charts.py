@@ -97,6 +97,7 @@ ONLY_COMPARED = frozenset({"Trainer waiting", "Consumer lag"})
 def axes(rows: StepTable) -> dict[str, Any]:
     """The horizontal axes of a run: steps, and seconds since its first step began."""
     stride = _stride(rows)
+    # A point stands at the last step of its stride, and at that step's end.
     return {
         "step": [rows.steps[min(at + stride, len(rows.steps)) - 1] for at in range(0, len(rows.steps), stride)],
         "time": [short(rows.times[min(at + stride, len(rows.times)) - 1]) for at in range(0, len(rows.times), stride)],
@@ -130,6 +131,7 @@ def _all_lines(curve: Curve, rows: StepTable) -> list[dict[str, Any]]:
         if not star:
             names[key] = word
             continue
+        # As in rewards/*/mean: what the star stands for names the line.
         for found in rows.keys(before):
             if found.endswith(after):
                 names[found] = word + found.removeprefix(before).removesuffix(after)
@@ -146,7 +148,7 @@ def _line(rows: StepTable, key: str, run: int, name: str) -> dict[str, Any] | No
 
 def _stride(rows: StepTable) -> int:
     # Rounded up, so that there are never more points than that.
-    return -(-len(rows.steps) // POINTS) or 1
+    return -(-len(rows.steps) // POINTS) or 1  # without any step too: ``range`` refuses a stride of 0
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -165,7 +167,7 @@ def order_over_time(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     coverage: list[dict[str, Any]] = []
     for number, record in enumerate(records):
         lengths = record.facts.topics.lengths if record.facts.topics else None
-        if lengths is None or len(lengths.windows) < 2:
+        if lengths is None or len(lengths.windows) < 2:  # one window is a point, and no course over time
             continue
         at = [short(max(0.0, when - record.rows.began)) for when, _, _ in lengths.windows]
         for lines, name, values in (
@@ -234,6 +236,7 @@ def _parts(taken: dict[str, float], whole: float, rest: str) -> list[tuple[str, 
     # What no phase tells.
     left = whole - sum(taken.values())
     taken = taken | {rest: taken.get(rest, 0.0) + max(0.0, left)}
+    # Not ``whole``: phases that overlap, or of steps that were undone, add up to more than that.
     total = sum(taken.values())
     return [(kind, round(taken[kind] / total, 4)) for kind in order if taken.get(kind, 0.0) / total >= 0.0005]
 
@@ -268,6 +271,7 @@ def _few(intervals: Sequence[DrawnInterval]) -> Sequence[DrawnInterval]:
     first, last = intervals[0][0], max(end for _, end, _ in intervals)
     # Two intervals for a piece at the most, so half as many pieces.
     piece = max(1.0, (last - first) / (MOST // 2))
+    # Milliseconds by piece and kind; an interval counts in every piece that it reaches into.
     taken: dict[int, dict[str, float]] = {}
     for start, end, kind in intervals:
         at = float(start)

@@ -37,10 +37,12 @@ def report(
     Raises:
         UserError: a run is not there, took no step, or the page cannot be written.
     """
+    # A command line's "nan" and "inf" are numbers to Python, and no reward ever reaches them.
     if level is not None and not math.isfinite(level):
         raise UserError(f"expected a number after --reward, got {level}")
     if export is not None and len(paths) > 1:
         raise UserError(f"expected one run with --export, whose topics it holds, got {len(paths)} runs")
+    # All are found and named before the first one's topics are read, which takes long: a wrong name ends it at once.
     directories = find_runs(paths)
     names = names_of([directory.path for directory in directories])
     if from_topics or export is not None:
@@ -53,6 +55,7 @@ def report(
     if out is not None or not as_json:
         target = out or (directories[0].report if len(records) == 1 else COMPARISON)
         _write(target, records, level)
+        # Beside JSON, standard output is the JSON alone.
         print(f"report: {target}", file=sys.stderr if as_json else sys.stdout)
     return 0
 
@@ -102,7 +105,7 @@ async def _gathered(history: History, run: PastRun) -> TopicDigest | None:
     try:
         return await gather_topics(history, run.name, run.directory.logs)
     finally:
-        await history.close()
+        await history.close()  # within the loop to which its connections belong
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
@@ -111,6 +114,7 @@ def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
     Raises:
         UserError: one or more are no runs, or took no step yet; each is named.
     """
+    # Collected, so that of several wrong paths the first does not hide the others.
     found, problems = [], []
     for path in paths:
         try:
@@ -129,6 +133,7 @@ def find_run(path: Path) -> RunDirectory:
         UserError: there is no such run, or it took no step yet.
     """
     given = path.parent if path.is_file() else path
+    # A directory that is there is meant as such, also where a run has the same name.
     candidates = [given] if given.is_dir() else [RUNS / given]
     for candidate in map(RunDirectory, candidates):
         if candidate.metrics.is_file():
@@ -146,6 +151,7 @@ def find_run(path: Path) -> RunDirectory:
 
 def names_of(paths: Sequence[Path]) -> list[str]:
     """Last parts of the paths; where these are alike, as many more as it takes to tell them apart."""
+    # ``abspath`` rather than ``resolve``: a link keeps the name by which its run is known.
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-depth:]) for each in parts]

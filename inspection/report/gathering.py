@@ -58,6 +58,7 @@ async def gather_topics(history: History, run: str, logs: Path) -> TopicDigest |
         lengths=length_facts(estimated),
         staleness=await _staleness(history, run, summaries),
         first=await _samples(history, run, _one_a_group(summaries)),
+        # Picked from the end, and put back into the order of time.
         last=await _samples(history, run, _one_a_group(summaries[::-1])[::-1]),
     )
 
@@ -98,6 +99,7 @@ async def _workers(
     intervals: dict[str, list[tuple[float, float]]] = {}
     for summary in summaries:
         intervals.setdefault(summary.worker_id, []).append((summary.started_at, summary.finished_at))
+    # Names come out of records: one that holds a path must not lead out of the folder of logs.
     adopted = {worker: adoptions(logs / f"{worker}.log") for worker in intervals if is_plain_name(worker)}
     # Log files may be elsewhere, or cut; heartbeats tell the same up to a second late.
     if not all(adopted.get(worker) for worker in intervals):
@@ -127,6 +129,7 @@ async def _staleness(history: History, run: str, summaries: Sequence[TrajectoryS
     async for message in _messages(history, run, STEPS):
         if isinstance(message, StepReport):
             positions = [(ref.partition, ref.offset) for batch in message.micro_batches for ref in batch]
+            # Version n is what step n made of version n - 1, from which ages are counted.
             ages.add(fates.trained(positions, message.step, message.version.number - 1))
     return {age: round(count) for age, count in sorted(ages.counts.items())}
 
@@ -146,6 +149,7 @@ async def _samples(history: History, run: str, summaries: Sequence[TrajectorySum
     records = await history.fetch(TRAJECTORIES.full_name(run), places)
     found = []
     for place in places:
+        # KeyError: retention deleted the record since its summary was read.
         with suppress(WireError, KeyError):
             message = records[place].message()
             if isinstance(message, Trajectory):

@@ -99,6 +99,7 @@ def differing_environment(records: Sequence[RunRecord]) -> list[tuple[str, tuple
 
 
 def _differing(trees: Sequence[Mapping[str, Any]], ignored: Sequence[str] = ()) -> list[tuple[str, tuple[str, ...]]]:
+    # A dict rather than a set, for the order of the files.
     keys = list(dict.fromkeys(key for tree in trees for key in tree if key not in ignored))
     rows = [(key, tuple(_text(tree[key]) if key in tree else ABSENT for tree in trees)) for key in keys]
     # A run that kept no settings differs in nothing that is known.
@@ -179,6 +180,7 @@ def _shared(records: Sequence[RunRecord]) -> dict[str, Any]:
         "lengths": lengths,
         "order": order_over_time(records),
     }
+    # Runs of different lengths have different strides; points that are single steps need no note.
     strides = sorted({each["stride"] for each in data["runs"]} - {1})
     return {
         "data": _embedded(data),
@@ -198,6 +200,7 @@ def _shared(records: Sequence[RunRecord]) -> dict[str, Any]:
 def _single(record: RunRecord) -> dict[str, Any]:
     figures = figures_of(record)
     rows = figure_rows([figures])
+    # Held-out results too, whose keys are the evaluation's own and end with their moment.
     wanted = [row for row in rows if row.key in CARDS or row.key.endswith(("_before", "_after"))]
     topics = record.facts.topics
     samples = {"first": topics.first, "last": topics.last} if topics else {}
@@ -249,6 +252,7 @@ def _told_of_lengths(number: int, record: RunRecord) -> dict[str, Any]:
     assert record.facts.topics is not None
     lengths = record.facts.topics.lengths
     assert lengths is not None
+    # Figures without key or label: only to be worded as all others are.
     told: dict[str, Figure] = {
         "longest 20 % recalled": Figure("", "", lengths.recall, "share"),
         "by saying the same for all": Figure("", "", lengths.constant, "share"),
@@ -287,9 +291,11 @@ def _missing(records: Sequence[RunRecord]) -> list[str]:
 def _embedded(data: Mapping[str, Any]) -> str:
     """JSON that cannot end the element it stands in."""
     # A "</script>" within a completion would end the element; two separators end a line in old scripts.
+    # NaN would be written as such, which is no JSON: the page would show nothing, so it is refused here.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _sha(text: str) -> str:
+    # As a content security policy names a text: base64 of the SHA-256 of its bytes, to the last blank.
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

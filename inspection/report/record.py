@@ -49,7 +49,7 @@ class StepTable:
     def keys(self, prefix: str) -> list[str]:
         """Names of metrics that begin so, sorted, the numbers in them by size."""
         found = {key for row in self.metrics for key in row if key.startswith(prefix)}
-        return sorted(found, key=lambda key: (len(key), key))
+        return sorted(found, key=lambda key: (len(key), key))  # shorter ones first: bucket_9 before bucket_10
 
     def column(self, key: str) -> list[float | None]:
         """One value a step; none where the step does not tell."""
@@ -66,6 +66,7 @@ class StepTable:
 
 def read_rows(path: Path) -> StepTable:
     """The rows of a file; none if it holds none."""
+    # A killed trainer may leave half a character; the lines before it are whole.
     with path.open(encoding="utf-8", errors="replace") as file:
         return rows_of(found for line in file if (found := _object(line)) is not None)
 
@@ -77,7 +78,7 @@ def rows_of(told: Iterable[Mapping[str, Any]]) -> StepTable:
     began = math.inf
     for line in told:
         step, at = line.get("step"), line.get("time")
-        # A line may be of another program, or cut.
+        # A line may be of another program, or cut. By ``type``, since ``true`` is an instance of int.
         if type(step) is not int or not _is_number(at):
             continue
         metrics = {
@@ -123,7 +124,7 @@ def _with_derived(metrics: dict[str, float], *, waits: bool) -> dict[str, float]
 def _object(line: str) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # the latter for a line of very many brackets
         return None
     return found if isinstance(found, dict) else None
 

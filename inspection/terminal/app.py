@@ -79,7 +79,7 @@ class Help(ModalScreen[None]):
 
     def on_key(self, event: events.Key) -> None:
         """Close."""
-        event.stop()
+        event.stop()  # the key that closes it is to do nothing else
         self.dismiss()
 
 
@@ -194,6 +194,7 @@ class Trajectories(Container):
         listed.clear_options()
         listed.add_options([Option(row_of(row, width)) for row in self.rows])
         if self.rows:
+            # Sends ``OptionHighlighted``, by which the newest row is told in the detail.
             listed.highlighted = 0
 
     def follow(self) -> None:
@@ -203,6 +204,7 @@ class Trajectories(Container):
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
         """Show what is known at once; any row but the newest holds the list."""
+        # Messages wait in a queue: this one may be of a longer list, which was filled anew meanwhile.
         if event.option_index >= len(self.rows):
             return
         # Whoever moves down wants to read: rows that run away under the cursor cannot be.
@@ -219,6 +221,7 @@ class Trajectories(Container):
         row = self.rows[event.option_index]
         self.held, self.opened = True, row["place"]
         self._title()
+        # A task of its own, so that the screen does not stand still meanwhile; the reading of another row is cancelled.
         self.run_worker(self._open(row), exclusive=True)
 
     async def _open(self, row: Row) -> None:
@@ -254,8 +257,10 @@ class TopApp(App[None]):
 
     CSS_PATH = Path(__file__).parent / "top.tcss"
     ENABLE_COMMAND_PALETTE = False
+    # Columns and rows from which a screen has a class that the style sheet chooses panels by.
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
     VERTICAL_BREAKPOINTS = [(0, "-low"), (40, "-high")]
+    # With priority: asked before the widget that has the focus, which may have a use of its own for the key.
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(number), f"tab({number})", show=False) for number in range(1, len(TABS) + 1)),
         Binding("right", "turn(1)", show=False, priority=True),
@@ -281,6 +286,7 @@ class TopApp(App[None]):
         self.title = f"streamrl top  {state.run}"
         self.state, self.clock, self.pace_s = state, clock, pace_s
         self.sections: dict[str, Any] = {}
+        # Kept, as every look asks them: no search through the tree of widgets each time.
         self.head = Panel(HEAD, "head", classes="")
         self.tabs = TabbedContent(id="tabs")
         self.listing = Trajectories(read, run_path)
@@ -315,15 +321,18 @@ class TopApp(App[None]):
 
     def on_mount(self) -> None:
         """Begin to look."""
+        # Panels have a size to draw for only once they were laid out.
         self.call_after_refresh(self.render_again)
 
     def render_again(self) -> None:
         """Look, and once more when it is time."""
         self.render_now()
+        # A new timer each time rather than an interval, because the pace may have changed.
         self.set_timer(self.pace_s(), self.render_again)
 
     def render_now(self) -> None:
         """Draw what has changed since, of what is in sight."""
+        # A timer may still ring while the screen is put up or taken down.
         if self.held or not self.head.is_attached or (pane := self.tabs.active_pane) is None:
             return
         now = self.state.known_until(self.clock())

@@ -55,6 +55,7 @@ def show_top(connection: RunConnection, where: Path | None, options: LineOptions
     try:
         return uvloop.run(_show(connection, str(where) if where else "", options, on_screen=on_screen))
     except BrokenPipeError:  # whoever read our output has seen enough
+        # Python flushes standard output once more on leaving, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -83,6 +84,7 @@ async def _show(connection: RunConnection, where: str, options: LineOptions, *, 
 
 
 async def _in_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) -> int:
+    # By the loop: a signal then ends it between two lines, never within one.
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await print_lines(feed, options, stop)
@@ -100,6 +102,7 @@ async def _on_screen(connection: RunConnection, feed: RunFeed, run_path: str, st
 
     tell_in_events(feed.state)
     app = TopApp(feed.state, read, run_path, pace_s=feed.pace_s)
+    # Through the application, which puts the terminal back as it was; SIGHUP: its window was closed.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, app.exit)
     tune_garbage_collector()
@@ -165,13 +168,14 @@ async def print_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) 
             # Events are printed once; the next object begins behind them.
             told = feed.state.log.numbered
         else:
-            print(line_of(feed.state, now), flush=True)
+            print(line_of(feed.state, now), flush=True)  # into a pipe, Python would hold lines back
         if options.once or feed.state.finished:
             return
         await stopped_within(stop, options.interval_s)
 
 
 async def _caught_up(feed: RunFeed, stop: asyncio.Event) -> None:
+    # A feed has positions only when it has read the past: a line before that would tell of an empty run.
     while not feed.positions and not stop.is_set():
         await stopped_within(stop, CATCHING_UP_S)
     # Nobody asks for the lag then, so there is none to wait for.

@@ -62,6 +62,7 @@ def short(value: float | None) -> str:
         return "–"
     size = abs(value)
     for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # Four digits stay as they are; from 9999.5 on rounding would make five of them.
         if size >= max(factor, 9999.5):
             scaled = value / factor
             return f"{scaled:.1f}{letter}" if abs(scaled) < 9.95 else f"{scaled:.0f}{letter}"
@@ -103,6 +104,7 @@ def columns_of(values: Sequence[Column], height: int, low: float, high: float) -
     for value in values:
         # A metric that never changed is drawn half-way up: neither bound would be true.
         share = 0.5 if span <= 0 else 0.0 if value is None else (value - low) / span
+        # Level 0 is a gap, so values have 1 to 8 * height: the lowest one can be seen.
         levels.append(0 if value is None else 1 + round(min(1.0, max(0.0, share)) * (height * 8 - 1)))
     return [
         "".join(BAR_LEVELS[min(8, max(0, level - 8 * row))] for level in levels) for row in range(height - 1, -1, -1)

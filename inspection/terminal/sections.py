@@ -220,7 +220,7 @@ def draw_lag(data: Mapping[str, Any], width: int, height: int) -> Text:
         return nothing("no trajectory yet", width)
     # At least one, so that an empty topic draws no bars rather than full ones.
     most = max(1, *lag["lag"])
-    room = max(1, width - 9 - 6)
+    room = max(1, width - 9 - 6)  # between a name of 9 cells and a number of 6
     rows = []
     for bucket, count in zip(lag["buckets"], lag["lag"], strict=True):
         style = SERIES[bucket % len(SERIES)]
@@ -257,6 +257,7 @@ def draw_workers(data: Mapping[str, Any], width: int, height: int) -> Text:
     if not workers:
         return nothing("no worker was heard of yet", width)
     name = min(NAME, max(6, *(cell_len(plain(worker["id"])) for worker in workers)))
+    # 26 cells: weights (11), slots (9), tokens a second (6). Without room for the state, the name has its colour.
     state = STATE if width >= name + 1 + STATE + 26 else 0
     room = min(WIDEST_BAR, width - name - 1 - state - 26)
     # A bar of one or two cells says nothing.
@@ -292,6 +293,7 @@ def draw_split(data: Mapping[str, Any], width: int, height: int) -> Text:
         return nothing("nothing was done yet", width)
     legend = Text()
     mark = "█ " if width >= WORKERS_ROOMY_FROM else "█"
+    # Only what is drawn, in the order of ``KINDS``: that of the stacks below.
     done = {kind for row in split for kind in row["shares"]} | {"wait"}
     for kind in (kind for kind in KINDS if kind in done):
         legend.append(mark, KINDS[kind]).append(f"{kind} ", MUTED)
