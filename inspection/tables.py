@@ -12,9 +12,9 @@ import pyarrow as pa
 
 from bus.history import History
 from bus.port import Record
-from inspection.replay.steps import StepLog, read_steps, refs_of
+from inspection.replay.steps import StepLog, read_steps
 from schemas.errors import WireError
-from schemas.reports import SkipRecord, StepReport
+from schemas.reports import RecordRef, SkipRecord, StepReport
 from schemas.topics import SKIPS, TRAJECTORIES
 from schemas.trajectories import Trajectory
 
@@ -64,8 +64,8 @@ async def trajectory_table(history: History, run: str, algorithm: str, *, tokens
         BusUnavailable: the topics cannot be read.
     """
     log = await read_steps(history, run, algorithm)
-    # References include samples that only counted for a step's advantages: the step is theirs too, and a skip row.
-    trained = {(ref.partition, ref.offset): report.step for report in surviving(log) for ref in refs_of(report)}
+    # Without those that a step left out: they only counted for its advantages, and a skip row says so.
+    trained = {(ref.partition, ref.offset): report.step for report in surviving(log) for ref in trained_refs(report)}
     skipped = await _skipped(history, run, algorithm, log)
     rows = []
     async for record in history.records(TRAJECTORIES.full_name(run)):
@@ -92,7 +92,7 @@ async def step_table(history: History, run: str, algorithm: str) -> pa.Table:
             "step": report.step,
             "version": str(report.version),
             "groups": len(report.group_ids),
-            "trajectories": len(refs_of(report)),
+            "trajectories": len(trained_refs(report)),
             "sent_at": report.sent_at,
             **report.metrics,
         }
@@ -119,6 +119,11 @@ def surviving(log: StepLog) -> list[StepReport]:
         return []
     counted = {report.step: report for version, report in log.reports.items() if log.counts(version)}
     return [counted[step] for step in sorted(counted)]
+
+
+def trained_refs(report: StepReport) -> list[RecordRef]:
+    """The records whose gradient a step contains."""
+    return [ref for batch in report.micro_batches for ref in batch]
 
 
 async def _skipped(history: History, run: str, algorithm: str, log: StepLog) -> dict[Place, str]:

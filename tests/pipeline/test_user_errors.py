@@ -55,7 +55,7 @@ def test_an_unreachable_broker_is_named_within_seconds(tmp_path: Path, tiny_mode
 
 def test_a_missing_model_is_named(tmp_path: Path, tiny_model: Path, bootstrap_servers: str) -> None:
     config = config_with(tmp_path, tiny_model, model={"path": str(tmp_path / "no-model")})
-    done = run_cli("run", config, f"--kafka.bootstrap_servers={bootstrap_servers}")
+    done = run_cli("run", config, f"--kafka.bootstrap_servers={bootstrap_servers}", "--run.workers=1")
     assert_one_clear_line(done, "no-model")
 
 
@@ -63,7 +63,7 @@ def test_a_reward_function_that_cannot_be_imported_is_named(
     tmp_path: Path, tiny_model: Path, bootstrap_servers: str
 ) -> None:
     config = config_with(tmp_path, tiny_model, rewards={"functions": ["tests.pipeline.letter_reward:no_such"]})
-    done = run_cli("run", config, f"--kafka.bootstrap_servers={bootstrap_servers}")
+    done = run_cli("run", config, f"--kafka.bootstrap_servers={bootstrap_servers}", "--run.workers=1")
     assert_one_clear_line(done, "no_such")
 
 

@@ -71,8 +71,10 @@ async def test_a_run_is_trained_read_audited_and_replayed_from_a_notebook(
     trajectories = run.trajectories(tokens=True)
     assert run.audit().is_balanced
     assert run.audit().produced == trajectories.num_rows
-    trained = [row for row in trajectories.to_pylist() if row["step"] is not None]
-    assert len(trained) + sum(row["skip_reason"] == "zero_advantage" for row in trajectories.to_pylist()) >= 5 * 4 * 4
+    rows = trajectories.to_pylist()
+    trained = [row for row in rows if row["step"] is not None]
+    assert not [row for row in trained if row["skip_reason"] is not None], "one fate each"
+    assert len(trained) + sum(row["skip_reason"] == "zero_advantage" for row in rows) == 5 * 4 * 4
     assert all(len(row["token_ids"]) == len(row["logprobs"]) == row["length"] for row in trained)
     steps = run.steps()
     assert steps["step"].to_pylist() == [1, 2, 3, 4, 5]

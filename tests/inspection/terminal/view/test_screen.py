@@ -15,7 +15,7 @@ from observability.run_state.pace import OFTEN_S
 from observability.run_state.state import RunState
 from tests.inspection.terminal.made_up_state import RUN, MadeUpState
 
-SIZES = [(80, 24), (100, 30), (120, 30), (120, 50), (160, 50), (240, 70)]
+SIZES = [(80, 24), (120, 30), (240, 70)]
 
 
 @asynccontextmanager
