@@ -1,7 +1,8 @@
 import ast
 import statistics
 
-from tests.architecture.sources import PACKAGES, functions, sources
+from tests.architecture.shape import shape_of
+from tests.architecture.sources import PACKAGES, ROOT, functions, sources
 
 LOOP_LINES = ("Consumes:", "Produces:", "Waits for:", "On failure:", "On stop:")
 LONG = {
@@ -84,7 +85,6 @@ def test_messages_and_settings_are_frozen() -> None:
 
 
 def test_no_test_patches_what_it_tests() -> None:
-    from tests.architecture.sources import ROOT
 
     tests = [path for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "architecture"]
     assert not [str(path) for path in tests if "unittest.mock" in path.read_text()]
@@ -92,3 +92,22 @@ def test_no_test_patches_what_it_tests() -> None:
 
 def test_packages_are_all_checked() -> None:
     assert {source.module.split(".")[0] for source in sources()} == set(PACKAGES)
+
+
+def test_a_class_name_means_one_thing() -> None:
+    names = [
+        node.name
+        for source in sources()
+        for node in source.tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert not {name for name in names if names.count(name) > 1}
+
+
+def test_the_shape_is_kept() -> None:
+    shape = shape_of(ROOT)
+    assert shape.cycles == 0
+    assert shape.comments_per_100 >= 3
+    assert shape.one_importer_share <= 1 / 3
+    assert shape.readme_bytes <= 12_000
+    assert shape.largest_room_share <= 0.25
