@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from inspection.lengths import recorded_completions
-from planning.prediction import LOCAL_RUN, CachedPrompts, Prediction, StageTimes, simulate, time_scale
+from planning.prediction import CachedPrompts, LOCAL_RUN, Prediction, StageEstimate, simulate, time_scale
 from producers.generation.engines.length_trace import LengthTraceSettings
 from producers.prompts.sources import open_source
 from schemas.errors import DataError
@@ -285,7 +285,7 @@ class ModeSearch:
         )
 
     def _splits(self) -> list[Split]:
-        stages = StageTimes(self.settings, self.source, STEPS)
+        stages = StageEstimate(self.settings, self.source, STEPS)
         hand_over_s = LOCAL_RUN.fetch_s * time_scale(self.settings) + self._transfer_s
         at_site = composed(self.mode, hand_over_s + self.settings.emulation.decode.adopt_s)
         # Cached, since a number of workers comes up in the splits with each number of trainers.

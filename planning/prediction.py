@@ -94,7 +94,7 @@ def simulate(
 ) -> Prediction:
     """Simulate so many steps and sum up. ``transfer_s``: emulated seconds of weights on their way to the workers."""
     scale = time_scale(settings)
-    stages = StageTimes(settings, source, 1)
+    stages = StageEstimate(settings, source, 1)
     step_s = max(stages.generation_s(settings.run.workers), stages.training_s(training_devices))
     # ``pace``: emulated seconds in a virtual one, so that a step lasts at most about ``LONGEST_STEP_S`` virtual ones.
     pace = max(scale, step_s / LONGEST_STEP_S)
@@ -141,7 +141,7 @@ def summed_up(run: SimulatedRun, settings: Settings) -> Prediction:
 
 
 @dataclass
-class StageTimes:
+class StageEstimate:
     """Each stage's own seconds for a step, were the other one to take no time: to choose what to simulate.
 
     From the lengths of ``steps`` steps' groups, and from decode curve and training costs alone.
