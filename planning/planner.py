@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from inspection.lengths import recorded_completions
-from planning.prediction import CachedPrompts, LOCAL_RUN, Prediction, StageEstimate, simulate, time_scale
+from planning.prediction import LOCAL_RUN, CachedPrompts, Prediction, StageEstimate, simulate, time_scale
 from producers.generation.engines.length_trace import LengthTraceSettings
 from producers.prompts.sources import open_source
 from schemas.errors import DataError
