@@ -48,7 +48,7 @@ class MemoryBus:
     async def transactional(self, transactional_id: str) -> "MemoryTransactionalPublisher":
         """A transactional publisher on this bus; older holders of the id are fenced."""
         epoch = self.epochs[transactional_id] = self.epochs.get(transactional_id, 0) + 1
-        return MemoryTransactionalPublisher(MemoryPublisher(self, transactional_id), transactional_id, epoch)
+        return MemoryTransactionalPublisher(await self.publisher(transactional_id), transactional_id, epoch)
 
     async def subscribe(
         self,

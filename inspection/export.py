@@ -22,9 +22,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bus.history import Extent, History
-from bus.port import Record, TopicPartition
+from bus.port import Record, TopicPartition, message_of
 from consumers.training.checkpoints.manifest import CheckpointManifest
-from schemas.errors import DataError, WireError
+from schemas.errors import DataError
 from schemas.topics import (
     COMMANDS,
     CONTROL,
@@ -401,10 +401,7 @@ def _named(headers: Iterable[tuple[str, bytes]]) -> list[dict[str, Any]]:
 
 
 def _readable(record: Record) -> dict[str, str]:
-    try:
-        message = record.message()
-    except WireError:
-        return {}
+    message = message_of(record)
     if not isinstance(message, Trajectory):
         return {}
     shown = {name: str(getattr(message, name)) for name in READABLE}

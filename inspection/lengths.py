@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bus.history import History
+from bus.port import message_of
 from inspection.export import MANIFEST, SegmentHistory
 from inspection.source import history_of, open_run
 from producers.lengths.offline import TAILS, FitReport, fit_language_model, fit_trees
 from producers.lengths.predictor import ObservedCompletion
-from schemas.errors import UserError, WireError
+from schemas.errors import UserError
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import FinishReason, Trajectory
 
@@ -82,10 +83,7 @@ def _opened(place: Path, tell: Callable[[str], None]) -> Iterator[tuple[History,
 
 async def _read(history: History, run: str, found: dict[str, tuple[float, ObservedCompletion]]) -> None:
     async for record in history.records(TRAJECTORIES.full_name(run)):
-        try:
-            message = None if record.value is None else record.message()
-        except WireError:
-            continue
+        message = message_of(record)
         # An aborted completion tells when it was cut, not how long it would have become; ids are only unique in a run.
         if isinstance(message, Trajectory) and message.finish_reason is not FinishReason.ABORT:
             found.setdefault(f"{run}/{message.trajectory_id}", (message.finished_at, ObservedCompletion.of(message)))

@@ -11,10 +11,9 @@ from typing import Any
 import pyarrow as pa
 
 from bus.history import History
-from bus.port import Record
+from bus.port import Record, message_of
 from inspection.replay.steps import StepLog, read_steps
-from schemas.errors import WireError
-from schemas.reports import RecordRef, SkipRecord, StepReport
+from schemas.reports import SkipRecord, StepReport
 from schemas.topics import SKIPS, TRAJECTORIES
 from schemas.trajectories import Trajectory
 
@@ -65,7 +64,7 @@ async def trajectory_table(history: History, run: str, algorithm: str, *, tokens
     """
     log = await read_steps(history, run, algorithm)
     # Without those that a step left out: they only counted for its advantages, and a skip row says so.
-    trained = {(ref.partition, ref.offset): report.step for report in surviving(log) for ref in trained_refs(report)}
+    trained = {(ref.partition, ref.offset): report.step for report in surviving(log) for ref in report.trained_refs}
     skipped = await _skipped(history, run, algorithm, log)
     rows = []
     async for record in history.records(TRAJECTORIES.full_name(run)):
@@ -92,7 +91,7 @@ async def step_table(history: History, run: str, algorithm: str) -> pa.Table:
             "step": report.step,
             "version": str(report.version),
             "groups": len(report.group_ids),
-            "trajectories": len(trained_refs(report)),
+            "trajectories": len(report.trained_refs),
             "sent_at": report.sent_at,
             **report.metrics,
         }
@@ -121,19 +120,11 @@ def surviving(log: StepLog) -> list[StepReport]:
     return [counted[step] for step in sorted(counted)]
 
 
-def trained_refs(report: StepReport) -> list[RecordRef]:
-    """The records whose gradient a step contains."""
-    return [ref for batch in report.micro_batches for ref in batch]
-
-
 async def _skipped(history: History, run: str, algorithm: str, log: StepLog) -> dict[Place, str]:
     """The reason of each record that a surviving row skips."""
     found: dict[Place, str] = {}
     async for record in history.records(SKIPS.full_name(run)):
-        try:
-            row = record.message()
-        except WireError:
-            continue
+        row = message_of(record)
         # While no lineage is known, no crash can have undone a row, and there is no chain to ask.
         if (
             isinstance(row, SkipRecord)
@@ -147,10 +138,7 @@ async def _skipped(history: History, run: str, algorithm: str, log: StepLog) -> 
 
 
 def _trajectory(record: Record) -> Trajectory | None:
-    try:
-        message = record.message()
-    except WireError:
-        return None
+    message = message_of(record)
     return message if isinstance(message, Trajectory) else None
 
 

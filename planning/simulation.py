@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from bus.history import BusHistory
-from bus.memory import MemoryBus, MemoryPublisher, MemorySubscription, MemoryTransactionalPublisher
+from bus.memory import MemoryBus, MemoryPublisher, MemorySubscription
 from bus.port import Outgoing, Position, Record, Start, TopicPartition
 from consumers.batching.micro_batches import MicroBatch
 from consumers.training.checkpoints.storage import open_storage
@@ -415,11 +415,6 @@ class DelayedBus(MemoryBus):
     async def publisher(self, client_id: str) -> "DelayedPublisher":
         """A publisher on this bus."""
         return DelayedPublisher(self, client_id)
-
-    async def transactional(self, transactional_id: str) -> MemoryTransactionalPublisher:
-        """A transactional publisher on this bus; older holders of the id are fenced."""
-        epoch = self.epochs[transactional_id] = self.epochs.get(transactional_id, 0) + 1
-        return MemoryTransactionalPublisher(DelayedPublisher(self, transactional_id), transactional_id, epoch)
 
     async def subscribe(
         self,

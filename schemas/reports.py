@@ -82,6 +82,11 @@ class StepReport(Message):
     finished: bool = False
     sent_at: float
 
+    @property
+    def trained_refs(self) -> list[RecordRef]:
+        """The records whose gradient the step contains, in the order in which they entered it."""
+        return [ref for batch in self.micro_batches for ref in batch]
+
 
 class RefusedStep(Message):
     """Trainer → steps topic: a gradient that was not applied, why, and the records it came from.

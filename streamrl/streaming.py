@@ -13,6 +13,7 @@ from bus.kafka.bus import KafkaBus
 from bus.kafka.cluster import committed_offsets
 from bus.port import Subscription, TopicPartition
 from inspection.diagnostics.connect import connect
+from inspection.source import RUNS
 from schemas.errors import UserError, WireError
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import Trajectory
@@ -59,7 +60,8 @@ async def stream(
         raise UserError(f"expected 0 <= rank < world_size, got rank {rank} and world_size {world_size}")
     if start == "committed" and group is None:
         raise UserError('expected a group with start="committed", got none')
-    target = connect(_path_of(run), "" if _path_of(run) else str(run), bootstrap_servers)
+    where = _path_of(run)
+    target = connect(where, "" if where else str(run), bootstrap_servers)
     target = await target.with_run()
     topic = target.name_of(TRAJECTORIES)
     first = {
@@ -123,7 +125,7 @@ class _Reading:
 
 def _path_of(run: str | Path) -> Path | None:
     path = Path(run)
-    return path if str(run) and (path.exists() or (Path("runs") / path).exists()) else None
+    return path if str(run) and (path.exists() or (RUNS / path).exists()) else None
 
 
 async def _beginnings(bus: KafkaBus, topic: str) -> dict[TopicPartition, int]:

@@ -298,7 +298,7 @@ class AlgorithmIndex:
             if self.lineage_starts.setdefault(version.lineage, start) != start:
                 self.conflicts.append((f"lineage {version.lineage} began twice, differently", None))
             return
-        refs = [ref for batch in report.micro_batches for ref in batch]
+        refs = report.trained_refs
         # Only what the balance is about, groups and records; 16 bytes are kept rather than the report.
         fingerprint = xxhash.xxh3_128_hexdigest(repr((report.group_ids, refs)).encode(errors="replace"))
         if version in self.steps:

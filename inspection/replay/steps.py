@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from bus.history import History
-from bus.port import Record, TopicPartition
+from bus.port import Record, TopicPartition, message_of
 from consumers.algorithms.advantages import Credit, ModelLimits, credit_group, deviation, skip_reason_of
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import Group, MicroBatch, MicroBatcher, Sample, TrainingSample, collate
@@ -308,11 +308,8 @@ async def read_steps(history: History, run: str, algorithm: str) -> StepLog:
     """The log of one algorithm's steps."""
     log = StepLog()
     async for record in history.records(STEPS.full_name(run)):
-        try:
-            message = record.message()
-        except WireError:
-            # Only this report is lost by it: a step that needs it is refused as absent, all others can be replayed.
-            continue
+        # By one that does not decode only itself is lost: a step that needs it is absent, all others can be replayed.
+        message = message_of(record)
         if isinstance(message, StepReport | RefusedStep) and message.algorithm == algorithm:
             log.observe(message)
     return log

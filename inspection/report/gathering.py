@@ -128,7 +128,7 @@ async def _staleness(history: History, run: str, summaries: Sequence[TrajectoryS
         fates.arrived((summary.partition, summary.offset), summary.oldest.number)
     async for message in _messages(history, run, STEPS):
         if isinstance(message, StepReport):
-            positions = [(ref.partition, ref.offset) for batch in message.micro_batches for ref in batch]
+            positions = [(ref.partition, ref.offset) for ref in message.trained_refs]
             # Version n is what step n made of version n - 1, from which ages are counted.
             ages.add(fates.trained(positions, message.step, message.version.number - 1))
     return {age: round(count) for age, count in sorted(ages.counts.items())}

@@ -266,7 +266,7 @@ class RunState:
         if not self.steps.add(report):
             return
         self.curves.add(report.step, report.metrics)
-        positions = [(ref.partition, ref.offset) for batch in report.micro_batches for ref in batch]
+        positions = [(ref.partition, ref.offset) for ref in report.trained_refs]
         # Version n is what step n made of version n - 1, the weights that its trajectories' ages are counted from.
         self.staleness.add(self.fates.trained(positions, report.step, report.version.number - 1))
         self.rates["steps"].add(report.sent_at)

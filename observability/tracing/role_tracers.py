@@ -351,7 +351,7 @@ class TrainerTracer:
         return None
 
     def _reporting(self, report: StepReport) -> OutgoingTrace | None:
-        if not any(self._held.get((ref.partition, ref.offset)) for batch in report.micro_batches for ref in batch):
+        if not any(self._held.get((ref.partition, ref.offset)) for ref in report.trained_refs):
             return None
         # only looked up here, not taken: if the sending fails, the report comes again and finds them still held
         trace_id = trace_id_of(self._run, "step", report.version, report.sent_at)
