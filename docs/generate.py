@@ -1,7 +1,12 @@
-"""``python -m docs.generate`` writes the generated pages; run it after a setting, topic or command changed."""
+"""``python -m docs.generate`` writes the generated pages, and published figures as the benchmarks' results have them.
+
+Run it after a setting, topic or command changed, or results were renewed. ``--check`` writes nothing, and refuses what
+would be written and figures without a source.
+"""
 
 import inspect
 import re
+import sys
 import typing
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -12,6 +17,7 @@ import typer
 from pydantic import BaseModel
 from typer.cli import get_docs_for_click
 
+from docs.figures import ROOT, FigureError, Figures, complaints, published
 from schemas.control import Control
 from schemas.messages import Message
 from schemas.topics import CATALOGUE, DAY_MS, HOUR_MS, Topic
@@ -223,15 +229,43 @@ DOCS = Path("docs")
 PAGES = {"settings.md": settings_page, "topics.md": topics_page, "cli.md": commands_page}
 
 
-def main() -> None:
-    """Write what differs, and say so."""
-    for name, page in PAGES.items():
-        path, text = DOCS / name, page()
-        stale = not path.exists() or path.read_text() != text
-        if stale:
-            path.write_text(text)
-        print(f"{path}: {'written' if stale else 'was up to date'}")
+def main(arguments: Sequence[str]) -> int:
+    """Write what differs, and say so; with ``--check``, 1 if anything does."""
+    stale = {name: text for name, page in PAGES.items() if _differs(DOCS / name, text := page())}
+    if "--check" in arguments:
+        wrong = [f"{DOCS / name}: not as generated" for name in stale] + list(complaints())
+        for line in wrong:
+            print(line, file=sys.stderr)
+        if wrong:
+            print("expected pages and figures as they are generated; run python -m docs.generate", file=sys.stderr)
+        return int(bool(wrong))
+    for name, text in stale.items():
+        (DOCS / name).write_text(text)
+        print(f"{DOCS / name}: written")
+    return _renew_figures()
+
+
+def _differs(path: Path, text: str) -> bool:
+    return not path.exists() or path.read_text() != text
+
+
+def _renew_figures() -> int:
+    code = 0
+    for name, text in published():
+        figures = Figures()
+        try:
+            renewed = figures.renewed(text)
+        except FigureError as error:
+            # The other pages all the same: results may be renewed one benchmark after the other.
+            print(f"{name}: {error}", file=sys.stderr)
+            code = 2
+            continue
+        for line in figures.differences:
+            print(f"{name}: {line}")
+        if renewed != text:
+            (ROOT / name).write_text(renewed)
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -33,28 +33,44 @@ class Fitted:
 def fit_decode(points: Sequence[DecodePoint]) -> tuple[tuple[tuple[int, float], ...], float, list[Fitted]]:
     """Table of (batch, seconds), seconds per token of context, and each point beside them.
 
-    The table's rises from batch to batch are the coefficients, so that it cannot fall.
+    The table's rises from batch to batch are the coefficients, so that it cannot fall. The shape comes from medians,
+    which one hiccup leaves alone; the level from means, because a run has its hiccups and what it takes is a sum.
     """
     batches = sorted({point.batch for point in points})
     # t(b) = sum of rises up to b, so a point's row has a 1 for each batch up to its own: [points, batches + 1].
     rows = np.array([[*(float(point.batch >= batch) for batch in batches), float(point.context)] for point in points])
     found = nonnegative(rows, np.array([point.seconds for point in points]))
+    # Least squares of relative errors lies below a noisy mean by about its squared coefficient of variation, and a
+    # median below it by the hiccups. One factor for all points brings their fitted sum to the sum of their means: of a
+    # single one's few steps, the mean would be as uncertain as its worst step.
+    found *= sum(point.mean_s for point in points) / float((rows @ found).sum())
     seconds = np.maximum(np.cumsum(found[:-1]), SHORTEST_S)
     table = tuple((batch, float(value)) for batch, value in zip(batches, seconds, strict=True))
     fitted = [
-        Fitted(f"decode step, batch {point.batch}, context {point.context}", point.seconds, float(value))
+        Fitted(f"decode step, batch {point.batch}, context {point.context}", point.mean_s, float(value))
         for point, value in zip(points, rows @ found, strict=True)
     ]
     return table, float(found[-1]), fitted
 
 
-def fit_prefill(points: Sequence[PrefillPoint]) -> tuple[float, list[Fitted]]:
-    """Seconds per prompt token, and each point beside them."""
-    per_token = float(np.median([point.seconds / point.tokens for point in points])) if points else 0.0
-    return per_token, [
-        Fitted(f"prefill, {point.prompts} prompts, {point.tokens} tokens", point.seconds, per_token * point.tokens)
-        for point in points
-    ]
+def fit_prefill(points: Sequence[PrefillPoint]) -> tuple[float, float, list[Fitted]]:
+    """Seconds per prompt, seconds per prompt token, and each point beside them."""
+    # A difference of two measurements may come out as nothing; it has no relative error.
+    told = [point for point in points if point.seconds > 0]
+    rows = np.array([[float(point.prompts), float(point.tokens)] for point in told]).reshape(-1, 2)
+    each, per_token = map(float, nonnegative(rows, np.array([point.seconds for point in told]))) if told else (0.0, 0.0)
+    return (
+        each,
+        per_token,
+        [
+            Fitted(
+                f"prefill, {point.prompts} prompts, {point.tokens} tokens",
+                point.seconds,
+                each * point.prompts + per_token * point.tokens,
+            )
+            for point in told
+        ],
+    )
 
 
 def fit_training(points: Sequence[StepPoint]) -> tuple[TrainingCosts, list[Fitted]]:

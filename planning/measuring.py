@@ -79,17 +79,21 @@ def _without_end(content: dict[str, Any]) -> dict[str, Any]:
 
 SHORTEST_PROMPT = 8
 ROUNDS_TO_START = 10_000
-PREFILLS = 3
+PREFILLS = 5
 UNEVEN = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """A decode step of ``batch`` completions with ``context`` tokens in all their caches, in seconds."""
+    """A decode step of ``batch`` completions with ``context`` tokens in all their caches, in seconds.
+
+    ``seconds``: the median of the timed steps; ``mean_s``: their mean, pauses of the process and the machine included.
+    """
 
     batch: int
     context: int
     seconds: float
+    mean_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ class PrefillPoint:
 
 @dataclass(frozen=True)
 class DecodeMeter:
-    """``steps``: timed decode steps per point, of which the median counts; ``clock``: in seconds."""
+    """``steps``: timed decode steps per point, each timed by itself; ``clock``: in seconds."""
 
     decoder: Decoder[Any]
     facts: ModelFacts
@@ -124,17 +128,18 @@ class DecodeMeter:
             for context in contexts:
                 running = self._fill(uneven(context, batch))
                 before = _cached(running)
-                seconds = self._timed()
+                taken = self._timed()
                 # Caches grow by a token a step each; the median step had about the mean of both ends.
-                yield DecodePoint(batch, (before + _cached(running)) // 2, seconds)
+                context_then = (before + _cached(running)) // 2
+                yield DecodePoint(batch, context_then, statistics.median(taken), statistics.fmean(taken))
                 self.decoder.clear()
 
     def prefills_at(self, lengths: Sequence[int], counts: Sequence[int]) -> Iterator[PrefillPoint]:
         """Points for so many prompts of each length at once, on an otherwise empty decoder."""
         for length in lengths:
             for number in counts:
-                # The fastest: others were disturbed. A difference of two measurements may still come out below zero.
-                seconds = min(self._prefill_s(number, length) for _ in range(PREFILLS))
+                # The median: a difference of two measurements errs to both sides, and may come out below zero.
+                seconds = statistics.median(self._prefill_s(number, length) for _ in range(PREFILLS))
                 yield PrefillPoint(number, number * length, max(0.0, seconds))
 
     def _prefill_s(self, number: int, length: int) -> float:
@@ -143,7 +148,7 @@ class DecodeMeter:
         rounds = self._until_all_run(running)
         seconds = self.clock() - began
         # Each round also decoded a token, which is no part of the prefill.
-        seconds -= rounds * self._timed()
+        seconds -= rounds * statistics.median(self._timed())
         self.decoder.clear()
         return seconds
 
@@ -180,15 +185,15 @@ class DecodeMeter:
                 return rounds
         raise ModelError(f"expected {len(running)} completions to start, got none after {ROUNDS_TO_START} steps")
 
-    def _timed(self) -> float:
-        """Seconds of a step, after one that does not count."""
+    def _timed(self) -> list[float]:
+        """Seconds of each timed step, after one that does not count."""
         self.decoder.step()
         seconds = []
         for _ in range(self.steps):
             began = self.clock()
             self.decoder.step()
             seconds.append(self.clock() - began)
-        return statistics.median(seconds)
+        return seconds
 
 
 def _cached(running: Sequence[ActiveCompletion]) -> int:

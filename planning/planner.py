@@ -207,7 +207,8 @@ class Planner:
         """
         for mode in modes:
             progress(f"looking for the best split in mode {mode}")
-        with _expecting(self.demand) as demand:
+        with expecting(self.demand.settings, self.demand.recorded) as settings:
+            demand = replace(self.demand, settings=settings)
             if len(modes) == 1:
                 return [ModeSearch.of(demand, modes[0]).best()]
             # Processes, not threads: a simulation is pure Python on one core, and the modes know nothing of each other.
@@ -221,21 +222,31 @@ def _best(demand: Demand, mode: Mode) -> Choice:
 
 
 @contextmanager
-def _expecting(demand: Demand) -> Iterator[Demand]:
-    """The demand with recorded lengths, if there are any, in a file that emulated ones are drawn from."""
-    if not demand.recorded:
-        yield demand
+def expecting(settings: Settings, recorded: Sequence[int]) -> Iterator[Settings]:
+    """The settings with recorded lengths, if there are any, in a file that emulated ones are drawn from."""
+    if not recorded:
+        yield settings
         return
     with tempfile.TemporaryDirectory(prefix="streamrl-plan-") as scratch:
         path = Path(scratch) / "lengths.npy"
-        np.save(path, np.array(demand.recorded, dtype=np.int64))
+        np.save(path, np.array(recorded, dtype=np.int64))
         drawn = LengthTraceSettings(
             source="file",
             path=path,
-            seed=demand.settings.run.seed,
-            prompt_characters_per_token=demand.settings.emulation.lengths.prompt_characters_per_token,
+            seed=settings.run.seed,
+            prompt_characters_per_token=settings.emulation.lengths.prompt_characters_per_token,
         )
-        yield replace(demand, settings=_with(demand.settings, "emulation", lengths=drawn))
+        yield _with(settings, "emulation", lengths=drawn)
+
+
+def measured_settings(settings: Settings, generation: DeviceProfile | None, training: DeviceProfile | None) -> Settings:
+    """The settings with what was measured in place of what emulation assumes."""
+    emulation: dict[str, object] = {}
+    if generation is not None:
+        emulation["decode"] = generation.decode
+    if training is not None:
+        emulation["training"] = training.training
+    return _with(settings, "emulation", **emulation)
 
 
 @dataclass
@@ -252,12 +263,7 @@ class ModeSearch:
         """The demand's settings, in this mode, with what was measured, and micro-batches of the size that pays."""
         settings = _with(demand.settings, "loop", mode=mode)
         trainer = demand.training or demand.generation
-        emulation: dict[str, object] = {}
-        if demand.generation.profile is not None:
-            emulation["decode"] = demand.generation.profile.decode
-        if trainer.profile is not None:
-            emulation["training"] = trainer.profile.training
-        settings = _with(settings, "emulation", **emulation)
+        settings = measured_settings(settings, demand.generation.profile, trainer.profile)
         longest = settings.loop.max_prompt_length + settings.loop.max_completion_length
         budget = token_budget(settings.emulation.training, longest, settings.batching.token_budget)
         settings = _with(settings, "batching", token_budget=budget)

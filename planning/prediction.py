@@ -201,7 +201,7 @@ class StageEstimate:
         # since a completion of n tokens is in the batch for n steps.
         context = sum(completion * (prompt + completion / 2) for prompt, completion in every) / tokens
         step_s = curve.leg_s(1, at_once, round(at_once * context))
-        prefill_s = sum(prompt for prompt, _ in every) * curve.settings.prefill_s_per_token
+        prefill_s = sum(curve.prefill_s(prompt) for prompt, _ in every)
         return (tokens / at_once * step_s + prefill_s) / workers / self.steps + curve.settings.adopt_s
 
     def _batch_s(self, sequences: Sequence[tuple[int, int]], workers: int) -> float:

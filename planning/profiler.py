@@ -118,12 +118,20 @@ def _measured(settings: Settings, effort: Effort, scratch: Path, progress: Progr
         prefills = list(meter.prefills_at(prompts(settings, longest, effort), PROMPTS_AT_ONCE))
         sizes = batches(settings.generation.max_num_seqs)
         steps = list(meter.steps_at(sizes, contexts(settings, longest, effort)))
+        kv_tokens = meter.decoder.kv_tokens  # known while it is loaded
     table, context_s, decode_fits = fit_decode(steps)
-    prefill_s, prefill_fits = fit_prefill(prefills)
+    prefill_s, prefill_s_per_token, prefill_fits = fit_prefill(prefills)
     # Medians: one slow transfer of the three must not count.
     adopt_s = sorted(point.adopt_s for point in transfers)[len(transfers) // 2]
     transfer_s = sorted(point.total_s for point in transfers)[len(transfers) // 2]
-    decode = DecodeSettings(table=table, context_s_per_token=context_s, prefill_s_per_token=prefill_s, adopt_s=adopt_s)
+    decode = DecodeSettings(
+        table=table,
+        context_s_per_token=context_s,
+        prefill_s=prefill_s,
+        prefill_s_per_token=prefill_s_per_token,
+        adopt_s=adopt_s,
+        kv_tokens=kv_tokens,
+    )
     fitted = (*decode_fits, *prefill_fits, *trained.fitted)
     return Profiled(_profile(settings, decode, trained.costs, transfer_s), fitted)
 
@@ -217,7 +225,7 @@ def _summary(profile: DeviceProfile) -> Iterator[str]:
     else:
         yield f"decode step: {1e3 * decode.step_s:.2f} ms x (1 + batch / {decode.batch_scale:g})"
     yield (
-        f"context {1e9 * decode.context_s_per_token:.2f} ns a token, prefill "
+        f"context {1e9 * decode.context_s_per_token:.2f} ns a token, prefill {1e3 * decode.prefill_s:.2f} ms and "
         f"{1e6 * decode.prefill_s_per_token:.2f} us a token, adoption {1e3 * decode.adopt_s:.1f} ms"
     )
     yield (

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,10 +39,10 @@ from producers.lengths.startup import build_predictor
 from producers.prompts.sources import PromptSource, open_source
 from schemas.control import WeightsReady
 from schemas.identifiers import PolicyVersion
-from schemas.profiles import TrainingCosts
+from schemas.profiles import DecodeCurve, TrainingCosts
 from schemas.reports import StepReport
 from schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, STEPS, TRAJECTORIES, WORK_ORDERS
-from settings.tree import Settings, decode_curve
+from settings.tree import Settings, decode_curve, worker_curves
 
 LONGEST_S = 30 * 86_400.0
 """Virtual seconds after which a simulation counts as one that never ends."""
@@ -126,13 +126,17 @@ class SimulatedPipeline:
     """A run of ``training.max_steps`` steps, over ``source`` in place of the prompts that the settings name.
 
     A virtual second is ``emulation.time_scale`` emulated ones, and one second for all time-outs of the settings.
-    ``training_devices`` share the work on each micro-batch; a fraction of one works so much longer.
+    ``training_devices`` share the work on each micro-batch; a fraction of one works so much longer. ``worker_speeds``:
+    how fast each worker decodes, as a multiple of the settings' curve; of those not named, 1. ``chunk_tokens``:
+    that an engine hands over at once; 0: a completion when it is over, which saves most of the work of simulating.
     """
 
     settings: Settings
     latencies: Latencies = INSTANT
     training_devices: float = 1
     source: PromptSource | None = None
+    chunk_tokens: int = 0
+    worker_speeds: Sequence[float] = ()
 
     def run(self) -> SimulatedRun:
         """Simulate it.
@@ -149,12 +153,12 @@ class SimulatedPipeline:
             tempfile.TemporaryDirectory(prefix="streamrl-simulation-") as scratch,
             sweeping(VirtualLoop(**bounds)) as loop,
         ):
-            parts = _Parts(self, _emulated(self.settings, Path(scratch)), loop.time)
+            parts = _Parts(self, _emulated(self.settings, Path(scratch), self.chunk_tokens), loop.time)
             return loop.run_until_complete(parts.run())
 
 
-def _emulated(settings: Settings, scratch: Path) -> Settings:
-    """Everything emulated, tokens handed over with the completion, and every group trained.
+def _emulated(settings: Settings, scratch: Path, chunk_tokens: int) -> Settings:
+    """Everything emulated, and every group trained.
 
     Constant rewards would otherwise have every group skipped where groups without a spread are.
     """
@@ -163,7 +167,9 @@ def _emulated(settings: Settings, scratch: Path) -> Settings:
     def changed(section: str, **values: object) -> Any:
         return getattr(settings, section).model_copy(update=values)
 
-    decode = settings.emulation.decode.model_copy(update={"chunk_tokens": 0})
+    decode = settings.emulation.decode.model_copy(update={"chunk_tokens": chunk_tokens})
+    # Without chunks a completion shows no progress before it ends, and nothing is lost here that had to be found.
+    patience = {} if chunk_tokens else {"order_timeout_s": LONGEST_S}
     return settings.model_copy(
         update={
             "run": changed("run", directory=scratch),
@@ -172,6 +178,7 @@ def _emulated(settings: Settings, scratch: Path) -> Settings:
             "training": changed("training", backend="emulated"),
             "coordinator": changed("coordinator", relays=(RELAY,)),
             "emulation": changed("emulation", decode=decode),
+            "dispatch": changed("dispatch", **patience),
         }
     )
 
@@ -211,7 +218,7 @@ class _Parts:
         name, stop = self.settings.run.name, asyncio.Event()
         trainer, dispatcher = self._trainer(), self._dispatcher()
         coordinator = Coordinator(self.bus, name, self.settings.coordinator, self.clock)
-        workers = [self._worker(f"worker-{number}") for number in range(self.settings.run.workers)]
+        workers = [self._worker(number) for number in range(self.settings.run.workers)]
         others = [asyncio.create_task(coordinator.run(stop)), asyncio.create_task(dispatcher.run(stop))]
         others += [asyncio.create_task(worker.run(stop)) for worker in workers]
         training = asyncio.create_task(trainer.run(stop))
@@ -259,6 +266,7 @@ class _Parts:
             predictor=build_predictor(settings.lengths, settings.loop, lengths),
             clock=self.clock,
             curve=decode_curve(settings),
+            curves=worker_curves(settings),
             # How far back the oldest checkpoint that is kept may lie.
             history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
         )
@@ -291,11 +299,12 @@ class _Parts:
             checkpoints=checkpoints,
             run_dir=None,
             clock=self.clock,
+            monotonic=self.clock,  # the dispatcher learns from the phases how fast the trainer is
         )
 
-    def _worker(self, worker_id: str) -> GenerationWorker:
-        settings = self.settings
-        engine = MeteredEngine(settings, self.clock)
+    def _worker(self, number: int) -> GenerationWorker:
+        settings, worker_id, speeds = self.settings, f"worker-{number}", self.pipeline.worker_speeds
+        engine = MeteredEngine(settings, self.clock, speeds[number] if number < len(speeds) else 1.0)
         self.engines.append(engine)
         return GenerationWorker(
             bus=self.bus,
@@ -365,9 +374,10 @@ class BusyPolicy(EmulatedPolicy):
 class MeteredEngine(EmulatedEngine):
     """Also measures: ``slot_s`` and ``idle_s`` in virtual seconds up to the last ``meter``, and tokens by group."""
 
-    def __init__(self, settings: Settings, monotonic: Callable[[], float]) -> None:
+    def __init__(self, settings: Settings, monotonic: Callable[[], float], speed: float) -> None:
         emulation, slots = settings.emulation, settings.generation.max_num_seqs
-        super().__init__(emulation.decode, emulation.lengths, emulation.time_scale, slots, monotonic=monotonic)
+        decode = DecodeCurve(emulation.decode).times(1 / speed).settings
+        super().__init__(decode, emulation.lengths, emulation.time_scale, slots, monotonic=monotonic)
         self.slot_s = self.idle_s = 0.0
         self.tokens: defaultdict[str, int] = defaultdict(int)
         self._clock = monotonic

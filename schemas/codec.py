@@ -1,8 +1,9 @@
 """Bytes ↔ messages.
 
 A frame is: header length (uint32, little-endian), header (a msgpack map of the plain fields; array fields hold their
-length), then the arrays' little-endian bytes in field order. The schema's name and version travel in the record's
-headers. Every size is checked before it is used; the header is small by contract, so that a hostile one stays cheap.
+length in items, long texts theirs in bytes), then the arrays' little-endian bytes in field order, then the long texts'
+UTF-8 in field order. The schema's name and version travel in the record's headers. Every size is checked before it is
+used; the header is small by contract, so that a hostile one stays cheap, and what grows with a completion is behind it.
 """
 
 import struct
@@ -25,6 +26,8 @@ CONTENT_TYPE = b"application/vnd.streamrl+msgpack"
 UNREADABLE_HEADER = "unreadable"
 """Header of a record that the bus could not read: its value says why; the record has no value of its own."""
 MAX_HEADER_BYTES = 512 << 10
+MAX_TEXT_BYTES = 8 << 20
+"""Of all long texts of a frame: 200,000 tokens of 40 bytes. In memory one emoji makes a text four times as large."""
 MAX_ITEMS = 20_000
 MAX_REPORT_ITEMS = 120_000
 """Values in a header, those in containers counted; each takes up to two hundred times its bytes once it is unpacked."""
@@ -64,6 +67,7 @@ class _Kind(NamedTuple):
     max_header: int
     max_items: int
     arrays: tuple[tuple[str, np.dtype[Any]], ...]
+    texts: tuple[str, ...]
     validate: Callable[[Any], Message]
 
 
@@ -71,7 +75,8 @@ def _kind_of(model: type[Message], validate: Callable[[Any], Message]) -> _Kind:
     max_header = model.MAX_BYTES if model.SCHEMA in _HEADER_FREE else min(model.MAX_BYTES, MAX_HEADER_BYTES)
     max_items = MAX_REPORT_ITEMS if model.SCHEMA in _HEADER_FREE else MAX_ITEMS
     arrays = tuple(model.array_fields().items())
-    return _Kind(model.SCHEMA, model.VERSION, model.MAX_BYTES, max_header, max_items, arrays, validate)
+    texts = model.text_fields()
+    return _Kind(model.SCHEMA, model.VERSION, model.MAX_BYTES, max_header, max_items, arrays, texts, validate)
 
 
 _KINDS = {
@@ -89,21 +94,28 @@ def encode(message: Message) -> bytes:
     """Serialise a message.
 
     Raises:
-        FrameTooLarge: the frame would exceed ``MAX_BYTES`` of its schema.
+        FrameTooLarge: the frame would exceed ``MAX_BYTES`` of its schema, or its texts ``MAX_TEXT_BYTES``.
     """
-    # A shallow copy: the array fields of it are replaced below, and the message itself is frozen.
+    # A shallow copy: fields of it are replaced below, and the message itself is frozen.
     fields = dict(message.__dict__)
     blobs = []
+    text_size = 0
     kind = _KINDS[message.SCHEMA]
     for name, _ in kind.arrays:
         array = fields.pop(name)
         fields[name] = array.size  # behind the plain fields, as the bytes are
         # A view with gaps is no run of bytes: it is copied once. ``join`` reads the others in place.
         blobs.append(array if array.flags.c_contiguous else array.tobytes())
+    for name in kind.texts:
+        text = fields.pop(name).encode()
+        fields[name] = len(text)
+        text_size += len(text)
+        blobs.append(text)
     header = msgpack.packb(fields, default=_fields_of)
     frame = b"".join((_PREFIX.pack(len(header)), header, *blobs))
     # By the reader's own rule, so that nothing is written that would become a dead letter.
     _check_sizes(kind, len(frame), len(header))
+    _check_texts(kind, text_size)
     return frame
 
 
@@ -117,11 +129,46 @@ def decode(value: bytes | None, headers: Headers) -> Message:
     """
     kind = _KIND_BY_HEADERS.get(headers) or _named_kind(headers)
     fields, body = _split(value, kind)
-    _attach_arrays(kind, fields, body)
+    _attach_texts(kind, fields, body, _attach_arrays(kind, fields, body))
     try:
         return kind.validate(fields)
     except ValidationError as error:
         raise MalformedFrame(_first_problem(kind.schema, error)) from error
+
+
+def header_of(value: bytes | None, headers: Headers) -> tuple[dict[str, Any], memoryview]:
+    """The plain fields of a frame, not validated, and what stands behind its header: for displays of many records.
+
+    Raises:
+        WireError: as ``decode``, as far as the header shows it.
+    """
+    return _split(value, _KIND_BY_HEADERS.get(headers) or _named_kind(headers))
+
+
+def beginning_of_text(
+    model: type[Message], name: str, fields: dict[str, Any], body: memoryview, characters: int
+) -> str:
+    """At most so many characters of a long text, of what ``header_of`` gave; the rest of it is not looked at.
+
+    Raises:
+        MalformedFrame: the lengths do not fit the frame.
+    """
+    if isinstance(text := fields.get(name), str):
+        return text[:characters]
+    # The texts are last, so what follows this one counts from the end.
+    names = _KINDS[model.SCHEMA].texts
+    sizes: list[int] = []
+    for size in (fields.get(each) for each in names[names.index(name) :]):
+        if isinstance(size, str):
+            continue
+        if type(size) is not int or size < 0:
+            raise MalformedFrame(f"expected the length of {model.SCHEMA}.{name} within the frame, got {size!r}")
+        sizes.append(size)
+    start = len(body) - sum(sizes)
+    if start < 0:
+        raise MalformedFrame(f"expected the length of {model.SCHEMA}.{name} within the frame, got {text!r}")
+    # A character has at most four bytes; what the cut leaves of one stands behind the characters wanted.
+    return str(body[start : start + min(sizes[0], 4 * characters)], "utf-8", "replace")[:characters]
 
 
 def _first_problem(schema: str, error: ValidationError) -> str:
@@ -196,7 +243,8 @@ def refuse_many_items(data: bytes, limit: int) -> None:
             raise FrameTooLarge(f"expected at most {limit} values in a header, got {seen + to_come} or more")
 
 
-def _attach_arrays(kind: _Kind, fields: dict[str, Any], body: memoryview) -> None:
+def _attach_arrays(kind: _Kind, fields: dict[str, Any], body: memoryview) -> int:
+    """Where in the body the arrays end."""
     position, end = 0, len(body)
     for name, dtype in kind.arrays:
         count = fields.get(name)
@@ -207,8 +255,28 @@ def _attach_arrays(kind: _Kind, fields: dict[str, Any], body: memoryview) -> Non
         # A view of the record's bytes, read-only as they are: nothing is copied.
         fields[name] = np.frombuffer(body, dtype, size // dtype.itemsize, position)
         position += size
+    return position
+
+
+def _attach_texts(kind: _Kind, fields: dict[str, Any], body: memoryview, position: int) -> None:
+    end = len(body)
+    # All that is left is text, or refused below.
+    _check_texts(kind, end - position)
+    for name in kind.texts:
+        size = fields.get(name)
+        if type(size) is str:  # by the first version of the schema: texts stood in the header
+            continue
+        if type(size) is not int or not 0 <= size <= end - position:
+            raise MalformedFrame(f"expected the length of {kind.schema}.{name} within the frame, got {size!r}")
+        try:
+            fields[name] = str(body[position : position + size], "utf-8")
+        except UnicodeDecodeError as error:
+            raise MalformedFrame(f"expected UTF-8 as {kind.schema}.{name}, got: {error.reason}") from error
+        position += size
     if position != end:
-        raise MalformedFrame(f"expected {position} bytes of arrays after the {kind.schema} header, got {end}")
+        raise MalformedFrame(
+            f"expected {position} bytes of arrays and texts behind the {kind.schema} header, got {end}"
+        )
 
 
 def _check_sizes(kind: _Kind, frame_size: int, header_size: int) -> None:
@@ -217,6 +285,11 @@ def _check_sizes(kind: _Kind, frame_size: int, header_size: int) -> None:
             f"expected a {kind.schema} frame of at most {kind.max_bytes} bytes with a header of at most "
             f"{kind.max_header}, got {frame_size} with {header_size}"
         )
+
+
+def _check_texts(kind: _Kind, size: int) -> None:
+    if size > MAX_TEXT_BYTES and kind.texts:
+        raise FrameTooLarge(f"expected at most {MAX_TEXT_BYTES} bytes of text in a {kind.schema} frame, got {size}")
 
 
 def _fields_of(part: Any) -> Any:

@@ -1,6 +1,7 @@
 """The base of all messages: frozen, unmoved by fields of newer writers, comparable with arrays inside.
 
-An array field is one-dimensional, numpy in memory and little-endian bytes on the wire.
+An array field is one-dimensional, numpy in memory and little-endian bytes on the wire. A long text is a ``str`` in
+memory and UTF-8 behind the arrays on the wire.
 """
 
 from typing import Annotated, Any, ClassVar, Self
@@ -13,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, Wit
 class Message(BaseModel):
     """A record that travels on a topic. ``SCHEMA`` and ``VERSION`` go into the record's headers.
 
-    A new version may only add optional fields; unknown fields of a newer writer are ignored.
+    A new version may only add optional fields, or move a text behind the header; unknown fields of a newer writer are
+    ignored.
     """
 
     SCHEMA: ClassVar[str]
@@ -36,6 +38,15 @@ class Message(BaseModel):
             }
             type.__setattr__(cls, "_array_fields_cache", cached)
         return cached
+
+    @classmethod
+    def text_fields(cls) -> tuple[str, ...]:
+        """Names of the fields that travel as UTF-8 behind the arrays."""
+        return tuple(
+            name
+            for name, field in cls.model_fields.items()
+            if any(isinstance(marker, WireText) for marker in field.metadata)
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, type(self)):
@@ -77,6 +88,10 @@ class WireArray:
         return array
 
 
+class WireText:
+    """Marks a text that grows with a completion: behind the arrays, where the bound of the header does not hold."""
+
+
 def _array_type(dtype: str) -> Any:
     marker = WireArray(dtype)
     return (
@@ -90,3 +105,4 @@ def _array_type(dtype: str) -> Any:
 Int32Array = Annotated[NDArray[np.int32], *_array_type("<i4")]
 Float32Array = Annotated[NDArray[np.float32], *_array_type("<f4")]
 UInt8Array = Annotated[NDArray[np.uint8], *_array_type("<u1")]
+LongText = Annotated[str, WireText()]

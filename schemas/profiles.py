@@ -40,12 +40,21 @@ class DecodeSettings(Section):
     context_s_per_token: Annotated[
         Seconds, Field(description="Seconds a step takes longer for each token in the batch's key-value cache.")
     ] = 0.0
+    prefill_s: Annotated[
+        Seconds, Field(description="Seconds for which each admitted prompt stalls the whole engine, however short.")
+    ] = 0.0
     prefill_s_per_token: Annotated[
         Seconds, Field(description="Seconds for which a prompt token stalls the whole engine when it is admitted.")
     ] = 0.0
     adopt_s: Annotated[
         Seconds, Field(description="Seconds for which new weights stall the engine, between two decode steps.")
     ] = 0.0
+    kv_tokens: Annotated[
+        int | None,
+        Field(
+            ge=1, description="Tokens of context that the key-value cache holds, of all running completions together."
+        ),
+    ] = None
     chunk_tokens: Annotated[
         int, Field(ge=0, description="Tokens of a completion handed over at once; 0: all of them at its end.")
     ] = 0
@@ -69,6 +78,23 @@ class DecodeCurve:
     @cached_property
     def _known(self) -> dict[int, float]:
         return {}
+
+    def times(self, factor: float) -> "DecodeCurve":
+        """The curve of a worker that takes so many times as long for everything."""
+        decode = self.settings
+        return DecodeCurve(
+            decode.model_copy(
+                update={
+                    # Everything that is a time; ``batch_scale`` is a number of completions.
+                    "step_s": decode.step_s * factor,
+                    "table": tuple((batch, seconds * factor) for batch, seconds in decode.table),
+                    "context_s_per_token": decode.context_s_per_token * factor,
+                    "prefill_s": decode.prefill_s * factor,
+                    "prefill_s_per_token": decode.prefill_s_per_token * factor,
+                    "adopt_s": decode.adopt_s * factor,
+                }
+            )
+        )
 
     def batch_s(self, batch: int) -> float:
         """t(b): a step's seconds with empty caches."""
@@ -105,6 +131,10 @@ class DecodeCurve:
         """The fewest steps in a row, the first one begun at ``start``, whose last is not over before ``end``."""
         steps = self.steps_by(end, start, batch, context)
         return steps if start + self.leg_s(steps, batch, context) >= end else steps + 1
+
+    def prefill_s(self, prompt_tokens: int) -> float:
+        """Seconds for which the admission of a prompt stalls the engine."""
+        return self.settings.prefill_s + self.settings.prefill_s_per_token * prompt_tokens
 
     def _formula(self, batch: int) -> float:
         return self.settings.step_s * (1 + batch / self.settings.batch_scale)

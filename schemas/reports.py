@@ -22,7 +22,13 @@ class WorkerState(StrEnum):
 
 
 class Heartbeat(Message):
-    """Worker → dispatcher and coordinator: alive, what it holds, and how fast it is. Rates are per second."""
+    """Worker → dispatcher and coordinator: alive, what it holds, and how fast it is. Rates are per second.
+
+    ``orders``: by group id, for each order that the worker has taken and not delivered whole, the seconds since its
+    last progress: a token of it, a finished sample, or, while a sample of it waits for its first token, a token of any
+    other. None: this heartbeat does not say. ``kv_tokens``: tokens of context that the engine's key-value cache holds,
+    of all running completions together; None: its slots are the only bound.
+    """
 
     SCHEMA: ClassVar[str] = "heartbeat"
 
@@ -37,6 +43,8 @@ class Heartbeat(Message):
     generated_tokens: Annotated[int, Field(ge=0)]
     finished_trajectories: Annotated[int, Field(ge=0)]
     tokens_per_s: Annotated[float, Field(ge=0)]
+    orders: dict[ShortText, Annotated[float, Field(ge=0)]] | None = None
+    kv_tokens: Annotated[int, Field(ge=1)] | None = None
     sequence: Annotated[int, Field(ge=0)]
     sent_at: float
 

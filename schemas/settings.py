@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from schemas.trajectories import SamplingParams, StopStrings
+
 UNSET = "none"
 """What a configuration file says where a setting shall have no value."""
 
@@ -44,8 +46,24 @@ class LoopSettings(Section):
     ] = 1024
     max_completion_length: Annotated[int, Field(ge=1, description="Most tokens sampled per completion.")] = 1024
     temperature: Annotated[float, Field(gt=0, le=100, description="Sampling temperature.")] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0, description="0 keeps the whole vocabulary.")] = 0
+    top_p: Annotated[
+        float,
+        Field(gt=0, le=1, description="Sample among the likeliest tokens that sum to this probability; 1 keeps all."),
+    ] = 1.0
+    top_k: Annotated[
+        int, Field(ge=0, description="Sample among so many likeliest tokens; 0 keeps the whole vocabulary.")
+    ] = 0
+    min_p: Annotated[
+        float,
+        Field(ge=0, le=1, description="Sample no token less likely than this share of the likeliest one; 0 keeps all."),
+    ] = 0.0
+    stop: Annotated[
+        StopStrings,
+        Field(description="Strings that end a completion; all tokens sampled are trained, those of the string too."),
+    ] = ()
+    include_stop_str_in_output: Annotated[
+        bool, Field(description="Whether the text that rewards see ends with the stop string or before it.")
+    ] = False
     bucket_boundaries: Annotated[
         tuple[int, ...],
         Field(description="Ascending output lengths in tokens that part the length buckets; n make n + 1 buckets."),
@@ -88,6 +106,19 @@ class LoopSettings(Section):
     def max_groups_in_flight(self) -> int:
         """Groups admitted and not yet consumed, at most: (staleness_bound + 1) × groups_per_step."""
         return (self.staleness_bound + 1) * self.groups_per_step
+
+    def sampling_params(self, seed: int | None = None) -> SamplingParams:
+        """How every completion of the run is sampled; ``seed``: of the order, none leaves it to the engine."""
+        return SamplingParams(
+            max_completion_length=self.max_completion_length,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=self.stop,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            seed=seed,
+        )
 
     def bucket_of(self, length: int) -> int:
         """The bucket of an output length: the number of boundaries at or below it."""

@@ -99,7 +99,7 @@ TRAJECTORIES = Topic(
     cleanup_policy="delete",
     retention_ms=7 * DAY_MS,
     max_message_bytes=_room_for(Trajectory),
-    writers=("worker",),
+    writers=("worker", "dispatcher"),
     readers=("trainer", "dispatcher", "report"),
 )
 DEAD_LETTERS = Topic(

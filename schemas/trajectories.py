@@ -4,19 +4,22 @@ A work order carries a prompt, advice about its output length, and how to sample
 sampling, and one trajectory per finished completion.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from schemas.identifiers import PolicyVersion
-from schemas.messages import Float32Array, Int32Array, Message, UInt8Array
+from schemas.identifiers import PolicyVersion, make_trajectory_id
+from schemas.messages import Float32Array, Int32Array, LongText, Message, UInt8Array
 
 _ZERO = np.zeros((), np.int32)
 """To compare arrays with; an array, because a Python number would be converted anew each time."""
 
 ShortText = Annotated[str, Field(max_length=256)]
+StopStrings = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=16)]
+"""Strings that end a completion; every order carries them, hence the bounds."""
 
 
 class Part(BaseModel):
@@ -65,13 +68,31 @@ class LengthEstimate(Part):
 
 
 class SamplingParams(Part):
-    """How completions are sampled; the names are vLLM's and TRL's."""
+    """How completions are sampled; the names are vLLM's and TRL's.
+
+    In this order: logits divided by ``temperature``; of the probabilities those below ``min_p`` times the largest left
+    out, then all but the ``top_k`` largest, then those behind the smallest set that sums to ``top_p``.
+    """
 
     max_completion_length: Annotated[int, Field(ge=1)]
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0  # 0: the whole vocabulary
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    stop: StopStrings = ()
+    include_stop_str_in_output: bool = False
     seed: int | None = None
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never sampled, however the temperature is."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    def find_stop(self, text: str) -> tuple[int, int] | None:
+        """Where the stop string that is complete first stands in a text, as [start, end); none: None."""
+        # Of two that end together, the one listed first: vLLM's rule.
+        spans = [(start, start + len(one)) for one in self.stop if (start := text.find(one)) >= 0]
+        return min(spans, key=lambda span: span[1], default=None)
 
 
 class WorkOrder(Message):
@@ -136,12 +157,16 @@ class Trajectory(Message):
 
     Rewards are raw, by name and unweighted (``None``: not applicable or failed, see ``reward_errors``); advantages
     are the consumer's business. With P prompt and T completion tokens: ``prompt_token_ids`` int32 (P),
-    ``token_ids`` int32 (T), ``logprobs`` float32 (T), of the behaviour policy at the sampling temperature,
-    ``loss_mask`` uint8 (T). Times are seconds since the epoch. ``position``: of the prompt in the prompt source.
-    ``due_step``: the earliest optimizer step that may train it, 0 for any.
+    ``token_ids`` int32 (T), every token that was sampled, a stop string's too; ``logprobs`` float32 (T), of the
+    behaviour policy at the sampling temperature over the whole vocabulary, as the trainer computes its own: top-p,
+    top-k and min-p decide what can be sampled, not what is recorded; ``loss_mask`` uint8 (T). ``completion_text`` is
+    what rewards see: without special tokens, and without the stop string unless it was asked for. Times are seconds
+    since the epoch. ``position``: of the prompt in the prompt source. ``due_step``: the earliest optimizer step that
+    may train it, 0 for any.
     """
 
     SCHEMA: ClassVar[str] = "trajectory"
+    VERSION: ClassVar[int] = 2  # 1 had its texts in the header
     MAX_BYTES: ClassVar[int] = 16 << 20
 
     trajectory_id: ShortText
@@ -156,8 +181,8 @@ class Trajectory(Message):
     loss_mask: UInt8Array  # [T], 1: counts in the loss
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
-    prompt_text: str
-    completion_text: str
+    prompt_text: LongText
+    completion_text: LongText
     rewards: dict[str, float | None]
     reward_errors: dict[str, str] = Field(default_factory=dict)
     temperature: float
@@ -210,3 +235,53 @@ class Trajectory(Message):
     def newest_version(self) -> PolicyVersion:
         """The newest weights that sampled a token of this completion (the admitted version if it is empty)."""
         return max((span.version for span in self.version_spans), default=self.admitted_version)
+
+
+SHOWN_CHARACTERS = 1000
+"""Of a prompt that cannot be sampled: enough to recognise it, and never too large to send."""
+
+
+def aborted_trajectory(
+    order: WorkOrder, sample_index: int, reason: str, *, rewards: Iterable[str], now: float
+) -> Trajectory:
+    """The record of a sample that was never made, with the reason in place of each reward: it completes its group.
+
+    ``rewards``: names of the reward functions; the reason is told under ``generation`` where none is known.
+    """
+    names = tuple(rewards)
+    return Trajectory(
+        **origin_of(order, sample_index),
+        prompt_token_ids=[],
+        token_ids=[],
+        logprobs=[],
+        loss_mask=[],
+        version_spans=(),
+        finish_reason=FinishReason.ABORT,
+        prompt_text=order.prompt.text[:SHOWN_CHARACTERS],
+        completion_text="",
+        rewards=dict.fromkeys(names),
+        reward_errors=dict.fromkeys(names or ("generation",), reason),
+        started_at=now,
+        finished_at=now,
+    )
+
+
+def origin_of(order: WorkOrder, sample_index: int) -> dict[str, Any]:
+    """The fields of a trajectory that say which sample of which order it is."""
+    return {
+        "trajectory_id": make_trajectory_id(order.group_id, sample_index),
+        "group_id": order.group_id,
+        "prompt_id": order.prompt.prompt_id,
+        "dataset": order.prompt.dataset,
+        "sample_index": sample_index,
+        "num_generations": order.num_generations,
+        "temperature": order.sampling.temperature,
+        "bucket": order.estimate.bucket,
+        "predicted_length": order.estimate.median,
+        "worker_id": order.worker_id,
+        "attempt": order.attempt,
+        "admitted_version": order.admitted_version,
+        "position": order.position,
+        "due_step": order.due_step,
+        "created_at": order.created_at,
+    }

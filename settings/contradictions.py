@@ -34,6 +34,12 @@ RULES = (
         lambda settings: f'loop.mode = "{settings.loop.mode}", whose bound is {settings.loop.staleness_bound}',
     ),
     ExclusionRule(
+        ("loop.include_stop_str_in_output",),
+        ("loop.stop",),
+        lambda settings: bool(settings.loop.stop),
+        lambda _: "no loop.stop",
+    ),
+    ExclusionRule(
         ("data.subset", "data.split", "data.format", "data.prompt_column", "data.answer_column"),
         ("data.path", "data.dataset", "data.mixture"),
         lambda settings: settings.data.path is not None,

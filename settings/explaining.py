@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from schemas.errors import SettingsError
-from settings.keys import RENAMED, keys_in, suggestion
+from settings.keys import REMOVED, RENAMED, keys_in, suggestion
 from settings.layers import ENV_PREFIX, Key
 from settings.tree import Settings
 
@@ -37,8 +37,11 @@ def explain(key: str, settings: Settings | None = None) -> list[str]:
     path = tuple(key.split("."))
     *sections, name = path
     if name not in keys_in(tuple(sections)):
-        now = RENAMED.get(key)
-        raise SettingsError(f"setting {key} is now {now}" if now else f"unknown setting {key}{suggestion(path)}")
+        if now := RENAMED.get(key):
+            raise SettingsError(f"setting {key} is now {now}")
+        if instead := REMOVED.get(key):
+            raise SettingsError(f"setting {key} is no more: {instead}")
+        raise SettingsError(f"unknown setting {key}{suggestion(path)}")
     if inner := keys_in(path):
         return [f"[{key}]", *(f"  {one:<24} {description_of((*path, one))}" for one in inner)]
     lines = [key, f"  {description_of(path)}", f"  {_shape(path)}"]

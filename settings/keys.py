@@ -24,6 +24,11 @@ RENAMED = {
 }
 """Keys and sections under their old names: loading refuses those and names the new ones."""
 
+REMOVED = {
+    "ingest.group_timeout_s": "a group is closed when its last sample is there, or the dispatcher has given it up",
+}
+"""Keys that mean nothing any more, and what holds instead."""
+
 _IN_OTHER_LIBRARIES = {
     "batch_size": "loop.groups_per_step",
     "rollout_batch_size": "loop.groups_per_step",

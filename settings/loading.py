@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from schemas.errors import SettingsError
 from schemas.settings import UNSET
 from settings.contradictions import meaningless_keys, refuse_contradictions
-from settings.keys import RENAMED, known_keys, suggestion
+from settings.keys import REMOVED, RENAMED, known_keys, suggestion
 from settings.layers import ENV_PREFIX, SettingsLayers, Tree, merged
 from settings.tree import Settings
 
@@ -84,6 +84,8 @@ def _explain_error(error: ValidationError, given: SettingsLayers | None) -> str:
     match first["type"]:
         case "extra_forbidden" if key in RENAMED:
             return f"setting {key}{origin} is now {RENAMED[key]}{more}"
+        case "extra_forbidden" if key in REMOVED:
+            return f"setting {key}{origin} is no more: {REMOVED[key]}; remove it{more}"
         case "extra_forbidden":
             return f"unknown setting {key}{origin}{suggestion(location)}{more}; `streamrl config show` lists all"
         case "missing" if len(location) == 1:

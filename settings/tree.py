@@ -149,23 +149,25 @@ def decode_curve(settings: Settings) -> DecodeCurve:
     Raises:
         SettingsError: the profile cannot be read.
     """
-    is_emulated, profile = settings.generation.engine == "emulated", settings.dispatch.profile
-    if profile is None and not is_emulated:
-        return TYPICAL_CURVE
     # A profile given to the dispatcher goes before the emulated curve: what was measured is what it shall plan with.
-    decode = DeviceProfile.read(profile).decode if profile is not None else settings.emulation.decode
+    if settings.dispatch.profile is not None:
+        return _of_wall_clock(settings, DeviceProfile.read(settings.dispatch.profile).decode)
+    if settings.generation.engine == "emulated":
+        return _of_wall_clock(settings, settings.emulation.decode)
+    return TYPICAL_CURVE
+
+
+def worker_curves(settings: Settings) -> dict[str, DecodeCurve]:
+    """The same of the workers that have profiles of their own, by their id or by their engine's name.
+
+    Raises:
+        SettingsError: a profile cannot be read.
+    """
+    profiles = settings.dispatch.profiles.items()
+    return {name: _of_wall_clock(settings, DeviceProfile.read(path).decode) for name, path in profiles}
+
+
+def _of_wall_clock(settings: Settings, decode: DecodeSettings) -> DecodeCurve:
     # Emulated seconds become those of the wall clock, in which the dispatcher plans.
-    return DecodeCurve(_faster(decode, settings.emulation.time_scale) if is_emulated else decode)
-
-
-def _faster(decode: DecodeSettings, factor: float) -> DecodeSettings:
-    return decode.model_copy(
-        update={
-            # Everything that is a time; ``batch_scale`` is a number of completions.
-            "step_s": decode.step_s / factor,
-            "table": tuple((batch, seconds / factor) for batch, seconds in decode.table),
-            "context_s_per_token": decode.context_s_per_token / factor,
-            "prefill_s_per_token": decode.prefill_s_per_token / factor,
-            "adopt_s": decode.adopt_s / factor,
-        }
-    )
+    scale = settings.emulation.time_scale if settings.generation.engine == "emulated" else 1.0
+    return DecodeCurve(decode).times(1 / scale)

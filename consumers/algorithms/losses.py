@@ -7,7 +7,8 @@ With mu the behaviour policy, pi the current one, sg stop-gradient, w = pi / mu,
 - ratio "proximal": r = pi / sg(pi), token loss -sg(min(w, C)) min(r A, clip(r) A). With one update per batch r is 1
   and nothing is clipped: REINFORCE with truncated importance sampling.
 
-To each token beta (exp(d) - d - 1) is added, d = log ref - log pi: the k3 estimator of KL(pi || ref).
+To each token beta w (exp(d) - d - 1) is added, d = log ref - log pi: the k3 estimator of KL(pi || ref), weighted since
+tokens are drawn from mu (DeepSeek-V3.2, arXiv 2512.02556); see ``_divergence``.
 Averages: grpo (arXiv 2402.03300), dapo (arXiv 2503.14476), dr_grpo (arXiv 2503.20783); see ``denominator``.
 
 Invariant accumulated_micro_batches_equal_one_batch: sums divided by ``denominator`` at the end do not depend on the
@@ -17,6 +18,7 @@ split; nothing in here averages over a micro-batch.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from consumers.algorithms.settings import AlgorithmSettings
+from schemas.errors import ModelError
 
 MAX_LOGITS = 1 << 26
 """Logits held at once, 256 MiB in float32; above that they are made in pieces, and made again for the gradient."""
@@ -37,15 +40,26 @@ class CompletionScorer:
     Right padding needs no attention mask: a causal model's trained positions never look at what follows them.
 
     Models whose logits are not simply output layer (last hidden state), such as soft-capped ones, are found out by a
-    probe, and pay for the logits of every position.
+    probe, and pay for the logits of every position. ``float32_head``: the output layer computes in float32 from float32
+    states, also under autocast; the rest of the model does not.
+
+    Raises:
+        ModelError: ``float32_head`` with such a model.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, float32_head: bool = False) -> None:
         self._model = model
         self._decoder = model.get_decoder()
         self._head: Head | None = model.get_output_embeddings()
         if not self._head_is_plain():
+            if float32_head:
+                raise ModelError(
+                    "expected a model whose logits are its output layer's for training.cast_lm_head_to_fp32, got "
+                    f"{type(model).__name__}, which alters them; switch the setting off"
+                )
             self._head = None
+        elif float32_head:
+            self._head = partial(_in_float32, self._head)
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
@@ -73,6 +87,13 @@ class CompletionScorer:
     @property
     def _vocabulary(self) -> int:
         return int(self._model.config.get_text_config().vocab_size)
+
+
+def _in_float32(head: Head, states: Tensor) -> Tensor:
+    # Of the module itself and not of a copy, so that the gradient reaches its weight, tied or not. Without this context
+    # autocast would round both factors to bfloat16 again.
+    with torch.autocast(states.device.type, enabled=False):
+        return head(states.float())
 
 
 def _score(
@@ -152,7 +173,7 @@ def token_losses(
     metrics = _ratio_metrics(log_ratio.detach(), advantage, clipped, trained)
     if reference_logprobs is not None and settings.beta > 0:
         gap = torch.where(trained, reference_logprobs - logprobs, 0.0)
-        divergence = torch.exp(gap) - gap - 1  # k3 = exp(d) - d - 1 >= 0, unlike -d never negative for a single token
+        divergence = _divergence(settings, gap, log_ratio)
         losses = losses + settings.beta * divergence
         metrics["kl"] = divergence.detach().sum()
     weights = trained.to(losses.dtype)
@@ -161,16 +182,40 @@ def token_losses(
     return LossSums(torch.where(trained, losses * weights, 0.0).sum(), metrics)
 
 
+def _truncated_weight(settings: AlgorithmSettings, log_ratio: Tensor) -> Tensor:
+    """min(w, C)."""
+    cap = settings.importance_sampling_cap
+    # Truncated in log space: clamping exp's overflow would turn its gradient into 0 x inf.
+    return torch.exp(log_ratio if cap is None else log_ratio.clamp(max=math.log(cap)))
+
+
+def _own_ratio(log_ratio: Tensor) -> Tensor:
+    """The ratio pi / sg(pi): its value is 1, its gradient that of log pi."""
+    return torch.exp(log_ratio - log_ratio.detach())
+
+
+def _divergence(settings: AlgorithmSettings, gap: Tensor, log_ratio: Tensor) -> Tensor:
+    """Estimate of KL(pi || ref) at each token [B, S], >= 0; ``gap`` is d = log ref - log pi.
+
+    sg(min(w, C)) r k3 with r = pi / sg(pi) and k3 = exp(d) - d - 1. Below the cap that is w k3 in value and gradient
+    (arXiv 2512.02556, section 3.1): its gradient is w (log pi - log ref) grad log pi, whose expectation under mu is the
+    gradient of KL(pi || ref). Without the weight it is (1 - exp(d)) grad log pi, which on policy is the gradient of
+    KL(ref || pi), and off policy of neither.
+    """
+    k3 = torch.exp(gap) - gap - 1  # unlike -d never negative for a single token
+    if not settings.use_bias_correction_kl:
+        return k3
+    return _truncated_weight(settings, log_ratio).detach() * _own_ratio(log_ratio) * k3
+
+
 def _surrogate(settings: AlgorithmSettings, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
     """Token losses [B, S] and the signed mask of clipped tokens [B, S]: -1 at the floor, 1 at the ceiling."""
     floor, ceiling = settings.clip_range
-    cap = settings.importance_sampling_cap
-    # Truncated in log space: clamping exp's overflow would turn its gradient into 0 x inf.
-    weight = torch.exp(log_ratio if cap is None else log_ratio.clamp(max=math.log(cap)))
+    weight = _truncated_weight(settings, log_ratio)
     if settings.ratio == "behaviour":
         ratio, outer = weight, torch.ones_like(weight)
-    else:  # pi / sg(pi): its value is 1, its gradient that of log pi
-        ratio, outer = torch.exp(log_ratio - log_ratio.detach()), weight.detach()
+    else:
+        ratio, outer = _own_ratio(log_ratio), weight.detach()
     losses = -outer * torch.minimum(ratio * advantage, ratio.clamp(floor, ceiling) * advantage)
     # Outside the range a token is clipped only where min picks the constant: beyond it in the direction A pushes to.
     value = ratio.detach()

@@ -42,6 +42,13 @@ class AlgorithmSettings(Section):
     beta: Annotated[
         float, Field(ge=0, description="Weight of the KL to the initial model (k3 estimator); 0 loads no reference.")
     ] = 0.0
+    use_bias_correction_kl: Annotated[
+        bool,
+        Field(
+            description="Weigh the KL term by policy / behaviour policy, truncated as the loss is: its gradient is the "
+            "KL's, whatever policy sampled the tokens; off: the plain k3 estimator."
+        ),
+    ] = True
     scale_rewards: Annotated[
         Literal["group", "batch", "none"],
         Field(

@@ -56,7 +56,7 @@ class TrajectoryFilter:
         self.rule = StalenessRule(loop.staleness_bound, settings.orphan_lineage, current_version())
         self.dedupe = DedupeWindow(groups * loop.num_generations)
         self.dedupe.restore(finished)
-        self.assembler = GroupAssembler(settings.group_timeout_s, groups)
+        self.assembler = GroupAssembler(groups)
         self.assembler.restore(finished)
         self._weights = reward_weights
         self._current_version = current_version
@@ -66,10 +66,8 @@ class TrajectoryFilter:
         self._undecodable = CircuitBreaker("undecodable records", limit, settings.max_undecodable_share)
         self._unrewarded = CircuitBreaker("trajectories without reward", limit, settings.max_unrewarded_share)
 
-    def process(self, record: Record, now: float) -> ClosedGroup | None:
+    def process(self, record: Record) -> ClosedGroup | None:
         """Check a record that is new to the ledger; the group that it made whole, if any.
-
-        ``now``: as for ``GroupAssembler.add``.
 
         Raises:
             BadInput: too much of the input is bad.
@@ -89,16 +87,26 @@ class TrajectoryFilter:
             self._ledger.skip_late(late, trajectory.group_id)
             return None
         outcome = self._evaluate(trajectory, ref, len(record.value or b""))
-        # A rejected sample still counts towards its group: only so is a group known to be whole without a time-out.
+        # A rejected sample still counts towards its group: only so is a group known to be whole.
         if isinstance(outcome, Rejection):
             self._ledger.release(ref)
-        return self.assembler.add(trajectory, outcome, now)
+        return self.assembler.add(trajectory, outcome)
 
-    def outdated(self, group: Group) -> list[Rejection]:
-        """The samples that were not too old when they were read, and are now."""
+    def close_outdated(self) -> list[ClosedGroup]:
+        """Close the groups that nobody can be working on any more.
+
+        While the dispatcher waits for a sample of a group that it ordered at version b, no step after b + staleness
+        bound + 1 is taken. Twice that leaves room for a resumed trainer, which may get past it.
+        """
+        return self.assembler.close_outdated(self._current_version().number - 2 * (self.rule.max_staleness + 1))
+
+    def outdated(self, group: Group) -> Rejection | None:
+        """A sample that was not too old when it was read, and is now, if there is one."""
         current = self._current_version()
-        found = ((sample.ref, self.rule.violation(sample.trajectory, current)) for sample in group.samples)
-        return [Rejection(ref, *violation) for ref, violation in found if violation is not None]
+        for sample in group.samples:
+            if (violation := self.rule.violation(sample.trajectory, current)) is not None:
+                return Rejection(sample.ref, *violation)
+        return None
 
     def _decode(self, record: Record) -> Trajectory | None:
         try:
@@ -130,8 +138,9 @@ class TrajectoryFilter:
         if (violation := self.rule.violation(trajectory, self._current_version())) is not None:
             return Rejection(ref, *violation)
         if trajectory.finish_reason is FinishReason.ABORT:
-            tokens = len(trajectory.token_ids)
-            return Rejection(ref, SkipReason.POISON, f"generation was aborted after {tokens} tokens")
+            reason = next(iter(trajectory.reward_errors.values()), "the engine gave up on it")
+            detail = f"generation was aborted after {len(trajectory.token_ids)} tokens: {reason}"
+            return Rejection(ref, SkipReason.POISON, detail)
         # Aborts are the workers' ordinary doings, failing rewards are not: only the latter count for the breaker.
         reward, fault = weighted_reward(trajectory, self._weights)
         if fault is not None:

@@ -1,9 +1,12 @@
-"""Assembles groups: whole when every sample is accounted for, closed with what is there after a time-out.
+"""Assembles groups: whole when every sample is accounted for. No clock closes one, however long a sibling takes.
+
+Whoever cannot deliver a sample says so in a record of its own: a worker for a prompt that it cannot sample, the
+dispatcher for what no worker delivered. So every group becomes whole, but for one that the dispatcher does not know any
+more, because its order expired; that is closed once training has gone so far that nobody can have waited for it.
 
 Invariants:
 - a_sample_is_in_one_group_once: what was added leaves in exactly one ``ClosedGroup``;
-- a_group_for_a_later_step_waits_for_it: what fixed batches keep for a later step is not handed out before;
-- a time-out runs only while late samples could have been read (``ActiveTimer``).
+- a_group_for_a_later_step_waits_for_it: what fixed batches keep for a later step is not handed out before.
 """
 
 import heapq
@@ -12,9 +15,7 @@ from dataclasses import dataclass, field
 
 from cachetools import FIFOCache
 
-from bus.port import Subscription
 from consumers.batching.micro_batches import Group, Sample
-from schemas.errors import BusError
 from schemas.identifiers import group_id_of, make_trajectory_id
 from schemas.reports import RecordRef, SkipReason
 from schemas.trajectories import Trajectory
@@ -54,12 +55,14 @@ class ClosedGroup:
     @property
     def is_usable(self) -> bool:
         """Whether there are samples to compare; a group that was ordered with one sample needs no second."""
-        return self.would_be_usable(len(self.group.samples))
-
-    def would_be_usable(self, samples: int) -> bool:
-        """Whether so many usable samples are enough."""
         # One sample left of many is its own mean: its advantage would be 0.
-        return samples >= min(2, self.wanted)
+        return len(self.group.samples) >= min(2, self.wanted)
+
+    @property
+    def stale(self) -> Rejection | None:
+        """A sample that was too old when it was read, if there is one: the whole group ages out with it."""
+        # Long completions are the first to be too old. A baseline over those that are left would lean to short ones.
+        return next((rejection for rejection in self.rejections if rejection.reason is SkipReason.STALE), None)
 
 
 @dataclass(slots=True)
@@ -67,22 +70,18 @@ class _OpenGroup:
     """A group under assembly: usable and rejected samples by their index."""
 
     wanted: int
-    touched_at: float
     created_at: float
     position: int
+    admitted: int  # highest version number that a worker had when samples of it were ordered
     samples: dict[int, Sample] = field(default_factory=dict)
     rejections: dict[int, Rejection] = field(default_factory=dict)
 
 
 class GroupAssembler:
-    """Groups under assembly; the names of the last ``capacity`` closed ones are remembered.
+    """Groups under assembly; the names of the last ``capacity`` closed ones are remembered."""
 
-    ``timeout_s``: seconds without a new sample after which a group is closed as it is.
-    """
-
-    def __init__(self, timeout_s: float, capacity: int) -> None:
-        self.timeout_s = timeout_s
-        self.open: dict[str, _OpenGroup] = {}  # least recently touched first
+    def __init__(self, capacity: int) -> None:
+        self.open: dict[str, _OpenGroup] = {}
         self._capacity = capacity
         self._closed: FIFOCache[str, None] = FIFOCache(capacity)
 
@@ -110,19 +109,16 @@ class GroupAssembler:
             return SkipReason.DUPLICATE, "this sample of the group was accepted before"
         return None
 
-    def add(self, trajectory: Trajectory, outcome: Sample | Rejection, now: float) -> ClosedGroup | None:
-        """Take in a sample without objections, usable or rejected; the group if that made it whole.
-
-        ``now``: seconds on a clock that stands still while nothing can be read.
-        """
+    def add(self, trajectory: Trajectory, outcome: Sample | Rejection) -> ClosedGroup | None:
+        """Take in a sample without objections, usable or rejected; the group if that made it whole."""
         created, position = trajectory.created_at, trajectory.position
-        entry = self.open.pop(trajectory.group_id, None)
-        entry = entry or _OpenGroup(trajectory.num_generations, now, created, position)
-        entry.touched_at = now
+        admitted = trajectory.admitted_version.number
+        fresh = _OpenGroup(trajectory.num_generations, created, position, admitted)
+        entry = self.open.setdefault(trajectory.group_id, fresh)
         # Samples of one group may be of several attempts: its age is that of the first, whichever came first here.
         entry.created_at = min(entry.created_at, created)
         entry.position = max(entry.position, position)
-        self.open[trajectory.group_id] = entry  # at the end: ``expire`` looks at the others first
+        entry.admitted = max(entry.admitted, admitted)
         if isinstance(outcome, Rejection):
             entry.rejections[trajectory.sample_index] = outcome
         else:
@@ -130,14 +126,11 @@ class GroupAssembler:
         whole = len(entry.samples) + len(entry.rejections) == entry.wanted
         return self._close(trajectory.group_id) if whole else None
 
-    def expire(self, now: float) -> list[ClosedGroup]:
-        """Close the groups whose time is over."""
-        late = []  # collected first: closing takes groups out of the dict that is walked here
-        for group_id, entry in self.open.items():  # least recently touched first
-            if now - entry.touched_at < self.timeout_s:
-                break
-            late.append(group_id)
-        return [self._close(group_id) for group_id in late]
+    def close_outdated(self, number: int) -> list[ClosedGroup]:
+        """Close the groups of which nothing was ordered from a worker with weights of this version number or newer."""
+        # Collected first: closing takes groups out of the dict that is walked here.
+        over = [group_id for group_id, entry in self.open.items() if entry.admitted < number]
+        return [self._close(group_id) for group_id in over]
 
     def _close(self, group_id: str) -> ClosedGroup:
         entry = self.open.pop(group_id)
@@ -170,47 +163,3 @@ class ReadyGroups:
     def pop(self) -> Group:
         """The next group; there must be one."""
         return heapq.heappop(self._groups)[-1]
-
-
-MAX_GAP_S = 5.0
-"""Most that one read adds to the timer: when this process itself stood still, the samples were not late."""
-PROBE_AFTER_S = 1.0
-"""After so long without a record the broker is asked whether it is there: its silence is not the workers'."""
-
-
-@dataclass
-class ActiveTimer:
-    """The clock of group time-outs. ``elapsed_s``: seconds in which everything on the topic was read, and more could
-    have come; what was paused, behind, stalled or cut off from the broker does not count.
-    """
-
-    clock: Callable[[], float]
-    elapsed_s: float = 0.0
-    _counted_until: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Count from now on; what was counted stays."""
-        self._counted_until = self.clock()
-
-    async def advance(self, subscription: Subscription, records: int, *, drained: bool) -> None:
-        """Count the time since the last call, after a read of so many records. ``drained``: it took all there was."""
-        now = self.clock()
-        gap_s = max(0.0, now - self._counted_until)
-        # Not settled yet: the gap goes on growing until it is worth a question to the broker.
-        if not records and gap_s < PROBE_AFTER_S:
-            return
-        if drained and (records or await _answers(subscription)):
-            self.elapsed_s += min(gap_s, MAX_GAP_S)
-        # Counted or not: time that does not count now must not count in the next call.
-        self._counted_until = now
-
-
-async def _answers(subscription: Subscription) -> bool:
-    try:
-        await subscription.end_offsets()
-    except BusError:
-        return False
-    return True

@@ -7,7 +7,7 @@ Invariants, each with a test of its name:
 - the_end_of_an_untrained_group_is_reported: with samples that never came, a row says that the whole group ended.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -141,15 +141,6 @@ class Ledger:
             self._unfinished[group_id].withheld.append(rejection)
         else:
             self.skip(rejection, group_id)
-
-    def withhold(self, group: Group, rejections: Sequence[Rejection]) -> bool:
-        """Samples of a held group are not usable after all; whether enough of it is left. Their rows are withheld."""
-        held = self._held(group.group_id)
-        for rejection in rejections:
-            self.release(rejection.ref)
-        held.withheld += rejections
-        held.remaining -= len(rejections)
-        return held.closed.would_be_usable(held.remaining)
 
     def mark_skipped(self, group: Group, reason: SkipReason, detail: str) -> None:
         """Finish samples of a held group that are not trained: rows are written.

@@ -13,7 +13,7 @@ whether the topic is still the one of the checkpoint. Invariants, each with a te
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -21,7 +21,7 @@ from bus.port import Bus, Record, Subscription, TopicPartition
 from consumers.batching.micro_batches import Group
 from consumers.ingest.filters import PartitionOffset, TrajectoryFilter
 from consumers.ingest.frontier import Frontier
-from consumers.ingest.groups import ActiveTimer, ClosedGroup, ReadyGroups
+from consumers.ingest.groups import ClosedGroup, ReadyGroups, Rejection
 from consumers.ingest.ledger import KnownRecord, Ledger
 from consumers.ingest.metrics import IngestMetrics
 from consumers.ingest.rejections import RejectionWriter, SkipTally
@@ -36,7 +36,7 @@ from schemas.trajectories import Trajectory
 log = structlog.get_logger()
 
 POLL_S = 0.2
-"""Longest wait for records: how soon a time-out of a group or a stop is noticed on a silent topic."""
+"""Longest wait for records: how soon a stop is noticed on a silent topic."""
 RECORDS_PER_YIELD = 32
 """Records processed before other tasks of the event loop get their turn: a few milliseconds of decoding."""
 OPEN_ATTEMPTS = 5
@@ -100,7 +100,6 @@ class TrajectoryReader:
             finished=start.dedupe,
         )
         self._ready = ReadyGroups(lambda: current_version().number + 1)
-        self._timer = ActiveTimer(clock)
         self._arrived = asyncio.Event()
         self._ended_by: StreamRLError | None = None
         self._paused = False
@@ -143,7 +142,7 @@ class TrajectoryReader:
         return group
 
     def ready_group(self) -> Group | None:
-        """The oldest group that this step may train, by creation, without samples that are too old by now; or none.
+        """The oldest group that this step may train, by creation, none of whose samples is too old by now; or none.
 
         Raises:
             StreamRLError: the reader ended; this is what ended it.
@@ -151,8 +150,10 @@ class TrajectoryReader:
         if self._ended_by is not None:
             raise self._ended_by
         while self._ready and self._caught_up:
-            if (fresh := self._without_stale_samples(self._ready.pop())) is not None:
-                return fresh
+            group = self._ready.pop()
+            if (stale := self._filter.outdated(group)) is None:
+                return group
+            self._age_out(group, stale)
         # No await since the look that found nothing, so no arrival falls between the two.
         self._arrived.clear()
         return None
@@ -211,7 +212,6 @@ class TrajectoryReader:
         self._subscription = await self._opening.open(self.ledger)
         self._initial_ends = await self._subscription.end_offsets()
         self._caught_up = False
-        self._timer.restart()
         await self._check_caught_up(self._subscription)
 
     async def _close(self) -> None:
@@ -232,12 +232,10 @@ class TrajectoryReader:
             self._process(record)
             if index % RECORDS_PER_YIELD == 0:
                 await asyncio.sleep(0)
-        # A full poll means that more was there: samples that are late may only not have been read yet.
-        drained = len(records) < limit and not self._paused
-        await self._timer.advance(self._subscription, len(records), drained=drained)
-        # After what was just read, in which the missing sibling may have been.
-        for closed in self._filter.assembler.expire(self._timer.elapsed_s):
-            self._close_group(closed)
+        # Not before everything was read that was there: the missing sibling may be behind in another partition.
+        if self._caught_up and not self._paused and len(records) < limit:
+            for closed in self._filter.close_outdated():
+                self._close_group(closed)
         await self._rejections.send()
         await self._metrics.look_at_ends(self._subscription)
         await self._check_caught_up(self._subscription)
@@ -246,7 +244,7 @@ class TrajectoryReader:
         if not self.ledger.record_read(record):
             return
         self._metrics.observe_record(len(record.value or b""))
-        if (closed := self._filter.process(record, self._timer.elapsed_s)) is not None:
+        if (closed := self._filter.process(record)) is not None:
             self._close_group(closed)
 
     async def _reopen(self, failed: Subscription) -> None:
@@ -274,23 +272,18 @@ class TrajectoryReader:
 
     def _close_group(self, closed: ClosedGroup) -> None:
         self.ledger.hold(closed)
-        if closed.is_usable:
+        if (stale := closed.stale) is not None:
+            self._age_out(closed.group, stale)
+        elif closed.is_usable:
             self._ready.add(closed.group)
             self._arrived.set()
         else:
             self.ledger.mark_skipped(closed.group, SkipReason.GROUP_INCOMPLETE, closed.shortfall)
 
-    def _without_stale_samples(self, group: Group) -> Group | None:
-        """The group without samples that became too old while it waited, as if they had been when they were read."""
-        rejections = self._filter.outdated(group)
-        if not rejections:
-            return group
-        rejected = {rejection.ref for rejection in rejections}
-        rest = replace(group, samples=tuple(sample for sample in group.samples if sample.ref not in rejected))
-        if self.ledger.withhold(group, rejections):
-            return rest
-        self.ledger.mark_skipped(rest, SkipReason.GROUP_INCOMPLETE, f"{len(rest.samples)} usable samples were left")
-        return None
+    def _age_out(self, group: Group, stale: Rejection) -> None:
+        """All samples that are left of the group are skipped with the one that is too old."""
+        detail = f"{stale.ref.trajectory_id} is too old, and its group with it: {stale.detail}"
+        self.ledger.mark_skipped(group, stale.reason, detail)
 
 
 def _all_read(positions: Mapping[TopicPartition, int], ends: Mapping[TopicPartition, int]) -> bool:

@@ -1,4 +1,4 @@
-"""``[ingest]``: how much is read ahead, how long a group may take, and when bad input stops the trainer."""
+"""``[ingest]``: how much is read ahead, and when bad input stops the trainer."""
 
 from typing import Annotated, Literal, Self
 
@@ -15,10 +15,6 @@ class IngestSettings(Section):
         int, Field(ge=1, description="Bytes of trajectories held in memory above which reading pauses.")
     ] = 512 << 20
     low_water_bytes: Annotated[int, Field(ge=0, description="Bytes below which reading goes on.")] = 256 << 20
-    group_timeout_s: Annotated[
-        float,
-        Field(gt=0, description="Seconds of reading without a new sample after which a group is closed as it is."),
-    ] = 120.0
     orphan_lineage: Annotated[
         Literal["train", "skip"],
         Field(description="What to do with samples of weights that a trainer crash orphaned."),

@@ -37,23 +37,27 @@ class PhaseSpan(NamedTuple):
 class StepTimer:
     """Where the time of one step goes: seconds by phase, and when each phase began and ended.
 
-    ``clock`` tells the time of day; durations are measured on a clock that nobody sets.
+    ``clock`` tells the time of day; durations are measured on ``monotonic``, which nobody sets.
     """
 
     clock: Callable[[], float] = time.time
-    began: float = field(default_factory=time.perf_counter)
+    monotonic: Callable[[], float] = time.perf_counter
+    began: float = field(init=False)
     seconds: dict[str, float] = field(default_factory=dict)
     spans: list[PhaseSpan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.began = self.monotonic()
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the block's duration. Blocks follow each other; they are not nested."""
         # Durations by the one clock, moments by the other: a clock that is set must not make a phase negative.
-        start, at = time.perf_counter(), self.clock()
+        start, at = self.monotonic(), self.clock()
         try:
             yield
         finally:
-            taken = time.perf_counter() - start
+            taken = self.monotonic() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + taken
             self._add(PhaseSpan(name, at, at + taken))  # not the clock again: it may have been set meanwhile
 
@@ -66,7 +70,7 @@ class StepTimer:
 
     def since_start(self) -> float:
         """Seconds since this timer was made."""
-        return time.perf_counter() - self.began
+        return self.monotonic() - self.began
 
 
 @dataclass

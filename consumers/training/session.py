@@ -51,7 +51,8 @@ OFFSETS_INTERVAL_S = 1.0
 class TrainerContext:
     """What a trainer is given: made once, and the same object for all that takes part in training.
 
-    ``run_dir`` gets ``metrics.jsonl``; ``failpoint`` is called at each failpoint.
+    ``run_dir`` gets ``metrics.jsonl``; ``failpoint`` is called at each failpoint. ``clock`` tells the time of day,
+    ``monotonic`` what a phase of a step took.
     """
 
     bus: Bus
@@ -67,6 +68,7 @@ class TrainerContext:
     checkpoints: Checkpoints
     run_dir: Path | None = None
     clock: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.perf_counter
     failpoint: FailpointHook = no_failpoint
 
     def __post_init__(self) -> None:

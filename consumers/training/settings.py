@@ -44,6 +44,13 @@ class TrainingSettings(Section):
         Field(description="Step reports in Kafka transactions, which fence older trainers, or as single records."),
     ] = "transaction"
     tensor_digests: Annotated[bool, Field(description="Checksums of all weights in each step report.")] = True
+    compute_zero_advantage: Annotated[
+        bool,
+        Field(
+            description="Compute samples of advantage 0 as well, whose gradient is 0: slower, for a comparison with "
+            "trainers that do, or for ratio metrics over all tokens."
+        ),
+    ] = False
     max_grad_norm_ratio: Annotated[
         float,
         Field(ge=0, description="A gradient norm above this many times the recent median is not applied; 0: it is."),
@@ -55,6 +62,13 @@ class TrainingSettings(Section):
         Literal["float32", "bfloat16"],
         Field(description="Type of activations and of exported weights; the trainer's own weights are float32."),
     ] = "float32"
+    cast_lm_head_to_fp32: Annotated[
+        bool,
+        Field(
+            description='Logits from float32 states and weights where dtype is "bfloat16": their rounding is gone from '
+            "ratios and KL, and the output layer takes longer."
+        ),
+    ] = False
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA if there is a device, else the CPU.")
     ] = "auto"

@@ -58,8 +58,9 @@ class PolicyLearner:
         self._algorithm = algorithm
         self._training = training
         self._max_completion_length = max_completion_length
-        self._scorer = CompletionScorer(model)
-        self._reference = None if reference is None else CompletionScorer(reference)
+        in_float32 = training.cast_lm_head_to_fp32
+        self._scorer = CompletionScorer(model, float32_head=in_float32)
+        self._reference = None if reference is None else CompletionScorer(reference, float32_head=in_float32)
         self._optimizer = _adamw(model, training)
         self._recent_norms: deque[float] = deque(maxlen=RECENT_STEPS)
         self._reset_sums()
@@ -81,7 +82,7 @@ class PolicyLearner:
         self._sequences += int((mask.sum(dim=1) > 0).sum())
         self._tokens += int(mask.sum())
         active = mask.sum(dim=1) > 0  # bool [B]
-        if self._algorithm.beta == 0:
+        if self._algorithm.beta == 0 and not self._training.compute_zero_advantage:
             active &= torch.as_tensor(batch.advantages) != 0
         if active.any():
             self._backward(batch, mask, active)

@@ -197,7 +197,7 @@ class Gatherer:
     async def gather(self, stop: asyncio.Event) -> GatheredStep | None:
         """A whole batch, its gradient gathered in the policy; none if stopped before that."""
         session, context = self.session, self.session.context
-        gathered = GatheredStep(session.version, StepTimer(context.clock))
+        gathered = GatheredStep(session.version, StepTimer(context.clock, context.monotonic))
         limits = session.policy.limits
         while len(gathered.groups) < context.loop.groups_per_step:
             group = await self._next_group(gathered, stop)

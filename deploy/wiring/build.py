@@ -22,7 +22,7 @@ from producers.lengths.predictor import SampleLength
 from producers.lengths.startup import build_predictor
 from producers.prompts.sources import open_source
 from schemas.errors import SettingsError, UserError
-from settings.tree import Settings, decode_curve
+from settings.tree import Settings, decode_curve, worker_curves
 
 
 class Role(Protocol):
@@ -105,6 +105,7 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> Dispatcher:
         predictor=build_predictor(settings.lengths, settings.loop, _trace(settings)),
         seed=_sampling_seed(settings),
         curve=decode_curve(settings),
+        curves=worker_curves(settings),
         # The oldest checkpoint that is kept was written so many intervals ago, less than one of them unfinished.
         history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
         on_tick=context.on_tick,
@@ -164,8 +165,9 @@ def _modelled(settings: Settings) -> tuple[Engine, Tokenizer, RewardScorer]:
     from producers.generation.tokenizer import ModelTokenizer
     from producers.rewards.runner import RewardRunner
 
-    engine = build_engine(settings.generation, settings.model.path)
-    return engine, ModelTokenizer(settings.model.path), RewardRunner(settings.rewards)
+    engine = build_engine(settings.generation, settings.model.path, settings.loop.sampling_params())
+    tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
+    return engine, tokenizer, RewardRunner(settings.rewards)
 
 
 def _emulated_worker(settings: Settings) -> tuple[Engine, Tokenizer, RewardScorer]:

@@ -29,6 +29,7 @@ SHOWN = 100
 HEAD = 96
 """Bytes of one of them."""
 SHOWN_TOKENS = 4000
+SHOWN_CHARACTERS = 20_000
 _STEP = re.compile(r"trained in step (\d+)")
 
 
@@ -101,7 +102,7 @@ async def inspect(context: DashboardContext, name: str) -> dict[str, Any]:
 
 
 def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dict[str, Any]:
-    """Everything there is to show; at most 4,000 tokens."""
+    """Everything there is to show; at most 4,000 tokens, and 20,000 characters of a text."""
     trajectory = history.trajectory
     return {
         "id": trajectory.trajectory_id,
@@ -113,8 +114,8 @@ def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dic
         "predicted": trajectory.predicted_length,
         "length": len(trajectory.token_ids),
         "temperature": trajectory.temperature,
-        "prompt": trajectory.prompt_text,
-        "completion": trajectory.completion_text,
+        "prompt": _cut(trajectory.prompt_text),
+        "completion": _cut(trajectory.completion_text),
         "rewards": trajectory.rewards,
         "reward_errors": trajectory.reward_errors,
         "tokens": _tokens(trajectory, piece),
@@ -123,6 +124,11 @@ def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dic
         "events": [[event.at, event.since, event.what, event.detail] for event in history.events],
         "commands": commands_for(history, run_path),
     }
+
+
+def _cut(text: str) -> str:
+    rest = len(text) - SHOWN_CHARACTERS
+    return text if rest <= 0 else f"{text[:SHOWN_CHARACTERS]}… and {rest:,} characters more"
 
 
 def commands_for(history: TrajectoryHistory, run_path: str) -> list[str]:

@@ -56,8 +56,9 @@ def measure_contributions(
     """Of each row of a step, in their order. ``version``: of the weights that the policy holds."""
     scale = policy.scale(batch)
     norms = own_gradient_norms(policy, batch, scale, progress) if with_gradients else {}
-    scorer = CompletionScorer(policy.model)
-    reference = None if policy.reference is None else CompletionScorer(policy.reference)
+    in_float32 = policy.config.training.cast_lm_head_to_fp32
+    scorer = CompletionScorer(policy.model, float32_head=in_float32)
+    reference = None if policy.reference is None else CompletionScorer(policy.reference, float32_head=in_float32)
     rows: list[TrajectoryContribution] = []
     with torch.no_grad():
         for micro_batch in batch.micro_batches:

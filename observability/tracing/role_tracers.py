@@ -276,6 +276,11 @@ class TracedEngine:
         self.name, self.max_num_seqs = inner.name, inner.max_num_seqs
         self._inner, self._tracer = inner, tracer
 
+    @property
+    def kv_tokens(self) -> int | None:
+        """See the port."""
+        return self._inner.kv_tokens
+
     async def start(self) -> None:
         """See the port."""
         await self._inner.start()

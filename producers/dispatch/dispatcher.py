@@ -4,6 +4,8 @@ Invariants:
 - no_prompt_is_left_out: prompts are drawn by position, a window is sent whole before the next is drawn, and the orders
   of a turn are committed in one transaction before the next turn. So what a dispatcher that ends leaves unsent lies
   within a window's length below the cursor, and the next one finds it there and sends it first;
+- a_group_is_whole_in_the_end: what no worker delivers in so many attempts is published by the dispatcher, as samples
+  that were aborted, so that consumers wait for every sample of a group and need no clock;
 - one_dispatcher_orders: all transactions are of one id, whose newest holder fences all older ones. A dispatcher that
   stood still while another took over orders nothing more.
 """
@@ -11,7 +13,7 @@ Invariants:
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -32,7 +34,7 @@ from schemas.identifiers import make_group_id, partition_of_worker
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from schemas.settings import LoopSettings
 from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
-from schemas.trajectories import Prompt, SamplingParams, WorkOrder
+from schemas.trajectories import Prompt, WorkOrder
 
 log = structlog.get_logger()
 
@@ -54,7 +56,8 @@ class Dispatcher:
 
     ``seed``: what the random numbers of all samples are drawn from; none leaves that to the engines. ``on_tick`` is
     called, by name, at every turn of a loop. ``curve``: a worker's decode steps, in seconds of the clock; its scale is
-    corrected by what arrives. ``history_steps``: how many steps a resumed trainer may be behind the one before it.
+    corrected by what arrives, for each worker by itself. ``curves``: of workers that have others, by worker id or by
+    the engine's name. ``history_steps``: how many steps a resumed trainer may be behind the one before it.
     """
 
     bus: Bus
@@ -68,6 +71,7 @@ class Dispatcher:
     on_tick: Callable[[str], None] = lambda name: None
     curve: DecodeCurve = TYPICAL_CURVE
     history_steps: int = HISTORY_STEPS
+    curves: Mapping[str, DecodeCurve] = field(default_factory=dict)
     state: DispatchState = field(init=False)
     scheduler: Scheduler = field(init=False)
     _prefetcher: "PromptPrefetcher" = field(init=False)
@@ -78,7 +82,9 @@ class Dispatcher:
         self._forget_everything()
 
     def _forget_everything(self) -> None:
-        self.state = DispatchState(self.loop, self.settings, self.predictor, self.curve, self.history_steps)
+        self.state = DispatchState(
+            self.loop, self.settings, self.predictor, self.curve, self.history_steps, self.curves
+        )
         self.scheduler = Scheduler(self.state, self.settings)
         self._prefetcher = PromptPrefetcher(self.source, self.predictor, self.clock, lambda: self.on_tick("dispatch"))
 
@@ -90,7 +96,7 @@ class Dispatcher:
         """Keep the workers supplied with prompts as far as staleness allows.
 
         Consumes: heartbeats, trajectories, steps, skips and control; at the start also its own work orders.
-        Produces: work orders.
+        Produces: work orders; trajectories in place of samples that were given up.
         Waits for: room under the staleness bound and a worker with free slots.
         On failure: raises; a restart rebuilds the state and goes on at the same prompt. ``Superseded``: another
             dispatcher took over.
@@ -166,7 +172,7 @@ class Dispatcher:
         self._heard_at = self.clock()
 
     def _reorders(self) -> list[Outgoing]:
-        """Orders to others for what is missing of groups whose worker was lost; they come before new prompts."""
+        """Orders to others for what is missing of groups whose worker was lost, or its end; before new prompts."""
         orders: list[Outgoing] = []
         if self.clock() - self._checked_at < self.settings.poll_s:  # each check goes through everything under way
             return orders
@@ -177,7 +183,9 @@ class Dispatcher:
             # Many workers have failed at it, so it is the prompt that they fail at.
             if flight.order.attempt + 1 >= self.settings.max_attempts:
                 log.error("group given up", group=group_id, attempts=flight.order.attempt + 1)
-                self.state.give_up(flight, now)
+                topic, partition = TRAJECTORIES.full_name(self.run_name), flight.order.partition
+                given_up = self.state.give_up(flight, now)
+                orders += [Outgoing.of(topic, made, key=group_id, partition=partition) for made in given_up]
                 continue
             missing = len(flight.missing)
             may_move = partial(self.state.ledger.may_move, group_id)
@@ -314,13 +322,7 @@ def build_order(
         position=pending.position,
         prompt=pending.prompt,
         estimate=pending.estimate,
-        sampling=SamplingParams(
-            max_completion_length=loop.max_completion_length,
-            temperature=loop.temperature,
-            top_p=loop.top_p,
-            top_k=loop.top_k,
-            seed=seed,
-        ),
+        sampling=loop.sampling_params(seed),
         num_generations=loop.num_generations,
         sample_indices=tuple(range(loop.num_generations)),
         partition=loop.partition_of(pending.estimate.bucket, pending.position),

@@ -3,30 +3,35 @@
 - ``LiveWorkers``: who is there, as heartbeats show it;
 - ``FlightTable``: the groups under way, which of their samples are missing, and which worker has them;
 - ``Progress``: a worker's decode steps are counted from the time that passes and from how many completions it runs, by
-  the decode curve; each completion that arrives tells how many there really were.
+  its decode curve; each completion that arrives tells how many there really were, and so how fast this worker is;
+- ``TrainerPace``: how long the trainer takes for a token, and until when it has enough to do.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from producers.dispatch.plans import mean_excess
 from schemas.identifiers import PolicyVersion, make_trajectory_id
 from schemas.profiles import DecodeCurve
-from schemas.reports import Heartbeat, WorkerState
+from schemas.reports import Heartbeat, StepReport, WorkerState
 from schemas.trajectories import WorkOrder
 
-IDLE_LEASES = 3
-"""A worker that reports nothing to do for so many leases no longer has an order sent before: it may take one lease to
-read the order, and its next heartbeats may be late."""
+ABSENT_LEASES = 3
+"""An order that its worker's heartbeats do not name for so many leases is lost: it may take one lease to read the
+order, and the next heartbeats, or the last trajectory of the order, may be late."""
 GRACE = 1.1
 """How far past its estimate a completion must be: news of its end may be under way."""
 LEARNING_RATE = 0.2
-"""Weight of the longest completion in the estimate of the fleet's speed; shorter ones weigh less, since the time that
+"""Weight of the longest completion in the estimate of a worker's speed; shorter ones weigh less, since the time that
 news is under way distorts them more."""
 FIRST = 32
-"""Completions of which the plain mean counts."""
+"""Completions of a worker of which the plain mean counts."""
+TAKEN_FROM_FLEET = 4
+"""Completions that the fleet's speed counts for in that mean: a new worker is taken to be as fast as the others."""
+NEWEST_STEP = 0.5
+"""Weight of the newest step in the estimate of the trainer's speed: it drifts with the lengths."""
 MOST_WRONG = 4.0
 """After these, none counts as faster or slower than expected by more than this factor."""
 Sample = tuple[str, int]
@@ -35,7 +40,10 @@ Sample = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that may take an order: ``capacity`` completions at once, and what it still owes of earlier ones."""
+    """A worker that may take an order: ``capacity`` completions at once, and what it still owes of earlier ones.
+
+    ``kv_tokens``: tokens of context that its cache holds; none: as many as its slots can have.
+    """
 
     worker_id: str
     incarnation: str
@@ -43,6 +51,7 @@ class Candidate:
     capacity: int
     sequences: int
     predicted_tokens: int
+    kv_tokens: int | None = None
 
     def has_room(self, samples: int, overcommit: float) -> bool:
         """Whether a slot is free now, or the order stays within the overcommitted capacity."""
@@ -71,7 +80,6 @@ class _Seen:
     heartbeat: Heartbeat
     first_at: float
     at: float
-    idle_since: float | None
 
 
 class LiveWorkers:
@@ -93,10 +101,7 @@ class LiveWorkers:
         if seen is not None and seen.heartbeat.incarnation != incarnation:
             self._former.add((worker, seen.heartbeat.incarnation))
             seen = None
-        idle = heartbeat.running == 0 and heartbeat.waiting == 0
-        idle_since = at if seen is None or seen.idle_since is None else seen.idle_since
-        first_at = at if seen is None else seen.first_at
-        self._seen[worker] = _Seen(heartbeat, first_at, at, idle_since if idle else None)
+        self._seen[worker] = _Seen(heartbeat, at if seen is None else seen.first_at, at)
 
     def extend_leases(self, seconds: float) -> None:
         """We did not listen for so long; nobody is to blame for the silence."""
@@ -121,13 +126,10 @@ class LiveWorkers:
         seen = self._seen.get(worker_id)
         return seen.heartbeat.incarnation if seen is not None and seen.first_at <= at else None
 
-    def has(self, worker_id: str, incarnation: str | None, sent_at: float, now: float) -> bool:
-        """Whether an order sent then to that incarnation can still be worked on."""
+    def has(self, worker_id: str, incarnation: str | None, now: float) -> bool:
+        """Whether that incarnation of the worker is there."""
         seen = self._seen.get(worker_id)
-        if seen is None or seen.heartbeat.incarnation != incarnation or not self._is_alive(seen, now):
-            return False
-        # Idle for so long with the order on its topic: it never got it, or lost it.
-        return seen.idle_since is None or now - max(seen.idle_since, sent_at) <= IDLE_LEASES * self._lease_s
+        return seen is not None and seen.heartbeat.incarnation == incarnation and self._is_alive(seen, now)
 
     def _is_alive(self, seen: _Seen, now: float) -> bool:
         return seen.heartbeat.state is not WorkerState.STOPPED and now - seen.at <= self._lease_s
@@ -137,7 +139,8 @@ class LiveWorkers:
 class Flight:
     """One group under way. ``worker_id`` none: its worker was lost and no other has it yet.
 
-    ``progress_at``: when it was ordered last or a sample of it arrived.
+    ``progress_at``: when it was ordered last, a sample of it arrived, or its worker got on with it as heartbeats say.
+    ``absent_since``: since when these do not name it; none as long as they do.
     """
 
     order: WorkOrder
@@ -147,6 +150,7 @@ class Flight:
     missing: set[int]
     progress_at: float
     skipped: dict[str, int] = field(default_factory=dict)
+    absent_since: float | None = None
 
     @property
     def missing_tokens(self) -> int:
@@ -169,6 +173,7 @@ class FlightTable:
         self._flights: dict[str, Flight] = {}
         self._sequences: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
+        self._carried: dict[str, dict[str, Flight]] = {}  # what each worker has, by group id
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -195,6 +200,7 @@ class FlightTable:
         self.release(flight)
         flight.order, flight.worker_id, flight.incarnation = order, order.worker_id, incarnation
         flight.sent_at = flight.progress_at = sent_at
+        flight.absent_since = None
         self._account(flight, 1)
 
     def release(self, flight: Flight) -> None:
@@ -206,6 +212,21 @@ class FlightTable:
         """Nothing could arrive for so long."""
         for flight in self._flights.values():
             flight.progress_at += seconds
+            if flight.absent_since is not None:
+                flight.absent_since += seconds
+
+    def heard(self, heartbeat: Heartbeat, at: float) -> None:
+        """A worker says which orders it has, and how long each has stood still."""
+        if heartbeat.orders is None:
+            return
+        for group_id, flight in self._carried.get(heartbeat.worker_id, {}).items():
+            if flight.incarnation != heartbeat.incarnation:
+                continue
+            # An age and no time of day: the worker's clock may be another.
+            if (age_s := heartbeat.orders.get(group_id)) is not None:
+                flight.progress_at, flight.absent_since = max(flight.progress_at, at - age_s), None
+            elif flight.absent_since is None:
+                flight.absent_since = at
 
     def produced(self, group_id: str, sample_index: int, at: float) -> Flight | None:
         """A sample is on the topic; its flight if that is news."""
@@ -219,12 +240,10 @@ class FlightTable:
         self._account(flight, 1)
         return flight
 
-    def give_up(self, flight: Flight) -> bool:
-        """Stop waiting for what is missing; true if no sample of the group exists, so that nobody will end it."""
-        nothing_exists = len(flight.missing) == flight.order.num_generations
+    def give_up(self, flight: Flight) -> None:
+        """Stop waiting for what is missing."""
         self._account(flight, -1)
         flight.missing.clear()
-        return nothing_exists
 
     def skip(self, group_id: str, sample: str, step: int, *, closed: bool) -> bool:
         """The trainer skipped a sample at a step; true once nothing of the group can be trained any more.
@@ -253,16 +272,26 @@ class FlightTable:
 
     def _account(self, flight: Flight, sign: int) -> None:
         # Nobody's load while no worker has it.
-        if flight.worker_id is not None:
-            self._sequences[flight.worker_id] += sign * len(flight.missing)
-            self._tokens[flight.worker_id] += sign * flight.missing_tokens
+        if flight.worker_id is None:
+            return
+        self._sequences[flight.worker_id] += sign * len(flight.missing)
+        self._tokens[flight.worker_id] += sign * flight.missing_tokens
+        carried = self._carried.setdefault(flight.worker_id, {})
+        if sign > 0 and flight.missing:
+            carried[flight.order.group_id] = flight
+        else:
+            carried.pop(flight.order.group_id, None)
 
 
 class ExpectedLength(NamedTuple):
-    """Tokens of a completion, and the standard deviation of their logarithm; 0 if that is not known."""
+    """Tokens of a completion, and the standard deviation of their logarithm; 0 if that is not known.
+
+    ``prompt``: tokens of the prompt before it.
+    """
 
     tokens: int
     deviation: float = 0.0
+    prompt: int = 0
 
 
 @dataclass(slots=True)
@@ -273,22 +302,43 @@ class _Running:
 
 @dataclass(slots=True)
 class _WorkerBatch:
-    """A worker's completions: ``running`` ones, and those that wait for a slot, in order of arrival."""
+    """A worker's completions: ``running`` ones, and those that wait for a slot, in order of arrival.
 
+    ``steps``: so many that it has made by ``curve``; really it makes ``speed`` times as many, as far as is known after
+    ``seen`` completions.
+    """
+
+    curve: DecodeCurve
     slots: int
     at: float
+    speed: float
+    seen: int = 0
     steps: float = 0.0
     running: dict[Sample, _Running] = field(default_factory=dict)
     waiting: dict[Sample, ExpectedLength] = field(default_factory=dict)
 
+    def learn(self, speed: float, weight: float) -> None:
+        """A completion was sampled at this speed; ``weight`` from 0 to 1, by its length."""
+        self.seen += 1
+        if self.seen > FIRST:
+            # One completion whose news was held up must not slow down what is expected of all that follow.
+            speed = min(max(speed, self.speed / MOST_WRONG), self.speed * MOST_WRONG)
+        # The plain mean of the first ones, then an exponential mean that weighs a completion by its length.
+        first = 1 / self.seen if self.seen <= FIRST else 0.0
+        self.speed += max(LEARNING_RATE * weight, first) * (speed - self.speed)
+
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """Expected tokens left, by completion. ``outgrown``: of those among the running that are past their estimate."""
+    """Expected tokens left, by completion. ``outgrown``: of those among the running that are past their estimate.
+
+    ``contexts``: tokens in the cache of each that runs, then those of the prompts of the waiting.
+    """
 
     running: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
     outgrown: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -297,23 +347,43 @@ class Remaining:
 
 
 class Progress:
-    """The progress of all workers. ``longest``: no completion has more tokens.
+    """The progress of all workers. ``longest``: no completion has more tokens; ``measured``: a worker's curve, by id.
 
-    With b completions running, dt seconds are dt / t(b) steps by the curve. ``speed``: steps that workers really make,
-    as a multiple of that, so that a completion that began at step k has speed × (steps - k) tokens now. What one that
+    With b completions running, dt seconds are dt / t(b) steps by the worker's curve. Each worker has a speed: the steps
+    that it really makes, as a multiple of that, so that a completion that began at step k has speed × (steps - k)
+    tokens now. It is learnt from the worker's own completions, and begins as the fleet's. What a completion that
     outgrew its estimate still has before it follows from how sure the estimate was (``mean_excess``).
     """
 
-    def __init__(self, curve: DecodeCurve, longest: int) -> None:
-        self._curve = curve
+    def __init__(self, measured: Callable[[str], DecodeCurve], longest: int) -> None:
+        self._measured = measured
         self._longest = longest
         self._batches: dict[str, _WorkerBatch] = {}
-        self._seen = 0
-        self.speed = 1.0
+
+    @property
+    def speed(self) -> float:
+        """The fleet's: mean over the workers of which some completion has come; 1 before the first."""
+        known = [batch.speed for batch in self._batches.values() if batch.seen]
+        return sum(known) / len(known) if known else 1.0
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """By worker, of those that have had something to do."""
+        return {name: batch.speed for name, batch in self._batches.items()}
+
+    def curve_of(self, worker_id: str) -> DecodeCurve:
+        """A worker's decode steps as they are: its curve, at its speed."""
+        batch = self._batches.get(worker_id)
+        curve, speed = (batch.curve, batch.speed) if batch else (self._measured(worker_id), self.speed)
+        return curve.times(1 / speed)
 
     def send(self, worker_id: str, slots: int, samples: Iterable[Sample], expected: ExpectedLength, now: float) -> None:
         """These samples, of so many tokens each, are with a worker now."""
-        batch = self._batches.setdefault(worker_id, _WorkerBatch(slots, now))
+        batch = self._batches.get(worker_id)
+        if batch is None:
+            seen = TAKEN_FROM_FLEET if any(other.seen for other in self._batches.values()) else 0
+            batch = _WorkerBatch(self._measured(worker_id), slots, now, self.speed, seen)
+            self._batches[worker_id] = batch
         self._count(batch, now)
         batch.slots = slots
         expected = expected._replace(tokens=min(expected.tokens, self._longest))
@@ -338,17 +408,8 @@ class Progress:
         # Tokens that came, over steps by the curve since it began: the speed of this worker meanwhile.
         sampled = batch.running.get(sample)
         if sampled is not None and length > 0 and (reckoned := batch.steps - sampled.at_step) > 0:
-            self._learn(length / reckoned, length)
+            batch.learn(length / reckoned, min(1.0, length / self._longest))
         self.drop(worker_id, (sample,), now)
-
-    def _learn(self, speed: float, length: int) -> None:
-        self._seen += 1
-        if self._seen > FIRST:
-            # One worker that hangs must not slow down what is expected of all.
-            speed = min(max(speed, self.speed / MOST_WRONG), self.speed * MOST_WRONG)
-        # The plain mean of the first ones, then an exponential mean that weighs a completion by its length.
-        weight = max(min(1.0, LEARNING_RATE * length / self._longest), 1 / self._seen if self._seen <= FIRST else 0.0)
-        self.speed += weight * (speed - self.speed)
 
     def remaining(self, worker_id: str, now: float) -> Remaining:
         """What is left of a worker's completions."""
@@ -356,9 +417,9 @@ class Progress:
         if batch is None:
             return Remaining()
         self._count(batch, now)
-        running, outgrown = [], []
+        running, outgrown, contexts = [], [], []
         for sampled in batch.running.values():
-            done = int(self.speed * (batch.steps - sampled.at_step))
+            done = int(batch.speed * (batch.steps - sampled.at_step))
             expected = sampled.expected.tokens
             # At least one token, for it has not ended.
             left = max(1, expected - done)
@@ -368,12 +429,15 @@ class Progress:
                 left = max(1, min(more, self._longest - done))
                 outgrown.append(left)
             running.append(left)
-        return Remaining(tuple(running), tuple(expected.tokens for expected in batch.waiting.values()), tuple(outgrown))
+            contexts.append(sampled.expected.prompt + done)
+        waiting = tuple(expected.tokens for expected in batch.waiting.values())
+        contexts += [expected.prompt for expected in batch.waiting.values()]
+        return Remaining(tuple(running), waiting, tuple(outgrown), tuple(contexts))
 
     def _count(self, batch: _WorkerBatch, now: float) -> None:
         if batch.running and now > batch.at:
             # As many ran all the time since the last change, so every step took t(b).
-            batch.steps += (now - batch.at) / self._curve.batch_s(len(batch.running))
+            batch.steps += (now - batch.at) / batch.curve.batch_s(len(batch.running))
         batch.at = max(batch.at, now)
 
     @staticmethod
@@ -382,3 +446,40 @@ class Progress:
         while batch.waiting and len(batch.running) < batch.slots:
             sample = next(iter(batch.waiting))
             batch.running[sample] = _Running(batch.waiting.pop(sample), batch.steps)
+
+
+class TrainerPace:
+    """How fast the trainer is, from what its steps say they took; and what it has to do, from what has arrived.
+
+    It takes groups when they are whole: with w seconds of work in a group that becomes whole at t, it is free at
+    max(free, t) + w. ``s_per_token``: of forward, backward and optimizer; 0 before the first step.
+    """
+
+    def __init__(self) -> None:
+        self.s_per_token = 0.0
+        self._free_at = 0.0
+        self._tokens: dict[str, int] = {}
+
+    def produced(self, group_id: str, tokens: int, now: float, *, is_whole: bool) -> None:
+        """A sample of a group is there: so many tokens of prompt and completion."""
+        self._tokens[group_id] = self._tokens.get(group_id, 0) + tokens
+        if is_whole:
+            self._free_at = max(self._free_at, now) + self.s_per_token * self._tokens[group_id]
+
+    def stepped(self, report: StepReport, now: float) -> None:
+        """A step was taken: what is left to do is what has arrived and is in no step yet."""
+        tokens = sum(self._tokens.pop(group_id, 0) for group_id in report.group_ids)
+        seconds = sum(report.metrics.get(f"time/{phase}", 0.0) for phase in ("forward_backward", "optimizer"))
+        if tokens and seconds:
+            # Of all tokens of its groups: what it left out of the gradient costs nothing, now as in the next step.
+            weight = NEWEST_STEP if self.s_per_token else 1.0
+            self.s_per_token += weight * (seconds / tokens - self.s_per_token)
+        self._free_at = now + self.s_per_token * sum(self._tokens.values())
+
+    def forget(self, group_id: str) -> None:
+        """It is in no step: it was skipped, or given up."""
+        self._tokens.pop(group_id, None)
+
+    def free_in_s(self, now: float) -> float:
+        """Seconds until the trainer is through with what has arrived whole."""
+        return max(0.0, self._free_at - now)

@@ -11,6 +11,13 @@ Invariants:
 With a staleness bound of 0 or 1 a whole batch may go out at once when a version was announced, and its last completion
 ends it for all: the window waits until every worker can take part. With more, no finish matters as long as the bound
 does not hold anybody back, and a plan gives up no capacity for one that is earlier than that.
+
+What a plan is made for follows from the mode (``Scheduler._objective``):
+
+- ``synchronous``: training begins when the batch is whole, so the last completion decides;
+- ``stream``: the trainer takes groups as they end, so it is to have enough to do from early on and little at the end;
+- ``one_step_async``, ``trajectory_async``: the same trainer, which has earlier groups before these. What is over before
+  it comes to them is early enough, and slots that stay empty would cost the groups that come behind.
 """
 
 from collections import deque
@@ -18,11 +25,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from producers.dispatch.fleet import Candidate
-from producers.dispatch.plans import Item, Plan, WorkerCapacity, predicted_finish_s
+from producers.dispatch.fleet import Candidate, Remaining
+from producers.dispatch.plans import Item, Objective, Plan, WorkerCapacity, fits_cache, predicted_s
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
-from producers.dispatch.strategies import STRATEGIES, skewness_aware
+from producers.dispatch.strategies import STRATEGIES, full_rate, skewness_aware
 from schemas.profiles import DecodeCurve
 from schemas.trajectories import LengthEstimate, Prompt
 
@@ -62,15 +69,21 @@ class WorkerQueue:
 class WorkerQueues:
     """What each worker shall sample and in what order, of the prompts drawn and not sent; and who takes from whom.
 
-    ``pool``: items that no worker shall sample yet. ``outstanding``: expected tokens that a worker holds already.
+    ``pool``: items that no worker shall sample yet. ``curve_of``: a worker's decode steps as they are now;
+    ``remaining``: expected tokens of what it holds already.
     """
 
     def __init__(
-        self, curve: DecodeCurve, overcommit: float, outstanding: Callable[[str], int], *, is_static: bool
+        self,
+        curve_of: Callable[[str], DecodeCurve],
+        overcommit: float,
+        remaining: Callable[[str], Remaining],
+        *,
+        is_static: bool,
     ) -> None:
-        self._curve = curve
+        self._curve_of = curve_of
         self._overcommit = overcommit
-        self._outstanding = outstanding
+        self._remaining = remaining
         self._is_static = is_static
         self._queues: dict[str, WorkerQueue] = {}
         self._turn = 0
@@ -131,13 +144,27 @@ class WorkerQueues:
                 continue
             if not queue.items:
                 idle.append((worker, queue))
-            elif queue.has_room(worker, queue.items[0].samples, self._overcommit):
+            elif self._has_room(worker, queue, queue.items[0], self._overcommit):
                 self._turn += step + 1
                 return self._take(queue, 0), worker
         for worker, queue in () if self._is_static else idle:
             if (item := self._stolen_for(worker, queue)) is not None:
                 return item, worker
         return None
+
+    def _has_room(self, worker: Candidate, queue: WorkerQueue, item: Item, overcommit: float) -> bool:
+        """Whether the worker may be sent this item now, by its slots and by its cache; an idle one takes any item.
+
+        The cache is not overcommitted: an engine begins what it has prompts' room for, and would drop it again later.
+        """
+        if not queue.has_room(worker, item.samples, overcommit):
+            return False
+        if worker.kv_tokens is None or not worker.sequences:
+            return True
+        # As if all that waits began now: by the steps left, and how many steps ago its context would have been empty.
+        held = self._remaining(worker.worker_id)
+        batch = [(left, -context) for left, context in zip((*held.running, *held.waiting), held.contexts, strict=True)]
+        return fits_cache([*batch, *((length, -item.prompt) for length in item.lengths)], worker.kv_tokens)
 
     def _stolen_for(self, worker: Candidate, queue: WorkerQueue) -> Item | None:
         """The longest waiting item that ends sooner here; for a free slot only, unless the other queue has plenty."""
@@ -147,18 +174,18 @@ class WorkerQueues:
             return None
         # From a long queue items are taken ahead of need; of a short one, only what has a slot now.
         ahead = self._overcommit if len(victim.items) > victim.concurrency else 1.0
-        if not queue.has_room(worker, victim.items[0].samples, ahead):
+        if not self._has_room(worker, queue, victim.items[0], ahead):
             return None
         # An item that is longer than the victim is busy would end later here than it does there.
-        within, step_s = self._busy_s(victim), self._curve.batch_s(queue.concurrency)
+        within, step_s = self._busy_s(victim), self._curve_of(queue.worker_id).batch_s(queue.concurrency)
         fits = (number for number, item in enumerate(victim.items) if item.longest * step_s <= within)
         self.stolen += 1
         return self._take(victim, next(fits, len(victim.items) - 1))
 
     def _busy_s(self, queue: WorkerQueue) -> float:
         """Seconds of work at its concurrency b: tokens × t(b) / b."""
-        tokens = queue.tokens + self._outstanding(queue.worker_id)
-        return tokens * self._curve.batch_s(queue.concurrency) / queue.concurrency
+        tokens = queue.tokens + self._remaining(queue.worker_id).tokens
+        return tokens * self._curve_of(queue.worker_id).batch_s(queue.concurrency) / queue.concurrency
 
     @staticmethod
     def _take(queue: WorkerQueue, number: int) -> Item:
@@ -170,7 +197,7 @@ class WorkerQueues:
 
 @dataclass(frozen=True, slots=True)
 class TimedPlan:
-    """A plan, and its predicted finish by the decode curve."""
+    """A plan, and its predicted finish by the workers' decode curves."""
 
     plan: Plan
     finish_s: float
@@ -191,7 +218,9 @@ class Scheduler:
         self._waiting_since: float | None = None
         self._blocked_since: dict[str, float] = {}
         self.plans = 0
-        self.queues = WorkerQueues(state.curve, settings.overcommit, self._outstanding, is_static=self._is_static)
+        self.queues = WorkerQueues(
+            state.progress.curve_of, settings.overcommit, self._remaining, is_static=self._is_static
+        )
 
     def begin_turn(self, now: float) -> None:
         """Look at the workers; what was planned for those that can take nothing is for others."""
@@ -240,7 +269,8 @@ class Scheduler:
     def _item(self, prompt: PendingPrompt) -> Item:
         longest = self._loop.max_completion_length
         tokens, upper = min(prompt.estimate.median, longest), min(prompt.estimate.upper, longest)
-        return Item(prompt.position, tokens, self._loop.num_generations, upper)
+        prompt_tokens = self._state.prompt_tokens(prompt.prompt)
+        return Item(prompt.position, tokens, self._loop.num_generations, upper, prompt_tokens)
 
     def wants_plan(self) -> bool:
         """Whether prompts have no worker, a worker has no queue, or a completion upsets the plan."""
@@ -255,9 +285,9 @@ class Scheduler:
             return False
         self._checked_at = now = self._turn_at
         for worker in self._ready:
-            remaining = self._state.progress.remaining(worker.worker_id, now)
+            remaining = self._remaining(worker.worker_id)
             if remaining.outgrown:
-                step_s = self._state.curve.batch_s(len(remaining.running)) / self._state.progress.speed
+                step_s = self._state.progress.curve_of(worker.worker_id).batch_s(len(remaining.running))
                 # The rest can be arranged around it only while it is unsent.
                 if now + max(remaining.outgrown) * step_s > self._due_at:
                     return True
@@ -266,22 +296,31 @@ class Scheduler:
     def planner(self) -> Callable[[], TimedPlan]:
         """What makes the plan: takes long for many items, and may run in a thread as long as nothing else happens."""
         # Copies of all that the plan depends on: a thread may make it.
-        items, curve = self.queues.unsent(), self._state.curve
-        workers = [self._worker(worker) for worker in self._able()]
+        items, workers = self.queues.unsent(), [self._worker(worker) for worker in self._able()]
         strategy = STRATEGIES[self._settings.strategy]
         if strategy is skewness_aware:
-            strategy = partial(skewness_aware, slack_s=self._slack_s(items, workers))
+            strategy = partial(skewness_aware, objective=self._objective(items, workers))
 
         def planned() -> TimedPlan:
             # Checked before anybody adopts it: the queues of now are given up only for a plan that has every item once.
-            plan = strategy(items, workers, curve).checked(items, workers)
-            return TimedPlan(plan, predicted_finish_s(plan, curve))
+            plan = strategy(items, workers).checked(items, workers)
+            return TimedPlan(plan, predicted_s(plan))
 
         return planned
 
     def _worker(self, worker: Candidate) -> WorkerCapacity:
-        remaining = self._state.progress.remaining(worker.worker_id, self._turn_at)
-        return WorkerCapacity(worker.worker_id, worker.capacity, remaining.running, remaining.waiting)
+        held, name = self._remaining(worker.worker_id), worker.worker_id
+        curve = self._state.progress.curve_of(name)
+        return WorkerCapacity(
+            name, worker.capacity, held.running, held.waiting, curve, worker.kv_tokens, contexts=held.contexts
+        )
+
+    def _objective(self, items: Sequence[Item], workers: Sequence[WorkerCapacity]) -> Objective:
+        """What the mode asks of a plan; see the top of the file."""
+        if self._loop.mode == "synchronous":
+            return Objective()
+        trainer = self._state.trainer
+        return Objective(trainer.s_per_token, trainer.free_in_s(self._turn_at), self._slack_s(items, workers))
 
     def _slack_s(self, items: Sequence[Item], workers: Sequence[WorkerCapacity]) -> float:
         """How long the groups that admission still allows behind these will keep all slots busy: a finish before that
@@ -293,17 +332,14 @@ class Scheduler:
             left = len(items) + self._loop.groups_per_step
         else:
             left = self._loop.max_groups_in_flight - self._state.ledger.in_flight - len(items)
-        rate = sum(worker.slots / self._state.curve.batch_s(worker.slots) for worker in workers)
-        return max(0, left) * sum(item.load for item in items) / len(items) / rate
+        return max(0, left) * sum(item.load for item in items) / len(items) / full_rate(workers)
 
     def adopt(self, planned: TimedPlan) -> None:
         """Follow this plan."""
         self.plans += 1
         self.queues.adopt(planned.plan)
-        # From seconds of the curve to those of the clock.
-        finish_s = planned.finish_s / self._state.progress.speed
-        self._state.plan_accuracy.planned(finish_s)
-        self._due_at = self._turn_at + TOLERANCE * finish_s
+        self._state.plan_accuracy.planned(planned.finish_s)
+        self._due_at = self._turn_at + TOLERANCE * planned.finish_s
 
     def next(self) -> tuple[PendingPrompt, Candidate] | None:
         """The next prompt to order and the worker for it; none if no worker has room for what it shall sample."""
@@ -326,5 +362,5 @@ class Scheduler:
         may_admit = {version: self._state.ledger.may_admit(version) for version in {w.version for w in self._ready}}
         return [worker for worker in self._ready if may_admit[worker.version]]
 
-    def _outstanding(self, worker_id: str) -> int:
-        return self._state.progress.remaining(worker_id, self._turn_at).tokens
+    def _remaining(self, worker_id: str) -> Remaining:
+        return self._state.progress.remaining(worker_id, self._turn_at)

@@ -22,6 +22,13 @@ class DispatchSettings(Section):
         Path | None,
         Field(description="What `streamrl profile` measured of a worker; unset: the emulated curve, or a typical one."),
     ] = None
+    profiles: Annotated[
+        dict[str, Path],
+        Field(
+            description="Profiles of workers that differ from the others, by a worker's id or by its engine's name. "
+            "How fast each worker is by its curve is learnt from what it delivers."
+        ),
+    ] = {}
     weight_sync_timeout_s: Annotated[
         float,
         Field(ge=0, description="With a staleness bound of 0 or 1: longest wait until all workers have new weights."),
@@ -33,7 +40,7 @@ class DispatchSettings(Section):
     lease_s: Annotated[float, Field(gt=0, description="A worker silent for longer has lost its orders.")] = 8.0
     order_timeout_s: Annotated[
         float,
-        Field(gt=0, description="An order without a new sample for so long goes to another worker; doubles each time."),
+        Field(gt=0, description="An order that stands still for so long goes to another worker; doubles each time."),
     ] = 300.0
     max_attempts: Annotated[int, Field(ge=1, description="Times a group is ordered before it is given up.")] = 10
     orders_per_turn: Annotated[int, Field(ge=1, description="Orders sent between two looks at the topics.")] = 512

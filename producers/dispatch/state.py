@@ -2,23 +2,33 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from producers.dispatch.admission import HISTORY_STEPS, AdmissionLedger
-from producers.dispatch.fleet import Candidate, ExpectedLength, Flight, FlightTable, LiveWorkers, Progress, least_loaded
+from producers.dispatch.fleet import (
+    ABSENT_LEASES,
+    Candidate,
+    ExpectedLength,
+    Flight,
+    FlightTable,
+    LiveWorkers,
+    Progress,
+    TrainerPace,
+    least_loaded,
+)
 from producers.dispatch.plans import log_deviation_of
 from producers.dispatch.settings import DispatchSettings
 from producers.lengths.calibration import Calibration
 from producers.lengths.predictor import LengthPredictor, ObservedCompletion
 from schemas.control import FlowControl, RunFinished
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import PolicyVersion, make_trajectory_id
 from schemas.messages import Message
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from schemas.reports import Heartbeat, SkipReason, SkipRecord, StepReport
 from schemas.settings import LoopSettings
-from schemas.trajectories import FinishReason, Trajectory, WorkOrder
+from schemas.trajectories import FinishReason, Prompt, Trajectory, WorkOrder, aborted_trajectory
 
 MAX_TIMEOUT_FACTOR = 8
 """Times ``order_timeout_s``, at most, that an order may take."""
@@ -121,8 +131,27 @@ class PlanAccuracy:
                 self.predicted_s, self.actual_s = window.predicted_s, now - window.began_at
 
 
+@dataclass
+class _PromptTokens:
+    """How many tokens a character of a prompt is, from all that were sampled; a quarter before the first."""
+
+    tokens: float = 1.0
+    characters: float = 4.0
+
+    def observe(self, prompt: Prompt, tokens: int) -> None:
+        self.tokens += tokens
+        self.characters += len(prompt.text)
+
+    def of(self, prompt: Prompt) -> int:
+        return math.ceil(len(prompt.text) * self.tokens / self.characters)
+
+
 class DispatchState:
-    """Ledger, flights, fleet, progress, predictor and positions, kept in agreement."""
+    """Ledger, flights, fleet, progress, predictor and positions, kept in agreement.
+
+    ``curves``: decode curves of single workers, by id, or of all workers of an engine, by its name; ``curve``: of the
+    others.
+    """
 
     def __init__(
         self,
@@ -131,9 +160,11 @@ class DispatchState:
         predictor: LengthPredictor,
         curve: DecodeCurve = TYPICAL_CURVE,
         history_steps: int = HISTORY_STEPS,
+        curves: Mapping[str, DecodeCurve] | None = None,
     ) -> None:
         self._settings = settings
-        self.curve = curve
+        self._curve = curve
+        self._curves = curves or {}
         self.loop = loop
         self.ledger = AdmissionLedger(
             loop.groups_per_step,
@@ -143,7 +174,9 @@ class DispatchState:
         )
         self.flights = FlightTable()
         self.fleet = LiveWorkers(settings.lease_s)
-        self.progress = Progress(curve, loop.max_completion_length)
+        self.progress = Progress(self.measured_curve, loop.max_completion_length)
+        self.trainer = TrainerPace()
+        self._prompts = _PromptTokens()
         self.positions = PromptCursor(loop.groups_per_step)
         self.plan_accuracy = PlanAccuracy()
         self.predictor = predictor
@@ -160,11 +193,22 @@ class DispatchState:
         """Prompts below this position were drawn."""
         return self.positions.cursor
 
+    def measured_curve(self, worker_id: str) -> DecodeCurve:
+        """What was measured of this worker, of its engine, or of any."""
+        heartbeat = self.fleet.get(worker_id)
+        of_engine = self._curves.get(heartbeat.engine, self._curve) if heartbeat else self._curve
+        return self._curves.get(worker_id, of_engine)
+
+    def prompt_tokens(self, prompt: Prompt) -> int:
+        """Tokens of a prompt, by its length in characters: only workers have the tokenizer."""
+        return self._prompts.of(prompt)
+
     def observe(self, message: Message, at: float) -> None:
         """Apply one message of any of the topics, read at this time."""
         match message:
             case Heartbeat():
                 self.fleet.observe(message, at)
+                self.flights.heard(message, at)
             case Trajectory():
                 self._produced(message, at)
             case StepReport():
@@ -179,6 +223,9 @@ class DispatchState:
 
     def _produced(self, trajectory: Trajectory, at: float) -> None:
         self.positions.see(trajectory.position)
+        # What the trainer refuses as no sample of its group is still missing here: nobody else will order it again.
+        if trajectory.trajectory_id != make_trajectory_id(trajectory.group_id, trajectory.sample_index):
+            return
         flight = self.flights.produced(trajectory.group_id, trajectory.sample_index, at)
         # A repeat, or of a group that has ended.
         if flight is None:
@@ -190,6 +237,9 @@ class DispatchState:
         elif flight.worker_id is not None:
             # From a worker that had the order before: nothing is awaited of this one any more.
             self.progress.drop(flight.worker_id, [sample], at)
+        self._prompts.observe(flight.order.prompt, len(trajectory.prompt_token_ids))
+        tokens = length + len(trajectory.prompt_token_ids)
+        self.trainer.produced(trajectory.group_id, tokens, at, is_whole=not flight.missing)
         if not flight.missing:
             self.ledger.produced(trajectory.group_id)
             self.plan_accuracy.over(trajectory.group_id, at)
@@ -207,6 +257,7 @@ class DispatchState:
         # The trainer went back: it will filter again what it skipped since.
         if before is not None and report.version.lineage > before.lineage:
             self.flights.forget_skips_after(report.version.number)
+        self.trainer.stepped(report, at)
         self._end(report.group_ids, at)
         # Rows that were read before this lineage's first report.
         early, self._early = self._early, []
@@ -218,6 +269,7 @@ class DispatchState:
             if (flight := self.flights.get(group_id)) is not None and flight.missing:
                 self._leave(flight, at)
             self.flights.end(group_id)
+            self.trainer.forget(group_id)
             self.plan_accuracy.over(group_id, at)
 
     def _leave(self, flight: Flight, at: float) -> None:
@@ -301,23 +353,30 @@ class DispatchState:
         flight = self.flights.get(order.group_id)
         assert flight is not None, "it was sent"
         median, upper = order.estimate.median, order.estimate.upper
-        expected = ExpectedLength(median, log_deviation_of(median, upper) if self.loop.num_generations == 1 else 0.0)
+        deviation = log_deviation_of(median, upper) if self.loop.num_generations == 1 else 0.0
+        expected = ExpectedLength(median, deviation, self.prompt_tokens(order.prompt))
         self.progress.send(order.worker_id, slots, flight.samples, expected, now)
 
-    def give_up(self, flight: Flight, now: float) -> None:
-        """A group was ordered too often. If samples of it exist, the trainer ends it; otherwise it ends here."""
+    def give_up(self, flight: Flight, now: float) -> list[Trajectory]:
+        """A group was ordered too often: records to publish in place of what is missing, with which it is whole.
+
+        It is the trainer that ends it, as any other group.
+        """
         self.given_up += 1
         self._leave(flight, now)
         self.plan_accuracy.over(flight.order.group_id, now)
-        if self.flights.give_up(flight):
-            self.ledger.forget(flight.order.group_id)
-            self.flights.end(flight.order.group_id)
+        reason = f"given up after {flight.order.attempt + 1} orders: each worker was lost, or did not deliver it"
+        found = [
+            aborted_trajectory(flight.order, index, reason, rewards=(), now=now) for index in sorted(flight.missing)
+        ]
+        self.flights.give_up(flight)
+        return found
 
     def lost(self, now: float) -> list[Flight]:
         """Groups with samples missing that nobody works on any more, as far as we can tell. A query: changes nothing.
 
-        Their worker is gone, restarted, or idle without having produced them; or nothing came for too long, although
-        it seems well: then the order was lost, or the worker has it and is stuck.
+        Their worker is gone or restarted; or its heartbeats do not name them, so that the order was lost; or they name
+        them and say that nothing gets on. How long a completion takes in all makes no order late.
         """
         return [flight for flight in self.flights.unfinished() if not self._is_worked_on(flight, now)]
 
@@ -331,7 +390,10 @@ class DispatchState:
     def _is_worked_on(self, flight: Flight, now: float) -> bool:
         if flight.worker_id is None:
             return False
-        if not self.fleet.has(flight.worker_id, flight.incarnation, flight.sent_at, now):
+        if not self.fleet.has(flight.worker_id, flight.incarnation, now):
+            return False
+        absent_since = flight.absent_since
+        if absent_since is not None and now - absent_since > ABSENT_LEASES * self._settings.lease_s:
             return False
         # Doubled with every attempt: what takes long everywhere is long, not lost.
         timeout_s = self._settings.order_timeout_s * min(1 << flight.order.attempt, MAX_TIMEOUT_FACTOR)
@@ -375,6 +437,8 @@ class DispatchState:
             capacity=heartbeat.capacity,
             sequences=sequences,
             predicted_tokens=tokens,
+            # What the engine says of its own cache goes before what a profile says of one like it.
+            kv_tokens=heartbeat.kv_tokens or self.measured_curve(heartbeat.worker_id).settings.kv_tokens,
         )
 
     def is_over(self, now: float) -> bool:

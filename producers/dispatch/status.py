@@ -23,7 +23,8 @@ class DispatcherStatus:
     """A snapshot for logs and displays. ``in_flight`` counts groups, ``missing`` samples not yet on the topic.
 
     ``unsent``: prompts drawn and not ordered; ``stolen``: those that another worker than planned took. ``predicted_s``
-    and ``actual_s``: from drawing to the last sample, of the window that ended last.
+    and ``actual_s``: from drawing to the last sample, of the window that ended last. ``speed``: decode steps that the
+    workers make, as a multiple of what their curves say; ``speeds``: of each.
     """
 
     version: PolicyVersion | None
@@ -42,6 +43,7 @@ class DispatcherStatus:
     predicted_s: float | None
     actual_s: float | None
     speed: float
+    speeds: dict[str, float]
     lengths: CalibrationReport
 
     def fields(self) -> dict[str, object]:
@@ -62,6 +64,7 @@ class DispatcherStatus:
             "predicted_finish_s": _rounded(self.predicted_s),
             "actual_finish_s": _rounded(self.actual_s),
             "decode_speed": round(self.speed, 3),
+            "decode_speeds": {name: round(speed, 3) for name, speed in self.speeds.items()},
             **self.lengths.fields(),
         }
 
@@ -88,6 +91,7 @@ def status_of(state: DispatchState, scheduler: Scheduler, now: float) -> Dispatc
         predicted_s=state.plan_accuracy.predicted_s,
         actual_s=state.plan_accuracy.actual_s,
         speed=state.progress.speed,
+        speeds=state.progress.speeds,
         lengths=state.calibration.report(),
     )
 

@@ -1,4 +1,4 @@
-"""Strategies: how a plan is made. All are pure functions of the items, the workers and the decode curve.
+"""Strategies: how a plan is made. All are pure functions of the items and the workers.
 
 ``skewness_aware`` is the default. The longest completions get workers of their own that run few at once, hence fast:
 with t(b) the seconds of a decode step of a batch of b, a completion of L tokens is over by T only in a batch with
@@ -6,24 +6,34 @@ with t(b) the seconds of a decode step of a batch of b, a completion of L tokens
     L × t(b) <= T
 
 So a target T says how many workers the long tail needs, how many of the longest items go there, and how many of them
-run at once; the others are list-scheduled over what capacity is left, longest first. Targets are enumerated; the exact
-finish of each plan decides.
+run at once; the others are list-scheduled over what capacity is left, longest first. Targets are enumerated, and the
+exact outcome of each plan decides.
+
+By what outcome depends on the mode (``Objective``). Where training begins when the batch is whole, it is the makespan,
+and longest first is the order for it. Where the trainer takes groups as they end, that order starves it at first, for
+what begins first ends late, and leaves it everything at once in the end. So with such a trainer each target is also
+tried with the rest of each queue as it came and shortest first: short completions feed the trainer while the long ones,
+which began at once on workers of their own, are under way. With the trainer slower than generation the shortest first
+order wins, with a faster one the makespan counts and the longest first does; in between the outcome decides.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import heapify, heapreplace
 
 from producers.dispatch.plans import (
+    MAKESPAN,
     Item,
     LengthDraws,
+    Objective,
     Plan,
     Strategy,
     WorkerCapacity,
     WorkerShare,
     conservative,
-    predicted_finish_s,
+    predicted_s,
     with_items,
 )
 from schemas.profiles import DecodeCurve
@@ -35,85 +45,105 @@ ALPHA = 0.2
 """Share of all prompts that are the long tail in the StreamRL paper."""
 
 
-def skewness_aware(
-    items: Sequence[Item], workers: Sequence[WorkerCapacity], curve: DecodeCurve, slack_s: float = 0.0
-) -> Plan:
-    """The plan with the earliest predicted finish; never later than that of ``round_robin`` or of ``lpt``.
+def skewness_aware(items: Sequence[Item], workers: Sequence[WorkerCapacity], objective: Objective = MAKESPAN) -> Plan:
+    """The plan with the best predicted outcome; never worse than ``round_robin``, ``least_loaded`` or ``lpt``.
 
     Where lengths are uncertain, that is the mean over draws of them, and the long tail is also planned at its upper
-    estimates. ``slack_s``: a finish before that is worth nothing, so no capacity is given up for it.
+    estimates. No capacity is given up for an outcome that is earlier than ``objective.slack_s``.
     """
     draws = LengthDraws(items)
     # Lengths as estimated; and if some are uncertain, also with the longest at their upper estimates.
     views = [list(items)]
     if (tail_raised := conservative(items)) != views[0]:
         views.append(tail_raised)
-    plans = [round_robin(items, workers, curve)]
-    for view in views:
-        ordered = longest_first(view)
-        plans.append(with_items(list_schedule(ordered, workers, all_slots(workers), curve), items))
+    plans = [round_robin(items, workers), least_loaded(items, workers)]
+    plans += [with_items(plan, items) for view in views for plan in _orders(lpt(view, workers), objective)]
     # Over the same draws as every other plan, so that none of the simple ones is ever better than the result.
-    best = min(plans, key=lambda plan: draws.mean_finish_s(plan, curve))
-    if not items or draws.mean_finish_s(best, curve) <= slack_s:
+    outcome, best = min(((draws.mean_s(plan, objective), plan) for plan in plans), key=lambda entry: entry[0])
+    if not items or outcome <= objective.slack_s:
         return best
-    with_reserved = (with_items(_with_reserved_workers(view, workers, curve, slack_s), items) for view in views)
-    return min((best, *with_reserved), key=lambda plan: draws.mean_finish_s(plan, curve))
+    with_reserved = (with_items(_with_reserved_workers(view, workers, objective), items) for view in views)
+    return min((best, *with_reserved), key=lambda plan: draws.mean_s(plan, objective))
 
 
-def _with_reserved_workers(
-    items: Sequence[Item], workers: Sequence[WorkerCapacity], curve: DecodeCurve, slack_s: float
-) -> Plan:
+def _with_reserved_workers(items: Sequence[Item], workers: Sequence[WorkerCapacity], objective: Objective) -> Plan:
     """The best of the enumerated targets, if lengths are as these items say."""
-    best = lpt(items, workers, curve)
-    finish = predicted_finish_s(best, curve)
+    best = lpt(items, workers)
+    outcome, high = predicted_s(best, objective), predicted_s(best)
     ordered = longest_first(items)
-    low, high = max(_least_s(ordered, workers, curve), slack_s), finish
+    low = max(_least_s(ordered, workers), objective.slack_s)
     # First over the whole interval, then over the two steps around the best target.
     for _ in range(2):
         width = (high - low) / TARGETS
         if width <= 0:
             break
         # The best so far stays among them, so that the second round is never worse than the first.
-        found = [(finish, high, best)]
+        found = [(outcome, high, best)]
         for number in range(TARGETS):
             target = low + number * width
-            plan = _plan_for(target, ordered, workers, curve)
-            found.append((predicted_finish_s(plan, curve), target, plan))
-        finish, target, best = min(found, key=lambda entry: entry[0])
+            plans = _orders(_plan_for(target, ordered, workers), objective)
+            found += [(predicted_s(plan, objective), target, plan) for plan in plans]
+        outcome, target, best = min(found, key=lambda entry: entry[0])
         low, high = max(low, target - width), min(high, target + width)
     return best
 
 
-def _least_s(ordered: Sequence[Item], workers: Sequence[WorkerCapacity], curve: DecodeCurve) -> float:
-    """No plan is faster: all capacity busy until the end, or the longest completion running alone from the start.
+def _orders(plan: Plan, objective: Objective) -> Iterator[Plan]:
+    """The plan, and where a trainer takes groups as they end, also with other orders of what reserves no worker.
 
-    max(Σ tokens / Σ (slots / t(slots)), longest × t(1))
+    A reserved worker's queue begins with what it is reserved for, the longest, which fill its concurrency.
     """
-    longest = max(ordered[0].longest, *(tokens for worker in workers for tokens in worker.running), 0)
+    yield plan
+    if not objective.train_s_per_token:
+        return
+
+    def ordered(share: WorkerShare, key: Callable[[Item], float]) -> WorkerShare:
+        count, kept = share.concurrency if share.is_reduced else 0, 0
+        while kept < len(share.items) and count > 0:
+            count, kept = count - share.items[kept].samples, kept + 1
+        return replace(share, items=(*share.items[:kept], *sorted(share.items[kept:], key=key)))
+
+    yield Plan(tuple(ordered(share, lambda item: item.key) for share in plan.shares))
+    yield Plan(tuple(ordered(share, lambda item: item.longest) for share in plan.shares))
+
+
+def _least_s(ordered: Sequence[Item], workers: Sequence[WorkerCapacity]) -> float:
+    """No plan ends sooner: all capacity busy until the end, or the longest completion running alone from the start.
+
+    max(Σ tokens / Σ (slots / t(slots)), longest × the fastest t(1))
+    """
+    alone_s = min(worker.curve.batch_s(1) for worker in workers)
+    longest = max(
+        ordered[0].longest * alone_s, *(max(worker.running, default=0) * worker.curve.batch_s(1) for worker in workers)
+    )
     tokens = sum(item.load for item in ordered) + sum(worker.load for worker in workers)
-    rate = sum(slots / curve.batch_s(slots) for slots in all_slots(workers))
-    return max(tokens / rate, longest * curve.batch_s(1))
+    return max(tokens / full_rate(workers), longest)
 
 
-def _plan_for(target: float, ordered: Sequence[Item], workers: Sequence[WorkerCapacity], curve: DecodeCurve) -> Plan:
+def full_rate(workers: Iterable[WorkerCapacity]) -> float:
+    """Tokens a second of all workers with all slots busy: Σ slots / t(slots)."""
+    return sum(max(1, worker.slots) / worker.curve.batch_s(max(1, worker.slots)) for worker in workers)
+
+
+def _plan_for(target: float, ordered: Sequence[Item], workers: Sequence[WorkerCapacity]) -> Plan:
     """The plan that reserves workers so that the longest items, and what runs already, are over by ``target``."""
     concurrency = all_slots(workers)
     reserved: dict[int, list[Item]] = {}
     taken = 0
     # A worker may have to run fewer from now on, so that what it has already is over in time.
     for number, worker in enumerate(workers):
-        if worker.running and max(worker.running) * curve.batch_s(concurrency[number]) > target:
+        if worker.running and max(worker.running) * worker.curve.batch_s(concurrency[number]) > target:
             # L × t(b) <= T asks for a step of T / L seconds at most.
-            concurrency[number] = _batch_within(target / max(worker.running), concurrency[number], curve)
-    # The longest items that would be late at full concurrency go to the workers with the fewest running, at the largest
-    # concurrency that is fast enough for the first of them.
-    for number in sorted(range(len(workers)), key=lambda number: len(workers[number].running)):
-        if taken == len(ordered) or ordered[taken].longest * curve.batch_s(concurrency[number]) <= target:
+            concurrency[number] = _batch_within(target / max(worker.running), concurrency[number], worker.curve)
+    # The longest items that would be late at full concurrency go to the workers with the fewest running, of those to
+    # the fastest first, at the largest concurrency that is fast enough for the first of them.
+    for number, worker in sorted(enumerate(workers), key=lambda one: (len(one[1].running), one[1].curve.batch_s(1))):
+        if taken == len(ordered) or ordered[taken].longest * worker.curve.batch_s(concurrency[number]) <= target:
             break
-        concurrency[number] = _batch_within(target / ordered[taken].longest, concurrency[number], curve)
+        concurrency[number] = _batch_within(target / ordered[taken].longest, concurrency[number], worker.curve)
         reserved[number] = _first(ordered, taken, concurrency[number])
         taken += len(reserved[number])
-    return list_schedule(ordered[taken:], workers, concurrency, curve, reserved)
+    return list_schedule(ordered[taken:], workers, concurrency, reserved)
 
 
 def _batch_within(step_s: float, slots: int, curve: DecodeCurve) -> int:
@@ -135,7 +165,7 @@ def _first(ordered: Sequence[Item], start: int, samples: int) -> list[Item]:
     return list(ordered[start:end])
 
 
-def round_robin(items: Sequence[Item], workers: Sequence[WorkerCapacity], curve: DecodeCurve) -> Plan:
+def round_robin(items: Sequence[Item], workers: Sequence[WorkerCapacity]) -> Plan:
     """The first item to the first worker, the second to the second, and so on, whatever their lengths are."""
     return Plan(
         tuple(
@@ -145,21 +175,20 @@ def round_robin(items: Sequence[Item], workers: Sequence[WorkerCapacity], curve:
     )
 
 
-def least_loaded(items: Sequence[Item], workers: Sequence[WorkerCapacity], curve: DecodeCurve) -> Plan:
+def least_loaded(items: Sequence[Item], workers: Sequence[WorkerCapacity]) -> Plan:
     """In their own order, each to the worker with the fewest expected tokens for what it can do."""
-    return list_schedule(items, workers, all_slots(workers), curve)
+    return list_schedule(items, workers, all_slots(workers))
 
 
-def lpt(items: Sequence[Item], workers: Sequence[WorkerCapacity], curve: DecodeCurve) -> Plan:
+def lpt(items: Sequence[Item], workers: Sequence[WorkerCapacity]) -> Plan:
     """Longest processing time first: as ``least_loaded``, but the longest begin."""
-    return list_schedule(longest_first(items), workers, all_slots(workers), curve)
+    return list_schedule(longest_first(items), workers, all_slots(workers))
 
 
 def list_schedule(
     items: Sequence[Item],
     workers: Sequence[WorkerCapacity],
     concurrency: Sequence[int],
-    curve: DecodeCurve,
     reserved: Mapping[int, Sequence[Item]] | None = None,
 ) -> Plan:
     """Each item in turn goes to the worker with the least expected seconds of work (Graham 1969).
@@ -168,7 +197,12 @@ def list_schedule(
     ``reserved``: by the worker's number, what its queue begins with.
     """
     queues: list[list[Item]] = [[*(reserved or {}).get(share, ())] for share in range(len(workers))]
-    token_s = [curve.batch_s(at_once) / at_once for at_once in concurrency]
+    context = _mean_context(items) if any(worker.kv_tokens is not None for worker in workers) else 0.0
+    token_s = []
+    for worker, at_once in zip(workers, concurrency, strict=True):
+        # Equation 2 of StreamRL: the batch is what the cache holds, if that is less than the slots.
+        batch = at_once if worker.kv_tokens is None else max(1, min(at_once, int(worker.kv_tokens / context)))
+        token_s.append(worker.curve.batch_s(batch) / batch)
     # (seconds of work, number) of each worker, the least first; of equals the first worker.
     loads = [
         ((worker.load + sum(item.load for item in queues[share])) * token_s[share], share)
@@ -187,6 +221,13 @@ def list_schedule(
     )
 
 
+def _mean_context(items: Sequence[Item]) -> float:
+    """Tokens that a running completion has in its cache, mean over time: Σ L (p + L / 2) / Σ L; at least 1."""
+    rows = [(length, item.prompt) for item in items for length in item.lengths]
+    tokens = sum(length for length, _ in rows)
+    return max(1.0, sum(length * (prompt + length / 2) for length, prompt in rows) / max(1, tokens))
+
+
 def longest_first(items: Sequence[Item]) -> list[Item]:
     """By the longest sample; among equals first those whose other samples are long, then in their own order."""
     return sorted(items, key=lambda item: (-item.longest, -item.tokens, item.key))
@@ -200,7 +241,6 @@ def all_slots(workers: Sequence[WorkerCapacity]) -> list[int]:
 def streamrl_algorithm_2(
     items: Sequence[Item],
     workers: Sequence[WorkerCapacity],
-    curve: DecodeCurve,
     *,
     total: Callable[[Iterable[float]], float],
 ) -> Plan:
@@ -210,32 +250,40 @@ def streamrl_algorithm_2(
 
         PTL(BS) × L × ceil(M / BS)        (its equation 2)
 
-    with M prompts on each worker, BS = min(M, slots), PTL the time of a token, and L the 90th percentile of all lengths
-    for the long tail, the median for the rest. The paper adds the two latencies (``total`` sum), although the pools run
-    at the same time; the later of the two (max) is the other reading. The split with the least total wins; items are
-    dealt evenly to the workers of a pool, longest first. One worker or few items: ``lpt``.
+    with M prompts on each worker, BS = min(M, slots, what the cache holds of contexts of length L), PTL the time of a
+    token, and L the 90th percentile of all lengths for the long tail, the median for the rest. The paper adds the two
+    latencies (``total`` sum), although the pools run at the same time; the later of the two (max) is the other reading.
+    The split with the least total wins; items are dealt evenly to the workers of a pool, longest first. One worker or
+    few items: ``lpt``.
     """
     ordered = longest_first(items)
     share = math.ceil(ALPHA * len(ordered))
     tail, rest = ordered[:share], ordered[share:]
     if len(workers) < 2 or not rest:
-        return lpt(items, workers, curve)
+        return lpt(items, workers)
     # The 90th percentile and the median of all lengths.
     long, regular = ordered[len(ordered) // 10].longest, ordered[len(ordered) // 2].longest
 
     def cost(split: int) -> float:
         first, second = workers[:split], workers[split:]
-        return total((_latency_s(tail, long, first, curve), _latency_s(rest, regular, second, curve)))
+        return total((_latency_s(tail, long, first), _latency_s(rest, regular, second)))
 
     split = min(range(1, len(workers)), key=cost)
     return Plan(_evenly(tail, workers[:split]) + _evenly(rest, workers[split:]))
 
 
-def _latency_s(pool: Sequence[Item], length: int, workers: Sequence[WorkerCapacity], curve: DecodeCurve) -> float:
+def _latency_s(pool: Sequence[Item], length: int, workers: Sequence[WorkerCapacity]) -> float:
+    """Of the slowest of these workers: the paper's are all alike."""
     each = math.ceil(sum(item.samples for item in pool) / len(workers))
-    batch = max(1, min(each, *(worker.slots for worker in workers)))
-    # PTL(BS) × L × ceil(M / BS), with M = each and BS = batch.
-    return curve.batch_s(batch) * length * math.ceil(each / batch)
+    context = length + max(item.prompt for item in pool)
+
+    def latency_s(worker: WorkerCapacity) -> float:
+        cached = worker.slots if worker.kv_tokens is None else worker.kv_tokens // context
+        batch = max(1, min(each, worker.slots, cached))
+        # PTL(BS) × L × ceil(M / BS), with M = each and BS = batch.
+        return worker.curve.batch_s(batch) * length * math.ceil(each / batch)
+
+    return max(map(latency_s, workers))
 
 
 def _evenly(pool: Sequence[Item], workers: Sequence[WorkerCapacity]) -> tuple[WorkerShare, ...]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 import uuid
 from collections import deque
@@ -19,6 +20,9 @@ from schemas.reports import Heartbeat, WorkerState
 
 log = structlog.get_logger()
 
+ORDERS_EVERY_S = 5.0
+"""Between two heartbeats that name the orders held: a few hundred of them are some kilobytes, and time-outs of orders
+are minutes. That nothing is held costs two bytes and is always said."""
 RATE_WINDOW_S = 10.0
 """Tokens a second are told over this long: several chunks of each completion, and yet of the present."""
 NO_VERSION = PolicyVersion(0, 0)
@@ -41,6 +45,7 @@ class Heartbeats:
     _sequence: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _rates: deque[tuple[float, int]] = field(default_factory=deque)
+    _named_at: float = -math.inf
 
     def update(self, *, state: WorkerState | None = None, version: PolicyVersion | None = None) -> None:
         """Note a state or version; a change is sent at once."""
@@ -89,9 +94,18 @@ class Heartbeats:
             generated_tokens=self.load.generated_tokens,
             finished_trajectories=self.load.finished_trajectories,
             tokens_per_s=self._rate(now),
+            orders=self._orders(),
+            kv_tokens=self.engine.kv_tokens,
             sequence=self._sequence - 1,
             sent_at=now,
         )
+
+    def _orders(self) -> dict[str, float] | None:
+        orders, now = self.load.held_orders(), self.load.monotonic()
+        if orders and now - self._named_at < ORDERS_EVERY_S:
+            return None
+        self._named_at = now
+        return orders
 
     def _rate(self, now: float) -> float:
         self._rates.append((now, self.load.generated_tokens))

@@ -4,13 +4,14 @@ Invariant every_sample_is_accounted_for: a prompt that cannot be sampled still g
 without rewards, so that its group can be completed and its place in the pipeline is given back.
 """
 
+import math
 import time
 from array import array
 from asyncio import Future
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import structlog
@@ -22,15 +23,31 @@ from bus.port import Outgoing, Position, Publisher
 from producers.generation.engines.port import Engine, GenerationRequest, TokenDelta, Tokenizer
 from producers.rewards.runner import ScoreRequest, Scores
 from schemas.errors import BusError, EngineError
-from schemas.identifiers import PolicyVersion, make_trajectory_id
-from schemas.trajectories import FinishReason, SamplingParams, TokenChunk, Trajectory, VersionSpan, WorkOrder
+from schemas.identifiers import PolicyVersion, group_id_of, make_trajectory_id
+from schemas.trajectories import (
+    FinishReason,
+    SamplingParams,
+    TokenChunk,
+    Trajectory,
+    VersionSpan,
+    WorkOrder,
+    aborted_trajectory,
+    origin_of,
+)
 
 log = structlog.get_logger()
 
-SHOWN_CHARACTERS = 1000
-"""Of a prompt that cannot be sampled: enough to recognise it, and never too large to send."""
 MAX_PENDING = 1000
 """Chunks handed to the broker and not confirmed yet; more are dropped, so that memory is bounded while it is away."""
+
+
+@dataclass(slots=True)
+class _HeldOrder:
+    """Trajectory ids of the samples not delivered yet, and those of them without a token; when it progressed last."""
+
+    progress_at: float
+    undelivered: set[str] = field(default_factory=set)
+    unstarted: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -38,11 +55,48 @@ class WorkerLoad:
     """What a worker does and has done, which its heartbeats tell.
 
     ``generating`` counts completions in the engine (running or waiting there); the others count since the start.
+    ``monotonic``: seconds on a clock that nobody sets.
     """
 
+    monotonic: Callable[[], float] = time.monotonic
     generating: int = 0
     generated_tokens: int = 0
     finished_trajectories: int = 0
+    _orders: dict[str, _HeldOrder] = field(default_factory=dict)
+    _sampled_at: float = -math.inf
+
+    def took(self, trajectory_id: str) -> None:
+        """A sample of an order is this worker's to make."""
+        order = self._orders.setdefault(group_id_of(trajectory_id), _HeldOrder(self.monotonic()))
+        order.undelivered.add(trajectory_id)
+        order.unstarted.add(trajectory_id)
+
+    def sampled(self, trajectory_id: str, tokens: int) -> None:
+        """So many more tokens of a sample."""
+        self.generated_tokens += tokens
+        self._sampled_at = self.monotonic()
+        if (order := self._orders.get(group_id_of(trajectory_id))) is not None:
+            order.progress_at = self._sampled_at
+            order.unstarted.discard(trajectory_id)
+
+    def let_go(self, trajectory_id: str) -> None:
+        """A sample was delivered, or abandoned."""
+        group_id = group_id_of(trajectory_id)
+        if (order := self._orders.get(group_id)) is not None:
+            order.progress_at = self.monotonic()
+            order.undelivered.discard(trajectory_id)
+            order.unstarted.discard(trajectory_id)
+            if not order.undelivered:
+                del self._orders[group_id]
+
+    def held_orders(self) -> dict[str, float]:
+        """Seconds since the last progress of each order held, by group id, as ``Heartbeat.orders`` means it."""
+        now = self.monotonic()
+        return {
+            # What waits for a slot gets on as long as those before it do.
+            group_id: now - max(order.progress_at, self._sampled_at if order.unstarted else order.progress_at)
+            for group_id, order in self._orders.items()
+        }
 
 
 class RewardScorer(Protocol):
@@ -93,12 +147,12 @@ class Rollout:
         finally:
             self.load.generating -= 1
         # The slot is free by now: scoring costs the engine nothing.
-        text = self.tokenizer.decode(completion.token_ids)
+        text = shown_text(self.tokenizer.decode(completion.token_ids), completion.finish_reason, order.sampling)
         scores = await self._score(order, completion, text)
         token_ids, logprobs = completion.arrays()
         try:
             return Trajectory(
-                **self._origin(order, sample_index),
+                **origin_of(order, sample_index),
                 prompt_token_ids=np.array(prompt_token_ids, dtype="<i4"),
                 token_ids=token_ids,
                 logprobs=logprobs,
@@ -117,41 +171,7 @@ class Rollout:
 
     def refused(self, order: WorkOrder, sample_index: int, reason: str) -> Trajectory:
         """The trajectory of a sample that was never made, with the reason in place of each reward."""
-        now = self.clock()
-        return Trajectory(
-            **self._origin(order, sample_index),
-            prompt_token_ids=[],
-            token_ids=[],
-            logprobs=[],
-            loss_mask=[],
-            version_spans=(),
-            finish_reason=FinishReason.ABORT,
-            prompt_text=order.prompt.text[:SHOWN_CHARACTERS],
-            completion_text="",
-            rewards=dict.fromkeys(self.scorer.names),
-            reward_errors=dict.fromkeys(self.scorer.names, reason),
-            started_at=now,
-            finished_at=now,
-        )
-
-    def _origin(self, order: WorkOrder, sample_index: int) -> dict[str, Any]:
-        return {
-            "trajectory_id": make_trajectory_id(order.group_id, sample_index),
-            "group_id": order.group_id,
-            "prompt_id": order.prompt.prompt_id,
-            "dataset": order.prompt.dataset,
-            "sample_index": sample_index,
-            "num_generations": order.num_generations,
-            "temperature": order.sampling.temperature,
-            "bucket": order.estimate.bucket,
-            "predicted_length": order.estimate.median,
-            "worker_id": self.worker_id,
-            "attempt": order.attempt,
-            "admitted_version": order.admitted_version,
-            "position": order.position,
-            "due_step": order.due_step,
-            "created_at": order.created_at,
-        }
+        return aborted_trajectory(order, sample_index, reason, rewards=self.scorer.names, now=self.clock())
 
     async def _score(self, order: WorkOrder, completion: "SampledCompletion", text: str) -> Scores:
         if completion.finish_reason is FinishReason.ABORT:  # half a text would be scored as if it were a whole one
@@ -175,7 +195,7 @@ class Rollout:
                 # Taken before extend: where the delta's first token stands in the completion.
                 start = len(completion.token_ids)
                 completion.extend(delta)
-                self.load.generated_tokens += len(delta.token_ids)
+                self.load.sampled(request.request_id, len(delta.token_ids))
                 if self.tokens is not None:
                     await self.tokens.send(request.request_id, start, delta)
         if completion.finish_reason is None:
@@ -193,6 +213,18 @@ async def _closing(deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[AsyncIter
         # promises any async iterator, and only generators have aclose.
         if (close := getattr(deltas, "aclose", None)) is not None:
             await close()
+
+
+def shown_text(text: str, finish_reason: FinishReason | None, sampling: SamplingParams) -> str:
+    """The text that rewards see: up to the stop string, or to its end if that was asked for.
+
+    What the last token says behind it is cut off. The tokens themselves are all kept: they were sampled.
+    """
+    span = sampling.find_stop(text) if finish_reason is FinishReason.STOP else None
+    if span is None:
+        return text
+    start, end = span
+    return text[: end if sampling.include_stop_str_in_output else start]
 
 
 def _own_seed(order: WorkOrder, trajectory_id: str) -> SamplingParams:

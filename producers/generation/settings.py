@@ -17,7 +17,9 @@ class GenerationSettings(Section):
             "[emulation] in place of a model."
         ),
     ] = "transformers"
-    max_num_seqs: Annotated[int, Field(ge=1, le=4096, description="Completions sampled at once by one worker.")] = 64
+    max_num_seqs: Annotated[
+        int, Field(ge=1, le=4096, description="Completions sampled at once by one worker; 256 suit one GPU.")
+    ] = 64
     max_model_len: Annotated[
         int | None, Field(ge=2, description="Most tokens of prompt and completion; by default what the model allows.")
     ] = None
@@ -39,7 +41,9 @@ class GenerationSettings(Section):
     gpu_memory_utilization: Annotated[
         float, Field(gt=0, le=1, description="vLLM on a GPU: share of its memory to use.")
     ] = 0.9
-    tensor_parallel_size: Annotated[int, Field(ge=1, description="vLLM: devices one model is spread over.")] = 1
+    tensor_parallel_size: Annotated[
+        int, Field(ge=1, description="vLLM: devices one model is spread over; each has threads of its own.")
+    ] = 1
     enforce_eager: Annotated[
         bool | None, Field(description="vLLM: no graph compilation; by default on for a CPU, off for a GPU.")
     ] = None

@@ -4,9 +4,11 @@ Plain text gets what the tokenizer itself puts in front (a beginning-of-sequence
 end-of-sequence token, which would end the prompt. Chat turns get exactly what the chat template writes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from pydantic import JsonValue
 from transformers import AutoTokenizer
 
 from schemas.errors import ModelError
@@ -14,13 +16,13 @@ from schemas.trajectories import Prompt
 
 
 class ModelTokenizer:
-    """A ``Tokenizer`` read from a model directory."""
+    """A ``Tokenizer`` read from a model directory; the chat template gets ``chat_template_kwargs`` as variables."""
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, chat_template_kwargs: Mapping[str, JsonValue] = MappingProxyType({})) -> None:
         """Load it.
 
         Raises:
-            ModelError: there is no tokenizer.
+            ModelError: there is no tokenizer, or no chat template that reads one of the variables.
         """
         self._model_path = model_path
         try:
@@ -30,6 +32,15 @@ class ModelTokenizer:
             raise ModelError(
                 f"expected a tokenizer at {model_path}, got: {reason}; set the model to a directory that has one"
             ) from error
+        self._chat_template_kwargs = dict(chat_template_kwargs)
+        # Templates ignore what they do not know: a misspelt name would silently change nothing.
+        template = str(self._tokenizer.chat_template or "")
+        for name in chat_template_kwargs:
+            if name not in template:
+                raise ModelError(
+                    f"expected a chat template at {model_path} that reads {name} (data.chat_template_kwargs), "
+                    f"got {'one that does not' if template else 'none'}; remove the key, or look for its right name"
+                )
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; chat turns through the model's chat template, with the opening of the answer.
@@ -46,7 +57,11 @@ class ModelTokenizer:
             )
         turns = [{"role": turn.role, "content": turn.content} for turn in prompt.content]
         # As text first: the template writes its special tokens itself, so none may be added when it is tokenised.
-        return self._plain(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        return self._plain(
+            self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True, **self._chat_template_kwargs
+            )
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens, special tokens left out."""

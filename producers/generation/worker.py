@@ -25,7 +25,7 @@ from producers.generation.control import ControlFollower
 from producers.generation.engines.port import Engine, Tokenizer
 from producers.generation.heartbeat import Heartbeats
 from producers.generation.outbox import Fence, FencedPublisher, Outbox
-from producers.generation.rollout import RewardScorer, Rollout, TokenStream
+from producers.generation.rollout import RewardScorer, Rollout, TokenStream, WorkerLoad
 from producers.generation.settings import GenerationSettings
 from producers.generation.weights import WeightsAdopter, WeightsFetcher
 from schemas.errors import WireError
@@ -128,6 +128,7 @@ class WorkerSession:
             worker_id,
             tokens=TokenStream(fenced, TOKENS.full_name(run), worker_id) if settings.stream_tokens else None,
             clock=worker.clock,
+            load=WorkerLoad(worker.monotonic),
         )
         executor = OrderExecutor(
             rollout,
@@ -254,6 +255,7 @@ class OrderExecutor:
             if trajectory_id not in self.running:
                 task = tasks.create_task(self._produce(order, index, prompt), name=trajectory_id)
                 self.running[trajectory_id] = task
+                self.rollout.load.took(trajectory_id)
                 task.add_done_callback(self._forget)
 
     async def abandon(self) -> None:
@@ -267,6 +269,7 @@ class OrderExecutor:
 
     def _forget(self, task: "asyncio.Task[None]") -> None:
         del self.running[task.get_name()]
+        self.rollout.load.let_go(task.get_name())
 
     def _prompt_token_ids(self, order: WorkOrder) -> Sequence[int] | str:
         """Token ids of the prompt, or why there are none."""

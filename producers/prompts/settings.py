@@ -8,6 +8,13 @@ from schemas.settings import Section
 
 PLACEHOLDER = "{prompt}"
 
+_ARGUMENTS = {
+    *("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    "sanitize_control_tokens",
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+}
+"""Parameters of ``apply_chat_template`` itself: how a worker calls it is not for the user to say."""
 DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 DatasetName = Annotated[str, Field(pattern=DATASET_NAME)]
 
@@ -82,11 +89,22 @@ class DataSettings(Section):
     conversational: Annotated[
         bool, Field(description="Send a text prompt as a user turn, so that the chat template is applied.")
     ] = False
+    chat_template_kwargs: Annotated[
+        dict[str, JsonValue],
+        Field(description="Variables for the model's chat template, such as enable_thinking = false."),
+    ] = {}
 
     @field_validator("options")
     @classmethod
     def _ours(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
         return _without_our_own(options)
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _variables(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if arguments := _ARGUMENTS & set(given):
+            raise ValueError(f"expected variables of the chat template, got {', '.join(sorted(arguments))}")
+        return given
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -75,8 +75,11 @@ def _run(role: str, context: typer.Context, worker_id: str = "") -> None:
 def init(
     directory: Annotated[Path, typer.Argument(help="Where to put the files; made if need be.")] = Path("."),
     example: Annotated[
-        Literal["math", "tiny"],
-        typer.Option(help="math: a small instruct model of the hub; tiny: a model made here, for a trial on a CPU."),
+        Literal["math", "tiny", "smollm2"],
+        typer.Option(
+            help="math: a small instruct model of the hub; tiny: a model made here, for a trial on a CPU; smollm2: "
+            "SmolLM2-135M-Instruct out of a PyPI package, without a hub."
+        ),
     ] = "math",
 ) -> None:
     """Write a commented configuration, prompts and a reward.
@@ -192,7 +195,7 @@ def demo(
 ) -> None:
     """Train a tiny model on real Kafka, in minutes on a CPU.
 
-    It learns to spell words backward, with two workers and one trainer.
+    It finds out that working sums out pays, with two workers and one trainer.
     """
     _config, overrides = split(context.args)  # the demo's own recipe takes the place of a file
     from deploy.local.run import run_locally

@@ -1,1 +1,1 @@
-"""The demo: a tiny character-level model that learns to spell words backwards."""
+"""The demo: a tiny character-level model that finds out by itself that working a sum out pays."""

@@ -1,61 +1,117 @@
-"""The demo's evaluation: greedy answers of a model to held-out words, and the share that is right."""
+"""The demo's evaluation: solutions of held-out questions, greedy and sampled: their styles, and how many are right."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.demo.task import MAX_COMPLETION_TOKENS, Entry, exact_match, held_out_entries, prompt_text
+from producers.rewards.builtin import exact_match
+from streamrl.demo.task import (
+    ANSWER_PATTERN,
+    MAX_COMPLETION_TOKENS,
+    Question,
+    Style,
+    held_out_questions,
+    style_of,
+)
 
 NUM_HELD_OUT = 512
-"""Standard error of the share: at most sqrt(0.25 / 512) = 0.022."""
-NUM_SAMPLES = 24
+"""Standard error of a share: at most sqrt(0.25 / 512) = 0.022."""
+NUM_SAMPLED = 256
+"""So many of them are answered eight times as well."""
+SAMPLES = 8
+NUM_SHOWN = 24
 BATCH_SIZE = 256
+_SEED = 1 << 40
+"""Far from the seeds of runs."""
 
 
 @dataclass(frozen=True)
-class Answered:
-    """One prompt and what the model made of it."""
+class Solved:
+    """A question and what the model made of it; ``tokens`` with the end token."""
 
     prompt: str
     completion: str
     answer: str
+    style: Style
     correct: bool
+    tokens: int
 
 
-def answer_greedily(model: Any, tokenizer: Any, entries: Sequence[Entry]) -> list[Answered]:
-    """The most likely completion of every entry's question, token by token; at most 16 tokens."""
-    answered: list[Answered] = []
-    for start in range(0, len(entries), BATCH_SIZE):
-        batch = entries[start : start + BATCH_SIZE]
-        prompts, answers = [prompt_text(e) for e in batch], [e["answer"] for e in batch]
-        inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
+def solve(model: Any, tokenizer: Any, questions: Sequence[Question], *, sampled: bool = False) -> list[Solved]:
+    """The most likely solution of every question, or one that is sampled as in a run; at most 48 tokens of each."""
+    solved: list[Solved] = []
+    # The model's whole distribution at temperature 1, as a worker samples it; transformers cuts it to 50 otherwise.
+    how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {"do_sample": False}
+    for start in range(0, len(questions), BATCH_SIZE):
+        batch = questions[start : start + BATCH_SIZE]
+        inputs = tokenizer([each.text for each in batch], padding=True, padding_side="left", return_tensors="pt")
         output = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
-            do_sample=False,
             max_new_tokens=MAX_COMPLETION_TOKENS,
-        )
-        texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        rewards = exact_match(texts, answers)
-        answered += map(Answered, prompts, texts, answers, map(bool, rewards))
-    return answered
+            **how,
+        )[:, inputs["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(output, skip_special_tokens=True)
+        answers = [each.answer for each in batch]
+        # The reward of the run itself judges.
+        right = exact_match(ANSWER_PATTERN)(texts, answer=answers)
+        lengths = (output != tokenizer.pad_token_id).sum(dim=1).tolist()
+        solved += [
+            Solved(question.text, text, question.answer, style_of(text), bool(reward), length)
+            for question, text, reward, length in zip(batch, texts, right, lengths, strict=True)
+        ]
+    return solved
 
 
-def share_correct(answered: Sequence[Answered]) -> float:
-    """Exact match, 0 to 1; 0 for nothing."""
-    return sum(one.correct for one in answered) / max(len(answered), 1)
+def share_correct(solved: Sequence[Solved]) -> float:
+    """Share of right answers, 0 to 1; 0 for nothing."""
+    return sum(one.correct for one in solved) / max(len(solved), 1)
 
 
-def evaluate_exact_match(model: Path, seed: int) -> dict[str, Any]:
-    """For ``evaluation.function``: exact match on 512 held-out words, and the first of the answers."""
+def metrics_of(greedy: Sequence[Solved], rounds: Sequence[Sequence[Solved]]) -> dict[str, float]:
+    """What the run's summary tells; ``rounds``: the same questions sampled again and again, in one order.
+
+    ``accuracy``: of greedy solutions; all others are of sampled ones, as the policy is trained. ``pass_at_8``: share of
+    questions with one right solution or more in eight. ``accuracy_bare`` and ``accuracy_worked`` are absent where no
+    solution had that style. ``mean_length`` is in tokens, the end token included.
+    """
+    sampled = [one for solutions in rounds for one in solutions]
+    metrics = {
+        "accuracy": share_correct(greedy),
+        "sampled_accuracy": share_correct(sampled),
+        f"pass_at_{len(rounds)}": sum(any(one.correct for one in tries) for tries in zip(*rounds, strict=True))
+        / len(rounds[0]),
+        "share_worked": sum(one.style == "worked" for one in sampled) / len(sampled),
+        "greedy_share_worked": sum(one.style == "worked" for one in greedy) / len(greedy),
+        "mean_length": sum(one.tokens for one in sampled) / len(sampled),
+    }
+    for style in ("bare", "worked"):
+        if of_style := [one for one in sampled if one.style == style]:
+            metrics[f"accuracy_{style}"] = share_correct(of_style)
+    return {name: round(value, 4) for name, value in metrics.items()}
+
+
+def evaluate(model: Path, seed: int) -> dict[str, Any]:
+    """For ``evaluation.function``: 512 held-out questions, and the first of the greedy solutions."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    # The model is so small that several threads wait for each other longer than they compute.
+    torch.set_num_threads(1)
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()  # type: ignore[no-untyped-call]
-    answered = answer_greedily(loaded, AutoTokenizer.from_pretrained(model), held_out_entries(seed, NUM_HELD_OUT))
-    return {
-        "metrics": {"exact_match": share_correct(answered)},
-        "samples": [asdict(one) for one in answered[:NUM_SAMPLES]],
-    }
+    return judged(loaded, AutoTokenizer.from_pretrained(model), seed)
+
+
+def judged(model: Any, tokenizer: Any, seed: int) -> dict[str, Any]:
+    """Metrics and samples of a loaded model; the same for a seed, whatever was drawn before."""
+    import torch
+
+    questions = held_out_questions(seed, NUM_HELD_OUT)
+    greedy = solve(model, tokenizer, questions)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED + seed)
+        rounds = [solve(model, tokenizer, questions[:NUM_SAMPLED], sampled=True) for _ in range(SAMPLES)]
+    return {"metrics": metrics_of(greedy, rounds), "samples": [asdict(one) for one in greedy[:NUM_SHOWN]]}

@@ -1,97 +1,130 @@
-"""The demo's task: reasoning-gym's words to spell backward, split into training and held-out words; its tokenizer.
+"""The demo's task: sums and products with two right styles of solution, parted into training and held-out ones.
 
-Import is cheap, since the prompt source and the reward processes load this file.
+A bare solution is the answer alone, a worked one goes there step by step: ``52*7=`` is followed by ``364`` or by
+`` 50*7=350 2*7=14 350+14=364``. Both end with the answer, and only the answer is judged.
 
-Invariant no_held_out_word_is_ever_trained_on: the split depends on nothing but a word's letters.
+Import is cheap, since it happens before anything is shown. Invariant no_held_out_question_is_ever_trained_on: the split
+depends on nothing but the operator and the numbers, in whatever order they stand.
 """
 
+import math
+import random
 import zlib
 from collections.abc import Iterator, Sequence
-from itertools import count, islice
-from typing import Any
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
 
-from pydantic import JsonValue
-
-from producers.prompts.sources import open_dataset
-
-DATASET = "spell_backward"
-OPTIONS: dict[str, JsonValue] = {"min_word_len": 3, "max_word_len": 10}
-INSTRUCTION = "Spell this word backward (example: sun -> nus): "
-"""What reasoning-gym writes before the word."""
-PROMPT_TEMPLATE = "{prompt}\n"
-"""The line break tells the model where the word ends; it learns several times faster with it."""
-MAX_COMPLETION_TOKENS = 16
-"""The longest answer is ten letters and the end token; the rest is room for mistakes."""
+ANSWER_PATTERN = r"(\d+)$"
+"""The last number is the answer, in either style."""
+MAX_PROMPT_TOKENS = 16
+MAX_COMPLETION_TOKENS = 48
+"""The longest worked solution has 38 characters and the end token; the rest is room for mistakes."""
+BUCKET_BOUNDARIES = (8, 28, 34)
+"""Bare answers, worked products (23 to 28 tokens), worked sums of three numbers (29 to 34), and of four."""
+MARKS = (" ", "\n", ";")
+"""What stands before each step of a worked solution: people set out their working in more than one way."""
+PRODUCT_SHARE = 1 / 3
+HELD_OUT_ONE_IN = 5
+_HELD_OUT, _PROMPTS = "held out", "prompts"
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
-
-HELD_OUT_ONE_IN = 10
-_HELD_OUT_SEED = 1 << 40
-"""Far from the seeds of runs and of the warm start: reasoning-gym draws entry i with seed + i."""
-
-Entry = dict[str, Any]
+Style = Literal["bare", "worked"]
 
 
-def is_held_out(word: str) -> bool:
-    """Whether a word is kept for the evaluation; upper and lower case make no difference."""
-    return zlib.crc32(word.lower().encode()) % HELD_OUT_ONE_IN == 0
+@dataclass(frozen=True)
+class Question:
+    """A sum of three or four two-digit numbers, or a product of a two-digit number and a digit."""
+
+    operator: Literal["+", "*"]
+    numbers: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """What the policy reads."""
+        return self.operator.join(map(str, self.numbers)) + "="
+
+    @property
+    def answer(self) -> str:
+        """The right one."""
+        return str(sum(self.numbers) if self.operator == "+" else math.prod(self.numbers))
+
+    @property
+    def content(self) -> str:
+        """The same for questions that ask the same: the order of the numbers makes no difference."""
+        return self.operator.join(map(str, sorted(self.numbers)))
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it is kept for the evaluation."""
+        return zlib.crc32(self.content.encode()) % HELD_OUT_ONE_IN == 0
+
+    def worked(self, mark: str) -> str:
+        """The solution step by step, a mark before each step: tens, then units, then both together."""
+        tens = [number // 10 * 10 for number in self.numbers]
+        units = [number % 10 for number in self.numbers]
+        if self.operator == "*":
+            number, digit = self.numbers
+            parts = [f"{tens[0]}*{digit}={tens[0] * digit}", f"{units[0]}*{digit}={units[0] * digit}"]
+            last = f"{tens[0] * digit}+{units[0] * digit}={number * digit}"
+        else:
+            parts = ["+".join(map(str, each)) + f"={sum(each)}" for each in (tens, units)]
+            last = f"{sum(tens)}+{sum(units)}={sum(self.numbers)}"
+        return "".join(mark + step for step in (*parts, last))
 
 
-def is_training_entry(entry: Entry) -> bool:
-    """The filter for ``data.filter``: true if the entry's word may be trained on."""
-    return not is_held_out(entry["metadata"]["word"])
+def style_of(completion: str) -> Style:
+    """A step has an equals sign, and the answer alone has none."""
+    return "worked" if "=" in completion else "bare"
 
 
-def prompt_text(entry: Entry) -> str:
-    """What the policy reads: the question, worded as ``data.prompt_template`` words it in a run."""
-    return PROMPT_TEMPLATE.replace("{prompt}", entry["question"])
+def worked_out(completions: Sequence[str], **_columns: object) -> list[float]:
+    """In TRL's signature: 1 for a worked solution. It has a weight of 0 in the demo, for the report draws its mean."""
+    return [float(style_of(completion) == "worked") for completion in completions]
 
 
-def exact_match(completions: Sequence[str], answer: Sequence[str], **_columns: object) -> list[float]:
-    """TRL-style reward: 1 for the answer letter by letter, capitals included, and nothing after it; else 0.
-
-    The data set's own scorer forgives what follows a right answer at most lengths.
-    """
-    return [float(completion == expected) for completion, expected in zip(completions, answer, strict=True)]
+def training_questions(seed: int | str) -> Iterator[Question]:
+    """Endless questions that may be trained on; the same ones for a seed."""
+    return (question for question in _questions(seed) if not question.is_held_out)
 
 
-def training_entries(seed: int) -> Iterator[Entry]:
-    """Endless entries with training words, for the warm start; the same ones for a seed."""
-    return (entry for entry in _entries(seed) if is_training_entry(entry))
+def held_out_questions(seed: int, count: int) -> list[Question]:
+    """Questions that are never trained on, each asking something else; the same ones for a seed."""
+    found: dict[str, Question] = {}
+    drawn = (question for question in _questions(f"{_HELD_OUT}/{seed}") if question.is_held_out)
+    while len(found) < count:
+        question = next(drawn)
+        found.setdefault(question.content, question)
+    return list(found.values())
 
 
-def held_out_entries(seed: int, num_entries: int) -> list[Entry]:
-    """Entries with distinct held-out words, the same ones for a seed."""
-    entries = (entry for entry in _entries(_HELD_OUT_SEED + (seed << 20)) if not is_training_entry(entry))
-    return list(islice(_distinct(entries), num_entries))
+def training_prompts(seed: int, count: int) -> list[dict[str, Any]]:
+    """Rows of a run's data: ``prompt`` and ``answer`` of training questions, which may repeat; the same for a seed."""
+    drawn = islice(training_questions(f"{_PROMPTS}/{seed}"), count)
+    return [{"prompt": question.text, "answer": question.answer} for question in drawn]
 
 
-def _entries(seed: int) -> Iterator[Entry]:
-    dataset = open_dataset(DATASET, OPTIONS, seed=seed)
-    return (dataset[index] for index in count())
-
-
-def _distinct(entries: Iterator[Entry]) -> Iterator[Entry]:
-    seen: set[str] = set()
-    for entry in entries:
-        if entry["answer"] not in seen:
-            seen.add(entry["answer"])
-            yield entry
+def _questions(seed: int | str) -> Iterator[Question]:
+    draw = random.Random(f"arithmetic/{seed}")
+    while True:
+        if draw.random() < PRODUCT_SHARE:
+            # No multiples of ten: their second step would be about nothing.
+            yield Question("*", (draw.randint(1, 9) * 10 + draw.randint(1, 9), draw.randint(3, 9)))
+        else:
+            yield Question("+", tuple(draw.randint(11, 99) for _ in range(draw.choice((3, 4)))))
 
 
 def build_tokenizer() -> Any:
-    """A ``Qwen2Tokenizer`` with no merges, so that a token is a byte (a letter); any text makes the round trip.
+    """A ``Qwen2Tokenizer`` with no merges, so that a token is a byte (a digit); any text makes the round trip.
 
-    The task's instruction, which never changes, is one token: a prompt is a fifth as long with it. As Qwen2 itself,
-    it has no beginning token.
-
-    ``transformers`` loads this class for a Qwen2 model whatever the directory says, so nothing else would load right.
+    As Qwen2 itself, it has no beginning token. ``transformers`` loads this class for a Qwen2 model whatever the
+    directory says, so nothing else would load right.
     """
-    from tokenizers import AddedToken, pre_tokenizers
+    from tokenizers import pre_tokenizers
     from transformers import Qwen2Tokenizer
 
     tokens = (PAD, EOS, *sorted(pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer = Qwen2Tokenizer(
+    return Qwen2Tokenizer(
         vocab={token: index for index, token in enumerate(tokens)},
         merges=[],
         unk_token=PAD,
@@ -99,5 +132,3 @@ def build_tokenizer() -> Any:
         eos_token=EOS,
         padding_side="left",
     )
-    tokenizer.add_tokens([AddedToken(INSTRUCTION, special=False, normalized=False)])
-    return tokenizer

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from schemas.errors import UserError
 from settings.explaining import description_of
 
 Progress = Callable[[str], None]
-ExampleName = Literal["math", "tiny"]
+ExampleName = Literal["math", "tiny", "smollm2"]
 MODEL_DIRECTORY = "./model"
 CONFIG, PROMPTS, REWARDS = "streamrl.toml", "prompts.jsonl", "my_rewards.py"
 NUM_PROMPTS = 512
@@ -44,16 +45,32 @@ def brief(completions, **kwargs):
 TINY_REWARDS = (
     _ABOUT_REWARDS
     + '''
-def letters_right(completions, answer, **kwargs):
-    """The share of the answer's letters that are right, before the first wrong one."""
-    return [_common(text, expected) / len(expected) for text, expected in zip(completions, answer)]
+import re
 
 
-def _common(text, expected):
-    right = 0
-    while right < min(len(text), len(expected)) and text[right] == expected[right]:
-        right += 1
-    return right
+def digits_right(completions, answer, **kwargs):
+    """The share of the answer's digits that the completion's last number has right, in their places."""
+    return [_share(re.findall(r"[0-9]+", text), expected) for text, expected in zip(completions, answer)]
+
+
+def _share(numbers, expected):
+    if not numbers or len(numbers[-1]) != len(expected):
+        return 0.0
+    return sum(got == right for got, right in zip(numbers[-1], expected)) / len(expected)
+'''
+)
+SMOLLM2_REWARDS = (
+    _ABOUT_REWARDS
+    + r'''
+import re
+
+TAGS = re.compile(r"<answer>\s*-?\d+\s*</answer>")
+
+
+def in_tags(completions, **kwargs):
+    """1 for one number between answer tags and nothing after it, right or wrong."""
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [float(len(TAGS.findall(text)) == 1 and text.rstrip().endswith("</answer>")) for text in texts]
 '''
 )
 
@@ -70,13 +87,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Example:
-    """Contents of the files; ``needs_model``: a tiny model has to be put into the directory as well."""
+    """Contents of the files; ``model``: makes or finds the one that is copied into the directory, if one is."""
 
     entries: tuple[Entry, ...]
     head: tuple[str, ...]
     rewards: str
     prompts: str
-    needs_model: bool
+    model: Callable[[Progress], Path] | None = None
 
 
 def write_example(directory: Path, name: ExampleName, progress: Progress) -> list[Path]:
@@ -92,7 +109,7 @@ def write_example(directory: Path, name: ExampleName, progress: Progress) -> lis
         REWARDS: made.rewards,
     }
     written = [directory / file for file in contents]
-    if made.needs_model:
+    if made.model is not None:
         written.append(directory / MODEL_DIRECTORY)
     # All of them before the first is written, so that a refusal leaves nothing half done.
     for path in written:
@@ -101,8 +118,9 @@ def write_example(directory: Path, name: ExampleName, progress: Progress) -> lis
     try:
         directory.mkdir(parents=True, exist_ok=True)
         # First, for it takes long and may fail: files that are there already would make the next attempt refuse.
-        if made.needs_model:
-            _put_model(directory / MODEL_DIRECTORY, progress)
+        if made.model is not None:
+            # A copy: the cache is every run's, and may be deleted at any time.
+            shutil.copytree(made.model(progress), directory / MODEL_DIRECTORY)
         for file, text in contents.items():
             with (directory / file).open("x") as opened:  # fails if the file came since it was looked for
                 opened.write(text)
@@ -111,12 +129,11 @@ def write_example(directory: Path, name: ExampleName, progress: Progress) -> lis
     return written
 
 
-def _put_model(target: Path, progress: Progress) -> None:
+def _warm_started(progress: Progress) -> Path:
     from bus.embedded.runtime import cache_root
     from streamrl.demo.warm_start import ensure_warm_started_model
 
-    # A copy: the cache is every run's, and may be deleted at any time.
-    shutil.copytree(ensure_warm_started_model(cache_root(), 0, progress), target)
+    return ensure_warm_started_model(cache_root(), 0, progress)
 
 
 def plain_run_name(directory: Path) -> str:
@@ -162,7 +179,7 @@ def _wrapped(text: str) -> list[str]:
 
 def example(name: ExampleName, run: str) -> Example:
     """One of the examples, for a run of that name."""
-    return _tiny(run) if name == "tiny" else _math(run)
+    return {"math": _math, "tiny": _tiny, "smollm2": _smollm2}[name](run)
 
 
 def _math(run: str) -> Example:
@@ -197,14 +214,14 @@ def _math(run: str) -> Example:
         *_machine(engine="transformers", max_num_seqs=64, token_budget=8192),
         *_learning(max_steps=200, learning_rate=1e-6, checkpoint_every=50),
     )
-    return Example(entries, head, MATH_REWARDS, _jsonl(_sums()), needs_model=False)
+    return Example(entries, head, MATH_REWARDS, _jsonl(_sums()))
 
 
 def _tiny(run: str) -> Example:
-    from streamrl.demo.task import MAX_COMPLETION_TOKENS
+    from streamrl.demo.task import ANSWER_PATTERN, BUCKET_BOUNDARIES, MAX_COMPLETION_TOKENS, MAX_PROMPT_TOKENS
 
     head = (
-        "A task to try everything with, offline and in minutes on a CPU: a tiny model learns to spell words backward.",
+        "A task to try everything with, offline and in minutes on a CPU: a tiny model learns to work sums out.",
         f"    streamrl run --dry-run {CONFIG}     # checks everything and starts nothing",
         f"    streamrl run {CONFIG}",
     )
@@ -213,17 +230,52 @@ def _tiny(run: str) -> Example:
         Entry("run.workers", 2, "generation workers on this machine; more may join from elsewhere"),
         Entry("model.path", MODEL_DIRECTORY, "a character model of a million parameters, beside this file"),
         Entry("data.path", PROMPTS, "one object a line: prompt, answer, and whatever the rewards ask for"),
-        Entry("rewards.functions", ["exact_match", "my_rewards:letters_right"]),
-        # Answers have 3 to 10 letters and an end token, and the task's whole instruction is one token.
+        Entry("rewards.functions", ["exact_match", "my_rewards:digits_right"]),
+        Entry("rewards.answer_pattern", ANSWER_PATTERN, "the last number of a completion is its answer"),
         *_loop(
-            groups_per_step=16, max_prompt_length=64, max_completion_length=MAX_COMPLETION_TOKENS, boundaries=[6, 8, 10]
+            groups_per_step=16,
+            max_prompt_length=MAX_PROMPT_TOKENS,
+            max_completion_length=MAX_COMPLETION_TOKENS,
+            boundaries=list(BUCKET_BOUNDARIES),
         ),
         *_machine(engine="transformers", max_num_seqs=64, token_budget=4096),
         Entry("algorithm.scale_rewards", "none"),
         *_learning(max_steps=100, learning_rate=2e-4, checkpoint_every=50),
         Entry("training.threads", 1),
     )
-    return Example(entries, head, TINY_REWARDS, _jsonl(_words()), needs_model=True)
+    return Example(entries, head, TINY_REWARDS, _jsonl(_questions()), model=_warm_started)
+
+
+def _smollm2(run: str) -> Example:
+    from streamrl.init.smollm2 import ANSWER_PATTERN, MAX_COMPLETION_TOKENS, ensure_smollm2, rows
+
+    head = (
+        "SmolLM2-135M-Instruct learns sums of two or three digits, offline, on two CPU cores.",
+        f"    streamrl run --dry-run {CONFIG}     # checks everything and starts nothing",
+        f"    streamrl run {CONFIG}",
+    )
+    entries = (
+        Entry("run.name", run),
+        Entry("run.workers", 1, "generation workers on this machine; more may join from elsewhere"),
+        Entry("run.watchdog_s", 600.0, "one step of the trainer may take minutes on a busy machine"),
+        Entry("model.path", MODEL_DIRECTORY, "SmolLM2-135M-Instruct in bfloat16, beside this file"),
+        Entry("data.path", PROMPTS, "chat turns: two solved sums are shown, then one is asked"),
+        Entry("rewards.functions", ["math_verify", "my_rewards:in_tags"]),
+        Entry("rewards.weights", [1.0, 0.2]),
+        Entry("rewards.answer_pattern", ANSWER_PATTERN),
+        *_loop(
+            groups_per_step=4, max_prompt_length=128, max_completion_length=MAX_COMPLETION_TOKENS, boundaries=[18, 22]
+        ),
+        *_machine(engine="transformers", max_num_seqs=64, token_budget=2048),
+        Entry("algorithm.scale_rewards", "none"),
+        *_learning(max_steps=100, learning_rate=1e-5, checkpoint_every=50),
+        Entry("training.warmup_steps", 5),
+        Entry("training.threads", 2, "the trainer has ten times the worker's work"),
+        Entry("training.dtype", "bfloat16", "the trainer's own weights are float32"),
+        Entry("evaluation.function", "streamrl.init.smollm2:evaluate_held_out", "256 questions that are in no prompt"),
+    )
+    prompts = list(islice(rows(0, held_out=False), NUM_PROMPTS))
+    return Example(entries, head, SMOLLM2_REWARDS, _jsonl(prompts), model=ensure_smollm2)
 
 
 def _loop(
@@ -284,12 +336,8 @@ def _sums() -> list[dict[str, Any]]:
     return rows
 
 
-def _words() -> list[dict[str, Any]]:
-    from itertools import islice
+def _questions() -> list[dict[str, Any]]:
+    from streamrl.demo.task import training_prompts
 
-    from streamrl.demo.task import prompt_text, training_entries
-
-    # Training words only: held-out ones stay for an evaluation.
-    return [
-        {"prompt": prompt_text(entry), "answer": entry["answer"]} for entry in islice(training_entries(0), NUM_PROMPTS)
-    ]
+    # Training questions only: held-out ones stay for an evaluation.
+    return training_prompts(0, NUM_PROMPTS)

@@ -222,7 +222,7 @@ def check_lengths(settings: Settings, prompts: Sequence[Prompt], facts: ModelFac
     Raises:
         ModelError: there is no tokenizer, or no chat template although prompts are chats.
     """
-    tokenizer = ModelTokenizer(settings.model.path)
+    tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     lengths = [len(tokenizer.encode_prompt(prompt)) for prompt in prompts]
     loop, longest = settings.loop, max(lengths)
     which = prompts[lengths.index(longest)].prompt_id
@@ -253,7 +253,7 @@ def check_engine(settings: Settings, facts: ModelFacts | None) -> Check:
         ModelError: one of it is not so.
     """
     # Built, not started: that imports the engine's library, and loads no weights yet.
-    build_engine(settings.generation, settings.model.path)
+    build_engine(settings.generation, settings.model.path, settings.loop.sampling_params())
     if facts is not None and settings.generation.engine == "transformers":
         check_reach(settings.model.path, facts)
     # For what it raises: the workers' device has to be there too, and may be another one than the trainer's.

@@ -8,6 +8,7 @@ LOOP_LINES = ("Consumes:", "Produces:", "Waits for:", "On failure:", "On stop:")
 LONG = {
     "consumers/training/checkpoints/storage.py": "two kinds of place behind one protocol",
     "planning/simulation.py": "all that stands between the real roles and virtual time, of which no part is used alone",
+    "producers/generation/engines/emulated.py": "the timeline of a batch and the engine that keeps to it",
     "producers/generation/engines/slots.py": "what one decode step does: slots, the model over its cache, the sampler",
 }
 """Files of over 500 lines, and why."""

@@ -26,6 +26,7 @@ class FakeEngine:
 
     name: str = "fake"
     max_num_seqs: int = 8
+    kv_tokens: int | None = None
     length: int = 8
     chunk: int = 4
     delay_s: float = 0.0

@@ -14,6 +14,7 @@ from tests.schemas.examples import examples, trajectory
 
 MIB = 1 << 20
 LARGEST_HEADER = 8 * MIB
+BEHIND_THE_HEADER = ("prompt_token_ids", "token_ids", "logprobs", "loss_mask", "prompt_text", "completion_text")
 CODECS = {"gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 
 
@@ -48,9 +49,15 @@ def _inner_last(levels: int, per_level: int, item: bytes) -> bytes:
 
 def _trajectory_with_spans(spans: bytes) -> bytes:
     fields = _fields_of("trajectory")
-    arrays = {name: fields.pop(name) for name in ("prompt_token_ids", "token_ids", "logprobs", "loss_mask")}
     del fields["version_spans"]
-    return frame("trajectory", _field("version_spans", spans, fields | dict.fromkeys(arrays, 0)))
+    return frame("trajectory", _field("version_spans", spans, fields | dict.fromkeys(BEHIND_THE_HEADER, 0)))
+
+
+def _trajectory_with_text(text: bytes, *, claimed: int | None = None, tokens: int = 0) -> bytes:
+    value = encode(trajectory(tokens, prompt_text="", completion_text=""))
+    (size,) = struct.unpack_from("<I", value)
+    fields = msgpack.unpackb(value[4 : 4 + size]) | {"completion_text": len(text) if claimed is None else claimed}
+    return frame("trajectory", msgpack.packb(fields), value[4 + size :] + text)
 
 
 def _report_with(name: str, value: bytes) -> bytes:
@@ -65,7 +72,7 @@ def _map(count: int, value: bytes) -> bytes:
 
 
 def _long_trajectory(**arrays: np.ndarray) -> bytes:
-    value = encode(trajectory(1_800_000))
+    value = encode(trajectory(1_800_000, prompt_text="", completion_text=""))
     (size,) = struct.unpack_from("<I", value)
     body = bytearray(value[4 + size :])
     body[-1_800_000 * 5 : -1_800_000] = arrays["logprobs"].tobytes()
@@ -86,6 +93,10 @@ CODEC_BOMBS: dict[str, Callable[[], bytes]] = {
     "as-many-wrong-batches-as-allowed": lambda: _report_with("micro_batches", _array(58_000) + b"\x91\xc0" * 58_000),
     "as-many-wrong-metrics-as-allowed": lambda: _report_with("metrics", _map(55_000, b"\xc0")),
     "duplicate-keys": lambda: frame("step-report", b"\xdf" + struct.pack(">I", 55_000) + b"\xa1x\x90" * 55_000),
+    "wide-text-behind-the-header": lambda: _trajectory_with_text(b"a" * (8 * MIB) + "🙂".encode()),
+    "wide-text-that-is-not-utf8": lambda: _trajectory_with_text(b"a" * (8 * MIB - 9) + "🙂".encode() + b"\xff" * 5),
+    "text-of-a-billion-bytes": lambda: _trajectory_with_text(b"a" * MIB, claimed=2**30),
+    "as-much-wide-text-as-allowed": lambda: _trajectory_with_text(b"a" * (8 * MIB - 4) + "🙂".encode(), tokens=850_000),
     "wide-text": lambda: frame("step-report", _field("problem", msgpack.packb("a" * (7 * MIB) + "🙂"))),
     "large-binary": lambda: frame("step-report", _field("x", msgpack.packb(bytes(7 * MIB)))),
     "not-a-number": lambda: _long_trajectory(logprobs=np.full(1_800_000, np.nan, np.float32)),

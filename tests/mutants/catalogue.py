@@ -210,4 +210,32 @@ MUTANTS = (
 """,
         (f"{GENERATION}/test_orders.py::test_samples_of_one_group_go_where_their_order_says_whatever_their_lengths",),
     ),
+    # Recorded log-probabilities are of the truncated distribution that tokens were drawn from; no trainer scores it.
+    Mutant(
+        "11",
+        "log-probabilities of the truncated distribution",
+        "producers/generation/engines/slots.py",
+        """        choice = self._draw(self._restrict(logprobs))
+""",
+        """        logprobs = torch.log_softmax(self._restrict(logprobs), dim=-1)
+        choice = self._draw(logprobs)
+""",
+        (
+            f"{GENERATION}/engines/test_on_policy.py::test_ratios_are_one_at_equal_weights",
+            f"{GENERATION}/engines/slots/test_sampling.py::"
+            "test_tokens_are_of_the_truncated_distribution_and_their_logprobs_of_the_whole_one",
+        ),
+    ),
+    # A stop string that two tokens make up together is not noticed.
+    Mutant(
+        "12",
+        "stop strings looked for within single tokens",
+        "producers/generation/engines/threaded.py",
+        "        text = self._tail + piece\n",
+        "        text = piece\n",
+        (
+            f"{GENERATION}/engines/test_stop_matcher.py::"
+            "test_the_first_token_after_which_the_text_has_a_stop_string_ends_it",
+        ),
+    ),
 )

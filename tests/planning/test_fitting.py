@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ CONTEXT_S = 3e-7
 def points(noise: float = 0.0) -> list[DecodePoint]:
     chance = random.Random(0)
     return [
-        DecodePoint(batch, batch * length, (seconds + CONTEXT_S * batch * length) * (1 + chance.gauss(0, noise)))
+        DecodePoint(batch, batch * length, step_s, step_s)
         for batch, seconds in TABLE
         for length in (8, 100, 1000, 4000)
+        if (step_s := (seconds + CONTEXT_S * batch * length) * (1 + chance.gauss(0, noise)))
     ]
 
 
@@ -35,20 +37,45 @@ def test_noise_of_a_measurement_does_not_carry_over_into_the_curve() -> None:
 
 
 def test_more_work_never_takes_less_time() -> None:
-    falling = [DecodePoint(batch, 0, seconds) for batch, seconds in ((1, 0.02), (2, 0.01), (4, 0.015), (8, 0.012))]
+    falling = [
+        DecodePoint(batch, 0, seconds, seconds) for batch, seconds in ((1, 0.02), (2, 0.01), (4, 0.015), (8, 0.012))
+    ]
     table, _, _ = fit_decode(falling)
     curve = DecodeCurve(DecodeSettings(table=table))
     assert [curve.batch_s(batch) for batch in range(1, 9)] == sorted(curve.batch_s(batch) for batch in range(1, 9))
 
 
 def test_a_context_that_seems_to_speed_things_up_counts_as_none() -> None:
-    assert fit_decode([DecodePoint(1, 10, 0.02), DecodePoint(1, 1000, 0.01)])[1] == 0.0
+    assert fit_decode([DecodePoint(1, 10, 0.02, 0.02), DecodePoint(1, 1000, 0.01, 0.01)])[1] == 0.0
 
 
-def test_prefill_is_the_usual_time_of_a_token() -> None:
-    measured = [PrefillPoint(1, 100, 0.02), PrefillPoint(4, 400, 0.08), PrefillPoint(1, 50, 0.3)]
-    assert fit_prefill(measured)[0] == pytest.approx(2e-4)
-    assert fit_prefill([]) == (0.0, [])
+def test_pauses_raise_the_curve_and_leave_its_shape() -> None:
+    paused = [
+        replace(point, mean_s=point.mean_s * (3.0 if index == 7 else 1.0)) for index, point in enumerate(points())
+    ]
+    level = sum(point.mean_s for point in paused) / sum(point.seconds for point in paused)
+    table, context_s, _ = fit_decode(paused)
+    assert level > 1.05
+    assert [seconds for _, seconds in table] == pytest.approx([level * seconds for _, seconds in TABLE], rel=1e-6)
+    assert context_s == pytest.approx(level * CONTEXT_S, rel=1e-6)
+
+
+def test_noise_of_single_points_does_not_lower_the_whole() -> None:
+    noisy = [replace(point, mean_s=point.seconds) for point in points(noise=0.4) if point.seconds > 0]
+    _, _, fitted = fit_decode(noisy)
+    assert sum(one.fitted_s for one in fitted) == pytest.approx(sum(point.seconds for point in noisy))
+
+
+def test_a_prefill_takes_a_time_of_its_own_and_one_for_each_token() -> None:
+    measured = [
+        PrefillPoint(number, number * length, number * (0.002 + 5e-5 * length))
+        for number in (1, 4)
+        for length in (8, 64)
+    ]
+    each, per_token, fitted = fit_prefill([*measured, PrefillPoint(1, 8, 0.0)])
+    assert (each, per_token) == (pytest.approx(0.002), pytest.approx(5e-5))
+    assert max(abs(one.error) for one in fitted) < 1e-6
+    assert fit_prefill([]) == (0.0, 0.0, [])
 
 
 def test_training_costs_are_told_apart() -> None:

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SettingsError
+from schemas.trajectories import SamplingParams
 from settings.contradictions import RULES
 from settings.keys import known_keys
 from settings.loading import as_toml, load_settings
@@ -29,6 +30,33 @@ def test_a_later_layers_decision_replaces_what_an_earlier_one_said(tmp_path: Pat
     assert settings.loop.staleness_bound == 0
     with pytest.raises(SettingsError, match=r"--loop\.max_staleness"):
         load_settings(path, ["--loop.mode", "stream", "--loop.max_staleness=1"])
+
+
+def test_sampling_settings_reach_the_orders_from_file_and_command_line(tmp_path: Path) -> None:
+    sections = '[data.chat_template_kwargs]\nenable_thinking = false\n[loop]\nstop = ["</a>", "\\n"]\nmin_p = 0.1\n'
+    arguments = ["--loop.include_stop_str_in_output=true", "--data.chat_template_kwargs.level", "3"]
+    settings = load_settings(write(tmp_path, BASE + sections), arguments)
+    assert settings.data.chat_template_kwargs == {"enable_thinking": False, "level": 3}
+    assert settings.loop.sampling_params(7) == SamplingParams(
+        max_completion_length=1024, min_p=0.1, stop=("</a>", "\n"), include_stop_str_in_output=True, seed=7
+    )
+    again = load_settings(write(tmp_path, as_toml(settings)), [])
+    assert (again.loop, again.data) == (settings.loop, settings.data)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--loop.include_stop_str_in_output=true", r"no loop\.include_stop_str_in_output with no loop\.stop"),
+        ("--loop.stop=</a>", r"setting loop\.stop: expected a list such as '\[\"</a>\"\]', got '</a>'"),
+        ('--loop.stop=[""]', r"setting loop\.stop\.0: string should have at least 1 character"),
+        ("--loop.min_p=1.5", r"setting loop\.min_p: .*less than or equal to 1"),
+    ],
+)
+def test_wrong_sampling_settings_are_one_line(tmp_path: Path, argument: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as caught:
+        load_settings(write(tmp_path, BASE), [argument])
+    assert "\n" not in str(caught.value)
 
 
 def test_what_means_nothing_is_not_written(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from schemas.errors import SettingsError
 from settings.explaining import explain
-from settings.keys import RENAMED, known_keys
+from settings.keys import REMOVED, RENAMED, known_keys
 from settings.loading import as_toml, load_settings, validated
 from settings.tree import Settings
 
@@ -58,3 +58,14 @@ def test_a_renamed_key_is_refused_with_its_new_name(old: str, new: str) -> None:
     with pytest.raises(SettingsError, match=rf"is now {re.escape(new)}$"):
         explain(old)
     assert new in {*known_keys(), *Settings.model_fields}
+
+
+@pytest.mark.parametrize(("old", "instead"), REMOVED.items())
+def test_a_removed_key_is_refused_with_what_holds_instead(old: str, instead: str) -> None:
+    with pytest.raises(
+        SettingsError, match=rf"^setting {re.escape(old)} .*is no more: {re.escape(instead)}; remove it$"
+    ):
+        load_settings(EXAMPLE, [f"--{old}=1"])
+    with pytest.raises(SettingsError, match=rf"is no more: {re.escape(instead)}$"):
+        explain(old)
+    assert old not in known_keys()

@@ -47,13 +47,20 @@ _UNPUBLISHED = PolicyVersion(0, 0)
 
 @dataclass(slots=True, eq=False)
 class EmulatedSequence:
-    """A completion of ``length`` tokens: waiting until ``first_step`` is set, and then one token a step."""
+    """A completion of ``length`` tokens: waiting until ``first_step`` is set, and then one token a step.
+
+    ``handed``: tokens handed over, which are all that it has while it waits; it waits again when it had to give up its
+    cache. ``first_step``: the step at which it would have begun if it had not. ``entry``: of those in the batch's heap
+    the one that counts. ``group``: samples of one prompt, which are prefilled once if they are admitted together.
+    """
 
     prompt_tokens: int
     length: int
     arrived_at: float = 0.0
     first_step: int | None = None
     handed: int = 0
+    entry: int = 0
+    group: str = ""
     is_gone: bool = False
 
 
@@ -91,14 +98,19 @@ class EmulatedBatch(Generic[V]):
     1. completions that have all their tokens leave;
     2. aborted ones leave;
     3. new weights are taken, each for ``adopt_s``;
-    4. waiting ones are admitted in order of arrival, each for ``prefill_s_per_token`` a token.
+    4. waiting ones are admitted in order of arrival, each prompt for what its prefill takes.
 
     What arrives while that lasts is looked at before the next step begins. Then every running completion gets a token.
+
+    With ``kv_tokens`` in the curve's settings the cache is bounded as vLLM's is: a completion is admitted while its
+    prompt, and a step of all, have room; when a step has none, the completions admitted last give up their cache until
+    it has. They wait before all others, keep their tokens, and are prefilled with them when they are admitted again.
 
     ``at``: the boundary reached, in seconds; ``steps``: decode steps taken; ``context``: tokens in all caches;
     ``version``: of the first step. ``_changes``: aborts and adoptions that no boundary has taken in yet;
     ``_adopting``: adoptions taken in that have not ended; ``_due``: a heap of (step, order of entry, sequence), when
-    tokens are to be handed over next; ``_since[i]``: the step from which on ``_versions[i]`` samples.
+    tokens are to be handed over next; ``_active``: what runs, in order of admission; ``_since[i]``: the step from which
+    on ``_versions[i]`` samples. ``preempted``: how often a completion had to give up its cache.
     """
 
     curve: DecodeCurve
@@ -113,6 +125,8 @@ class EmulatedBatch(Generic[V]):
     _adopting: "deque[WeightsAdopted[V]]" = field(default_factory=deque)
     _due: list[tuple[int, int, EmulatedSequence]] = field(default_factory=list)
     _entries: int = 0
+    _active: list[EmulatedSequence] = field(default_factory=list)
+    preempted: int = 0
 
     def __post_init__(self) -> None:
         self._since, self._versions = [0], [self.version]
@@ -143,6 +157,7 @@ class EmulatedBatch(Generic[V]):
             # Prefills and adoptions may have moved the boundary beyond until, and aborts emptied the batch.
             if self.at > until or not self.running:
                 continue
+            self._make_room(events)
             wanted = self._steps_to_go()
             # Whole steps only: the one that would end after until is taken at a later call, from the same boundary.
             taken = min(wanted, self.curve.steps_by(until, self.at, self.running, self.context))
@@ -160,6 +175,8 @@ class EmulatedBatch(Generic[V]):
         moments = [self._adopting[0].at] if self._adopting else []
         news = self._next_news()
         # What was told by the present boundary, or to an empty batch, is taken in first; else a step is under way.
+        if self.running and not self._has_room_for_a_step():
+            moments.append(self.at)
         if news is not None and (news <= self.at or not self.running):
             moments.append(max(news, self.at))
         elif self.running:
@@ -169,8 +186,8 @@ class EmulatedBatch(Generic[V]):
     def _next_news(self) -> float | None:
         """When the first thing was told that a boundary has yet to take in."""
         change = self._changes[0].at if self._changes else None
-        # With all slots taken an arrival changes nothing before somebody leaves.
-        if not self._waiting or self.running >= self.slots:
+        # With all slots taken, or no room in the cache, an arrival changes nothing before somebody leaves.
+        if not self._waiting or not self._has_room_for(self._waiting[0]):
             return change
         arrival = self._waiting[0].arrived_at
         return arrival if change is None else min(change, arrival)
@@ -202,20 +219,54 @@ class EmulatedBatch(Generic[V]):
         if sequence.first_step is None:
             self._waiting.remove(sequence)
         else:
-            self.running -= 1
-            # What it holds in the cache: its prompt, and one token for each step since it came in.
-            self.context -= sequence.prompt_tokens + self.steps - sequence.first_step
+            self._leave(sequence)
+
+    def _leave(self, sequence: EmulatedSequence) -> None:
+        assert sequence.first_step is not None
+        self._active.remove(sequence)
+        self.running -= 1
+        # What it holds in the cache: its prompt, and one token for each step since it came in.
+        self.context -= sequence.prompt_tokens + self.steps - sequence.first_step
 
     def _admit_s(self) -> float:
         stall = 0.0
-        while self.running < self.slots and self._waiting and self._waiting[0].arrived_at <= self.at:
+        prefilled: set[str] = set()
+        while self._waiting and self._has_room_for(self._waiting[0]) and self._waiting[0].arrived_at <= self.at:
             sequence = self._waiting.popleft()
-            sequence.first_step = self.steps
+            sequence.first_step = self.steps - sequence.handed
+            self._active.append(sequence)
             self.running += 1
-            self.context += sequence.prompt_tokens
+            self.context += sequence.prompt_tokens + sequence.handed
             self._schedule(sequence)
-            stall += sequence.prompt_tokens * self.curve.settings.prefill_s_per_token
+            # What one had sampled before it gave up its cache, no other sample of its prompt has.
+            if sequence.handed or sequence.group not in prefilled:
+                stall += self.curve.prefill_s(sequence.prompt_tokens + sequence.handed)
+            if sequence.group and not sequence.handed:
+                prefilled.add(sequence.group)
         return stall
+
+    def _has_room_for(self, sequence: EmulatedSequence) -> bool:
+        """Whether it can be admitted now; to an empty batch always, or one that is too long would wait for ever."""
+        if self.running >= self.slots:
+            return False
+        kv_tokens, own = self.curve.settings.kv_tokens, sequence.prompt_tokens + sequence.handed
+        return kv_tokens is None or not self.running or self.context + own + self.running + 1 <= kv_tokens
+
+    def _has_room_for_a_step(self) -> bool:
+        kv_tokens = self.curve.settings.kv_tokens
+        return kv_tokens is None or self.running == 1 or self.context + self.running <= kv_tokens
+
+    def _make_room(self, events: list[TokensSampled[V] | WeightsAdopted[V]]) -> None:
+        """Take the cache from those that came last, until the next step has room."""
+        while not self._has_room_for_a_step():
+            sequence = self._active[-1]
+            # Handed over now: what it gets later is sampled at other steps than those that follow.
+            if parts := self._new_tokens(sequence):
+                events.append(TokensSampled(sequence, self.at, parts, is_over=False))
+            self._leave(sequence)
+            sequence.first_step, sequence.entry = None, 0
+            self._waiting.appendleft(sequence)
+            self.preempted += 1
 
     def _schedule(self, sequence: EmulatedSequence) -> None:
         assert sequence.first_step is not None
@@ -224,12 +275,18 @@ class EmulatedBatch(Generic[V]):
         due = sequence.first_step + min(sequence.length, sequence.handed + chunk)
         # The order of entry breaks ties: heapq would compare the sequences, which have no order.
         self._entries += 1
+        sequence.entry = self._entries
         heapq.heappush(self._due, (due, self._entries, sequence))
 
     def _steps_to_go(self) -> int:
         """Decode steps until somebody is due, or until the boundary that takes in what was told meanwhile."""
+        # Of what gave up its cache; it would be due at a step that is over by now, and never sampled anything there.
+        while self._due[0][1] != self._due[0][2].entry:
+            heapq.heappop(self._due)
         # Never 0: a step under way is finished before the boundary behind it takes anything in.
         steps = self._due[0][0] - self.steps
+        if (kv_tokens := self.curve.settings.kv_tokens) is not None and self.running > 1:
+            steps = min(steps, max(1, (kv_tokens - self.context) // self.running))
         if (news := self._next_news()) is not None:
             steps = min(steps, max(1, self.curve.steps_until(news, self.at, self.running, self.context)))
         return steps
@@ -242,8 +299,9 @@ class EmulatedBatch(Generic[V]):
 
     def _hand_over(self, events: list[TokensSampled[V] | WeightsAdopted[V]]) -> None:
         while self._due and self._due[0][0] <= self.steps:
-            sequence = heapq.heappop(self._due)[2]
-            if sequence.is_gone:  # aborted; its entry in the heap is left to come up by itself
+            _, entry, sequence = heapq.heappop(self._due)
+            # Aborted, or without its cache; its entry in the heap is left to come up by itself.
+            if sequence.is_gone or entry != sequence.entry:
                 continue
             parts = self._new_tokens(sequence)
             is_over = sequence.handed == sequence.length
@@ -302,6 +360,11 @@ class EmulatedEngine:
 
     name = "emulated"
 
+    @property
+    def kv_tokens(self) -> int | None:
+        """See ``Engine``."""
+        return self._decode.kv_tokens
+
     def __init__(
         self,
         decode: DecodeSettings,
@@ -338,7 +401,8 @@ class EmulatedEngine:
         """
         batch, clock = self._started()
         length, reason = self._length(request)
-        sequence, reply = EmulatedSequence(len(request.prompt_token_ids), length), _Reply(reason)
+        group = request.request_id.rpartition("/")[0]
+        sequence, reply = EmulatedSequence(len(request.prompt_token_ids), length, group=group), _Reply(reason)
         self._replies[sequence] = reply
         # Not advanced at once: a whole group arrives in one turn of the loop, and is taken in at one boundary.
         batch.arrive(sequence, clock.now())

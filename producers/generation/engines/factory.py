@@ -1,5 +1,6 @@
 """Builds the engine that the settings name; imports nothing heavy before it is asked to."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ from producers.generation.engines.length_trace import LengthTraceSettings
 from producers.generation.engines.port import Engine
 from producers.generation.settings import GenerationSettings
 from schemas.profiles import DecodeSettings
+from schemas.trajectories import SamplingParams
 
 if TYPE_CHECKING:
     from producers.generation.engines.threaded import Decoder
@@ -21,19 +23,32 @@ def build_emulated(
     return EmulatedEngine(decode, lengths, time_scale, settings.max_num_seqs, settings.max_model_len)
 
 
-def build_engine(settings: GenerationSettings, model_path: str | Path) -> Engine:
-    """The engine named by ``settings.engine``, not started yet.
+def build_engine(
+    settings: GenerationSettings, model_path: str | Path, sampling: SamplingParams | None = None
+) -> Engine:
+    """The engine named by ``settings.engine``, not started yet; ``sampling``: see ``build_decoder``.
 
     Raises:
         ModelError: the engine's library is not installed.
     """
     from producers.generation.engines.threaded import ThreadedEngine
+    from producers.generation.tokenizer import ModelTokenizer
 
-    return ThreadedEngine(build_decoder(settings, model_path), settings.max_num_seqs, settings.chunk_tokens)
+    return ThreadedEngine(
+        build_decoder(settings, model_path, sampling),
+        settings.max_num_seqs,
+        settings.chunk_tokens,
+        open_tokenizer=partial(ModelTokenizer, str(model_path)),
+    )
 
 
-def build_decoder(settings: GenerationSettings, model_path: str | Path) -> "Decoder[Any]":
+def build_decoder(
+    settings: GenerationSettings, model_path: str | Path, sampling: SamplingParams | None = None
+) -> "Decoder[Any]":
     """What the engine named by ``settings.engine`` computes with, without the engine's thread; not loaded yet.
+
+    ``sampling``: of the run. vLLM has to know when it starts whether requests will truncate the distribution, and at
+    which temperature; by default they will not.
 
     Raises:
         ModelError: the engine's library is not installed.
@@ -42,7 +57,7 @@ def build_decoder(settings: GenerationSettings, model_path: str | Path) -> "Deco
     if settings.engine == "vllm":
         from producers.generation.engines.vllm_decoder import VllmDecoder
 
-        return VllmDecoder(str(model_path), settings)
+        return VllmDecoder(str(model_path), settings, sampling)
     from producers.generation.engines.slots import SlotDecoder
 
     return SlotDecoder(str(model_path), settings)

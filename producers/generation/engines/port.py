@@ -23,8 +23,9 @@ class GenerationRequest:
 class TokenDelta:
     """Tokens just sampled, all by one version, with the log-probabilities they were sampled with.
 
-    ``logprobs`` are of the distribution sampled from: after temperature, in nats. The end-of-sequence token is part
-    of the completion. The last delta of a request carries the finish reason, and may be empty.
+    ``logprobs`` are over the whole vocabulary at the sampling temperature, in nats: as the trainer will compute them,
+    whatever top-p, top-k and min-p keep from being sampled. The end-of-sequence token is part of the completion, and
+    so are the tokens of a stop string. The last delta of a request carries the finish reason, and may be empty.
     """
 
     token_ids: Sequence[int]
@@ -38,6 +39,14 @@ class Engine(Protocol):
 
     name: str
     max_num_seqs: int
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens of context that the key-value cache holds, of all completions together; none: its slots bound it.
+
+        Known once the engine has started.
+        """
+        ...
 
     async def start(self) -> None:
         """Load the model.

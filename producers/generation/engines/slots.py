@@ -8,7 +8,8 @@ where tokens are sampled. Samples of one prompt that start together share one pr
 decode step however small it is, so freed slots are refilled once they have idled for as much as that.
 
 Invariants:
-- logprobs_are_of_the_distribution_sampled_from (temperature, then top-k, then top-p, renormalised);
+- logprobs_are_what_the_trainer_computes: over the whole vocabulary at the sampling temperature, whatever min-p, top-k
+  and top-p keep from being sampled;
 - a_model_whose_attention_is_not_standard_is_refused: its slot decoding is compared with a plain forward pass at load.
 """
 
@@ -48,6 +49,8 @@ class SlotDecoder:
     """
 
     name = "transformers"
+    kv_tokens = None
+    """Every slot has room for the longest completion."""
 
     def __init__(self, model_path: str, settings: GenerationSettings) -> None:
         self._model_path = model_path
@@ -497,6 +500,7 @@ class RowSampler:
 
     temperature: torch.Tensor | None
     greedy: torch.Tensor | None
+    min_p: torch.Tensor | None
     top_k: torch.Tensor | None
     top_p: torch.Tensor | None
     seeds: npt.NDArray[np.uint64]
@@ -516,6 +520,7 @@ class RowSampler:
         return cls(
             temperature=column(heat, any(value != 1.0 for value in heat)),
             greedy=column(greedy, any(greedy)),
+            min_p=column([row.min_p for row in params], any(row.min_p for row in params)),
             # 0 asks for no limit: 2^30 is more tokens than any vocabulary has.
             top_k=column([row.top_k or 1 << 30 for row in params], any(row.top_k for row in params)),
             top_p=column(
@@ -529,13 +534,11 @@ class RowSampler:
         """One token per row of logits [n, vocabulary].
 
         Returns:
-            Token ids, int64 [n], and their log-probabilities in nats, float32 [n].
+            Token ids, int64 [n], and their log-probabilities over the whole vocabulary in nats, float32 [n].
         """
         scaled = logits.float() if self.temperature is None else logits.float() / self.temperature
-        if self.top_k is not None or self.top_p is not None:
-            scaled = self._restrict(scaled)
         logprobs = torch.log_softmax(scaled, dim=-1)
-        choice = self._draw(logprobs)
+        choice = self._draw(self._restrict(logprobs))
         if self.greedy is not None:
             choice = torch.where(self.greedy, logprobs.argmax(dim=-1, keepdim=True), choice)
         return choice.squeeze(1), logprobs.gather(1, choice).squeeze(1)
@@ -543,7 +546,7 @@ class RowSampler:
     def _draw(self, logprobs: torch.Tensor) -> torch.Tensor:
         """Inverse of the distribution function: the first token up to which the probabilities sum to more than u.
 
-        u is scaled by the last sum, which rounding leaves beside 1; so no u lies beyond the last token.
+        u is scaled by the last sum: what is kept of the distribution is renormalised, and no u lies beyond it.
         """
         points = torch.from_numpy(uniforms(self.seeds, self.drawn)).to(logprobs.device).unsqueeze(1)
         self.drawn += np.uint64(1)
@@ -551,13 +554,19 @@ class RowSampler:
         mass = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
         return torch.searchsorted(mass, points * mass[:, -1:], right=True)
 
-    def _restrict(self, scaled: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocabulary] with minus infinity where top-k or top-p leave a token out.
+    def _restrict(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """Log-probs [n, vocabulary] with minus infinity where min-p, top-k or top-p leave a token out, in that order.
 
-        Top-p keeps a token if the probabilities of all more likely ones, after top-k, sum to less than p: so the most
-        likely token always stays, as in vLLM and transformers.
+        Min-p keeps a token at least min_p times as likely as the likeliest one (arXiv 2407.01082). Top-p keeps one if
+        the probabilities of all more likely ones, after min-p and top-k, sum to less than p. So the likeliest token
+        always stays, as in vLLM.
         """
-        ordered, tokens = scaled.sort(dim=-1, descending=True)
+        if self.min_p is not None:
+            floor = logprobs.amax(dim=-1, keepdim=True) + self.min_p.log()  # log 0 = -inf: no floor
+            logprobs = logprobs.masked_fill(logprobs < floor, -torch.inf)
+        if self.top_k is None and self.top_p is None:
+            return logprobs
+        ordered, tokens = logprobs.sort(dim=-1, descending=True)
         if self.top_k is not None:
             ranks = torch.arange(ordered.shape[1], device=ordered.device)
             ordered = ordered.masked_fill(ranks >= self.top_k, -torch.inf)
@@ -566,7 +575,7 @@ class RowSampler:
             # Σ p[i] over the ranks before a token's own: 0 for the first, which therefore always stays.
             mass_before = probabilities.cumsum(dim=-1) - probabilities
             ordered = ordered.masked_fill(mass_before >= self.top_p, -torch.inf)
-        return torch.empty_like(scaled).scatter_(1, tokens, ordered)
+        return torch.empty_like(logprobs).scatter_(1, tokens, ordered)
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

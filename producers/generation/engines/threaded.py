@@ -1,7 +1,9 @@
 """The engine port over a decoder: one dedicated thread computes, the event loop only sees finished chunks of tokens.
 
 Knows neither torch nor any library that generates. Whatever the loop wants done (start, drop, adopt) is queued for the
-thread and happens between two decode steps, so each token belongs to exactly one version.
+thread and happens between two decode steps, so each token belongs to exactly one version. Stop strings are looked for
+here, the same for all decoders, which by themselves end a completion at an end-of-sequence token or at the limit only.
+
 Invariants: every_delta_is_of_one_version; one_wakeup_per_step; closing_the_iterator_frees_the_slot.
 """
 
@@ -17,10 +19,10 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from producers.generation.engines.model_files import ModelFacts
-from producers.generation.engines.port import GenerationRequest, TokenDelta
+from producers.generation.engines.port import GenerationRequest, TokenDelta, Tokenizer
 from schemas.errors import EngineError
 from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason
+from schemas.trajectories import FinishReason, SamplingParams
 
 log = structlog.get_logger()
 
@@ -30,6 +32,8 @@ _JOIN_S = 30.0
 """A thread that is in the middle of a decode step, or of taking weights, is waited for this long."""
 _UNPUBLISHED = PolicyVersion(0, 0)
 """Of the weights a model is loaded with; trainers count lineages from 1."""
+_HELD_TOKENS = 8
+"""Tokens that may wait for the rest of a character: UTF-8 has at most 4 bytes in one, and a token at least one."""
 
 
 class ThreadedEngine:
@@ -37,6 +41,7 @@ class ThreadedEngine:
 
     ``chunk_tokens`` is how many tokens of a completion are gathered before they are handed over; a change of weights
     and the end of a completion hand over at once. ``version`` labels the weights the model was loaded with.
+    ``open_tokenizer`` is called for the first request that has stop strings; without one they are refused.
     """
 
     def __init__(
@@ -45,12 +50,15 @@ class ThreadedEngine:
         max_num_seqs: int,
         chunk_tokens: int = 32,
         version: PolicyVersion = _UNPUBLISHED,
+        open_tokenizer: Callable[[], Tokenizer] | None = None,
     ) -> None:
         self.name = decoder.name
         self.max_num_seqs = max_num_seqs
         self._decoder = decoder
         self._chunk_tokens = chunk_tokens
         self._version = version
+        self._open_tokenizer = open_tokenizer
+        self._tokenizer: Tokenizer | None = None
         self._facts: ModelFacts | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._active: set[ActiveCompletion] = set()
@@ -61,6 +69,11 @@ class ThreadedEngine:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._adopting = asyncio.Lock()
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """See ``Engine``."""
+        return self._decoder.kv_tokens
 
     async def start(self) -> None:
         """Load the model in the engine's thread.
@@ -197,6 +210,10 @@ class ThreadedEngine:
     def _step(self) -> None:
         try:
             for completion in self._decoder.step():
+                if completion.matcher is not None and completion.matcher.is_complete(completion):
+                    if completion.finish_reason is None:
+                        self._decoder.drop(completion)
+                    completion.finish_reason = FinishReason.STOP
                 has_ended = completion.finish_reason is not None
                 if has_ended:
                     self._active.discard(completion)
@@ -213,10 +230,20 @@ class ThreadedEngine:
             self._outbox.append((completion, self._not_running()))
             return
         try:
+            if completion.request.sampling.stop:
+                completion.matcher = StopMatcher(completion.request.sampling, self._opened_tokenizer())
             self._decoder.add(completion)
             self._active.add(completion)
         except Exception as error:
             self._outbox.append((completion, EngineError(f"expected a request the engine can run, got: {error}")))
+
+    def _opened_tokenizer(self) -> Tokenizer:
+        # Opened when it is wanted: most runs have no stop strings, and need none here.
+        if self._tokenizer is None:
+            if self._open_tokenizer is None:
+                raise EngineError("no stop strings, since this engine was given no tokenizer")
+            self._tokenizer = self._open_tokenizer()
+        return self._tokenizer
 
     def _drop(self, completion: "ActiveCompletion") -> None:
         if completion in self._active:
@@ -278,11 +305,50 @@ class ThreadedEngine:
             self._stopping = True  # the event loop was closed: nobody listens any more
 
 
+class StopMatcher:
+    """Whether a completion that grows by a token contains one of its stop strings by now.
+
+    What a token adds to the text may depend on those before it (a space, the bytes of one character). So a window of
+    tokens is decoded without and with the newest ones: what the text is longer by is new, and the window moves on.
+    """
+
+    __slots__ = ("_known", "_new", "_overlap", "_sampling", "_seen", "_shown", "_tail", "_tokenizer")
+
+    def __init__(self, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
+        self._sampling = sampling
+        self._tokenizer = tokenizer
+        # Text that may be the beginning of a stop string: all but its last character.
+        self._overlap = max(len(one) for one in sampling.stop) - 1
+        self._tail = ""
+        self._seen = 0
+        self._known: list[int] = []
+        self._shown = 0
+        self._new: list[int] = []
+
+    def is_complete(self, completion: "ActiveCompletion") -> bool:
+        """Take in what the completion has grown by, a token a decode step; whether a stop string ends there."""
+        grown = completion.generated - self._seen
+        if not grown:
+            return False
+        self._seen = completion.generated
+        self._new += completion.tokens[-grown:]
+        piece = self._tokenizer.decode(self._known + self._new)[self._shown :]
+        text = self._tail + piece
+        if self._sampling.find_stop(text) is not None:
+            return True
+        # U+FFFD at the end: bytes of a character that is not whole yet, and will be another text then.
+        if len(self._new) >= _HELD_TOKENS or (piece and not piece.endswith("\ufffd")):
+            self._tail = text[max(0, len(text) - self._overlap) :]
+            self._known, self._new = self._new, []
+            self._shown = len(self._tokenizer.decode(self._known))
+        return False
+
+
 class ActiveCompletion:
     """A completion in the engine: the request, and the tokens that were not handed over yet.
 
-    ``limit`` is the most tokens it may have; ``seed`` drives its random numbers; ``mailbox`` belongs to the event loop,
-    all the rest to the engine's thread.
+    ``limit`` is the most tokens it may have; ``seed`` drives its random numbers; ``matcher`` looks for its stop
+    strings, if it has any; ``mailbox`` belongs to the event loop, all the rest to the engine's thread.
     """
 
     __slots__ = (
@@ -292,6 +358,7 @@ class ActiveCompletion:
         "limit",
         "logprobs",
         "mailbox",
+        "matcher",
         "request",
         "seed",
         "tokens",
@@ -308,6 +375,7 @@ class ActiveCompletion:
         self.last_token = request.prompt_token_ids[-1]
         self.generated = 0
         self.finish_reason: FinishReason | None = None
+        self.matcher: StopMatcher | None = None
 
     @property
     def position(self) -> int:
@@ -334,6 +402,11 @@ class Decoder(Protocol[WeightsT]):
     """All methods but ``read_weights`` are called from one thread only."""
 
     name: str
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """See ``Engine``; may be read from any thread, and is none before ``load``."""
+        ...
 
     @property
     def busy(self) -> bool:

@@ -1,16 +1,23 @@
 """The vLLM decoder: vLLM's own engine core, stepped by our engine thread in the same process.
 
-In one process because then nothing outlives a killed worker, vLLM is imported once instead of three times (front,
-core, CPU worker), and every step's outputs belong to the version in force: AsyncLLM names versions only at the end.
+In one process because then vLLM is imported once instead of three times (front, core, CPU worker), and every step's
+outputs belong to the version in force. They are read as the core returns them, before the layer that makes request
+outputs for users (vLLM's OutputProcessor), which costs 3 to 9 microseconds a token and tells nothing more here. Only
+tensor parallelism has processes of its own, one a rank, which the kernel ends with the engine's thread.
 The vllm package is imported when the engine is built, never before.
 """
 
+import ctypes
 import importlib.util
 import os
 import secrets
+import signal
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +26,13 @@ import torch
 from producers.generation.engines.model_files import ModelFacts, check_weights, one_line, read_facts
 from producers.generation.engines.threaded import ActiveCompletion
 from producers.generation.settings import GenerationSettings
-from schemas.errors import ModelError
-from schemas.trajectories import FinishReason
+from schemas.errors import EngineError, ModelError
+from schemas.trajectories import FinishReason, SamplingParams
 
 # What vLLM takes from the environment alone, while it is imported and its engine is made.
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process, see above
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # ranks: a fork of this threaded process could deadlock, and lacks CUDA
     "VLLM_NO_USAGE_STATS": "1",  # by default vLLM reports to its makers
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to whoever runs us
     "VLLM_PLUGINS": "",  # none: whatever else is installed must not change what is sampled
@@ -34,17 +42,23 @@ _ENVIRONMENT_OF_A_CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # compiling two small sampling functions costs more than it saves
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share the machine; each binding to the first cores would not
 }
+_TASKS = ("generate",)
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _DEFAULT_CPU_CACHE = 256 << 20
 _BLOCK = 128  # tokens of one block of vLLM's key-value cache on a CPU
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class VllmDecoder:
-    """A ``Decoder`` over vLLM, on a GPU (package vllm) or a CPU (package vllm-cpu)."""
+    """A ``Decoder`` over vLLM, on a GPU (package vllm) or a CPU (package vllm-cpu).
+
+    What prompts have in common at their beginning is prefilled once, by whole blocks of the key-value cache, as long as
+    the weights stay the same: ``cached_prompt_tokens`` of ``prompt_tokens`` came from the cache so far.
+    """
 
     name = "vllm"
 
-    def __init__(self, model_path: str, settings: GenerationSettings) -> None:
+    def __init__(self, model_path: str, settings: GenerationSettings, sampling: SamplingParams | None = None) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ModelError(
                 "expected the vllm package for generation.engine = vllm, got none installed; "
@@ -52,12 +66,26 @@ class VllmDecoder:
             )
         self._model_path = model_path
         self._settings = settings
+        # vLLM tells log-probabilities from behind temperature, min-p, top-k and top-p or from before them all. So where
+        # requests truncate, it is the latter, of logits that the model itself has divided by this temperature.
+        self._heat = sampling.temperature if sampling is not None and sampling.truncates else None
+        self.prompt_tokens = self.cached_prompt_tokens = 0
         self._running: dict[str, ActiveCompletion] = {}
         self._ids: dict[ActiveCompletion, str] = {}
         self._count = 0
+        self._adoptions = 0
         self._facts: ModelFacts
         self._vllm: Any = None
         self._engine: Any = None
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """See ``Decoder``."""
+        if self._engine is None:
+            return None
+        cache = self._engine.vllm_config.cache_config
+        # Where layers differ in what they keep, blocks times their size are not the tokens; vLLM has counted them then.
+        return cache.kv_cache_size_tokens or (cache.num_gpu_blocks or 0) * cache.block_size or None
 
     @property
     def busy(self) -> bool:
@@ -69,7 +97,7 @@ class VllmDecoder:
         torch.set_num_threads(self._settings.threads)
         self._facts = read_facts(self._model_path, self._settings.max_model_len)
         try:
-            with vllm_environment(), warnings.catch_warnings():
+            with vllm_environment(self._settings.threads), warnings.catch_warnings():
                 # Of other libraries' interfaces that vLLM's own modules still use: nobody here can act on them.
                 warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
                 self._engine = self._open_engine()
@@ -84,11 +112,16 @@ class VllmDecoder:
         import vllm
         from vllm.inputs.engine import tokens_input
         from vllm.platforms import current_platform
-        from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self._vllm, self._tokens_input, self._delta = vllm, tokens_input, RequestOutputKind.DELTA
-        return LLMEngine.from_engine_args(vllm.EngineArgs(**self._arguments(on_cpu=current_platform.is_cpu())))
+        self._vllm, self._tokens_input = vllm, tokens_input
+        engine = LLMEngine.from_engine_args(vllm.EngineArgs(**self._arguments(on_cpu=current_platform.is_cpu())))
+        if self._settings.tensor_parallel_size > 1:
+            # Ranks that notice by themselves that we are gone take seconds, with all of their memory.
+            engine.collective_rpc(_die_with_the_engine)
+        if self._heat is not None:
+            engine.apply_model(partial(heat_logits, temperature=self._heat))
+        return engine
 
     def add(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
@@ -97,26 +130,46 @@ class VllmDecoder:
         wanted = completion.request.sampling
         parameters = self._vllm.SamplingParams(
             max_tokens=completion.limit,
-            temperature=wanted.temperature,
+            temperature=self._temperature(wanted),
             top_p=wanted.top_p,
             top_k=wanted.top_k,
+            min_p=wanted.min_p,
             seed=wanted.seed,
             stop_token_ids=sorted(self._facts.eos_token_ids),
             logprobs=0,
-            flat_logprobs=True,
             detokenize=False,
-            output_kind=self._delta,
         )
-        self._engine.add_request(name, self._tokens_input(list(completion.request.prompt_token_ids)), parameters)
+        # The salt is hashed with the first block of a prompt, and each block with the one before: no block of other
+        # weights is found.
+        prompt = self._tokens_input(list(completion.request.prompt_token_ids), cache_salt=str(self._adoptions))
+        request = self._engine.input_processor.process_inputs(name, prompt, parameters, _TASKS)
+        self._engine.engine_core.add_request(request)
         self._running[name] = completion
         self._ids[completion] = name
+
+    def _temperature(self, wanted: SamplingParams) -> float:
+        """What vLLM has still to divide the logits by; 0 takes the likeliest token.
+
+        Raises:
+            EngineError: log-probabilities of such a request would not be those the trainer computes.
+        """
+        if self._heat is None and wanted.truncates:
+            raise EngineError("top_p, top_k or min_p in a request to a worker that was started without; restart it")
+        if self._heat is None or wanted.temperature == 0.0:
+            return wanted.temperature
+        if wanted.temperature != self._heat:
+            raise EngineError(
+                f"a request at temperature {wanted.temperature} to a worker that was started, with top_p, top_k or "
+                f"min_p, for {self._heat}; restart it"
+            )
+        return 1.0
 
     def drop(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
         name = self._ids.pop(completion, None)
         if name is not None:
             del self._running[name]
-            self._engine.abort_request([name])
+            self._engine.engine_core.abort_requests([name])
 
     def clear(self) -> None:
         """See ``Decoder``."""
@@ -129,8 +182,16 @@ class VllmDecoder:
         return directory
 
     def adopt(self, weights: Path) -> None:
-        """See ``Decoder``."""
+        """See ``Decoder``; every rank of a tensor-parallel engine reads its own part of the files."""
         self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(weights.resolve())})
+        self._adoptions += 1
+        # What has no token yet begins anew: else it would go on from keys and values of the old weights in the cache,
+        # or leave new ones there under the old salt. In order of arrival, as they were.
+        unstarted = [completion for completion in self._ids if not completion.generated]
+        for completion in unstarted:
+            self.drop(completion)
+        for completion in unstarted:
+            self.add(completion)
 
     def close(self) -> None:
         """See ``Decoder``."""
@@ -141,14 +202,18 @@ class VllmDecoder:
     def step(self) -> Iterable[ActiveCompletion]:
         """See ``Decoder``."""
         advanced = []
-        for output in self._engine.step():
+        for output in self._engine.engine_core.get_output().outputs:
             completion = self._running.get(output.request_id)
             if completion is None:
                 continue
-            sampled = output.outputs[0]
-            completion.extend(sampled.token_ids, sampled.logprobs.logprobs)
-            if output.finished:
-                completion.finish_reason = _FINISH.get(sampled.finish_reason, FinishReason.ABORT)
+            if output.prefill_stats is not None:
+                self.prompt_tokens += output.prefill_stats.num_prompt_tokens
+                self.cached_prompt_tokens += output.prefill_stats.num_cached_tokens
+            if output.new_token_ids:
+                # One row a token; the first column is of the token that was sampled.
+                completion.extend(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
+            if output.finish_reason is not None:
+                completion.finish_reason = _FINISH.get(str(output.finish_reason), FinishReason.ABORT)
                 del self._running[output.request_id], self._ids[completion]
             advanced.append(completion)
         return advanced
@@ -164,11 +229,13 @@ class VllmDecoder:
             "kv_cache_memory_bytes": settings.kv_cache_memory_bytes or (self._cpu_cache() if on_cpu else None),
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "tensor_parallel_size": settings.tensor_parallel_size,
+            "enable_batch_sharded_sampling": False,  # it would pass by the model's compute_logits, see heat_logits
             "enforce_eager": on_cpu if settings.enforce_eager is None else settings.enforce_eager,
-            "logprobs_mode": "processed_logprobs",
+            "logprobs_mode": "processed_logprobs" if self._heat is None else "raw_logprobs",
             "generation_config": "vllm",
-            "enable_prefix_caching": False,  # a cached prefix may be of older weights
-            "async_scheduling": False,  # weights change between steps: none may be in flight
+            "enable_prefix_caching": True,
+            # Weights change between steps: with one in flight, its tokens would be named after the wrong version.
+            "async_scheduling": False,
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
@@ -191,13 +258,14 @@ class VllmDecoder:
 
 
 @contextmanager
-def vllm_environment() -> Iterator[None]:
+def vllm_environment(threads: int = 1) -> Iterator[None]:
     """Set what vLLM reads, for as long as it loads; then the process has its own environment back.
 
-    Programs that the process starts later see nothing of it. What a user set for vLLM's log is kept; the rest would
-    break the engine and is overridden.
+    Programs that the process starts later see nothing of it; ranks of a tensor-parallel engine start within it, with
+    so many CPU ``threads`` each. What a user set for vLLM's log is kept; the rest would break the engine and is
+    overridden.
     """
-    wanted = _ENVIRONMENT | ({} if torch.cuda.is_available() else _ENVIRONMENT_OF_A_CPU)
+    wanted = _ENVIRONMENT | (_ENVIRONMENT_OF_A_CPU if _is_built_for_cpus() else {}) | {"OMP_NUM_THREADS": str(threads)}
     wanted["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", wanted["VLLM_LOGGING_LEVEL"])
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -209,3 +277,36 @@ def vllm_environment() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _is_built_for_cpus() -> bool:
+    """Whether the installed vLLM is the build for CPUs, by its package's name or version, as vLLM itself looks.
+
+    Torch is not asked for a device: that initialises CUDA's driver in this process, and a process forked from it would
+    have none; nor is vLLM, which reads its environment while it is imported.
+    """
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        return True  # vllm-cpu
+
+
+def heat_logits(model: Any, temperature: float) -> None:
+    """Have a vLLM model's ``compute_logits`` return them divided by a temperature, in float32; runs in every rank.
+
+    ``compute_logits`` is what vLLM asks of every model that generates; loading new weights leaves ours in its place.
+    """
+    plain = model.compute_logits
+
+    def compute_logits(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        logits: torch.Tensor | None = plain(*args, **kwargs)
+        # None: of a tensor-parallel model's ranks only the first has them.
+        return None if logits is None else logits.float() / temperature
+
+    model.compute_logits = compute_logits
+
+
+def _die_with_the_engine(rank: Any) -> None:
+    """Ask Linux for SIGKILL at the end of the thread that started this rank, the engine's; runs in every rank."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

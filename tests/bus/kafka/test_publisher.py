@@ -1,5 +1,6 @@
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -43,7 +44,7 @@ async def test_a_refused_record_fails_alone_and_the_next_ones_arrive(bootstrap_s
     bus = KafkaBus(settings(bootstrap_servers))
     publisher = await bus.publisher("writer")
     before = await publisher.submit(Outgoing(topic, b"before", None, 0))
-    refused = await publisher.submit(Outgoing(topic, bytes(18 << 20), None, 0))
+    refused = await publisher.submit(Outgoing(topic, os.urandom(18 << 20), None, 0))
     after = [await publisher.submit(Outgoing(topic, b"after", None, 0)) for _ in range(3)]
     with pytest.raises(BusError, match="refused"):
         await refused

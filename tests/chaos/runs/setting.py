@@ -26,7 +26,6 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "coordinator": {"heartbeat_timeout_s": 5.0},
     "generation": {"max_num_seqs": 16, "heartbeat_interval_s": 0.25},
     "training": {"max_steps": MAX_STEPS, "checkpoint_every": 3},
-    "ingest": {"group_timeout_s": 20.0},
     "kafka": {"request_timeout_ms": 4000, "delivery_timeout_ms": 8000},
 }
 

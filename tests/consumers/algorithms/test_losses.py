@@ -75,16 +75,74 @@ def test_the_proximal_form_is_reinforce_weighted_by_the_truncated_ratio() -> Non
 
 
 def test_the_kl_term_is_the_k3_estimator() -> None:
-    settings = AlgorithmSettings(beta=0.1)
+    settings = AlgorithmSettings(beta=0.1, use_bias_correction_kl=False)
     logprobs = rows([-1.0, -2.0]).requires_grad_()
     reference = rows([-1.5, -1.0])
-    sums = token_losses(settings, logprobs, logprobs.detach(), torch.zeros(1), rows([1, 1]), reference)
+    sums = token_losses(settings, logprobs, logprobs.detach() + 1.0, torch.zeros(1), rows([1, 1]), reference)
     k3 = (math.exp(-0.5) + 0.5 - 1) + (math.exp(1.0) - 1.0 - 1)
     assert sums.metrics["kl"].item() == pytest.approx(k3)
     assert sums.loss.item() == pytest.approx(0.1 * k3)
     sums.loss.backward()
     assert logprobs.grad is not None
     assert logprobs.grad[0].tolist() == pytest.approx([0.1 * (1 - math.exp(-0.5)), 0.1 * (1 - math.e)])
+
+
+@pytest.mark.parametrize("ratio", ["behaviour", "proximal"])
+def test_the_weighted_kl_term_follows_the_truncated_importance_ratio(ratio: str) -> None:
+    """Ratios 1 (on policy), 0.5 and 6, which counts as 2; the value is w k3, the gradient w (log pi - log ref)."""
+    settings = AlgorithmSettings(beta=0.1, ratio=ratio)  # type: ignore[arg-type]
+    logprobs = rows([-1.0, -2.0, -0.5]).requires_grad_()
+    behaviour = logprobs.detach() - torch.log(rows([1.0, 0.5, 6.0]))
+    reference = rows([-1.5, -1.0, -0.7])
+    sums = token_losses(settings, logprobs, behaviour, torch.zeros(1), rows([1, 1, 1]), reference)
+    weights, gaps = (1.0, 0.5, 2.0), (-0.5, 1.0, -0.2)
+    expected = sum(w * (math.exp(gap) - gap - 1) for w, gap in zip(weights, gaps, strict=True))
+    assert sums.metrics["kl"].item() == pytest.approx(expected)
+    assert sums.loss.item() == pytest.approx(0.1 * expected)
+    sums.loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[0].tolist() == pytest.approx(
+        [-0.1 * w * gap for w, gap in zip(weights, gaps, strict=True)], abs=1e-12
+    )
+
+
+def expected_kl_gradient(behaviour: Tensor, logits: Tensor, reference: Tensor, settings: AlgorithmSettings) -> Tensor:
+    """What the KL term adds to the gradient of the logits [K], in expectation under the behaviour policy [K]."""
+    leaf = logits.clone().requires_grad_()
+    logprobs = torch.log_softmax(leaf, dim=0)
+    tokens = torch.ones(1, 1, dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for token, probability in enumerate(behaviour.exp().tolist()):
+        one = slice(token, token + 1)
+        sums = token_losses(
+            settings, logprobs[None, one], behaviour[None, one], torch.zeros(1), tokens, reference[None, one]
+        )
+        total = total + probability * sums.loss
+    (gradient,) = torch.autograd.grad(total, leaf)
+    return gradient
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("distance", [0.0, 0.3, 1.0])
+def test_the_expected_gradient_of_the_weighted_kl_is_the_gradient_of_the_kl(seed: int, distance: float) -> None:
+    """Every token of a small vocabulary, weighted by how often the behaviour policy samples it."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, noise, other = (torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(3))
+    behaviour, reference = torch.log_softmax(logits + distance * noise, dim=0), torch.log_softmax(other, dim=0)
+    leaf = logits.clone().requires_grad_()
+    logprobs = torch.log_softmax(leaf, dim=0)
+    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), leaf)
+
+    weighted = AlgorithmSettings(beta=1.0, importance_sampling_cap=None)
+    torch.testing.assert_close(expected_kl_gradient(behaviour, logits, reference, weighted), exact)
+    # The plain k3 is no such estimator: on policy its gradient is that of KL(ref || pi).
+    plain = weighted.model_copy(update={"use_bias_correction_kl": False})
+    found = expected_kl_gradient(behaviour, logits, reference, plain)
+    assert (found - exact).abs().max() > 0.02
+    if distance == 0.0:
+        logprobs = torch.log_softmax(leaf, dim=0)
+        (reverse,) = torch.autograd.grad((reference.exp() * (reference - logprobs)).sum(), leaf)
+        torch.testing.assert_close(found, reverse)
 
 
 def test_masked_tokens_change_neither_loss_nor_gradient() -> None:
@@ -96,6 +154,15 @@ def test_masked_tokens_change_neither_loss_nor_gradient() -> None:
     assert sums.loss.item() == pytest.approx(-1.0)
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [[-1.0, 0.0]]
+
+
+def test_a_weight_beyond_the_range_of_floats_leaves_the_gradient_of_the_kl_finite() -> None:
+    logprobs = torch.tensor([[-0.1]], requires_grad=True)
+    far, reference = torch.tensor([[-200.0]]), torch.tensor([[-0.3]])
+    sums = token_losses(AlgorithmSettings(beta=0.5), logprobs, far, torch.zeros(1), torch.ones(1, 1), reference)
+    sums.loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(0.5 * 2.0 * 0.2)
 
 
 KINDS = [
@@ -161,8 +228,15 @@ def test_the_batch_loss_equals_the_formula_written_out(ratio: str) -> None:
 def test_the_gradient_agrees_with_finite_differences() -> None:
     logprobs, behaviour, advantages, mask, reference = _batch()
     for settings in KINDS:
-        if settings.ratio == "behaviour":  # the proximal form stops gradients on purpose
+        # The proximal form stops gradients on purpose, and so does a truncated weight of the KL term.
+        settings = settings.model_copy(update={"use_bias_correction_kl": False})
+        if settings.ratio == "behaviour":
             assert torch.autograd.gradcheck(
                 lambda leaf, s=settings: token_losses(s, leaf, behaviour, advantages, mask, reference).loss,
                 logprobs.clone().requires_grad_(),
             )
+    open_ended = AlgorithmSettings(beta=0.05, importance_sampling_cap=None)
+    assert torch.autograd.gradcheck(
+        lambda leaf: token_losses(open_ended, leaf, behaviour, advantages, mask, reference).loss,
+        logprobs.clone().requires_grad_(),
+    )

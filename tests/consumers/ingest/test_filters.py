@@ -75,7 +75,6 @@ async def test_bytes_larger_than_any_frame_are_dead_lettered_cut() -> None:
         ({"rewards": {"exact": None}, "reward_errors": {"exact": "KeyError: 'x'"}}, SkipReason.POISON, "KeyError"),
         ({"rewards": {"exact": None}}, SkipReason.POISON, "no reward applies"),
         ({"tokens": 0, "finish_reason": FinishReason.ABORT, "rewards": {}}, SkipReason.POISON, "aborted after 0"),
-        ({"versions": (PolicyVersion(1, 2), PolicyVersion(1, 4))}, SkipReason.STALE, "at most 2 steps"),
     ],
 )
 async def test_an_unusable_sample_is_skipped_with_its_reason_and_its_group_goes_on(

@@ -5,20 +5,19 @@ from hypothesis import strategies as st
 
 from consumers.batching.micro_batches import Sample
 from consumers.ingest.groups import ClosedGroup, GroupAssembler, Rejection
+from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef, SkipReason
 from tests.consumers.factories import sample, trajectory
 
 
-def assembler(timeout_s: float = 10.0) -> GroupAssembler:
-    return GroupAssembler(timeout_s, capacity=100)
+def assembler() -> GroupAssembler:
+    return GroupAssembler(capacity=100)
 
 
-def add(
-    groups: GroupAssembler, group_id: str, index: int, *, of: int, now: float = 0.0, usable: bool = True
-) -> ClosedGroup | None:
+def add(groups: GroupAssembler, group_id: str, index: int, *, of: int, usable: bool = True) -> ClosedGroup | None:
     found = sample(group_id, index, of=of, offset=index)
     outcome = found if usable else Rejection(found.ref, SkipReason.POISON, "bad")
-    return groups.add(found.trajectory, outcome, now)
+    return groups.add(found.trajectory, outcome)
 
 
 def test_a_group_is_whole_when_every_sample_is_accounted_for() -> None:
@@ -41,16 +40,19 @@ def test_fewer_than_two_usable_samples_are_nothing_to_compare_unless_one_was_ord
     assert (pair.is_usable, single.is_usable) == (False, True)
 
 
-def test_a_group_is_closed_when_no_sample_came_for_too_long() -> None:
-    groups = assembler(timeout_s=10)
-    add(groups, "d/0/0", 0, of=4, now=0)
-    add(groups, "d/1/0", 0, of=4, now=3)
-    add(groups, "d/0/0", 1, of=4, now=8)
-    assert groups.expire(12.9) == []
-    (first,) = groups.expire(13)
-    (second,) = groups.expire(18)
+def test_a_group_is_closed_when_its_newest_order_is_long_past() -> None:
+    groups = assembler()
+    for group_id, index, number in (("d/0/0", 0, 3), ("d/0/0", 1, 7), ("d/1/0", 0, 3), ("d/2/0", 0, 4)):
+        found = sample(group_id, index, of=4, offset=index, admitted_version=PolicyVersion(1, number))
+        groups.add(found.trajectory, found)
+    assert groups.close_outdated(3) == []
+    (first,) = groups.close_outdated(4)
     assert (first.group.group_id, first.missing, first.is_usable) == ("d/1/0", 3, False)
-    assert (second.group.group_id, second.missing, second.is_usable) == ("d/0/0", 2, True)
+    closed = groups.close_outdated(8)
+    assert [(one.group.group_id, one.missing, one.is_usable) for one in closed] == [
+        ("d/0/0", 2, True),
+        ("d/2/0", 3, False),
+    ]
     assert groups.is_closed("d/0/0")
 
 
@@ -58,7 +60,7 @@ def test_a_group_is_as_old_as_its_oldest_usable_sample() -> None:
     groups = assembler()
     for index, created_at in enumerate((7.0, 5.0)):
         found = sample("d/0/0", index, created_at=created_at)
-        closed = groups.add(found.trajectory, found, 0.0)
+        closed = groups.add(found.trajectory, found)
     assert closed is not None
     assert closed.group.created_at == 5.0
 

@@ -136,21 +136,6 @@ async def test_a_row_and_the_end_of_its_record_are_one_act() -> None:
     assert scene.reasons() == {"d/0/0/2": SkipReason.POISON}
 
 
-async def test_samples_that_became_too_old_leave_the_group_and_wait_for_its_end() -> None:
-    scene = Scene()
-    ledger = await a_ledger(scene)
-    found = members(3)
-    read(ledger, *found)
-    ledger.hold(closed(found, [], 3))
-    group = Group("d/0/0", 0.0, tuple(found))
-    assert ledger.withhold(group, [Rejection(found[0].ref, SkipReason.STALE, "old")])
-    assert (ledger.rejections.tally.count, ledger.frontier.lows()) == (0, {0: 0})
-    ledger.mark_trained([item.ref for item in found[1:]])
-    await ledger.rejections.flush()
-    assert scene.reasons() == {"d/0/0/0": SkipReason.STALE}
-    assert ledger.counts().pending == 0
-
-
 async def test_the_highest_finished_record_with_a_name_is_the_anchor() -> None:
     ledger = await a_ledger(Scene())
     found = members(3)

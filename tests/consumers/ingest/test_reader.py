@@ -10,8 +10,10 @@ from consumers.ingest.settings import IngestSettings
 from schemas.errors import BadInput, BusUnavailable, LifecycleError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import SkipReason
-from tests.consumers.factories import trajectory
+from schemas.trajectories import aborted_trajectory
+from tests.consumers.factories import V0, trajectory
 from tests.consumers.ingest.scene import LOOP, Scene, checkpoint, next_group, refs_of
+from tests.producers.dispatch.scene import order
 
 
 async def test_groups_are_handed_out_oldest_first_whatever_their_arrival() -> None:
@@ -34,12 +36,47 @@ async def test_interleaved_groups_come_whole_and_in_sample_order() -> None:
             assert {found.trajectory.group_id for found in group.samples} == {group.group_id}
 
 
-async def test_a_group_is_closed_after_the_time_out_and_late_samples_are_skipped() -> None:
+async def test_a_group_waits_for_its_siblings_however_long_they_take() -> None:
     scene = Scene()
-    async with scene.running(scene.reader(group_timeout_s=3.0)) as reader:
+    async with scene.running(scene.reader()) as reader:
+        await scene.publish(trajectory("d/0/0", 0))
+        await scene.until_read(reader, 1)
+        for _ in range(3):
+            scene.now += 1e6
+            await asyncio.sleep(0.21)
+        assert reader.ready_group() is None
+        await scene.publish(trajectory("d/0/0", 1))
+        assert len((await next_group(reader)).samples) == 2
+    assert scene.skips() == []
+
+
+async def test_a_group_that_is_given_up_is_trained_with_what_there_is_of_it() -> None:
+    scene = Scene()
+    async with scene.running(scene.reader()) as reader:
+        await scene.publish(*(trajectory("d/0/0", index, of=3) for index in (0, 2)), trajectory("d/1/0", 0))
+        for group_id, samples, missing in (("d/0/0", 3, 1), ("d/1/0", 2, 1)):
+            given_up = order(group_id, samples=samples).replace(admitted_version=V0)
+            await scene.publish(aborted_trajectory(given_up, missing, "given up", rewards=(), now=0.0))
+        group = await next_group(reader)
+        assert [found.trajectory.sample_index for found in group.samples] == [0, 2]
+        reader.ledger.mark_trained(refs_of(group))
+        await reader.flush()
+    assert scene.reasons() == {
+        "d/0/0/1": SkipReason.POISON,
+        "d/1/0/0": SkipReason.GROUP_INCOMPLETE,
+        "d/1/0/1": SkipReason.POISON,
+    }
+    assert reader.ledger.counts().pending == 0
+
+
+async def test_a_group_that_nobody_can_wait_for_is_closed_and_late_samples_are_skipped() -> None:
+    scene = Scene()
+    async with scene.running(scene.reader()) as reader:
         await scene.publish(*(trajectory("d/0/0", index, of=4) for index in (0, 1)), trajectory("d/1/0", 0, of=4))
         await scene.until_read(reader, 3)
-        scene.now += 4.0
+        await _pass_by(scene, 2 * (LOOP.max_staleness + 1))
+        assert reader.ready_group() is None
+        await _pass_by(scene, 2 * (LOOP.max_staleness + 1) + 1)
         group = await next_group(reader)
         assert len(group.samples) == 2
         await scene.until(lambda: scene.reasons() == {"d/1/0/0": SkipReason.GROUP_INCOMPLETE})
@@ -51,15 +88,59 @@ async def test_a_group_is_closed_after_the_time_out_and_late_samples_are_skipped
     assert reader.ledger.counts().pending == 0
 
 
-async def test_a_stall_of_this_process_closes_no_group() -> None:
+async def _pass_by(scene: Scene, steps: int) -> None:
+    """So many steps are taken; then back, so that the samples are not too old for the rest of the test."""
+    scene.version = PolicyVersion(1, steps)
+    await asyncio.sleep(0.3)
+    scene.version = V0
+
+
+async def test_one_sample_too_old_at_hand_out_ages_its_whole_group_out() -> None:
+    """A baseline over the siblings that are left would lean to short completions, which are the younger ones."""
     scene = Scene()
-    async with scene.running(scene.reader(group_timeout_s=60.0)) as reader:
-        await scene.publish(trajectory("d/0/0", 0))
-        await scene.until_read(reader, 1)
-        scene.now += 3600.0
-        await asyncio.sleep(0.3)
-        await scene.publish(trajectory("d/0/0", 1))
-        assert len((await next_group(reader)).samples) == 2
+    old, new = PolicyVersion(1, 0), PolicyVersion(1, 2)
+    async with scene.running(scene.reader()) as reader:
+        for index, versions in enumerate(((new,), (old, new), (new,))):
+            await scene.publish(trajectory("d/0/0", index, of=3, versions=versions))
+        await scene.publish_group(1, versions=(new,))
+        await scene.until_read(reader, 5)
+        scene.version = PolicyVersion(1, 3)
+        assert (await next_group(reader)).group_id == "d/1/0"
+        await reader.flush()
+    assert scene.reasons() == dict.fromkeys((f"d/0/0/{index}" for index in range(3)), SkipReason.STALE)
+    assert {skip.detail for skip in scene.skips()} == {
+        "d/0/0/1 is too old, and its group with it: expected at most 2 steps of staleness, got 3"
+    }
+    assert reader.ledger.counts().pending == 2
+
+
+async def test_one_sample_too_old_when_it_is_read_ages_its_whole_group_out() -> None:
+    scene = Scene(version=PolicyVersion(1, 3))
+    new = PolicyVersion(1, 2)
+    async with scene.running(scene.reader()) as reader:
+        await scene.publish(*(trajectory("d/0/0", index, of=4, versions=(new,)) for index in range(2)))
+        await scene.publish(trajectory("d/0/0", 2, of=4, versions=(V0, new)))
+        await scene.until_read(reader, 3)
+        await reader.flush()
+        # All records of a group are finished together, with the last of them.
+        assert scene.skips() == []
+        await scene.publish(trajectory("d/0/0", 3, of=4, versions=(new,)))
+        await scene.until(lambda: len(scene.skips()) == 4)
+        assert reader.ready_group() is None
+    assert scene.reasons() == dict.fromkeys((f"d/0/0/{index}" for index in range(4)), SkipReason.STALE)
+    assert reader.ledger.counts().pending == 0
+
+
+async def test_samples_without_reward_leave_the_others_to_be_trained() -> None:
+    scene = Scene()
+    async with scene.running(scene.reader()) as reader:
+        await scene.publish(*(trajectory("d/0/0", index, of=3) for index in (0, 1)))
+        await scene.publish(trajectory("d/0/0", 2, of=3, rewards={}, reward_errors={"exact": "no"}))
+        group = await next_group(reader)
+        assert [sample.ref.trajectory_id for sample in group.samples] == ["d/0/0/0", "d/0/0/1"]
+        reader.ledger.mark_trained(refs_of(group))
+        await reader.flush()
+    assert scene.reasons() == {"d/0/0/2": SkipReason.POISON}
 
 
 async def test_a_group_that_became_too_old_is_skipped_at_hand_out() -> None:
@@ -131,10 +212,10 @@ async def test_a_restart_finds_no_part_of_a_group() -> None:
 
 async def test_a_late_sibling_of_a_finished_group_founds_no_second_group() -> None:
     scene = Scene()
-    async with scene.running(scene.reader(group_timeout_s=3.0)) as first:
+    async with scene.running(scene.reader()) as first:
         await scene.publish(*(trajectory("d/0/0", index, of=4) for index in (0, 1)))
         await scene.until_read(first, 2)
-        scene.now += 4.0
+        await _pass_by(scene, 100)
         first.ledger.mark_trained(refs_of(await next_group(first)))
         kept = checkpoint(first)
     async with scene.running(scene.reader(kept)) as second:
@@ -171,22 +252,15 @@ async def test_a_memory_full_of_incomplete_groups_is_read_over() -> None:
     assert len(names) == 20
 
 
-async def test_no_group_times_out_while_its_siblings_cannot_be_read() -> None:
+async def test_no_group_is_closed_while_its_siblings_cannot_be_read() -> None:
     scene = Scene()
     await scene.publish(trajectory("d/0/0", 0))
     await scene.publish_group(1)
-    settings: dict[str, Any] = {
-        "high_water_bytes": 2,
-        "low_water_bytes": 1,
-        "max_poll_records": 3,
-        "group_timeout_s": 3.0,
-    }
+    settings: dict[str, Any] = {"high_water_bytes": 2, "low_water_bytes": 1, "max_poll_records": 3}
     async with scene.running(scene.reader(**settings)) as reader:
         await scene.until_read(reader, 3)
         await scene.publish(trajectory("d/0/0", 1))
-        for _ in range(3):
-            await asyncio.sleep(0.21)
-            scene.now += 4.0
+        await _pass_by(scene, 100)
         assert reader.ledger.counts().read == 3
         reader.ledger.mark_trained(refs_of(await next_group(reader)))
         assert len((await next_group(reader)).samples) == 2
@@ -260,8 +334,8 @@ async def test_a_record_costs_the_event_loop_little_beyond_its_decoding() -> Non
         for _ in range(1000):
             reader.ledger.mark_trained(refs_of(await next_group(reader)))
         spent = time.process_time() - began
-    per_record = (spent - decoding) / len(records)
-    assert per_record < 200e-6, f"{per_record * 1e6:.0f} us"
+    # As a multiple of decoding, measured a moment before: what else runs on the machine slows down both.
+    assert spent < 8 * decoding, f"{spent / decoding:.1f} times"
 
 
 class SlowBus(MemoryBus):
@@ -318,29 +392,16 @@ async def test_a_full_memory_ends_the_waiting_for_what_was_there() -> None:
         assert (await next_group(reader)).group_id == "d/5/0"
 
 
-async def test_the_samples_left_of_a_group_do_not_depend_on_when_it_was_read() -> None:
-    """Read before or after two of its samples became too old, it is handed out with the other two."""
+async def test_whether_a_group_ages_out_does_not_depend_on_when_it_was_read() -> None:
+    """Read before or after two of its samples became too old, none of it is handed out."""
     old, new = (PolicyVersion(1, 0),), (PolicyVersion(1, 2),)
     for becomes_old_while_held in (True, False):
         scene = Scene(version=PolicyVersion(1, 2 if becomes_old_while_held else 3))
         await scene.publish(*(trajectory("d/0/0", i, of=4, versions=old if i < 2 else new) for i in range(4)))
+        await scene.publish_group(1, versions=new)
         async with scene.running(scene.reader()) as reader:
-            await scene.until_read(reader, 4)
+            await scene.until_read(reader, 6)
             scene.version = PolicyVersion(1, 3)
-            group = await next_group(reader)
-            assert [found.trajectory.sample_index for found in group.samples] == [2, 3]
-            reader.ledger.mark_trained(refs_of(group))
+            assert (await next_group(reader)).group_id == "d/1/0"
             await reader.flush()
-        assert scene.reasons() == dict.fromkeys(("d/0/0/0", "d/0/0/1"), SkipReason.STALE)
-
-
-async def test_a_group_of_which_one_sample_is_left_is_skipped_whole() -> None:
-    scene = Scene(version=PolicyVersion(1, 2))
-    await scene.publish(*(trajectory("d/0/0", i, versions=(PolicyVersion(1, 2 * i),)) for i in (0, 1)))
-    await scene.publish_group(1, versions=(PolicyVersion(1, 3),))
-    async with scene.running(scene.reader()) as reader:
-        await scene.until_read(reader, 4)
-        scene.version = PolicyVersion(1, 3)
-        assert (await next_group(reader)).group_id == "d/1/0"
-        await reader.flush()
-    assert scene.reasons() == {"d/0/0/0": SkipReason.STALE, "d/0/0/1": SkipReason.GROUP_INCOMPLETE}
+        assert scene.reasons() == dict.fromkeys((f"d/0/0/{index}" for index in range(4)), SkipReason.STALE)

@@ -64,7 +64,7 @@ class Scene:
             "loop": LOOP,
             "algorithm": algorithm,
             "training": training,
-            "ingest": IngestSettings(group_timeout_s=1.0),
+            "ingest": IngestSettings(),
             "batching": BatchingSettings(token_budget=24),
             "reward_weights": {},
             "open_policy": open_policy,

@@ -76,6 +76,21 @@ def test_samples_without_advantage_count_but_are_not_computed(model_path: Path) 
     assert metrics["loss"] == pytest.approx(alone.finish_step(1.0).metrics["loss"] / 5, rel=1e-5)
 
 
+def test_computing_samples_without_advantage_changes_no_gradient(model_path: Path) -> None:
+    batch = make_micro_batch(4, advantages=[0.0, 1.0, 0.0, -1.0])
+    found = {}
+    for computes in (False, True):
+        training = TrainingSettings(learning_rate=1e-2, compute_zero_advantage=computes)
+        learner = make_learner(model_path, training=training)
+        learner.accumulate(batch)
+        gradients = [parameter.grad.clone() for parameter in learner.model.parameters()]
+        found[computes] = gradients, learner.finish_step(1.0).metrics
+    assert found[True][1]["tokens/computed"] == found[True][1]["tokens/trained"]
+    assert found[False][1]["tokens/computed"] < found[False][1]["tokens/trained"]
+    for short, whole in zip(found[False][0], found[True][0], strict=True):
+        torch.testing.assert_close(short, whole, rtol=1e-4, atol=1e-6)
+
+
 def test_a_batch_without_any_gradient_is_still_a_step(model_path: Path) -> None:
     learner = make_learner(model_path)
     learner.accumulate(make_micro_batch(2, advantages=[0.0, 0.0]))
@@ -148,8 +163,10 @@ def test_a_learner_with_restored_moments_goes_on_bit_equal(model_path: Path, tmp
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.model.state_dict().items())
 
 
-def test_bfloat16_activations_keep_float32_weights(model_path: Path) -> None:
-    learner = make_learner(model_path, AlgorithmSettings(beta=0.01), TrainingSettings(dtype="bfloat16"))
+@pytest.mark.parametrize("float32_head", [False, True])
+def test_bfloat16_activations_keep_float32_weights(model_path: Path, float32_head: bool) -> None:
+    training = TrainingSettings(dtype="bfloat16", cast_lm_head_to_fp32=float32_head)
+    learner = make_learner(model_path, AlgorithmSettings(beta=0.01), training)
     learner.accumulate(make_micro_batch(4))
     assert learner.finish_step(1.0).applied
     assert {parameter.dtype for parameter in learner.model.parameters()} == {torch.float32}

@@ -5,6 +5,7 @@ names of services and their ports by loopback addresses.
 """
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -85,9 +86,9 @@ class Containers:
         return "\n".join(f"--- {name}\n{self.said(name)[-1500:]}" for name in self.running)
 
     def _here(self, text: str) -> str:
-        for there, here in self.replaced.items():
-            text = text.replace(there, here)
-        return text
+        """In one pass: a port must not be found again in an address that was put in, nor inside a longer number."""
+        found = "|".join(rf"(?<!\d){re.escape(there)}(?!\d)" for there in self.replaced)
+        return re.sub(found, lambda match: self.replaced[match[0]], text)
 
     def _mounted(self, service: dict[str, Any], path: str) -> Path:
         """The directory of this machine that is mounted at a container's path."""

@@ -35,7 +35,7 @@ def _task(folder: Path) -> Path:
 async def test_every_service_runs_with_the_command_and_environment_of_the_compose_file(
     tmp_path: Path, bootstrap_servers: str
 ) -> None:
-    name, task, runs, logs = f"c{time.time_ns()}", _task(tmp_path / "task"), tmp_path / "runs", tmp_path / "logs"
+    name, task, runs, logs = "in-containers", _task(tmp_path / "task"), tmp_path / "runs", tmp_path / "logs"
     logs.mkdir()
     relay, metrics = free_ports(2)
     places = {"kafka:19092": bootstrap_servers, "/runs": str(runs), "http://relay": "http://127.0.0.1"}

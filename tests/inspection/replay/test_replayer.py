@@ -11,7 +11,7 @@ from inspection.replay.scratch_policy import Variation
 from inspection.replay.steps import taken_step
 from schemas.errors import UserError
 from schemas.identifiers import PolicyVersion
-from tests.inspection.replay.scene import Recorded, record, usual_groups
+from tests.inspection.replay.scene import KEPT, Recorded, record, usual_groups
 
 STEPS = 10
 SETTINGS = {
@@ -48,6 +48,17 @@ async def test_every_step_of_a_run_with_a_crash_in_it_replays_bit_equal(
         assert all(pair.equal for pair in each.rebuilt.metrics)
         shares = sum(row.loss for row in each.rebuilt.rows)
         assert shares == pytest.approx(each.rebuilt.metric("loss").rebuilt, abs=1e-5)
+
+
+async def test_a_float32_head_is_a_part_of_how_a_step_was_computed(tmp_path: Path, model_path: Path) -> None:
+    training = KEPT.model_copy(update={"dtype": "bfloat16", "cast_lm_head_to_fp32": True})
+    run = await recorded(tmp_path, model_path, algorithm=SETTINGS["grpo with a reference"], training=training)
+    (found,) = await run.replays(3, 3)
+    assert found.rebuilt.verdict == "bit-equal"
+    assert sum(row.loss for row in found.rebuilt.rows) == pytest.approx(found.rebuilt.metric("loss").rebuilt, abs=1e-5)
+    run.training = run.training.model_copy(update={"cast_lm_head_to_fp32": False})
+    (otherwise,) = await run.replays(3, 3)
+    assert otherwise.rebuilt.verdict != "bit-equal"
 
 
 async def test_a_step_is_rebuilt_from_the_nearest_checkpoint_of_its_chain(tmp_path: Path, model_path: Path) -> None:

@@ -52,15 +52,18 @@ def test_other_messages_and_rubbish_give_no_summary() -> None:
         ("finished_at", float("inf")),
         ("version_spans", [{"version": [1]}]),
         ("completion_text", None),
+        ("completion_text", 1 << 40),
     ],
 )
 def test_a_field_of_the_wrong_kind_gives_no_summary(field: str, value: object) -> None:
     whole = record(trajectory())
     assert whole.value is not None
-    fields = msgpack.unpackb(whole.value[4 : 4 + int.from_bytes(whole.value[:4], "little")]) | {field: value}
-    header = msgpack.packb(fields)
-    spoilt = len(header).to_bytes(4, "little") + header
-    assert summary_of(whole._replace(value=spoilt, headers=headers_of(trajectory()))) is None
+    end = 4 + int.from_bytes(whole.value[:4], "little")
+    for change in ({}, {field: value}):
+        header = msgpack.packb(msgpack.unpackb(whole.value[4:end]) | change)
+        written = len(header).to_bytes(4, "little") + header + whole.value[end:]
+        summary = summary_of(whole._replace(value=written, headers=headers_of(trajectory())))
+        assert (summary is None) == bool(change)
 
 
 def test_few_are_all_looked_into() -> None:

@@ -48,6 +48,7 @@ def heartbeat(
     capacity: int = 100,
     running: int = 1,
     waiting: int = 0,
+    orders: dict[str, float] | None = None,
 ) -> Heartbeat:
     return Heartbeat(
         worker_id=worker,
@@ -61,6 +62,7 @@ def heartbeat(
         generated_tokens=0,
         finished_trajectories=0,
         tokens_per_s=0.0,
+        orders=orders,
         sequence=0,
         sent_at=0.0,
     )

@@ -13,7 +13,7 @@ from producers.lengths.settings import LengthSettings
 from schemas.errors import BusUnavailable, DataError, DeliveryUnknown, Superseded
 from schemas.identifiers import partition_of_worker
 from schemas.reports import SkipReason, WorkerState
-from schemas.topics import HEARTBEATS, WORK_ORDERS
+from schemas.topics import HEARTBEATS, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.scene import FAST, LOOP, CountedSource, Scene, version
 
@@ -214,6 +214,11 @@ async def test_a_group_that_kills_its_workers_is_given_up() -> None:
     await scene.until(lambda: dispatcher.status().given_up == 1)
     assert [(o.position, o.attempt) for o in scene.orders()][:3] == [(0, 0), (0, 1), (0, 2)]
     await scene.until(lambda: scene.orders()[-1].position == 1)
+    made = [record.message() for log in scene.bus.log(TRAJECTORIES.full_name("r")).partitions for record in log]
+    assert [(one.trajectory_id, one.finish_reason.value, one.attempt) for one in made] == [  # type: ignore[attr-defined]
+        ("toy/0/0/0", "abort", 2),
+        ("toy/0/0/1", "abort", 2),
+    ]
     await scene.end()
 
 
@@ -418,6 +423,9 @@ async def test_admission_goes_on_after_orders_that_nobody_ever_carried_out() -> 
         await scene.beat()
         await scene.settle()
     await scene.until(lambda: dispatcher.status().given_up == BOUND)
+    for number in range(BOUND):
+        for sample in range(LOOP.num_generations):
+            await scene.skip(f"toy/{number}/0", sample, SkipReason.POISON)
     await scene.until(lambda: scene.orders()[-1].position == 2 * BOUND - 1)
     await scene.end()
 

@@ -1,5 +1,5 @@
 from producers.dispatch.fleet import Flight, FlightTable
-from tests.producers.dispatch.scene import order
+from tests.producers.dispatch.scene import heartbeat, order
 
 
 def _sent(table: FlightTable, group_id: str = "toy/0/0", worker: str = "w0") -> Flight:
@@ -68,10 +68,31 @@ def test_skips_that_will_be_judged_again_are_forgotten() -> None:
     assert not table.skip("toy/0/0", "toy/0/0/1", 5, closed=False)
 
 
-def test_giving_up_tells_whether_anything_of_the_group_exists() -> None:
+def test_what_was_given_up_is_nobodys_load_and_misses_nothing() -> None:
     table = FlightTable()
-    nothing, something = _sent(table, "toy/0/0"), _sent(table, "toy/1/0")
-    table.produced("toy/1/0", 0, 0.0)
-    assert table.give_up(nothing)
-    assert not table.give_up(something)
-    assert table.load("w0") == (0, 0)
+    flight = _sent(table)
+    table.give_up(flight)
+    assert (table.load("w0"), flight.missing) == ((0, 0), set())
+
+
+def test_an_order_gets_on_as_far_as_its_workers_heartbeats_say() -> None:
+    table = FlightTable()
+    flight = _sent(table)
+    table.heard(heartbeat(orders={"toy/0/0": 2.0}), 100.0)
+    assert (flight.progress_at, flight.absent_since) == (98.0, None)
+    table.heard(heartbeat(), 200.0)
+    table.heard(heartbeat(incarnation="b", orders={"toy/0/0": 0.0}), 200.0)
+    table.heard(heartbeat("w1", orders={"toy/0/0": 0.0}), 200.0)
+    assert (flight.progress_at, flight.absent_since) == (98.0, None)
+
+
+def test_an_order_is_absent_from_the_first_heartbeat_that_lacks_it_until_one_names_it() -> None:
+    table = FlightTable()
+    flight = _sent(table)
+    for at in (3.0, 6.0):
+        table.heard(heartbeat(orders={}), at)
+    assert flight.absent_since == 3.0
+    table.extend(10.0)
+    assert flight.absent_since == 13.0
+    table.heard(heartbeat(orders={"toy/0/0": 1.0}), 20.0)
+    assert flight.absent_since is None

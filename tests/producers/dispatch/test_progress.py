@@ -1,14 +1,16 @@
 import pytest
 
-from producers.dispatch.fleet import ExpectedLength, Progress
+from producers.dispatch.fleet import ExpectedLength, Progress, TrainerPace
 from schemas.profiles import DecodeCurve, DecodeSettings
+from schemas.reports import StepReport
+from tests.producers.dispatch.scene import step_report
 
 CURVE = DecodeCurve(DecodeSettings(step_s=0.01, batch_scale=1.0))
 """A step of b takes 10 ms × (1 + b)."""
 
 
 def _progress(longest: int = 10_000) -> Progress:
-    return Progress(CURVE, longest)
+    return Progress(lambda worker_id: CURVE, longest)
 
 
 def test_what_is_left_follows_the_curve() -> None:
@@ -73,3 +75,41 @@ def test_short_completions_whose_news_is_late_say_little() -> None:
         now += length * CURVE.batch_s(1) + late
         progress.finished("w0", ("a", number), length, now)
     assert progress.speed > 0.95
+
+
+def test_each_worker_has_a_speed_of_its_own_and_a_new_one_begins_with_the_others() -> None:
+    progress, now = _progress(), 0.0
+    for number in range(32):
+        for name, speed in (("fast", 1.0), ("slow", 0.5)):
+            began = now + 100 * number
+            progress.send(name, 1, [(name, number)], ExpectedLength(1000), began)
+            progress.finished(name, (name, number), 1000, began + 1000 * CURVE.batch_s(1) / speed)
+    assert progress.speeds == {"fast": pytest.approx(1.0, rel=0.05), "slow": pytest.approx(0.5, rel=0.12)}
+    assert progress.curve_of("slow").batch_s(4) == pytest.approx(2 * progress.curve_of("fast").batch_s(4), rel=0.12)
+    assert progress.curve_of("new").batch_s(1) == pytest.approx(CURVE.batch_s(1) / 0.75, rel=0.08)
+
+
+def test_contexts_are_what_the_prompt_and_the_tokens_so_far_hold() -> None:
+    progress = _progress()
+    progress.send("w0", 1, [("a", 0), ("a", 1)], ExpectedLength(1000, prompt=50), now=0.0)
+    assert progress.remaining("w0", 2.0).contexts == (150, 50)
+
+
+def _report(step: int, groups: tuple[str, ...], seconds: float) -> StepReport:
+    return step_report(step, groups).replace(metrics={"time/forward_backward": seconds, "time/optimizer": 0.0})
+
+
+def test_the_trainer_is_as_fast_as_its_steps_say_and_busy_until_it_has_done_what_arrived_whole() -> None:
+    trainer = TrainerPace()
+    for group in ("a", "b"):
+        trainer.produced(group, 60, 1.0, is_whole=False)
+        trainer.produced(group, 40, 2.0, is_whole=True)
+    assert (trainer.s_per_token, trainer.free_in_s(2.0)) == (0.0, 0.0)
+    trainer.stepped(_report(1, ("a",), 5.0), 10.0)
+    assert trainer.s_per_token == 0.05
+    assert trainer.free_in_s(11.0) == pytest.approx(4.0)
+    trainer.produced("c", 100, 11.0, is_whole=True)
+    assert trainer.free_in_s(11.0) == pytest.approx(9.0)
+    trainer.stepped(_report(2, ("b", "c"), 20.0), 20.0)
+    assert trainer.s_per_token == pytest.approx((0.05 + 0.1) / 2)
+    assert trainer.free_in_s(20.0) == 0.0

@@ -160,14 +160,53 @@ def test_a_trajectory_of_an_unknown_group_is_harmless(state: DispatchState) -> N
     assert state.calibration.report().observations == 0
 
 
-def test_a_group_of_which_nothing_exists_ends_when_it_is_given_up(state: DispatchState) -> None:
+def test_a_group_that_is_given_up_is_completed_by_records_that_say_so(state: DispatchState) -> None:
     _admit(state, 0)
     kept = _admit(state, 1)
     state.observe(trajectory(kept, 0), 1.0)
-    for flight in list(state.flights.unfinished()):
-        state.give_up(flight, 1.0)
-    assert state.ledger.is_in_flight(kept.group_id)
-    assert (state.ledger.in_flight, state.given_up, _missing(state)) == (1, 2, 0)
+    made = [record for flight in list(state.flights.unfinished()) for record in state.give_up(flight, 1.0)]
+    assert [record.trajectory_id for record in made] == ["toy/0/0/0", "toy/0/0/1", "toy/1/0/1"]
+    assert {record.finish_reason for record in made} == {FinishReason.ABORT}
+    assert made[-1].reward_errors == {
+        "generation": "given up after 1 orders: each worker was lost, or did not deliver it"
+    }
+    assert (state.given_up, _missing(state), state.lost(1e9)) == (2, 0, [])
+    # Only the trainer ends them: until then they hold others back.
+    assert state.ledger.in_flight == 2
+    for record in made[:2]:
+        state.observe(skip_record(record.group_id, record.sample_index, SkipReason.POISON), 2.0)
+    assert state.ledger.in_flight == 1
+
+
+def test_what_the_trainer_takes_for_no_sample_of_its_group_stays_missing(state: DispatchState) -> None:
+    admitted = _admit(state)
+    state.observe(trajectory(admitted, 1).replace(trajectory_id="elsewhere/7"), 1.0)
+    assert _missing(state) == 2
+
+
+def test_an_order_is_not_late_as_long_as_its_worker_gets_on_with_it(state: DispatchState) -> None:
+    """Siblings that end 800 s apart, with a lease of seconds and an order time-out of 300 s."""
+    admitted = _admit(state)
+    for at in range(1, 801):
+        state.observe(heartbeat(orders={admitted.group_id: 0.5}), float(at))
+        if at == 3:
+            state.observe(trajectory(admitted, 0), 3.0)
+        assert state.lost(float(at)) == []
+    for at in range(801, 1200):
+        state.observe(heartbeat(orders={admitted.group_id: at - 800.0}), float(at))
+    # Now it holds the order, and stands still.
+    assert state.lost(1099.0) == []
+    assert [flight.order.group_id for flight in state.lost(1101.0)] == [admitted.group_id]
+
+
+def test_an_order_that_its_worker_does_not_name_is_lost_after_three_leases(state: DispatchState) -> None:
+    admitted = _admit(state)
+    patience_s = 3 * FAST.lease_s
+    for at in range(1, int(patience_s) + 2):
+        state.observe(heartbeat(orders={"toy/9/0": 0.0}), float(at))
+        assert state.lost(float(at)) == []
+    state.observe(heartbeat(orders={"toy/9/0": 0.0}), patience_s + 1.5)
+    assert [flight.order.group_id for flight in state.lost(patience_s + 1.5)] == [admitted.group_id]
 
 
 def test_no_worker_is_chosen_without_room_or_fitting_weights(state: DispatchState) -> None:

@@ -6,11 +6,9 @@ from statistics import fmean
 
 import pytest
 
-from producers.dispatch.plans import Item, LengthDraws, WorkerCapacity, conservative, predicted_finish_s, with_items
+from producers.dispatch.plans import Item, LengthDraws, WorkerCapacity, conservative, predicted_s, with_items
 from producers.dispatch.strategies import STRATEGIES
-from schemas.profiles import DecodeCurve, DecodeSettings
 
-CURVE = DecodeCurve(DecodeSettings())
 WORKERS = [WorkerCapacity(f"w{number}", 32) for number in range(4)]
 CAP = 10_000
 
@@ -33,8 +31,8 @@ def test_the_longest_fifth_is_planned_at_its_upper_estimates() -> None:
 
 def test_without_uncertainty_there_is_one_draw_and_it_is_the_estimate() -> None:
     items = [Item(key, 50 * (key + 1), 1, 50 * (key + 1)) for key in range(40)]
-    plan = STRATEGIES["lpt"](items, WORKERS, CURVE)
-    assert LengthDraws(items).mean_finish_s(plan, CURVE) == predicted_finish_s(plan, CURVE)
+    plan = STRATEGIES["lpt"](items, WORKERS)
+    assert LengthDraws(items).mean_s(plan) == predicted_s(plan)
 
 
 @pytest.mark.parametrize("sigma", [0.15, 0.25])
@@ -43,7 +41,7 @@ def test_reserved_workers_keep_most_of_their_gain_when_lengths_are_known_with_a_
     for seed in range(4):
         items, came = guessed(512, sigma, seed)
         finish = {
-            name: predicted_finish_s(with_items(STRATEGIES[name](items, WORKERS, CURVE), came), CURVE)
+            name: predicted_s(with_items(STRATEGIES[name](items, WORKERS), came))
             for name in ("round_robin", "lpt", "skewness_aware")
         }
         gains.append((finish["round_robin"] / finish["skewness_aware"], finish["round_robin"] / finish["lpt"]))
@@ -56,7 +54,7 @@ def test_a_bad_ranker_costs_little_against_longest_first_and_nothing_against_rou
     for seed in range(4):
         items, came = guessed(512, sigma, seed)
         for name, times in finishes.items():
-            times.append(predicted_finish_s(with_items(STRATEGIES[name](items, WORKERS, CURVE), came), CURVE))
+            times.append(predicted_s(with_items(STRATEGIES[name](items, WORKERS), came)))
     means = {name: fmean(times) for name, times in finishes.items()}
     assert means["skewness_aware"] <= means["round_robin"]
     assert means["skewness_aware"] <= 1.1 * means["lpt"]

@@ -2,16 +2,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from producers.dispatch.fleet import Candidate
+from producers.dispatch.fleet import Candidate, Remaining
 from producers.dispatch.plans import Item, Plan, WorkerCapacity, WorkerShare
 from producers.dispatch.scheduler import WorkerQueues
 from schemas.identifiers import PolicyVersion
-from schemas.profiles import DecodeCurve, DecodeSettings
+from schemas.profiles import TYPICAL_CURVE
 
 
 def _queues(*lengths: Sequence[int], slots: int = 2, concurrency: int = 2, is_static: bool = False) -> WorkerQueues:
     """Queues of a, b, …; items named by place, with these lengths."""
-    queues = WorkerQueues(DecodeCurve(DecodeSettings()), 1.0, lambda worker_id: 0, is_static=is_static)
+    queues = WorkerQueues(lambda worker_id: TYPICAL_CURVE, 1.0, lambda worker_id: Remaining(), is_static=is_static)
     keys = iter(range(100))
     plan = [
         WorkerShare(WorkerCapacity("abc"[n], slots), concurrency, tuple(Item(next(keys), length) for length in each))

@@ -67,3 +67,34 @@ async def test_a_change_is_told_at_once_and_failures_do_not_end_the_loop() -> No
         await loop
     (only,) = sent(bus)
     assert (only.state, only.version) == (WorkerState.READY, (1, 2))
+
+
+async def test_the_orders_held_are_named_every_few_seconds_and_none_at_once() -> None:
+    clock = FakeClock()
+    bus, load = FailingBus(), WorkerLoad(clock)
+    heartbeats = await beating(bus, load, clock)
+    load.took("d/0/0/0")
+    for _ in range(7):
+        await heartbeats.beat()
+        clock.advance(1.0)
+    load.let_go("d/0/0/0")
+    await heartbeats.beat()
+    assert [one.orders for one in sent(bus)] == [{"d/0/0": 0.0}, None, None, None, None, {"d/0/0": 5.0}, None, {}]
+
+
+def test_what_waits_for_a_slot_gets_on_with_what_is_sampled_and_what_runs_by_itself_only() -> None:
+    clock = FakeClock()
+    load = WorkerLoad(clock)
+    for sample in ("runs/0/0", "runs/0/1", "waits/0/0"):
+        load.took(sample)
+    load.sampled("runs/0/0", 3)
+    load.sampled("runs/0/1", 3)
+    clock.advance(5.0)
+    load.sampled("other/0/0", 3)
+    clock.advance(2.0)
+    assert load.held_orders() == {"runs/0": 7.0, "waits/0": 2.0}
+    load.let_go("runs/0/0")
+    assert load.held_orders()["runs/0"] == 0.0
+    load.let_go("runs/0/1")
+    assert list(load.held_orders()) == ["waits/0"]
+    assert load.generated_tokens == 9

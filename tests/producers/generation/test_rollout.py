@@ -85,6 +85,25 @@ async def test_samples_of_one_prompt_and_attempts_at_one_sample_have_seeds_of_th
     assert len({first, other_sample, other_attempt}) == 3
 
 
+@pytest.mark.parametrize(
+    ("include", "reason", "kept"),
+    [(False, FinishReason.STOP, 5), (True, FinishReason.STOP, 7), (False, FinishReason.LENGTH, 10)],
+)
+async def test_rewards_see_the_text_up_to_the_stop_string_and_the_trainer_every_token(
+    include: bool, reason: FinishReason, kept: int
+) -> None:
+    engine = FakeEngine(length=10, finish_reason=reason)
+    maker = rollout(engine)
+    whole = (await maker.sample(work_order(), 0, PROMPT)).completion_text.split(" ")
+    # The words of tokens 6 and 7: where the text ends with them, and where it ends before them.
+    stop = f" {whole[5]} {whole[6]}"
+    sampling = SamplingParams(max_completion_length=16, stop=("none", stop), include_stop_str_in_output=include)
+    trajectory = await maker.sample(work_order(sampling=sampling), 0, PROMPT)
+    assert trajectory.completion_text == " ".join(whole[:kept])
+    assert len(trajectory.token_ids) == len(trajectory.logprobs) == trajectory.loss_mask.sum() == 10
+    assert trajectory.finish_reason is reason
+
+
 async def test_a_sample_that_was_never_made_is_accounted_for() -> None:
     order = work_order()
     trajectory = rollout(FakeEngine()).refused(order, 1, "because")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pydantic import JsonValue
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -19,13 +20,15 @@ SPECIAL = {"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"}
 LETTERS = {"<pad>": 0, "<eos>": 1, "<bos>": 2} | {chr(index + 30): index for index in range(3, 96)}
 
 
-def write(directory: Path, *, habit: str = "$A", template: str | None = None) -> ModelTokenizer:
+def write(
+    directory: Path, *, habit: str = "$A", template: str | None = None, **chat_template_kwargs: JsonValue
+) -> ModelTokenizer:
     tokenizer = Tokenizer(models.WordLevel(LETTERS, **UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.post_processor = processors.TemplateProcessing(single=habit, special_tokens=[("<bos>", 2), ("<eos>", 1)])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **SPECIAL)
     fast.save_pretrained(directory)
-    return ModelTokenizer(str(directory))
+    return ModelTokenizer(str(directory), chat_template_kwargs)
 
 
 def prompt(content: str | tuple[ChatTurn, ...]) -> Prompt:
@@ -49,6 +52,20 @@ def test_chat_turns_go_through_the_template_exactly(tmp_path: Path) -> None:
     tokenizer = write(tmp_path, habit="<bos> $A", template=TEMPLATE)
     turns = (ChatTurn(role="system", content="ab"), ChatTurn(role="user", content="cd"))
     assert tokenizer.encode_prompt(prompt(turns)) == ids("<s>ab<u>cd>")
+
+
+def test_the_template_gets_the_variables_of_the_settings(tmp_path: Path) -> None:
+    template = TEMPLATE + "{% if enable_thinking is not false %}?{% endif %}{{ level or '' }}"
+    turns = (ChatTurn(role="user", content="cd"),)
+    assert write(tmp_path, template=template).encode_prompt(prompt(turns)) == ids("<u>cd>?")
+    silent = write(tmp_path, template=template, enable_thinking=False, level="ab")
+    assert silent.encode_prompt(prompt(turns)) == ids("<u>cd>ab")
+
+
+@pytest.mark.parametrize(("template", "got"), [(TEMPLATE, "one that does not"), (None, "none")])
+def test_a_variable_that_no_template_reads_is_the_users_error(tmp_path: Path, template: str | None, got: str) -> None:
+    with pytest.raises(ModelError, match=rf"reads enable_thinkin \(data\.chat_template_kwargs\), got {got}"):
+        write(tmp_path, template=template, enable_thinkin=False)
 
 
 def test_chat_without_a_template_is_the_users_error(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from producers.generation.settings import GenerationSettings
 from producers.generation.worker import GenerationWorker
 from producers.rewards.runner import RewardRunner
 from producers.rewards.settings import RewardSettings
+from schemas.codec import MAX_TEXT_BYTES
 from schemas.control import Control, DrainWorker, FlowControl, RunFinished, WorkerClaimed, control_key
 from schemas.errors import BusUnavailable, DeliveryUnknown, EngineError, ModelError, RewardLoadError
 from schemas.identifiers import PolicyVersion, partition_of_worker
@@ -227,14 +228,14 @@ async def test_a_prompt_that_cannot_be_sampled_is_accounted_for(stage: MakeStage
 async def test_a_trajectory_too_large_to_send_is_accounted_for(stage: MakeStage) -> None:
     class Verbose(FakeTokenizer):
         def decode(self, token_ids: Sequence[int]) -> str:
-            return "x" * 600_000
+            return "x" * (MAX_TEXT_BYTES + 1)
 
     it = stage(tokenizer=Verbose())
     await it.ready()
     await it.order(work_order(0, samples=1))
     await until(lambda: it.trajectories)
     assert it.trajectories[0].finish_reason is FinishReason.ABORT
-    assert "at most 524288" in it.trajectories[0].reward_errors["length"]
+    assert f"at most {MAX_TEXT_BYTES} bytes of text" in it.trajectories[0].reward_errors["length"]
 
 
 async def test_nothing_new_starts_while_paused_and_what_runs_goes_on(stage: MakeStage) -> None:

@@ -26,6 +26,10 @@ def test_a_bare_number_in_a_mixture_is_a_weight() -> None:
         ({"dataset": "gcd", "filter": "no_colon"}, "filter"),
         ({"dataset": "../up"}, "dataset"),
         ({"mixture": {"gcd": 0}}, "greater than 0"),
+        (
+            {"dataset": "gcd", "chat_template_kwargs": {"tokenize": True}},
+            "template, got tokenize",
+        ),
     ],
 )
 def test_contradictory_settings_are_refused(values: dict[str, Any], message: str) -> None:

@@ -9,13 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.codec import CONTROL_SCHEMA, MAX_HEADER_BYTES, MESSAGES, Headers, decode, encode, headers_of
+from schemas.codec import (
+    CONTROL_SCHEMA,
+    MAX_HEADER_BYTES,
+    MAX_TEXT_BYTES,
+    MESSAGES,
+    Headers,
+    beginning_of_text,
+    decode,
+    encode,
+    header_of,
+    headers_of,
+)
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema, WireError
 from schemas.messages import Message
-from schemas.trajectories import TokenChunk, Trajectory
+from schemas.trajectories import SamplingParams, TokenChunk, Trajectory
 from tests.schemas.examples import examples, trajectory, work_order
 
 ARRAYS = ("prompt_token_ids", "token_ids", "logprobs", "loss_mask")
+TEXTS = ("prompt_text", "completion_text")
 
 
 def headers(schema: str = "trajectory", version: str = "1") -> Headers:
@@ -23,7 +35,7 @@ def headers(schema: str = "trajectory", version: str = "1") -> Headers:
 
 
 def parts(frame: bytes) -> tuple[dict[str, Any], bytes]:
-    """The header map of a frame and its arrays."""
+    """The header map of a frame, and its arrays and texts."""
     (size,) = struct.unpack_from("<I", frame)
     return msgpack.unpackb(frame[4 : 4 + size]), frame[4 + size :]
 
@@ -66,6 +78,15 @@ def test_an_array_that_is_a_view_with_gaps_is_carried_as_what_it_shows() -> None
     assert read.token_ids.tolist() == [0, 2, 4, 6, 8]
 
 
+def test_how_an_order_is_sampled_survives_the_round_trip_and_older_orders_are_sampled_as_they_were() -> None:
+    sampling = SamplingParams(max_completion_length=8, min_p=0.1, stop=("</a>", "é\n"), include_stop_str_in_output=True)
+    order = work_order("What is 2 + 2?").replace(sampling=sampling)
+    assert decode(encode(order), headers_of(order)) == order
+    older = {"max_completion_length": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 50, "seed": None}
+    read = SamplingParams.model_validate(older)
+    assert (read.min_p, read.stop, read.include_stop_str_in_output, read.truncates) == (0.0, (), False, True)
+
+
 def test_fields_of_a_newer_writer_are_ignored() -> None:
     assert decode(altered(colour="green"), headers()) == trajectory()
 
@@ -83,7 +104,7 @@ def test_an_optional_field_that_an_older_writer_left_out_takes_its_default() -> 
         (("schema", b"trajectory"),),
         (("schema-version", b"1"),),
         headers("no-such-schema"),
-        headers(version="2"),
+        headers(version="3"),
         headers(version="0"),
         headers(version="-1"),
         headers(version="one"),
@@ -116,7 +137,7 @@ def test_a_frame_cut_anywhere_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["trajectory", "heartbeat", "control-flow"])
 def test_bytes_behind_the_last_array_are_refused(name: str) -> None:
     message = examples()[name]
-    with pytest.raises(MalformedFrame, match="arrays after"):
+    with pytest.raises(MalformedFrame, match="arrays and texts behind"):
         decode(encode(message) + b"\x00", headers_of(message))
 
 
@@ -140,8 +161,9 @@ def test_arrays_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="one length"):
         trajectory(5, loss_mask=shorter)
     fields, arrays = parts(encode(trajectory(5)))
+    # The mask's last byte becomes the first of the text behind it.
     with pytest.raises(MalformedFrame, match="one length"):
-        decode(frame_of(fields | {"loss_mask": 4}, arrays[:-1]), headers())
+        decode(frame_of(fields | {"loss_mask": 4, "prompt_text": fields["prompt_text"] + 1}, arrays), headers())
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
@@ -199,11 +221,87 @@ def test_a_header_larger_than_allowed_is_refused_before_it_is_read(size: int) ->
         decode(struct.pack("<I", size) + b"\x80" * 100, headers())
 
 
-def test_a_header_with_too_much_text_is_refused_by_reader_and_writer() -> None:
+def random_text(size: int, seed: int = 0) -> str:
+    """So many characters of all planes, of one to four bytes each, without surrogates."""
+    random = np.random.default_rng(seed)
+    kinds = random.integers(0, 4, size)
+    low = np.array([0x20, 0x80, 0x800, 0x10000])[kinds]
+    high = np.array([0x7F, 0x800, 0xD800, 0x110000])[kinds]
+    return "".join(map(chr, random.integers(low, high)))
+
+
+@pytest.mark.parametrize("text", [random_text(400_000), "🙂" * 1_000_000, "x" * 4_000_000, "a" * 900_000 + "🙂"])
+def test_200_000_tokens_and_their_text_survive_the_round_trip(text: str) -> None:
+    random = np.random.default_rng(0)
+    message = trajectory(
+        200_000,
+        token_ids=random.integers(0, 151_936, 200_000, dtype=np.int32),
+        prompt_token_ids=random.integers(0, 151_936, 30_000, dtype=np.int32),
+        logprobs=-random.exponential(0.5, 200_000).astype(np.float32),
+        prompt_text=text[:150_000],
+        completion_text=text,
+    )
+    frame = encode(message)
+    assert decode(frame, headers_of(message)) == message
+    fields, body = header_of(frame, headers_of(message))
+    assert len(frame) - len(body) < 2_000  # the header stays small, however long the text
+    assert beginning_of_text(Trajectory, "completion_text", fields, body, 50) == text[:50]
+    assert beginning_of_text(Trajectory, "prompt_text", fields, body, 50) == text[:50]
+
+
+def test_texts_that_an_older_writer_left_in_the_header_are_read() -> None:
+    message = trajectory(prompt_text="Wie viel? 🙂", completion_text="vier" * 20_000)
+    fields, body = parts(encode(message))
+    texts = {name: getattr(message, name) for name in TEXTS}
+    arrays = body[: len(body) - sum(len(text.encode()) for text in texts.values())]
+    frame = frame_of(fields | texts, arrays)
+    assert decode(frame, headers()) == message
+    plain, behind = header_of(frame, headers())
+    assert [beginning_of_text(Trajectory, name, plain, behind, 4) for name in TEXTS] == ["Wie ", "vier"]
+
+
+@pytest.mark.parametrize("field", TEXTS)
+@pytest.mark.parametrize("length", [-1, 0, 3, 2**31, 2**62, None, True, 5.0, [5], b"x"])
+def test_a_wrong_length_of_a_text_is_refused(field: str, length: object) -> None:
+    with pytest.raises(MalformedFrame):
+        decode(altered(**{field: length}), headers())
+
+
+@pytest.mark.parametrize("length", [-1, 2**31, 2**62, None, True, 5.0])
+def test_the_beginning_of_a_text_of_wrong_length_is_refused(length: object) -> None:
+    fields, body = header_of(altered(completion_text=length), headers())
+    for name in TEXTS:
+        with pytest.raises(MalformedFrame):
+            beginning_of_text(Trajectory, name, fields, body, 10)
+
+
+@pytest.mark.parametrize("field", TEXTS)
+def test_a_missing_text_is_refused(field: str) -> None:
+    fields, body = parts(encode(trajectory()))
+    del fields[field]
+    with pytest.raises(MalformedFrame, match=field):
+        decode(frame_of(fields, body), headers())
+
+
+def test_a_text_that_ends_within_a_character_is_refused() -> None:
+    message = trajectory(prompt_text="zwei🙂", completion_text="vier")
+    fields, body = parts(encode(message))
+    assert (fields["prompt_text"], fields["completion_text"]) == (8, 4)
+    with pytest.raises(MalformedFrame, match=r"UTF-8 as trajectory\.prompt_text"):
+        decode(frame_of(fields | {"prompt_text": 6, "completion_text": 6}, body), headers())
+
+
+def test_as_much_text_as_allowed_is_carried_and_one_byte_more_is_refused_by_reader_and_writer() -> None:
+    most = trajectory(prompt_text="", completion_text="x" * MAX_TEXT_BYTES)
+    frame = encode(most)
+    assert decode(frame, headers_of(most)) == most
+    with pytest.raises(FrameTooLarge, match="bytes of text"):
+        encode(trajectory(prompt_text="x", completion_text="x" * MAX_TEXT_BYTES))
+    fields, body = parts(frame)
+    with pytest.raises(FrameTooLarge, match="bytes of text"):
+        decode(frame_of(fields | {"prompt_text": 1}, body + b"x"), headers())
     with pytest.raises(FrameTooLarge):
         decode(altered(completion_text="x" * MAX_HEADER_BYTES), headers())
-    with pytest.raises(FrameTooLarge):
-        encode(trajectory(completion_text="x" * MAX_HEADER_BYTES))
 
 
 def test_a_work_order_may_be_all_header_up_to_its_own_limit() -> None:
@@ -262,8 +360,9 @@ def test_an_extension_type_in_a_prompt_column_is_refused() -> None:
     "raw", [b"\xc7\x0c\xff" + b"\xff" * 12, b"\xd7\xff" + b"\xff" * 8, b"\xc7\x05\xffwrong", b"\xc1"]
 )
 def test_timestamps_beyond_the_calendar_and_reserved_bytes_are_refused(raw: bytes) -> None:
-    fields, arrays = parts(encode(trajectory(prompt_text="@@@@")))
+    fields, arrays = parts(encode(trajectory(dataset="@@@@")))
     header = msgpack.packb(fields).replace(b"\xa4@@@@", raw)
+    assert raw in header
     with pytest.raises(MalformedFrame):
         decode(struct.pack("<I", len(header)) + header + arrays, headers())
 
@@ -304,10 +403,15 @@ ids = st.integers(0, 2**31 - 1)
     prompt=st.lists(ids, max_size=20),
     rewards=st.dictionaries(st.text(max_size=20), st.none() | st.floats(allow_nan=False, allow_infinity=False)),
     text=st.text(max_size=100),
+    completion=st.text(max_size=60),
 )
 @settings(max_examples=100, deadline=None)
 def test_any_valid_trajectory_survives_the_round_trip(
-    tokens: list[tuple[int, float, int]], prompt: list[int], rewards: dict[str, float | None], text: str
+    tokens: list[tuple[int, float, int]],
+    prompt: list[int],
+    rewards: dict[str, float | None],
+    text: str,
+    completion: str,
 ) -> None:
     message = trajectory(
         len(tokens),
@@ -317,6 +421,7 @@ def test_any_valid_trajectory_survives_the_round_trip(
         prompt_token_ids=np.array(prompt, np.int32),
         rewards=rewards,
         prompt_text=text,
+        completion_text=completion,
     )
     assert decode(encode(message), headers_of(message)) == message
 

@@ -19,9 +19,11 @@ def test_names_are_unique_and_full_names_carry_the_run() -> None:
 
 @by_name
 def test_every_topic_has_one_role_that_writes_and_at_least_one_that_reads(topic: Topic) -> None:
-    assert len(topic.writers) == 1
+    # What no worker delivers the dispatcher completes, and reads back as it reads everything there.
+    others = {"dispatcher"} if topic is TRAJECTORIES else set()
+    assert len(set(topic.writers) - others) == 1
     assert topic.readers
-    assert not set(topic.writers) & set(topic.readers)
+    assert not (set(topic.writers) - others) & set(topic.readers)
 
 
 @by_name

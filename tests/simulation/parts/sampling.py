@@ -38,6 +38,7 @@ class SimEngine:
     token_s: float
     longest: int
     name: str = "simulated"
+    kv_tokens: int | None = None
     version: PolicyVersion | None = None
 
     def __post_init__(self) -> None:

@@ -31,7 +31,6 @@ from tests.simulation.parts.weights import SimFetcher, WeightShelf
 from tests.simulation.worlds.scenarios import Setup
 
 RUN = "sim"
-GROUP_TIMEOUT_S = 8.0
 Life = Callable[[asyncio.Event], Awaitable[None]]
 
 
@@ -101,7 +100,6 @@ class Crew:
                 weight_sync_steps=setup.weight_sync_steps,
             ),
             ingest=IngestSettings(
-                group_timeout_s=GROUP_TIMEOUT_S,
                 orphan_lineage="skip" if setup.orphans == "skip" else "train",
                 max_undecodable_share=1.0,
                 max_unrewarded_share=1.0,

@@ -4,7 +4,7 @@ import pytest
 
 from producers.generation.tokenizer import ModelTokenizer
 from schemas.trajectories import Prompt
-from streamrl.demo.task import held_out_entries, prompt_text
+from streamrl.demo.task import Question
 from streamrl.demo.warm_start import ModelShape, build_model, save
 
 TINY = ModelShape(
@@ -23,15 +23,13 @@ def prompt(text: str) -> Prompt:
     return Prompt(prompt_id="p/0", dataset="p", content=text, columns={})
 
 
-def test_a_worker_sees_one_token_for_the_instruction_and_one_for_each_letter(tokenizer: ModelTokenizer) -> None:
-    entry = held_out_entries(seed=0, num_entries=1)[0]
-    ids = tokenizer.encode_prompt(prompt(prompt_text(entry)))
-    assert len(ids) == 1 + len(entry["answer"]) + 1
+def test_a_worker_sees_one_token_for_each_character(tokenizer: ModelTokenizer) -> None:
+    question = Question("+", (12, 34, 56))
+    for text in (question.text, question.worked(" "), question.worked("\n")):
+        assert len(tokenizer.encode_prompt(prompt(text))) == len(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["a b\nc  d", "don't  stop\t\t é 漢 x ", "Spell this word backward (example: sun -> nus): Ab\n"]
-)
+@pytest.mark.parametrize("text", ["a b\nc  d", "don't  stop\t\t é 漢 x ", "52*7=\n50*7=350"])
 def test_any_text_survives_the_round_trip(tokenizer: ModelTokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode_prompt(prompt(text))) == text
 

@@ -47,9 +47,9 @@ def test_the_example_rewards_score_texts_and_chats(name: str, tmp_path: Path, mo
     (tmp_path / f"{module}.py").write_text(example(name, "x").rewards)  # type: ignore[arg-type]
     monkeypatch.chdir(tmp_path)
     if name == "tiny":
-        assert load_function(f"{module}:letters_right")(completions=["nus", "nu", "x"], answer=["nus"] * 3) == [
-            *(1.0, 2 / 3, 0.0)
-        ]
+        completions = ["364", " 50*7=350 2*7=14 350+14=334", "3640", "x"]
+        digits_right = load_function(f"{module}:digits_right")
+        assert digits_right(completions=completions, answer=["364"] * 4) == [1.0, 2 / 3, 0.0, 0.0]
     else:
         chat = [{"role": "assistant", "content": "a" * 500}]
         assert load_function(f"{module}:brief")(completions=[chat, ""]) == [0.5, 1.0]

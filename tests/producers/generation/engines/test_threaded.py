@@ -22,6 +22,7 @@ class CountingDecoder:
     """Samples 0, 1, 2 … for every completion; the log-probability tells which weights were in place."""
 
     name = "counting"
+    kv_tokens = None
 
     def __init__(self) -> None:
         self.running: list[ActiveCompletion] = []

@@ -5,18 +5,23 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 
-from producers.generation.engines.factory import build_engine
+from producers.generation.engines.factory import build_decoder
 from producers.generation.engines.port import Engine
+from producers.generation.engines.threaded import ThreadedEngine
+from producers.generation.engines.vllm_decoder import VllmDecoder
 from producers.generation.settings import GenerationSettings
-from schemas.errors import WeightsError
+from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason
 from tests.producers.generation.engines.conftest import EOS, MakeVersion
 from tests.producers.generation.engines.replay import (
+    Sampled,
     full_forward,
     load,
     mixed_forward,
@@ -30,16 +35,30 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300), pyte
 
 SLOTS = 8
 PROMPTS = [[5 + i + j for j in range(1 + 3 * i)] for i in range(6)]
-FIRST = PolicyVersion(1, 0)
+FIRST, SECOND = PolicyVersion(1, 0), PolicyVersion(1, 1)
+LONG_PROMPT = [2 + (7 * i) % 120 for i in range(300)]
+WHOLE_BLOCKS = 256
+"""Of the long prompt's tokens: vLLM's blocks have 128 on a CPU."""
 
 
-def make_engine(model: Path) -> Engine:
-    return build_engine(GenerationSettings(engine="vllm", max_num_seqs=SLOTS, chunk_tokens=4), model)
+def make_decoder(model: Path) -> VllmDecoder:
+    decoder = build_decoder(GenerationSettings(engine="vllm", max_num_seqs=SLOTS), model)
+    assert isinstance(decoder, VllmDecoder)
+    return decoder
+
+
+def make_engine(decoder: VllmDecoder) -> Engine:
+    return ThreadedEngine(decoder, SLOTS, chunk_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def decoder(no_eos_dir: Path) -> VllmDecoder:
+    return make_decoder(no_eos_dir)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def started(no_eos_dir: Path) -> AsyncIterator[Engine]:
-    engine = make_engine(no_eos_dir)
+async def started(decoder: VllmDecoder) -> AsyncIterator[Engine]:
+    engine = make_engine(decoder)
     await engine.start()
     yield engine
     await engine.close()
@@ -52,6 +71,17 @@ async def engine(started: Engine, no_eos_dir: Path) -> Engine:
     return started
 
 
+async def greedy(engine: Engine, prompt: list[int]) -> Sampled:
+    return await sample(engine, prompt, max_completion_length=12, temperature=0.0)
+
+
+@torch.no_grad()
+def best_tokens(model: Any, sampled: Sampled) -> list[int]:
+    """What a fresh engine with these weights would choose after each beginning of the completion."""
+    logits = model(input_ids=torch.tensor([sampled.prompt + sampled.tokens])).logits[0]
+    return logits[len(sampled.prompt) - 1 : -1].argmax(-1).tolist()
+
+
 async def test_logprobs_equal_a_fresh_forward_pass(engine: Engine, no_eos_dir: Path) -> None:
     results = await asyncio.gather(*(sample(engine, p, max_completion_length=40) for p in PROMPTS * 5))
     model = load(no_eos_dir)
@@ -60,12 +90,13 @@ async def test_logprobs_equal_a_fresh_forward_pass(engine: Engine, no_eos_dir: P
         assert (len(result.tokens), result.finish_reason) == (40, FinishReason.LENGTH)
 
 
-async def test_logprobs_are_of_the_distribution_sampled_from(engine: Engine, no_eos_dir: Path) -> None:
+async def test_logprobs_are_at_the_sampling_temperature(engine: Engine, no_eos_dir: Path) -> None:
     hot = await asyncio.gather(*(sample(engine, p, max_completion_length=30, temperature=1.7) for p in PROMPTS))
     model = load(no_eos_dir)
     assert all(worst(result, full_forward(model, result, temperature=1.7)) < 1e-3 for result in hot)
-    certain = await sample(engine, PROMPTS[2], max_completion_length=10, top_k=1)
-    assert certain.logprobs == pytest.approx([0.0] * len(certain.tokens), abs=1e-6)
+    # An engine has to be told before it starts that there will be truncation.
+    with pytest.raises(EngineError, match="top_k"):
+        await sample(engine, PROMPTS[2], max_completion_length=10, top_k=1)
 
 
 async def test_samples_of_one_prompt_differ_unless_seeded_alike(engine: Engine) -> None:
@@ -91,6 +122,38 @@ async def test_spans_agree_with_their_versions_when_weights_arrive_in_flight(
             assert worst(result, mixed_forward(dict.fromkeys(models, models[FIRST]), result)) > 0.05
 
 
+async def test_a_group_is_prefilled_once(engine: Engine, decoder: VllmDecoder, no_eos_dir: Path) -> None:
+    cached, prompts = decoder.cached_prompt_tokens, decoder.prompt_tokens
+    results = await asyncio.gather(*(sample(engine, LONG_PROMPT, max_completion_length=20) for _ in range(SLOTS)))
+    assert decoder.prompt_tokens - prompts == SLOTS * len(LONG_PROMPT)
+    assert decoder.cached_prompt_tokens - cached == (SLOTS - 1) * WHOLE_BLOCKS
+    model = load(no_eos_dir)
+    assert len({tuple(result.tokens) for result in results}) > 1
+    assert all(worst(result, full_forward(model, result)) < 1e-3 for result in results)
+
+
+async def test_no_key_or_value_of_older_weights_serves_a_new_request(
+    engine: Engine, decoder: VllmDecoder, no_eos_version: MakeVersion
+) -> None:
+    await sample(engine, LONG_PROMPT, max_completion_length=5)
+    cached = decoder.cached_prompt_tokens
+    assert (await sample(engine, LONG_PROMPT, max_completion_length=5)).tokens
+    assert decoder.cached_prompt_tokens == cached + WHOLE_BLOCKS
+    directory = no_eos_version(1)
+    # As many as there is room for run under the old weights; the others wait for them, and begin under the new ones.
+    running = [asyncio.create_task(sample(engine, PROMPTS[1], max_completion_length=60)) for _ in range(SLOTS)]
+    while decoder.prompt_tokens % len(LONG_PROMPT) == 0:
+        await asyncio.sleep(0.01)
+    waiting = [asyncio.create_task(greedy(engine, LONG_PROMPT)) for _ in range(SLOTS)]
+    await asyncio.sleep(0.01)
+    await engine.adopt(directory, SECOND)
+    model = load(directory)
+    for result in [*await asyncio.gather(*waiting), await greedy(engine, LONG_PROMPT)]:
+        assert set(result.versions) == {SECOND}
+        assert result.tokens == best_tokens(model, result)
+    assert {FIRST, SECOND} == {version for result in await asyncio.gather(*running) for version in result.versions}
+
+
 async def test_refused_weights_change_nothing(engine: Engine, tmp_path: Path, no_eos_dir: Path) -> None:
     with pytest.raises(WeightsError):
         await engine.adopt(tmp_path, PolicyVersion(2, 0))
@@ -114,7 +177,7 @@ async def test_nothing_can_outlive_a_killed_worker(engine: Engine) -> None:
 
 async def test_the_end_token_of_the_model_ends_a_completion(engine: Engine, model_dir: Path) -> None:
     await engine.close()
-    ending = make_engine(model_dir)
+    ending = make_engine(make_decoder(model_dir))
     await ending.start()
     short, long = ([sample(ending, p, max_completion_length=tokens) for p in PROMPTS * 5] for tokens in (2, 120))
     results = await asyncio.gather(*short, *long)

@@ -1,5 +1,6 @@
 """The same batching one step at a time, as plainly as it can be written: what the fast batch is judged against."""
 
+import math
 from dataclasses import dataclass, field
 
 from schemas.profiles import DecodeCurve
@@ -15,11 +16,18 @@ class Completion:
     started: bool = False
     gone: bool = False
     finish: float | None = None
+    admitted: int = 0
+    place: int = 0
 
 
 def simulate(curve: DecodeCurve, slots: int, completions: list[Completion], adoptions: list[float]) -> dict[int, float]:
     """Fills in ``finish`` and ``tokens`` (the version of each); when each adoption was over, by version from 1."""
     now, version, adopted = 0.0, 0, dict[int, float]()
+    kv, entries, preempted = curve.settings.kv_tokens or math.inf, 0, 0
+
+    def held(runs: list[Completion]) -> int:
+        return sum(one.prompt + len(one.tokens) for one in runs)
+
     while version < len(adoptions) or any(not one.gone for one in completions):
         while True:
             before = now
@@ -30,11 +38,17 @@ def simulate(curve: DecodeCurve, slots: int, completions: list[Completion], adop
                 version += 1
                 now += curve.settings.adopt_s
                 adopted[version] = now
-            for one in sorted(completions, key=lambda each: each.arrival):
-                busy = sum(each.started and not each.gone for each in completions)
-                if not one.started and not one.gone and one.arrival <= before and busy < slots:
-                    one.started = True
-                    now += one.prompt * curve.settings.prefill_s_per_token
+            for one in sorted(completions, key=lambda each: (each.place, each.arrival)):
+                if one.started or one.gone:
+                    continue
+                busy = [each for each in completions if each.started and not each.gone]
+                own = one.prompt + len(one.tokens)
+                fits = not busy or held(busy) + own + len(busy) + 1 <= kv
+                if not (one.arrival <= before and len(busy) < slots and fits):
+                    break
+                entries += 1
+                one.started, one.admitted = True, entries
+                now += curve.settings.prefill_s + own * curve.settings.prefill_s_per_token
             if now == before:
                 break
         running = [one for one in completions if one.started and not one.gone]
@@ -46,7 +60,12 @@ def simulate(curve: DecodeCurve, slots: int, completions: list[Completion], adop
                 break
             now = min(news)
             continue
-        context = sum(one.prompt + len(one.tokens) for one in running)
+        running.sort(key=lambda one: one.admitted)
+        while len(running) > 1 and held(running) + len(running) > kv:
+            preempted += 1
+            last = running.pop()
+            last.started, last.place = False, -preempted
+        context = held(running)
         now += curve.batch_s(len(running)) + curve.settings.context_s_per_token * context
         for one in running:
             one.tokens.append(version)

@@ -10,8 +10,12 @@ from tests.producers.generation.engines.emulated.stepwise import Completion, sim
 CURVES = [
     DecodeSettings(),
     DecodeSettings(context_s_per_token=1e-6, prefill_s_per_token=1e-4, adopt_s=0.7),
-    DecodeSettings(table=((1, 0.0084), (4, 0.009), (16, 0.0095)), prefill_s_per_token=1e-3, adopt_s=0.05),
+    DecodeSettings(
+        table=((1, 0.0084), (4, 0.009), (16, 0.0095)), prefill_s=2e-3, prefill_s_per_token=1e-3, adopt_s=0.05
+    ),
     DecodeSettings(context_s_per_token=3e-5, chunk_tokens=7),
+    DecodeSettings(prefill_s_per_token=1e-3, adopt_s=0.05, kv_tokens=300),
+    DecodeSettings(prefill_s=1e-3, chunk_tokens=5, kv_tokens=150),
 ]
 
 
@@ -119,3 +123,16 @@ def test_chunks_are_handed_over_on_their_way() -> None:
         (4, 8, False),
         (2, 10, True),
     ]
+
+
+def test_samples_of_a_prompt_that_are_admitted_together_are_prefilled_once() -> None:
+    def end_of(groups: list[str], slots: int) -> float:
+        batch = EmulatedBatch(DecodeCurve(DecodeSettings(table=((1, 1.0),), prefill_s=0.1)), slots, 0)
+        for group in groups:
+            batch.arrive(EmulatedSequence(5, 2, group=group), 0.0)
+        batch.advance(1e6)
+        return batch.at
+
+    assert end_of(["a", "a", "b", "b"], 4) == pytest.approx(2 + 0.2)
+    assert end_of(["", "", "", ""], 4) == pytest.approx(2 + 0.4)
+    assert end_of(["a", "a", "a", "a"], 2) == pytest.approx(4 + 0.2)  # two at a time: the later ones anew

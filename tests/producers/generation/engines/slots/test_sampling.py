@@ -1,4 +1,4 @@
-"""Drawing tokens: the right distribution, the right log-probs, reproducible by row."""
+"""Drawing tokens: from the truncated distribution, with log-probs of the whole one, reproducible by row."""
 
 import numpy as np
 import pytest
@@ -20,8 +20,9 @@ def draw(logits: torch.Tensor, row: SamplingParams, rows: int, seed: int = 0) ->
 
 
 def expected(logits: torch.Tensor, row: SamplingParams) -> torch.Tensor:
-    """Probabilities by definition: temperature, top-k, renormalise, smallest set reaching top-p, renormalise."""
+    """Probabilities by definition: temperature, min-p, top-k, renormalise, smallest set reaching top-p, renormalise."""
     probabilities = (logits.double() / row.temperature).softmax(-1)
+    probabilities = torch.where(probabilities < row.min_p * probabilities.max(), 0.0, probabilities)
     order = probabilities.argsort(descending=True)
     kept = torch.zeros_like(probabilities)
     kept[order[: row.top_k or None]] = probabilities[order[: row.top_k or None]]
@@ -42,22 +43,26 @@ def expected(logits: torch.Tensor, row: SamplingParams) -> torch.Tensor:
         params(temperature=2.0, top_k=4),
         params(top_p=0.7),
         params(temperature=1.3, top_k=6, top_p=0.8),
+        params(min_p=0.1),
+        params(min_p=1.0),
+        params(temperature=0.7, min_p=0.05, top_k=5, top_p=0.9),
     ],
 )
-def test_logprobs_are_of_the_distribution_sampled_from(row: SamplingParams) -> None:
+def test_tokens_are_of_the_truncated_distribution_and_their_logprobs_of_the_whole_one(row: SamplingParams) -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 1.5
     tokens, logprobs = draw(logits, row, 40_000)
     wanted = expected(logits, row)
     counted = torch.bincount(tokens, minlength=12).double() / len(tokens)
     assert (counted - wanted).abs().max() < 0.01
     assert torch.equal(counted > 0, wanted > 0)
-    assert torch.allclose(logprobs.double(), wanted[tokens].log(), atol=1e-5)
+    whole = (logits.double() / row.temperature).log_softmax(-1)
+    assert torch.allclose(logprobs.double(), whole[tokens], atol=1e-5)
 
 
 def test_rows_of_a_batch_keep_their_own_parameters() -> None:
-    rows = [params(), params(temperature=0.0), params(top_k=1), params(temperature=0.3, top_p=0.5)]
-    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
-    together = RowSampler.of(rows, [5, 6, 7, 8], [0] * 4, CPU).sample(logits)
+    rows = [params(), params(temperature=0.0), params(top_k=1), params(temperature=0.3, top_p=0.5), params(min_p=0.9)]
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(1))
+    together = RowSampler.of(rows, [5, 6, 7, 8, 9], [0] * 5, CPU).sample(logits)
     for index, row in enumerate(rows):
         alone = RowSampler.of([row], [5 + index], [0], CPU).sample(logits[index : index + 1])
         assert together[0][index] == alone[0][0]
@@ -72,9 +77,10 @@ def test_temperature_zero_takes_the_best_and_reports_it_at_temperature_one() -> 
 
 
 def test_top_k_one_is_certain() -> None:
-    tokens, logprobs = draw(torch.tensor([0.0, 3.0, 1.0]), params(top_k=1), 5)
+    logits = torch.tensor([0.0, 3.0, 1.0])
+    tokens, logprobs = draw(logits, params(top_k=1), 5)
     assert tokens.tolist() == [1] * 5
-    assert logprobs.tolist() == [0.0] * 5
+    assert logprobs[0].item() == pytest.approx(logits.log_softmax(-1)[1].item())
 
 
 def test_a_seed_gives_the_same_stream_whatever_was_drawn_by_others() -> None:

@@ -1,0 +1,171 @@
+"""What an engine reports and what the trainer scores are one number at equal weights, however sampling truncates."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from consumers.algorithms.losses import CompletionScorer, token_losses
+from consumers.algorithms.settings import AlgorithmSettings
+from producers.generation.engines.factory import build_engine
+from producers.generation.settings import GenerationSettings
+from schemas.errors import EngineError
+from schemas.identifiers import PolicyVersion
+from schemas.trajectories import SamplingParams
+from tests.producers.generation.engines.replay import Sampled, load, sample
+
+PROMPTS = [[5 + i + j for j in range(1 + 3 * i)] for i in range(6)]
+TRUNCATIONS: list[dict[str, Any]] = [
+    {},
+    {"top_p": 0.7},
+    {"top_k": 20},
+    {"min_p": 0.1},
+    {"top_p": 0.7, "top_k": 20},
+    {"top_p": 0.9, "top_k": 20, "min_p": 0.1},
+]
+TEMPERATURES = (1.0, 0.7)
+FIRST = PolicyVersion(1, 0)
+
+
+@pytest.fixture(scope="module")
+def undecided_dir(no_eos_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as unsure as one in training, of 2 to 3 nats a token: truncation takes much, and logits are not large."""
+    directory = tmp_path_factory.mktemp("undecided")
+    model = load(no_eos_dir)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.4)
+    model.save_pretrained(directory)
+    return directory
+
+
+async def sampled_with(
+    engine: str, model: Path, temperature: float, *, truncations: Sequence[dict[str, Any]] = TRUNCATIONS, ranks: int = 1
+) -> list[tuple[dict[str, Any], list[Sampled]]]:
+    """For each truncation, completions of every prompt, all of one engine that runs them together."""
+    of_the_run = SamplingParams(max_completion_length=40, temperature=temperature, top_p=0.5)
+    settings = GenerationSettings(engine=engine, max_num_seqs=16, tensor_parallel_size=ranks)  # type: ignore[arg-type]
+    running = build_engine(settings, model, of_the_run)
+    await running.start()
+    try:
+        # As in a run, where a worker's first weights are adopted like all others.
+        await running.adopt(model, FIRST)
+        return [
+            (
+                truncation,
+                await asyncio.gather(
+                    *(
+                        sample(running, prompt, max_completion_length=40, temperature=temperature, seed=n, **truncation)
+                        for n, prompt in enumerate(PROMPTS)
+                    )
+                ),
+            )
+            for truncation in truncations
+        ]
+    finally:
+        await running.close()
+
+
+def scored(scorer: CompletionScorer, one: Sampled, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs as the trainer computes them, and the behaviour's, both [1, prompt and completion]."""
+    ids = torch.tensor([one.prompt + one.tokens])
+    mask = torch.zeros(ids.shape)
+    mask[:, len(one.prompt) :] = 1.0
+    behaviour = torch.zeros(ids.shape)
+    behaviour[:, len(one.prompt) :] = torch.tensor(one.logprobs)
+    return scorer(ids, mask, torch.tensor([temperature]))[0], behaviour
+
+
+def off_by(scorer: CompletionScorer, samples: Sequence[Sampled], temperature: float) -> float:
+    """The largest distance of a token's ratio from 1."""
+    with torch.no_grad():
+        pairs = [scored(scorer, one, temperature) for one in samples]
+    return max((torch.exp(current - behaviour) - 1.0).abs().max().item() for current, behaviour in pairs)
+
+
+def dead_tokens(scorer: CompletionScorer, samples: Sequence[Sampled], temperature: float, ratio: str) -> int:
+    """Tokens of negative advantage that the loss gives no gradient."""
+    settings, dead = AlgorithmSettings(ratio=ratio), 0  # type: ignore[arg-type]
+    for one in samples:
+        current, behaviour = scored(scorer, one, temperature)
+        current = current.detach().requires_grad_()
+        mask = (behaviour != 0.0).float()
+        token_losses(settings, current, behaviour, torch.tensor([-1.0]), mask).loss.backward()
+        assert current.grad is not None
+        dead += int(((current.grad == 0.0) & (mask > 0)).sum())
+    return dead
+
+
+def check(
+    drawn: list[tuple[dict[str, Any], list[Sampled]]], scorer: CompletionScorer, temperature: float, tolerance: float
+) -> None:
+    for truncation, samples in drawn:
+        distance = off_by(scorer, samples, temperature)
+        kept = {ratio: dead_tokens(scorer, samples, temperature, ratio) for ratio in ("behaviour", "proximal")}
+        print(f"temperature {temperature} {truncation}: ratio 1 +- {distance:.1e}, A<0 without gradient {kept}")
+        assert distance < tolerance, truncation
+        assert not any(kept.values()), truncation
+    # They did truncate: of the distribution's tail, only the plain one drew.
+    tails = [min(logprob for one in samples for logprob in one.logprobs) for _, samples in drawn]
+    assert min(tails[1:]) > tails[0]
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+async def test_ratios_are_one_at_equal_weights(undecided_dir: Path, temperature: float) -> None:
+    drawn = await sampled_with("transformers", undecided_dir, temperature)
+    check(drawn, CompletionScorer(load(undecided_dir)), temperature, tolerance=1e-5)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+async def test_ratios_are_one_with_vllm(undecided_dir: Path, temperature: float) -> None:
+    # Another implementation of the model, in float32 on a CPU: its rounding is no larger than transformers' own.
+    drawn = await sampled_with("vllm", undecided_dir, temperature)
+    check(drawn, CompletionScorer(load(undecided_dir)), temperature, tolerance=2e-5)
+
+
+def off_over_two_ranks(model: Path, temperature: float) -> float:
+    """The same of a tensor-parallel vLLM engine, whose ranks each have half of the model."""
+    drawn = asyncio.run(sampled_with("vllm", model, temperature, truncations=TRUNCATIONS[-1:], ranks=2))
+    scorer = CompletionScorer(load(model))
+    return max(off_by(scorer, samples, temperature) for _, samples in drawn)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ratios_are_one_over_two_ranks(undecided_dir: Path) -> None:
+    # In a process of its own, for its ranks leave children of multiprocessing's to whoever started them.
+    program = (
+        "import sys; from pathlib import Path; "
+        f"from {__name__} import off_over_two_ranks; print(off_over_two_ranks(Path(sys.argv[1]), 0.7))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, undecided_dir], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    print(f"two ranks, temperature 0.7: ratio 1 +- {float(ended.stdout):.1e}")
+    assert float(ended.stdout) < 2e-5
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_vllm_samples_greedily_or_at_the_runs_temperature_where_a_run_truncates(undecided_dir: Path) -> None:
+    of_the_run = SamplingParams(max_completion_length=20, temperature=0.7, top_k=20)
+    engine = build_engine(GenerationSettings(engine="vllm", max_num_seqs=4), undecided_dir, of_the_run)
+    await engine.start()
+    try:
+        greedy = await sample(engine, PROMPTS[3], max_completion_length=20, temperature=0.0, top_k=20)
+        with pytest.raises(EngineError, match=r"temperature 1\.0 to a worker .* for 0\.7"):
+            await sample(engine, PROMPTS[3], max_completion_length=20, temperature=1.0)
+    finally:
+        await engine.close()
+    ids = torch.tensor([greedy.prompt])
+    model = load(undecided_dir)
+    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+    assert greedy.tokens == whole[0, len(greedy.prompt) :].tolist()

@@ -1,0 +1,104 @@
+"""A pretrained model on both engines: it loads, answers, is trained on its own samples, and takes the new weights."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.batching.micro_batches import MicroBatch
+from consumers.training.checkpoints.storage import open_storage
+from consumers.training.policy import PolicyPaths, TrainedPolicy
+from consumers.training.settings import TrainingSettings
+from producers.generation.engines.factory import build_engine
+from producers.generation.settings import GenerationSettings
+from producers.generation.tokenizer import ModelTokenizer
+from schemas.errors import UserError
+from schemas.identifiers import PolicyVersion
+from schemas.reports import RecordRef
+from schemas.trajectories import ChatTurn, Prompt
+from streamrl.init.smollm2 import ensure_smollm2, find_gguf
+from tests.producers.generation.engines.replay import Sampled, full_forward, load, sample
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+NEW = PolicyVersion(1, 1)
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    try:
+        find_gguf()
+    except UserError as error:
+        pytest.skip(str(error))
+    return ensure_smollm2(print)
+
+
+def chat(tokenizer: ModelTokenizer, text: str) -> list[int]:
+    content = (ChatTurn(role="user", content=text),)
+    return tokenizer.encode_prompt(Prompt(prompt_id="p/0", dataset="p", content=content))
+
+
+def batch_of(samples: list[Sampled], advantages: list[float]) -> MicroBatch:
+    lengths = np.array([len(one.prompt) + len(one.tokens) for one in samples])
+    ids = np.zeros((len(samples), lengths.max()), np.int64)
+    mask, behaviour = np.zeros(ids.shape, np.float32), np.zeros(ids.shape, np.float32)
+    for row, one in enumerate(samples):
+        begin = len(one.prompt)
+        ids[row, : lengths[row]] = [*one.prompt, *one.tokens]
+        mask[row, begin : lengths[row]] = 1.0
+        behaviour[row, begin : lengths[row]] = one.logprobs
+    return MicroBatch(
+        input_ids=ids,
+        attention_mask=(np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64),
+        loss_mask=mask,
+        behaviour_logprobs=behaviour,
+        advantages=np.array(advantages, np.float32),
+        lengths=lengths,
+        refs=tuple(RecordRef(f"p/0/0/{row}", 0, row) for row in range(len(samples))),
+        temperatures=np.ones(len(samples), np.float32),
+    )
+
+
+def off_by(samples: list[Sampled], model: object) -> float:
+    """Mean distance, over all tokens, of the engine's log-probabilities from a forward pass in float32."""
+    return float(torch.cat([torch.tensor(one.logprobs) - full_forward(model, one) for one in samples]).abs().mean())
+
+
+@pytest.mark.parametrize("name", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+async def test_a_real_model_is_sampled_trained_and_published(name: str, smollm2: Path, tmp_path: Path) -> None:
+    engine = build_engine(GenerationSettings(engine=name, max_num_seqs=8, max_model_len=256), smollm2)
+    tokenizer = ModelTokenizer(str(smollm2))
+    await engine.start()
+    try:
+        greedy = await sample(engine, chat(tokenizer, "What is 3 + 4?"), temperature=0.0, max_completion_length=TOKENS)
+        assert tokenizer.decode(greedy.tokens).startswith("3 + 4 = 7")
+
+        asked = chat(tokenizer, "Name a colour.")
+        samples = await asyncio.gather(*(sample(engine, asked, max_completion_length=TOKENS) for _ in range(4)))
+        old = load(smollm2)
+        # bfloat16 has 8 bits: log-probabilities are off by some hundredths of a nat.
+        assert off_by(samples, old) < 0.1
+
+        stores = PolicyPaths(str(smollm2), open_storage(tmp_path / "checkpoints", tmp_path), tmp_path / "weights")
+        training = TrainingSettings(learning_rate=3e-4, dtype="bfloat16", device="cpu", threads=1)
+        policy = TrainedPolicy(stores, AlgorithmSettings(), training, TOKENS, None)
+        policy.accumulate(batch_of([*samples], [1.0, -1.0, 1.0, -1.0]))
+        outcome = policy.finish_step(1.0)
+        assert outcome.applied
+        assert outcome.metrics["ratio"] == pytest.approx(1.0, abs=0.05)
+        policy.export(NEW, time.time())
+
+        await engine.adopt(tmp_path / "weights" / str(NEW), NEW)
+        trained = load(tmp_path / "weights" / str(NEW))
+        again = [await sample(engine, asked, max_completion_length=TOKENS) for _ in range(4)]
+        assert {version for one in again for version in one.versions} == {NEW}
+        assert off_by(again, trained) < 0.1
+        # And they are not those of before: a step of Adam this long moves every weight by about 3e-4.
+        assert off_by(again, old) > 4 * off_by(again, trained)
+    finally:
+        await engine.close()

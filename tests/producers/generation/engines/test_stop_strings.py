@@ -1,0 +1,57 @@
+"""A completion ends with the token that completes a stop string, in both engines, and keeps all its tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from producers.generation.engines.factory import build_engine
+from producers.generation.engines.threaded import ThreadedEngine
+from producers.generation.settings import GenerationSettings
+from producers.generation.tokenizer import ModelTokenizer
+from schemas.errors import EngineError
+from schemas.trajectories import FinishReason
+from tests.producers.generation.engines.replay import full_forward, load, sample, worst
+
+PROMPT = [5, 6, 7, 8]
+ENGINES = [
+    "transformers",
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]),
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_completion_ends_with_its_stop_string(engine: str, no_eos_dir: Path) -> None:
+    running = build_engine(GenerationSettings(engine=engine, max_num_seqs=4), no_eos_dir)  # type: ignore[arg-type]
+    tokenizer, wanted = ModelTokenizer(str(no_eos_dir)), {"max_completion_length": 40, "seed": 3}
+    await running.start()
+    try:
+        free = await sample(running, PROMPT, **wanted)
+        # What tokens 11 to 13 say; the model may have said it before.
+        stop = tokenizer.decode(free.tokens[:14])[len(tokenizer.decode(free.tokens[:11])) :]
+        end = next(n for n in range(1, 40) if stop in tokenizer.decode(free.tokens[:n]))
+        stopped = await sample(running, PROMPT, stop=("no such text", stop), **wanted)
+        at_the_limit = await sample(running, PROMPT, stop=(stop,), **wanted | {"max_completion_length": end})
+        too_late = await sample(running, PROMPT, stop=(stop,), **wanted | {"max_completion_length": end - 1})
+        others = await sample(running, PROMPT, **wanted)
+    finally:
+        await running.close()
+    assert 0 < end <= 14
+    assert stopped.tokens == at_the_limit.tokens == free.tokens[:end]
+    assert stopped.finish_reason is at_the_limit.finish_reason is FinishReason.STOP
+    assert (too_late.tokens, too_late.finish_reason) == (free.tokens[: end - 1], FinishReason.LENGTH)
+    assert others.tokens == free.tokens
+    assert worst(stopped, torch.tensor(free.logprobs[:end])) < 1e-4
+    assert worst(stopped, full_forward(load(no_eos_dir), stopped)) < 1e-3
+
+
+async def test_an_engine_without_a_tokenizer_refuses_stop_strings(no_eos_dir: Path) -> None:
+    built: Any = build_engine(GenerationSettings(), no_eos_dir)
+    engine = ThreadedEngine(built._decoder, max_num_seqs=2)
+    await engine.start()
+    try:
+        with pytest.raises(EngineError, match="no tokenizer"):
+            await sample(engine, PROMPT, max_completion_length=5, stop=("a",))
+    finally:
+        await engine.close()

@@ -1,0 +1,71 @@
+"""What our engine leaves of the process in which vLLM then starts: a rank of its own can still start from it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import asyncio, json, os, sys, torch
+from producers.generation.engines.threaded import ThreadedEngine
+from producers.generation.engines.vllm_decoder import VllmDecoder
+from producers.generation.settings import GenerationSettings
+
+
+class StoppedAtVllm(VllmDecoder):
+    def _open_engine(self):
+        reader, writer = os.pipe()
+        if not os.fork():
+            os.write(writer, b"bad" if torch._C._cuda_isInBadFork() else b"good")
+            os._exit(0)
+        os.wait()
+        print(json.dumps({
+            "fork": os.read(reader, 8).decode(),
+            "cuda": torch.cuda.is_initialized(),
+            "environment": {name: value for name, value in os.environ.items() if name[:4] in ("VLLM", "OMP_")},
+        }), flush=True)
+        os._exit(0)
+
+
+settings = GenerationSettings(engine="vllm", tensor_parallel_size=2, threads=3)
+asyncio.run(ThreadedEngine(StoppedAtVllm(sys.argv[1], settings), 8).start())
+"""
+
+
+def state_at_vllm(model: Path, directory: Path, version: str) -> dict:
+    """The process's state when vLLM would be imported, with a package of that name and version and nothing in it."""
+    (directory / "vllm").mkdir()
+    (directory / "vllm" / "__init__.py").touch()
+    about = directory / f"vllm-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    paths = os.pathsep.join([str(directory), str(Path.cwd())])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(model)],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    state: dict = json.loads(done.stdout)
+    return state
+
+
+@pytest.mark.slow
+def test_cuda_is_untouched_and_ranks_are_spawned(model_dir: Path, tmp_path: Path) -> None:
+    state = state_at_vllm(model_dir, tmp_path, "0.32.0")
+    assert (state["fork"], state["cuda"]) == ("good", False)
+    assert state["environment"]["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert state["environment"]["OMP_NUM_THREADS"] == "3"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in state["environment"]
+
+
+@pytest.mark.slow
+def test_the_build_for_cpus_is_known_by_its_version(model_dir: Path, tmp_path: Path) -> None:
+    state = state_at_vllm(model_dir, tmp_path, "0.32.0+cpu")
+    assert state["fork"] == "good"
+    assert state["environment"]["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"

@@ -1,0 +1,39 @@
+"""A tensor-parallel vLLM engine in a process of its own, for a test to kill: tells what it sampled, then samples on.
+
+``python -m tests.producers.generation.engines.two_ranks FIRST SECOND THIRD``: model directories, adopted in turn.
+"""
+
+import asyncio
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from producers.generation.engines.factory import build_engine
+from producers.generation.settings import GenerationSettings
+from schemas.identifiers import PolicyVersion
+from tests.producers.generation.engines.replay import Sampled, sample, sample_and_adopt
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+async def main(directories: list[Path]) -> None:
+    engine = build_engine(
+        GenerationSettings(engine="vllm", max_num_seqs=4, chunk_tokens=4, tensor_parallel_size=2), directories[0]
+    )
+    await engine.start()
+    first, *others = [(PolicyVersion(1, number), directory) for number, directory in enumerate(directories)]
+    await engine.adopt(first[1], first[0])
+    beside = [asyncio.create_task(sample(engine, PROMPT, max_completion_length=170)) for _ in range(3)]
+    adopting = await sample_and_adopt(engine, PROMPT, dict(others), max_completion_length=180)
+    print(json.dumps([_told(one) for one in [adopting, *await asyncio.gather(*beside)]]), flush=True)
+    while True:
+        await sample(engine, PROMPT, max_completion_length=900)
+
+
+def _told(sampled: Sampled) -> dict[str, object]:
+    return dataclasses.asdict(sampled) | {"versions": [version.number for version in sampled.versions]}
+
+
+if __name__ == "__main__":
+    asyncio.run(main([Path(each) for each in sys.argv[1:]]))
