@@ -1,78 +1,115 @@
-"""``python -m benchmarks.lengths``: compares the predictors and writes the results and the README's table."""
+"""``python -m benchmarks.lengths``: compares the predictors and writes the results and the README's tables."""
 
 import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.lengths.language import fine_tuned
-from benchmarks.lengths.report import WORKLOADS, environment, write_readme
-from benchmarks.lengths.trial import ask, judge, predictors, teach
-from benchmarks.lengths.workload import Policy, Task
+from benchmarks.lengths.report import environment, write_readme
+from benchmarks.lengths.trial import BASELINES, Judged, ask, judge, mean_of, predictors, teach
+from benchmarks.lengths.workload import Policy, Split, Task, split_by_content, split_by_dataset
 from producers.lengths.learned.predictor import LearnedLengths
+from producers.lengths.predictor import LengthPredictor
 
 HERE = Path(__file__).parent
+WORKLOADS = ("synthetic", "answers", "lognormal", "real")
+WITH_LANGUAGE_MODEL = (("synthetic", "seen"), ("real", "real"), ("real", "unseen_data_sets"))
+"""Workload and split: its fits take longer than everything else."""
 FEW = 100
 GROWTH = 2.0
+LARGE = "language_model_smollm2"
+Make = Callable[[Split, Path], LengthPredictor]
+"""A predictor that was taught one half of a split; in a folder that it may write into."""
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Measure as the arguments say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lengths", description=__doc__)
-    parser.add_argument("--taught", type=int, default=2000, help="prompts seen, eight completions each")
-    parser.add_argument("--held-out", type=int, default=1500, help="prompts never seen that are predicted")
-    parser.add_argument("--epochs", type=float, default=8.0, help="passes of the language model over what was taught")
+    parser.add_argument("--prompts", type=int, default=3000, help="prompts drawn; equal ones count once")
+    parser.add_argument("--epochs", type=float, default=4.0, help="passes of the small language model")
     parser.add_argument("--seed", type=int, default=700_000)
     parser.add_argument("--results", type=Path, default=HERE.parent / "results" / "lengths.json")
     parser.add_argument("--readme", type=Path, default=HERE / "README.md")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
+    parser.add_argument(
+        "--smollm2-epochs",
+        type=float,
+        default=0.0,
+        help="also fine-tune SmolLM2 to the real lengths: a pass takes long",
+    )
     options = parser.parse_args(arguments)
     began = time.monotonic()
     rows: list[dict[str, Any]] = []
-    for policy in map(Policy, WORKLOADS):
-        tasks = policy.tasks(options.taught + options.held_out, options.seed)
-        taught, held_out = tasks[: options.taught], tasks[options.taught :]
-        rows += _held_out(policy, taught, held_out, options.seed)
-        rows += _language_model(policy, taught, held_out, options)
-        if policy.name in ("synthetic", "answers"):
-            rows += _repeats(policy, taught, options.seed)
+    for policy in map(Policy, options.workloads):
+        tasks, seed = policy.tasks(options.prompts, options.seed), options.seed
+        seen = split_by_content(tasks, seed)
+        rows += _compared(policy, "real" if policy.name == "real" else "seen", [seen], options)
+        if len({task.prompt.dataset for task in tasks}) > 1:
+            rows += _compared(policy, "unseen_data_sets", split_by_dataset(tasks, seed), options)
         if policy.name == "synthetic":
-            rows += _drift(taught, held_out, options.seed)
+            few = Split(seen.taught[:FEW], seen.asked)
+            rows += _compared(policy, f"seen, {FEW} prompts taught", [few], options)
+            rows += _repeats(policy, seen.taught, seed)
+            rows += _drift(seen, seed)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.write_text(json.dumps(rows, indent=1) + "\n")
     write_readme(options.readme, rows, environment(options, time.monotonic() - began))
     return rows
 
 
-def _held_out(policy: Policy, taught: Sequence[Task], held_out: Sequence[Task], seed: int) -> Iterator[dict[str, Any]]:
-    """Every predictor, taught on all and on few prompts; the prompts it is asked about are new to it."""
-    for situation, lesson in (("held out", taught), (f"held out, {FEW} prompts seen", taught[:FEW])):
-        for name, predictor in predictors(policy, held_out).items():
-            teach(predictor, policy, lesson, seed)
-            estimates, took = ask(predictor, held_out)
-            for dataset, judged in judge(estimates, policy, held_out, seed, covers=name != "perfect").items():
-                cost = _cost(took) if dataset == "all" else {}
-                yield _row(policy, situation, dataset, name) | judged.row() | cost
-            _say(policy, situation, name)
-
-
-def _language_model(
-    policy: Policy, taught: Sequence[Task], held_out: Sequence[Task], options: argparse.Namespace
+def _compared(
+    policy: Policy, split: str, folds: Sequence[Split], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Fine-tuned once to the same completions that the others were taught, as `streamrl lengths fit` does it."""
-    began = time.thread_time()
-    with tempfile.TemporaryDirectory(prefix="streamrl-lengths-") as scratch:
-        predictor = fine_tuned(policy, taught, options.seed, options.epochs, Path(scratch))
-    seconds = time.thread_time() - began
-    estimates, took = ask(predictor, held_out)
-    for dataset, judged in judge(estimates, policy, held_out, options.seed).items():
-        cost = {**_cost(took), "fit_s": round(seconds, 1)} if dataset == "all" else {}
-        yield _row(policy, "held out", dataset, "language_model") | judged.row() | cost
-    _say(policy, "held out", "language_model")
+    """Every predictor, taught and asked fold by fold."""
+    makers: dict[str, Make] = {name: _taught(policy, name, options.seed) for name in predictors(policy, folds[0].asked)}
+    if (policy.name, split) in WITH_LANGUAGE_MODEL:
+        makers["language_model"] = _fitted(policy, options.seed, options.epochs, None)
+    if split == "real" and options.smollm2_epochs:
+        from streamrl.init.smollm2 import ensure_smollm2
+
+        makers[LARGE] = _fitted(policy, options.seed, options.smollm2_epochs, ensure_smollm2(print))
+    for name, make in makers.items():
+        judged: list[dict[str, Judged]] = []
+        microseconds: list[float] = []
+        began = time.thread_time()
+        for fold in folds:
+            with tempfile.TemporaryDirectory(prefix="streamrl-lengths-") as scratch:
+                predictor = make(fold, Path(scratch))
+            estimates, took = ask(predictor, fold.asked)
+            judged.append(judge(estimates, policy, fold.asked, options.seed, covers=name != "perfect"))
+            microseconds += took
+        cost = {**_cost(microseconds), "seconds": round(time.thread_time() - began, 1)}
+        about = {
+            **_row(policy, split, name),
+            "taught": round(sum(len(fold.taught) for fold in folds) / len(folds)),
+            "overlap": sum(fold.overlap for fold in folds),
+            "content_overlap": sum(fold.content_overlap for fold in folds),
+        }
+        yield about | {"dataset": "all"} | mean_of([one["all"] for one in judged]).row() | cost
+        for dataset in sorted({dataset for one in judged for dataset in one} - {"all"}):
+            (found,) = (one[dataset] for one in judged if dataset in one)
+            yield about | {"dataset": dataset} | found.row()
+        _say(policy, split, name)
+
+
+def _taught(policy: Policy, name: str, seed: int) -> Make:
+    def make(fold: Split, scratch: Path) -> LengthPredictor:
+        predictor = predictors(policy, fold.asked)[name]
+        teach(predictor, policy, fold.taught, seed)
+        return predictor
+
+    return make
+
+
+def _fitted(policy: Policy, seed: int, epochs: float, base: Path | None) -> Make:
+    """As `streamrl lengths fit` does it, and once."""
+    return lambda fold, scratch: fine_tuned(policy, fold.taught, seed, epochs, scratch, base)
 
 
 def _repeats(policy: Policy, taught: Sequence[Task], seed: int) -> Iterator[dict[str, Any]]:
@@ -81,51 +118,61 @@ def _repeats(policy: Policy, taught: Sequence[Task], seed: int) -> Iterator[dict
     Half of them came a second time before, so that it is known how much a history says.
     """
     learned = predictors(policy, taught)["learned"]
-    half = taught[: len(taught) // 2]
+    half, second = taught[: len(taught) // 2], taught[len(taught) // 2 :]
     teach(learned, policy, taught, seed)
     teach(learned, policy, half, seed, version=1)
-    second = taught[len(taught) // 2 :]
-    perfect, took = ask(predictors(policy, second)["perfect"], second)
-    for dataset, judged in judge(perfect, policy, second, seed, covers=False).items():
-        cost = _cost(took) if dataset == "all" else {}
-        yield _row(policy, "seen before", dataset, "perfect") | judged.row() | cost
     renamed = [
-        Task(t.prompt.model_copy(update={"prompt_id": f"again/{t.prompt.prompt_id}"}), t.typical) for t in second
+        Task(task.prompt.model_copy(update={"prompt_id": f"again/{task.prompt.prompt_id}"}), task.typical, task.content)
+        for task in second
     ]
-    for situation, tasks in (("seen before", second), ("seen before, history withheld", renamed)):
-        estimates, took = ask(learned, tasks)
-        for dataset, judged in judge(estimates, policy, tasks, seed).items():
-            yield _row(policy, situation, dataset, "learned") | judged.row() | (_cost(took) if dataset == "all" else {})
-        _say(policy, situation, "learned")
+    again = Split([*taught], second)
+    for split, name, predictor, tasks in (
+        ("repeated", "perfect", predictors(policy, second)["perfect"], second),
+        ("repeated", "learned", learned, second),
+        ("repeated, history withheld", "learned", learned, renamed),
+    ):
+        estimates, took = ask(predictor, tasks)
+        judged = judge(estimates, policy, tasks, seed, covers=name != "perfect")["all"]
+        counts = {"taught": len(taught), "overlap": again.overlap, "content_overlap": again.content_overlap}
+        yield _row(policy, split, name) | counts | {"dataset": "all"} | judged.row() | _cost(took)
+        _say(policy, split, name)
 
 
-def _drift(taught: Sequence[Task], held_out: Sequence[Task], seed: int) -> Iterator[dict[str, Any]]:
+def _drift(seen: Split, seed: int) -> Iterator[dict[str, Any]]:
     """Lengths double: before, at once, and after some prompts of the new policy."""
     before, after = Policy("synthetic"), Policy("synthetic", GROWTH)
-    learned = predictors(before, held_out)["learned"]
+    learned = predictors(before, seen.asked)["learned"]
     assert isinstance(learned, LearnedLengths)
-    teach(learned, before, taught, seed)
-    parts = {"before": 0, "at once": 0, "after 100 prompts": 100, "after 500 prompts": 400, "after 1,500 prompts": 1000}
+    teach(learned, before, seen.taught, seed)
     position = 0
-    for number, (moment, further) in enumerate(parts.items()):
-        teach(learned, after, taught[position : position + further], seed, version=number)
+    for number, further in enumerate((0, 0, 100, 400, 1000)):
+        teach(learned, after, seen.taught[position : position + further], seed, version=number)
         position += further
-        estimates, took = ask(learned, held_out)
-        judged = judge(estimates, before if moment == "before" else after, held_out, seed)["all"]
-        yield _row(after, f"lengths doubled: {moment}", "all", "learned") | judged.row() | _cost(took)
+        moment = "before" if number == 0 else "at once" if number == 1 else f"after {position:,} prompts"
+        estimates, took = ask(learned, seen.asked)
+        judged = judge(estimates, after if number else before, seen.asked, seed)["all"]
+        counts = {"taught": len(seen.taught), "overlap": seen.overlap, "content_overlap": seen.content_overlap}
+        row = _row(after, f"seen, lengths doubled: {moment}", "learned")
+        yield row | counts | {"dataset": "all"} | judged.row() | _cost(took)
         _say(after, moment, "learned")
 
 
-def _row(policy: Policy, situation: str, dataset: str, predictor: str) -> dict[str, Any]:
-    return {"workload": policy.name, "situation": situation, "dataset": dataset, "predictor": predictor}
+def _row(policy: Policy, split: str, predictor: str) -> dict[str, Any]:
+    return {
+        "workload": policy.name,
+        "lengths": "measured" if policy.name in ("real", "answers") else "made up",
+        "split": split,
+        "predictor": predictor,
+        "baseline": predictor in BASELINES,
+    }
 
 
 def _cost(microseconds: Sequence[float]) -> dict[str, float]:
     return {f"us_per_prompt_p{share}": round(float(np.percentile(microseconds, share)), 1) for share in (50, 99)}
 
 
-def _say(policy: Policy, situation: str, predictor: str) -> None:
-    print(f"{policy.name}, {situation}, {predictor}: done", flush=True)
+def _say(policy: Policy, split: str, predictor: str) -> None:
+    print(f"{policy.name}, {split}, {predictor}: done", flush=True)
 
 
 if __name__ == "__main__":

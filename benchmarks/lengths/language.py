@@ -1,31 +1,32 @@
-"""The language model of the comparison: a Qwen2 of two layers, 64 wide, that reads bytes and has never read any.
+"""The language models of the comparison.
 
-It starts from random weights, because no weights come with this repository; a pretrained one starts further ahead.
+``language_model`` is a Qwen2 of two layers, 64 wide, that reads bytes and has never read any: it starts from random
+weights. ``language_model_smollm2`` starts from SmolLM2-135M-Instruct, as ``lengths.base_model`` would.
 """
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lengths.trial import loop_of
+from benchmarks.lengths.trial import completions_of, loop_of
 from benchmarks.lengths.workload import Policy, Task
 from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.predictor import ObservedCompletion
 from producers.lengths.settings import LengthSettings
 
 
 def save_small(folder: Path) -> Path:
     """Random weights and a tokenizer of bytes, as ``from_pretrained`` reads them."""
     import torch
-    from transformers import Qwen2Config, Qwen2Model
-
-    from streamrl.demo.task import build_tokenizer
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
     torch.manual_seed(0)
-    tokenizer = build_tokenizer()
+    alphabet = {"<pad>": 0} | {letter: 1 + n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     config: Any = Qwen2Config(
-        vocab_size=len(tokenizer),
+        vocab_size=len(alphabet),
         hidden_size=64,
         intermediate_size=256,
         num_hidden_layers=2,
@@ -34,26 +35,31 @@ def save_small(folder: Path) -> Path:
         max_position_embeddings=1026,
     )
     Qwen2Model(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    special = {"pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     return folder
 
 
-def fine_tuned(policy: Policy, tasks: Sequence[Task], seed: int, epochs: float, scratch: Path) -> LearnedLengths:
-    """A predictor over the model, fine-tuned to the completions that ``trial.teach`` teaches."""
+def fine_tuned(
+    policy: Policy, tasks: Sequence[Task], seed: int, epochs: float, scratch: Path, base: Path | None = None
+) -> LearnedLengths:
+    """A predictor over a model, fine-tuned once to the completions that ``trial.teach`` teaches.
+
+    ``base``: what it starts from; none: the small one.
+    """
     import torch
 
     from producers.lengths.language_model import FineTuning
     from producers.lengths.offline import fit_language_model
 
     torch.set_num_threads(1)
-    rng = random.Random(f"teach/{seed}/0")
-    completions = [
-        ObservedCompletion(task.prompt, f"{task.prompt.prompt_id}/0", policy.sample(task, rng))
-        for task in tasks
-        for _ in range(policy.samples)
-    ]
     fit_language_model(
-        completions, save_small(scratch / "base"), scratch / "models", 0.9, 0.0, FineTuning(epochs=epochs)
+        completions_of(policy, tasks, seed),
+        base or save_small(scratch / "base"),
+        scratch / "models",
+        0.9,
+        0.0,
+        FineTuning(epochs=epochs),
     )
     settings = LengthSettings(predictor="language_model", model_dir=scratch / "models", refit="off")
     return LearnedLengths(settings, loop_of(policy))

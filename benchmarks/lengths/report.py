@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 BEGIN, END = "<!-- lengths: begin, written by `python -m benchmarks.lengths` -->", "<!-- lengths: end -->"
-WORKLOADS = ("synthetic", "answers", "mixed", "lognormal")
-ORDER = ("constant", "per_dataset", "observed_quantiles", "learned", "language_model", "perfect")
+ORDER = (
+    *("chance", "data_set", "observed_quantiles", "learned", "language_model", "language_model_smollm2", "perfect"),
+)
+DETAILED = (("synthetic", "seen"), ("real", "real"))
+"""Workload and split whose data sets are told one by one."""
 
 
 def environment(options: argparse.Namespace, seconds: float) -> list[str]:
@@ -24,20 +27,19 @@ def environment(options: argparse.Namespace, seconds: float) -> list[str]:
         f"Hardware: {_cpu()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB; one thread; load average over the last "
         f"minute at the end {os.getloadavg()[0]:.1f}.",
         f"Versions: Python {platform.python_version()}, {packages}.",
-        f"Seed {options.seed}; {options.taught} prompts taught, "
-        f"{options.held_out} held out, 8 completions each (1 of `lognormal`); "
-        f"{options.epochs:g} passes of the language model; {seconds:.0f} s in all, {datetime.now(UTC):%Y-%m-%d}.",
+        f"Seed {options.seed}; {options.prompts} prompts drawn, equal ones counted once; {options.epochs:g} passes of "
+        f"the language model; {seconds:.0f} s in all, {datetime.now(UTC):%Y-%m-%d}.",
     ]
 
 
 def write_readme(readme: Path, rows: Sequence[dict[str, Any]], facts: Sequence[str]) -> None:
     """Replace what stands between the markers."""
     lines = []
-    for workload in WORKLOADS:
+    for workload in dict.fromkeys(row["workload"] for row in rows):
         chosen = [row for row in rows if row["workload"] == workload]
-        lines += [f"### `{workload}`, all data sets", "", *_overall(chosen), ""]
-        if len({row["dataset"] for row in chosen}) > 2:
-            lines += [f"### `{workload}`, by data set, held out", "", *_by_dataset(chosen), ""]
+        lines += [f"### `{workload}`, lengths {chosen[0]['lengths']}", "", *_overall(chosen), ""]
+        for _, split in (detail for detail in DETAILED if detail[0] == workload):
+            lines += [f"### `{workload}`, by data set", "", *_by_dataset(chosen, split), ""]
     lines += [f"- {fact}" for fact in facts]
     text = readme.read_text() if readme.exists() else f"{BEGIN}\n{END}\n"
     head, rest = text.split(BEGIN, 1)
@@ -46,42 +48,33 @@ def write_readme(readme: Path, rows: Sequence[dict[str, Any]], facts: Sequence[s
 
 def _overall(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
-        "| prompts | predictor | recall@20 %, prompts | @10 % | @5 % | recall@20 %, samples | Kendall τ "
-        "| coverage of p90 | µs a prompt, p50 / p99 |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| split | taught | asked | overlap | predictor | recall@20 %, prompts | within a data set | @10 % | @5 % "
+        "| recall@20 %, samples | Kendall τ | coverage of p90 | µs a prompt, p50 / p99 |",
+        "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in sorted((row for row in rows if row["dataset"] == "all"), key=_rank(rows)):
+    whole = [row for row in rows if row["dataset"] == "all"]
+    splits = list(dict.fromkeys(row["split"] for row in whole))
+    for row in sorted(whole, key=lambda row: (splits.index(row["split"]), ORDER.index(row["predictor"]))):
         lines.append(
-            f"| {row['situation']} | {row['predictor']} | {row['recall_prompts']:.3f} "
-            f"| {row['recall_prompts_10']:.3f} | {row['recall_prompts_5']:.3f} | {row['recall_samples']:.3f} "
+            f"| {row['split']} | {row['taught']} | {row['prompts']} | {row['overlap']} | {row['predictor']} "
+            f"| {row['recall']:.3f} | {_share(row['within_data_set_recall'])} "
+            f"| {row['recall_10']:.3f} | {row['recall_5']:.3f} | {row['recall_samples']:.3f} "
             f"| {row['tau']:.3f} | {_share(row['coverage'])} "
             f"| {row['us_per_prompt_p50']:,.0f} / {row['us_per_prompt_p99']:,.0f} |"
         )
     return lines
 
 
-def _rank(rows: Sequence[dict[str, Any]]) -> Any:
-    situations = list(dict.fromkeys(row["situation"] for row in rows))
-    return lambda row: (situations.index(row["situation"]), ORDER.index(row["predictor"]))
-
-
-def _by_dataset(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Recall, tau and coverage of the fitted ones beside those of the best baseline and of what can be known."""
-    held_out = {(row["dataset"], row["predictor"]): row for row in rows if row["situation"] == "held out"}
-    lines = [
-        "| data set | prompts | recall: learned | language model | observed quantiles | perfect | τ: learned "
-        "| language model | observed quantiles | perfect | coverage: learned | language model | per data set |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+def _by_dataset(rows: Sequence[dict[str, Any]], split: str) -> list[str]:
+    """Recall and tau of the fitted ones beside those of the best baseline and of what can be known."""
+    held_out = {(row["dataset"], row["predictor"]): row for row in rows if row["split"] == split}
+    compared = ("learned", "language_model", "observed_quantiles", "perfect")
+    titles = " | ".join(f"{measure}{name}" for measure in ("recall: ", "τ: ") for name in compared)
+    lines = [f"| data set | asked | {titles} |", "|---|---:|" + "---:|" * 8]
     for dataset in sorted({name for name, _ in held_out} - {"all"}):
-        learned, language, observed, perfect, level = (
-            held_out[dataset, name]
-            for name in ("learned", "language_model", "observed_quantiles", "perfect", "per_dataset")
-        )
-        cells = [f"{row['recall_prompts']:.2f}" for row in (learned, language, observed, perfect)]
-        cells += [f"{row['tau']:.2f}" for row in (learned, language, observed, perfect)]
-        cells += [_share(row["coverage"]) for row in (learned, language, level)]
-        lines.append(f"| {dataset} | {learned['prompts']} | {' | '.join(cells)} |")
+        chosen = [held_out[dataset, name] for name in compared]
+        cells = [f"{row[measure]:.2f}" for measure in ("recall", "tau") for row in chosen]
+        lines.append(f"| {dataset} | {chosen[0]['prompts']} | {' | '.join(cells)} |")
     return lines
 
 

@@ -1,38 +1,53 @@
-"""``python -m benchmarks.packing``: measures padding and balance, and writes the results and the README's table."""
+"""``python -m benchmarks.packing``: measures padding, its cost and balance."""
 
 import argparse
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.packing.report import write_readme
-from benchmarks.packing.trial import Way, at_random, streamed, streamed_to_an_idle_trainer, try_out, whole
-from benchmarks.packing.workload import WORKLOADS, Workload
+from benchmarks.conditions import conditions
+from benchmarks.packing.trial import (
+    Waste,
+    Way,
+    at_random,
+    streamed,
+    streamed_to_an_idle_trainer,
+    try_out,
+    try_out_packed,
+    whole,
+)
+from benchmarks.packing.workload import DEMO, WORKLOADS, Workload
 from consumers.batching.settings import BatchingSettings
 
 HERE = Path(__file__).parent
 DEFAULT = BatchingSettings().lookahead
 LOOKAHEADS = (1.0, 2.0, DEFAULT, 8.0)
+LIBRARIES = ("torch", "transformers", "numpy")
 
 
-def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Measure as the arguments say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.packing", description=__doc__)
     parser.add_argument("--orders", type=int, default=5, help="random orders of arrival")
+    parser.add_argument("--workloads", nargs="+", default=[workload.name for workload in WORKLOADS])
+    parser.add_argument("--repetitions", type=int, default=5, help="of the computation; 0: none")
     parser.add_argument("--results", type=Path, default=HERE.parent / "results" / "packing.json")
-    parser.add_argument("--readme", type=Path, default=HERE / "README.md")
-    options = parser.parse_args(arguments)
-    rows = [row for workload in WORKLOADS for row in _rows(workload, options.orders)]
+    options, began = parser.parse_args(arguments), time.monotonic()
+    chosen = [workload for workload in WORKLOADS if workload.name in options.workloads]
+    rows = [row for workload in chosen for row in _rows(workload, options.orders)]
+    found = {"rows": rows, "compute": list(_computed(options.repetitions))}
+    where = conditions(began, list(range(options.orders)), LIBRARIES, "make bench-packing")
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(json.dumps(rows, indent=1) + "\n")
-    write_readme(options.readme, rows, options)
-    return rows
+    options.results.write_text(json.dumps({"conditions": where} | found, indent=1) + "\n")
+    return found
 
 
 def _rows(workload: Workload, orders: int) -> Iterator[dict[str, Any]]:
     arrivals = [workload.arrivals(seed) for seed in range(orders)]
-    ways: list[tuple[str, Way, float | None]] = [
+    ways: list[tuple[str, Way | None, float | None]] = [
+        ("packed, no padding", None, None),
         ("at random", at_random, None),
         *(("streamed", streamed, lookahead) for lookahead in LOOKAHEADS),
         ("streamed, idle trainer", streamed_to_an_idle_trainer, DEFAULT),
@@ -41,12 +56,32 @@ def _rows(workload: Workload, orders: int) -> Iterator[dict[str, Any]]:
     for budget in workload.token_budgets:
         for name, way, lookahead in ways:
             settings = BatchingSettings(token_budget=budget, lookahead=lookahead or DEFAULT)
-            tried = [try_out(way, each, settings) for each in arrivals]
+            tried: list[Waste] = [
+                try_out_packed(each, settings) if way is None else try_out(way, each, settings) for each in arrivals
+            ]
             shares = [waste.padding for waste in tried]
             found = {"padding": round(sum(shares) / len(shares), 4), "padding_worst": round(max(shares), 4)}
             key = {"workload": workload.name, "token_budget": budget, "way": name, "lookahead": lookahead}
             yield key | tried[0].row() | found
         print(f"{workload.name}, {budget} tokens: done", flush=True)
+
+
+def _computed(repetitions: int) -> Iterator[dict[str, Any]]:
+    if not repetitions:
+        return
+    # Imported here: they load torch, which counting padding does without.
+    import torch
+
+    from benchmarks.packing.compute import computed
+    from benchmarks.small_model import build
+
+    torch.set_num_threads(1)
+    (budget,) = DEMO.token_budgets
+    model = build(positions=1024)
+    settings = BatchingSettings(token_budget=budget, lookahead=DEFAULT)
+    for row in computed(model, DEMO.arrivals(0), settings, repetitions):
+        print(row, flush=True)
+        yield {"workload": DEMO.name, "token_budget": budget} | row
 
 
 if __name__ == "__main__":

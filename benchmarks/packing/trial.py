@@ -61,6 +61,19 @@ def whole(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> lis
     return batcher.flush()
 
 
+def varlen_packs(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> list[list[TrainingSample]]:
+    """Sequences behind each other up to the budget, as they come: what trainers with variable-length attention do."""
+    found: list[list[TrainingSample]] = [[]]
+    held = 0
+    for item in arrivals:
+        if found[-1] and held + item.sample.length > settings.token_budget:
+            found.append([])
+            held = 0
+        found[-1].append(item)
+        held += item.sample.length
+    return found
+
+
 @dataclass(frozen=True)
 class Waste:
     """Of one way. ``padding``: share of positions; ``fill``: tokens of a micro-batch; ``excess``: cost of padding and
@@ -109,6 +122,30 @@ def try_out(way: Way, arrivals: Sequence[TrainingSample], settings: BatchingSett
         fill=sum(batch.num_tokens for batch in batches) / len(batches),
         excess=sum(costs) / useful - 1,
         waiting=_waiting(batches, costs, settings, is_whole=way is whole),
+        us_per_sample=taken_s / len(arrivals) * 1e6,
+    )
+
+
+def try_out_packed(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> Waste:
+    """The same of sequences that are packed without padding: launches are all that is wasted."""
+    began = time.process_time()
+    packs = varlen_packs(arrivals, settings)
+    taken_s = time.process_time() - began
+    model = CostModel.of(settings)
+    lengths = [np.array([item.sample.length for item in pack], dtype=np.int64) for pack in packs]
+    useful = [float(model.of_sequences(each).sum()) for each in lengths]
+    costs = [model.fixed + own for own in useful]
+    found: dict[str, float] = {}
+    for ranks in RANKS:
+        found[f"{ranks}_as_they_come"] = waiting_share(costs, _as_they_come(len(costs), ranks))
+        found[f"{ranks}_dealt"] = waiting_share(costs, deal(costs, ranks))
+    return Waste(
+        padding=0.0,
+        by_bucket={},
+        micro_batches=len(packs),
+        fill=sum(int(each.sum()) for each in lengths) / len(packs),
+        excess=sum(costs) / sum(useful) - 1,
+        waiting=found,
         us_per_sample=taken_s / len(arrivals) * 1e6,
     )
 

@@ -66,6 +66,14 @@ class Workload:
         return TrainingSample(Sample(trajectory, ref, 1.0, 0), 1.0)
 
 
+DEMO = Workload(
+    "demo",
+    512,
+    prompt=20,
+    lengths=LengthTraceSettings(median_tokens=60, p99_over_median=8, max_tokens=512),
+    token_budgets=(4096,),
+    boundaries=(32, 64, 128, 256),
+)
 WORKLOADS = (
     Workload(
         "lognormal",
@@ -83,12 +91,5 @@ WORKLOADS = (
         token_budgets=(32_768, 65_536),
         boundaries=(1500, 3000, 6000, 12_000),
     ),
-    Workload(
-        "demo",
-        512,
-        prompt=20,
-        lengths=LengthTraceSettings(median_tokens=60, p99_over_median=8, max_tokens=512),
-        token_budgets=(4096,),
-        boundaries=(32, 64, 128, 256),
-    ),
+    DEMO,
 )

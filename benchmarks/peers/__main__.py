@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.peers.contenders import streamrl, trl
 from benchmarks.peers.contenders.plan import Hyperparameters, Plan, Trained
 from benchmarks.peers.judging.judge import HeldOut, Judged, judge
-from benchmarks.peers.judging.report import SHARES, figures, hardware, plot, runs, write_readme
+from benchmarks.peers.judging.report import SHARES, figures, hardware, parts_of_the_ratio, plot, runs, write_readme
 from benchmarks.peers.policy.cache import ensure_policy
 from benchmarks.peers.policy.warm_start import WarmStartRecipe
 from benchmarks.peers.tasks import MAX_COMPLETION_LENGTH, write_mixed
@@ -26,9 +26,8 @@ from bus.embedded.jars import KAFKA_VERSION
 RESULTS = Path(__file__).parents[1] / "results"
 CORES = 2
 CONTENDERS: dict[str, Callable[[Plan], Trained]] = {
-    "trajectory_async": partial(streamrl.train, "trajectory_async"),
-    "synchronous": partial(streamrl.train, "synchronous"),
-    "trl": trl.train,
+    **{f"streamrl {name}": partial(streamrl.train, name) for name in streamrl.TUNED},
+    **{f"TRL GRPOTrainer, {name}": partial(trl.train, name) for name in trl.VARIANTS},
 }
 HELD_OUT_SEED = 1 << 30
 
@@ -52,7 +51,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=2, help="each round is a seed, trained by every contender")
+    parser.add_argument("--rounds", type=int, default=3, help="each round is a seed, trained by every contender")
     parser.add_argument("--steps", type=int, default=Hyperparameters.max_steps, help="optimizer steps at most")
     parser.add_argument("--limit-s", type=float, default=400.0, help="wall-clock after which a contender is stopped")
     parser.add_argument("--held-out", type=int, default=512, help="prompts of the evaluation")
@@ -120,10 +119,11 @@ def _written(options: argparse.Namespace, rounds: list[list[Judged]], seconds: f
     rows = figures(rounds)
     result = {
         "rows": rows,
+        "parts_of_the_ratio": parts_of_the_ratio(rows),
         "target": f"{SHARES[-1]:.0%} of the gain that every contender reaches; curves smoothed over three evaluations",
         "runs": runs(rounds),
         "hyperparameters": vars(Hyperparameters(max_steps=options.steps)),
-        "tuned": {"streamrl": streamrl.TUNED, "trl": trl.TUNED},
+        "tuned": {"streamrl": streamrl.TUNED, "trl": trl.TUNED, "trl_variants": trl.VARIANTS},
         **facts,
     }
     (options.results / "peers.json").write_text(json.dumps(result, indent=2) + "\n")

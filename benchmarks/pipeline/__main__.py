@@ -1,103 +1,193 @@
-"""``python -m benchmarks.pipeline``: runs the cases, computes the rest, writes rows, pictures and tables."""
+"""``python -m benchmarks.pipeline``: computes rows in virtual time, measures a few by the clock, writes what came."""
 
 import argparse
+import json
+import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks.pipeline.cases import CASES, Case
-from benchmarks.pipeline.results import Row, merged, read_rows, write_rows
-from benchmarks.pipeline.running.rows import row_of, with_ratios
-from benchmarks.pipeline.running.wall_clock import Run, stage
-from benchmarks.pipeline.showing.gantt import write_gantt, write_overviews
-from benchmarks.pipeline.showing.plots import write_plots
-from benchmarks.pipeline.showing.table import facts, write_tables
-from benchmarks.pipeline.studies.paper import compare
-from benchmarks.pipeline.studies.ranking import ranker_sweep
-from benchmarks.pipeline.studies.sweeps import sweep
+from benchmarks.conditions import conditions
+from benchmarks.pipeline.bounds import least_step_s
+from benchmarks.pipeline.cases import BASELINES, DISPATCH, Case, main_cases, measured_cases, sweep_cases
+from benchmarks.pipeline.paper import compare
+from benchmarks.pipeline.recording import row_of
+from benchmarks.pipeline.running import Run, run_virtually, stage
+from benchmarks.pipeline.showing import write_gantt, write_sweeps
 
-HERE = Path(__file__).parent
-RESULTS = HERE.parent / "results"
-PARTS = ("cases", "paper", "sweeps", "ranking")
+RESULTS = Path(__file__).parents[1] / "results"
+PARTS = ("main", "sweep", "paper", "measured")
+IDENTITY = ("measured", "workload", "group", "mode", "dispatch", "lengths")
+KEPT = 0.98
+"""Of the best baseline's throughput, what skewness-aware dispatch must reach in every cell of the sweep."""
 QUICK_STEPS = 2
+LIBRARIES = ("aiokafka", "numpy", "lightgbm")
+Row = dict[str, Any]
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
-    """Measure as the arguments say; what is not measured anew keeps its rows, and what was is kept at once."""
-    options = _parser().parse_args(arguments)
-    began = time.monotonic()
-    runs, pictures = [], options.results.parent / "pipeline"
-    for run in _played(options, _chosen(options)):
-        runs.append(run)
-        _keep(options, [row_of(run.case, run.recording, time_scale=run.time_scale, kind="wall_clock")])
-        write_gantt(pictures, run)
-    seeds = 2 if options.quick else 6
-    parts: dict[str, Callable[[], list[Row]]] = {
-        "paper": lambda: compare(seeds),
-        "sweeps": lambda: sweep(seeds, options.seed),
-        "ranking": lambda: ranker_sweep(seeds, options.seed),
-    }
-    for name, computed in parts.items():
-        if _wants(options, name):
-            rows = computed()
-            print(f"{name}: {len(rows)} figures", flush=True)
-            _keep(options, rows)
-    rows = read_rows(options.results)
-    write_overviews(pictures, runs)
-    write_plots(pictures, rows)
-    write_tables(options.readme, rows, facts(options, time.monotonic() - began), sorted(pictures.glob("*.png")))
-    return rows
-
-
-def _keep(options: argparse.Namespace, new: list[Row]) -> None:
-    """Put new rows into the file; ratios of the runs follow from all that are there."""
-    rows = merged(read_rows(options.results), new)
-    measured = [row for row in rows if row["kind"] == "wall_clock" and row["mode"] != "generation_alone"]
-    write_rows(options.results, merged(rows, with_ratios(measured, CASES)))
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Do the parts that the arguments name; what is not done anew keeps its rows, and what is done is kept at once."""
+    options, began = _parser().parse_args(arguments), time.monotonic()
+    pictures = options.results.parent / "pipeline"
+    for part in options.only:
+        match part:
+            case "main":
+                _compute(options, main_cases())
+            case "sweep":
+                _compute(options, sweep_cases())
+            case "paper":
+                _keep(options, compare(2 if options.quick else 6))
+            case "measured":
+                for run in _measured(options):
+                    least_s = least_step_s(run.case, run.recording)
+                    _keep(options, [row_of(run.case, run.recording, measured=True, least_s=least_s)])
+                    write_gantt(pictures, run)
+    found = read_results(options.results)
+    # Of the rows by the clock and of the computed ones apart: only the former depend on the machine.
+    kind = "measured" if "measured" in options.only else "computed"
+    command = f"python -m benchmarks.pipeline --only {' '.join(options.only)}"
+    found["conditions"][kind] = conditions(began, options.seed, LIBRARIES, command)
+    _write(options.results, found)
+    write_sweeps(pictures, found["rows"])
+    for cell in found["cells"]:
+        if cell["over_best"] < KEPT:
+            print(f"below {KEPT} of the best baseline: {cell}", flush=True)
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
-    names = ", ".join([*(case.name for case in CASES), *PARTS[1:]])
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"beginnings of names, or 'cases'; of {names}")
-    parser.add_argument("--steps", type=int, help="measured steps of each run, in place of its own number")
-    parser.add_argument("--time-scale", type=float, default=15.0, help="emulated seconds in one of the wall clock")
-    parser.add_argument("--quick", action="store_true", help="two measured steps a run, two seeds a computed figure")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to do; the others stay")
+    parser.add_argument("--cases", nargs="+", default=[""], metavar="NAME", help="beginnings of the names of cases")
+    parser.add_argument("--quick", action="store_true", help="two measured steps a case, two seeds a figure")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compute at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS / "pipeline.json")
-    parser.add_argument("--readme", type=Path, default=HERE / "README.md")
     return parser
 
 
-def _chosen(options: argparse.Namespace) -> list[Case]:
-    steps = options.steps or (QUICK_STEPS if options.quick else None)
-    wanted = [case for case in CASES if _wants(options, case.name) or "cases" in (options.only or [])]
-    return [replace(case, steps=steps) if steps else case for case in wanted]
+def _chosen(options: argparse.Namespace, cases: Iterable[Case]) -> list[Case]:
+    wanted = [case for case in cases if any(case.name.startswith(beginning) for beginning in options.cases)]
+    return [replace(case, steps=QUICK_STEPS) if options.quick else case for case in wanted]
 
 
-def _wants(options: argparse.Namespace, name: str) -> bool:
-    return options.only is None or any(name.startswith(beginning) for beginning in options.only)
+def _compute(options: argparse.Namespace, cases: Iterable[Case]) -> None:
+    chosen = _chosen(options, cases)
+    # Processes: a simulation is pure Python on one core.
+    with ProcessPoolExecutor(options.processes) as pool:
+        for number, row in enumerate(pool.map(partial(computed, seed=options.seed), chosen), start=1):
+            print(f"{number}/{len(chosen)} {_said(row)}", flush=True)
+            _keep(options, [row])
 
 
-def _played(options: argparse.Namespace, cases: list[Case]) -> Iterator[Run]:
-    if not cases:
-        return
-    with (
-        tempfile.TemporaryDirectory(prefix="streamrl-bench-") as folder,
-        stage(Path(folder), options.time_scale, options.seed) as place,
-    ):
-        for number, case in enumerate(cases, start=1):
+def computed(case: Case, seed: int) -> Row:
+    """A case's row, in virtual time."""
+    recording = run_virtually(case, seed)
+    return row_of(case, recording, measured=False, least_s=least_step_s(case, recording))
+
+
+def _measured(options: argparse.Namespace) -> Iterator[Run]:
+    chosen = _chosen(options, measured_cases())
+    with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as folder, stage(Path(folder), options.seed) as place:
+        for number, case in enumerate(chosen, start=1):
             run = place.play(case)
-            row = row_of(case, run.recording, time_scale=run.time_scale, kind="wall_clock")
-            print(
-                f"{number}/{len(cases)} {case.name}: {row['trajectories_per_s']:.2f} trajectories/s, step "
-                f"{row['step_s']:.0f} s ({row['ratio_to_ideal']:.0%} of the ideal {row['ideal_step_s']:.0f} s), slots "
-                f"{row['slots_busy']:.0%} busy, trainer {row['trainer_busy']:.0%}; took {run.seconds:.0f} s",
-                flush=True,
-            )
+            row = row_of(case, run.recording, measured=True, least_s=least_step_s(case, run.recording))
+            print(f"{number}/{len(chosen)} {_said(row)}; took {run.seconds:.0f} s", flush=True)
             yield run
+
+
+def _said(row: Row) -> str:
+    names = "{workload} group {group} {mode} {dispatch} {lengths}".format(**row)
+    return (
+        f"{names}: {row['tokens_per_s']:.0f} tokens/s, step {row['step_s']:.1f} s, {row['of_ceiling']:.0%} of ceiling"
+    )
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """``rows`` of earlier runs, ``cells`` of the sweep that follow, and under which ``conditions`` they came about."""
+    if not path.exists():
+        return {"conditions": {}, "rows": [], "cells": []}
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def merged(old: list[Row], new: list[Row]) -> list[Row]:
+    """New rows in place of old ones of the same identity, and behind them those that are really new."""
+    by_identity = {tuple(row[name] for name in IDENTITY): row for row in (*old, *new)}
+    return list(by_identity.values())
+
+
+def with_ratios(rows: list[Row]) -> list[Row]:
+    """With the throughput of each as a multiple of synchronous round robin's on the same workload, of the same kind.
+
+    In tokens, not in trajectories: asynchronous steps may hold the short completions of later batches, and a window of
+    a few steps would count them as progress.
+    """
+    bases = {
+        _cell(row): row["tokens_per_s"]
+        for row in rows
+        if (row["mode"], row["dispatch"]) == ("synchronous", "round_robin")
+    }
+    return [
+        row
+        if row["mode"] == "generation_alone"
+        else {**row, "ratio_to_synchronous": _ratio(row, bases.get(_cell(row)))}
+        for row in rows
+    ]
+
+
+def _cell(row: Row) -> tuple[Any, ...]:
+    return row["measured"], row["workload"], row["group"]
+
+
+def _ratio(row: Row, base: float | None) -> float | None:
+    return row["tokens_per_s"] / base if base else None
+
+
+def cells(rows: list[Row]) -> list[Row]:
+    """The sweep, a row for each workload and mode: what each strategy reaches, and skewness-aware over the best other.
+
+    Throughputs as multiples of synchronous round robin's.
+    """
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        if row["workload"].startswith("sweep/"):
+            cell = found.setdefault((row["workload"], row["mode"]), {})
+            cell[row["dispatch"]] = row["ratio_to_synchronous"]
+    return [
+        {"workload": workload.partition("/")[2], "mode": mode}
+        | cell
+        | {"over_best": cell["skewness_aware"] / max(cell[name] for name in BASELINES)}
+        for (workload, mode), cell in found.items()
+        if all(cell.get(name) for name in DISPATCH)
+    ]
+
+
+def _keep(options: argparse.Namespace, new: list[Row]) -> None:
+    """Put new rows into the file; ratios and cells follow from all that are there."""
+    found = read_results(options.results)
+    found["rows"] = with_ratios(merged(found["rows"], new))
+    found["cells"] = cells(found["rows"])
+    _write(options.results, found)
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """A row a line, so that differences show."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for name in ("rows", "cells"):
+        lines = [json.dumps({key: _rounded(value) for key, value in row.items()}) for row in found[name]]
+        parts.append(f'"{name}": [\n' + ",\n".join(lines) + "\n]")
+    path.write_text(f'{{"conditions": {json.dumps(found["conditions"])},\n' + ",\n".join(parts) + "}\n")
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ def trial(case: Case, scratch: Path, address: str, wall_s: float) -> dict[str, A
     steps = max(FEWEST, min(MOST, 1 + round(wall_s * TIME_SCALE / first.step_s)))
     predicted = predict(settings, steps=steps)
     _run(config, address, steps)
-    return _row(case, settings, predicted, settings.run.path / "metrics.jsonl")
+    named = {"kind": "self-consistency", "engine": "emulated", "workers": case.workers, "mode": case.mode, "fits": True}
+    return named | row_of(case.name, settings, predicted, settings.run.path / "metrics.jsonl", TIME_SCALE)
 
 
 def _run(config: Path, address: str, steps: int) -> None:
@@ -43,15 +44,16 @@ def _run(config: Path, address: str, steps: int) -> None:
         raise RuntimeError(f"run of {config.name} failed: {done.stdout[-1500:]}{done.stderr[-1500:]}")
 
 
-def _row(case: Case, settings: Settings, predicted: Prediction, metrics: Path) -> dict[str, Any]:
+def row_of(name: str, settings: Settings, predicted: Prediction, metrics: Path, time_scale: float) -> dict[str, Any]:
+    """A prediction beside the steps that a run has written down; rates are per emulated second."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     counted = rows[predicted.warm_up :]
-    seconds = (counted[-1]["time"] - rows[predicted.warm_up - 1]["time"]) * settings.emulation.time_scale
+    seconds = (counted[-1]["time"] - rows[predicted.warm_up - 1]["time"]) * time_scale
     step_s = seconds / len(counted)
-    waited_s = sum(row.get("time/wait_for_batch", 0.0) for row in counted) / len(counted) * TIME_SCALE
+    waited_s = sum(row.get("time/wait_for_batch", 0.0) for row in counted) / len(counted) * time_scale
     trajectories = settings.loop.groups_per_step * settings.loop.num_generations
     return {
-        "configuration": case.name,
+        "configuration": name,
         "steps": predicted.steps,
         "predicted_trajectories_per_s": round(predicted.trajectories_per_s, 4),
         "delivered_trajectories_per_s": round(trajectories / step_s, 4),

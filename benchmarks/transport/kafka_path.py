@@ -1,4 +1,8 @@
-"""Our path: typed arrays → Trajectory → frame → Kafka → frame → Trajectory with arrays."""
+"""Our path: typed arrays → Trajectory → frame → Kafka → frame → Trajectory with arrays.
+
+*batched*: as the worker publishes, in batches that close after ``linger_ms`` or ``max_batch_bytes``. *single*: each
+trajectory is acknowledged before the next is sent.
+"""
 
 from collections.abc import Awaitable, Callable
 
@@ -25,7 +29,11 @@ async def produce(asked: Round, started: Callable[[], Awaitable[None]]) -> Ends:
     async for index in ends:
         message = as_message(pool[index % len(pool)], index)
         partition = index // message.num_generations % PARTITIONS
-        await publisher.submit(Outgoing.of(asked.stream, message, key=message.group_id, partition=partition))
+        record = Outgoing.of(asked.stream, message, key=message.group_id, partition=partition)
+        if asked.batching == "single":
+            await publisher.publish(record)
+        else:
+            await publisher.submit(record)
     await publisher.close()
     return ends
 

@@ -11,10 +11,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.transport.child import READY
-from benchmarks.transport.round import PathName, Round
+from benchmarks.transport.round import Contender, Round
 
 ROUND_TIMEOUT_S = 180
 LINE_LIMIT = 64 << 20
+NAMES = {
+    Contender("kafka", "batched"): "Kafka, typed frames, our batches",
+    Contender("kafka", "single"): "Kafka, typed frames, each acknowledged",
+    Contender("redis", "single"): "Redis stream, one pickled record an entry",
+    Contender("redis", "group"): "Redis stream, a pickled group an entry (PipelineRL)",
+    Contender("redis", "batched"): "Redis stream, our batches",
+    Contender("files", "single"): "JSON lines, each flushed (PipelineRL)",
+    Contender("files", "batched"): "JSON lines, our batches",
+}
 
 
 @dataclass(frozen=True)
@@ -82,10 +91,11 @@ async def _answer(process: Process) -> Any:
 
 @dataclass
 class Result:
-    """One path at one size: a figure per repetition; the medians are what is reported."""
+    """One contender at one size: a figure per repetition; the medians are what is reported."""
 
-    path: PathName
+    contender: Contender
     tokens: int
+    is_busy: bool = False
     rates: list[float] = field(default_factory=list)
     p50s: list[float] = field(default_factory=list)
     p99s: list[float] = field(default_factory=list)
@@ -99,16 +109,23 @@ class Result:
 
     def newest(self) -> str:
         """The last repetition as a line."""
+        busy = " (busy)" if self.is_busy else ""
         return (
-            f"{self.path:>6} {self.tokens:>6} tokens: {self.rates[-1]:>8.0f} trajectories/s, "
+            f"{' '.join(self.contender):>14} {self.tokens:>6} tokens{busy}: {self.rates[-1]:>8.0f} trajectories/s, "
             f"p50 {self.p50s[-1]:.1f} ms, p99 {self.p99s[-1]:.1f} ms"
         )
 
-    def row(self) -> dict[str, Any]:
-        """The row of ``transport.json``."""
+    def row(self, ours: "Result | None") -> dict[str, Any]:
+        """The row of ``transport.json``; ``ratio``: our rate over this one, within the same repetition."""
+        ratios = [one / other for one, other in zip(ours.rates if ours else (), self.rates, strict=False)]
         return {
-            "path": self.path,
+            "path": self.contender.path,
+            "batching": self.contender.batching,
+            "name": NAMES[self.contender],
             "tokens": self.tokens,
+            "busy": self.is_busy,
+            "ratio": round(statistics.median(ratios), 2) if ratios else None,
+            "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)] if ratios else [None, None],
             "trajectories_per_s": round(statistics.median(self.rates), 1),
             "p50_ms": round(statistics.median(self.p50s), 2),
             "p99_ms": round(statistics.median(self.p99s), 2),

@@ -5,13 +5,37 @@ Times are of ``time.monotonic``, which all processes of a machine share.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from bus.kafka.settings import KafkaSettings
 
 TOKEN_BUDGET = 32_768
+BATCH_BYTES = KafkaSettings().max_batch_bytes
+"""Where our publisher closes a batch, and at equal batching the peers."""
+LINGER_S = KafkaSettings().linger_ms / 1000
 PathName = Literal["kafka", "redis", "files"]
-PATHS: tuple[PathName, ...] = ("kafka", "redis", "files")
+Batching = Literal["single", "group", "batched"]
+
+
+class Contender(NamedTuple):
+    """A path, and what goes over it at once: one trajectory, a group of them, or what has come up within a linger."""
+
+    path: PathName
+    batching: Batching
+
+
+OURS = Contender("kafka", "batched")
+DEFAULTS = (OURS, Contender("redis", "single"), Contender("files", "single"))
+"""Each side as it comes."""
+CONTENDERS = (
+    *DEFAULTS,
+    Contender("redis", "group"),
+    Contender("redis", "batched"),
+    Contender("files", "batched"),
+    Contender("kafka", "single"),
+)
 
 
 @dataclass(frozen=True)
@@ -19,6 +43,7 @@ class Round:
     """``rate`` trajectories per second, or as fast as it goes if None."""
 
     path: PathName
+    batching: Batching
     address: str
     """Where the broker, the server or the folder is."""
     stream: str
@@ -35,6 +60,8 @@ class Ends:
     asked: Round
     began: float = 0.0
     at: list[float] = field(default_factory=list, repr=False)
+    before_waiting: Callable[[], None] = lambda: None
+    """Called when the next trajectory is still to come: a batch that is held goes out without lingering."""
 
     def _due(self) -> Iterator[float]:
         self.began = time.monotonic()
@@ -46,8 +73,9 @@ class Ends:
     def __iter__(self) -> Iterator[int]:
         """Indices, each when its trajectory ends."""
         for index, due in enumerate(self._due()):
-            if (early := due - time.monotonic()) > 0:
-                time.sleep(early)
+            if due > time.monotonic():
+                self.before_waiting()
+                time.sleep(max(0.0, due - time.monotonic()))
             yield index
 
     async def __aiter__(self) -> AsyncIterator[int]:

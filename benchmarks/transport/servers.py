@@ -25,6 +25,15 @@ def redis_server() -> str | None:
     return shutil.which("redis-server")
 
 
+def redis_version() -> str:
+    """In words."""
+    executable = redis_server()
+    if executable is None:
+        return "no redis-server"
+    words = subprocess.run([executable, "--version"], capture_output=True, text=True, check=True).stdout.split()
+    return "Redis " + next(word.removeprefix("v=") for word in words if word.startswith("v="))
+
+
 @contextmanager
 def kafka(folder: Path) -> Iterator[str]:
     """``host:port`` of an embedded broker with the catalogue's topics."""

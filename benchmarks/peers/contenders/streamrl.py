@@ -12,35 +12,41 @@ from benchmarks.peers.contenders.plan import Plan, Saved, Trained
 
 RUN = "run"
 KEPT = 1_000_000
+_ASYNCHRONOUS: dict[str, dict[str, Any]] = {
+    "run": {"workers": 1},
+    "loop": {"max_staleness": 3},
+    "generation": {"max_num_seqs": 64, "threads": 1},
+    "training": {"threads": 1},
+}
 TUNED: dict[str, dict[str, dict[str, Any]]] = {
-    "trajectory_async": {
-        "run": {"workers": 1},
-        "loop": {"max_staleness": 3},
-        "generation": {"max_num_seqs": 64, "threads": 1},
-        "training": {"threads": 1},
-    },
+    "trajectory_async": _ASYNCHRONOUS,
+    "trajectory_async, zero advantages computed": _ASYNCHRONOUS
+    | {"training": _ASYNCHRONOUS["training"] | {"compute_zero_advantage": True}},
     "synchronous": {
         "run": {"workers": 2},
         "generation": {"max_num_seqs": 64, "threads": 1},
         "training": {"threads": 1},
     },
 }
-"""The best settings found for each mode on two cores; see the README for what was tried."""
+"""The best settings found for each mode on two cores, see the README for what was tried; a key begins with the mode.
+
+Samples of advantage 0 have no gradient, and ours are not computed unless told to; TRL computes its own.
+"""
 
 
-def train(mode: str, plan: Plan, overrides: dict[str, dict[str, Any]] | None = None) -> Trained:
-    """Run it. ``overrides`` replace settings by section.
+def train(variant: str, plan: Plan, overrides: dict[str, dict[str, Any]] | None = None) -> Trained:
+    """Run a key of ``TUNED``. ``overrides`` replace settings by section.
 
     Raises:
         RuntimeError: it failed.
     """
     plan.output.mkdir(parents=True)
     config = plan.output / "streamrl.toml"
-    config.write_text(tomli_w.dumps(settings(mode, plan, overrides or {})))
+    config.write_text(tomli_w.dumps(settings(variant, plan, overrides or {})))
     command = [sys.executable, "-W", "ignore", "-m", "streamrl.cli.app", "run", str(config)]
     launched = launch(command, {}, plan.cores, plan.limit_s, plan.output / "output.log")
     if launched.exit_code not in (0, None):
-        raise RuntimeError(f"expected {mode} to train, got exit code {launched.exit_code}; see {plan.output}")
+        raise RuntimeError(f"expected {variant} to train, got exit code {launched.exit_code}; see {plan.output}")
     steps = _steps(plan.output / RUN / "metrics.jsonl", launched.began)
     store = plan.output / RUN / "weights"
     versions = {int(folder.name.rpartition("-")[2]): folder for folder in store.iterdir() if folder.is_dir()}
@@ -50,11 +56,11 @@ def train(mode: str, plan: Plan, overrides: dict[str, dict[str, Any]] | None = N
         if row["step"] in versions and (row["step"] % plan.save_every == 0 or row is steps[-1])
     ]
     return Trained(
-        f"streamrl {mode}", plan.seed, tuple(saved), tuple(steps), launched.exit_code == 0, launched.cpu_seconds
+        f"streamrl {variant}", plan.seed, tuple(saved), tuple(steps), launched.exit_code == 0, launched.cpu_seconds
     )
 
 
-def settings(mode: str, plan: Plan, overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def settings(variant: str, plan: Plan, overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The configuration file."""
     same = plan.hyperparameters
     tree: dict[str, dict[str, Any]] = {
@@ -63,7 +69,7 @@ def settings(mode: str, plan: Plan, overrides: dict[str, dict[str, Any]]) -> dic
         "data": {"path": str(plan.prompts)},
         "rewards": {"functions": ["benchmarks.peers.tasks:verified"]},
         "loop": {
-            "mode": mode,
+            "mode": variant.partition(",")[0],
             "groups_per_step": same.groups_per_step,
             "num_generations": same.num_generations,
             "max_prompt_length": same.max_prompt_length,
@@ -90,7 +96,7 @@ def settings(mode: str, plan: Plan, overrides: dict[str, dict[str, Any]]) -> dic
             "keep_weight_versions": KEPT,
         },
     }
-    for layer in (TUNED[mode], overrides):
+    for layer in (TUNED[variant], overrides):
         for section, values in layer.items():
             tree[section] = tree.get(section, {}) | values
     return tree

@@ -12,13 +12,28 @@ from benchmarks.peers.contenders.plan import Plan, Saved, Trained
 ENVIRONMENT = REPOSITORY / ".venv-trl"
 REQUIREMENTS = Path(__file__).parents[1] / "requirements-trl.txt"
 TUNED: dict[str, Any] = {
+    "processes": 1,
     "threads": 2,
     "wait_policy": "PASSIVE",
     "micro_batch": 32,
+    "steps_per_generation": None,
     "continuous_batching": False,
     "cache_implementation": None,
 }
 """The best settings found on two cores; see the README for what was tried."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    # Data parallel on gloo: each process generates and trains half of the batch on a thread of its own.
+    "two processes": {"processes": 2, "threads": 1},
+    # One generation of twice the samples for two optimizer steps: its longest completion is waited for half as often,
+    # and the second step is a step off policy.
+    "two processes, two steps a generation": {"processes": 2, "threads": 1, "steps_per_generation": 4},
+}
+"""What replaces some of ``TUNED``. ``steps_per_generation`` counts micro-batches of all processes, as TRL does.
+
+Not among them, since weights reach neither on a CPU: generation by vLLM's server, and the asynchronous trainer, which
+needs that server. TRL sends weights over NCCL alone and refuses other devices (``generation/vllm_client.py``).
+"""
 MEASURES = {
     "reward": "reward",
     "mean_length": "completions/mean_length",
@@ -51,15 +66,15 @@ def versions() -> dict[str, str]:
     return {name: pinned[name] for name in ("trl", "transformers", "torch", "accelerate")}
 
 
-def train(plan: Plan, tuning: dict[str, Any] | None = None) -> Trained:
-    """Run it. ``tuning`` replaces some of ``TUNED``.
+def train(variant: str, plan: Plan, tuning: dict[str, Any] | None = None) -> Trained:
+    """Run a key of ``VARIANTS``. ``tuning`` replaces some of its settings.
 
     Raises:
         RuntimeError: it failed.
     """
     python = ensure_environment()
     plan.output.mkdir(parents=True)
-    tuned = TUNED | (tuning or {})
+    tuned = TUNED | VARIANTS[variant] | (tuning or {})
     written = plan.output / "plan.json"
     written.write_text(json.dumps(plan.as_json() | {"trl": tuned}))
     threads = str(tuned["threads"])
@@ -70,7 +85,7 @@ def train(plan: Plan, tuning: dict[str, Any] | None = None) -> Trained:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": str(REPOSITORY),
     }
-    command = [str(python), "-W", "ignore", "-m", "benchmarks.peers.contenders.trl_training", str(written)]
+    command = [str(python), "-W", "ignore", *_launcher(tuned["processes"]), str(written)]
     launched = launch(command, environment, plan.cores, plan.limit_s, plan.output / "output.log")
     if launched.exit_code not in (0, None):
         raise RuntimeError(f"expected TRL to train, got exit code {launched.exit_code}; see {plan.output}/output.log")
@@ -85,7 +100,20 @@ def train(plan: Plan, tuning: dict[str, Any] | None = None) -> Trained:
         for row in _rows(plan.output / "steps.jsonl")
         if "reward" in row
     )
-    return Trained("TRL GRPOTrainer", plan.seed, saved, steps, launched.exit_code == 0, launched.cpu_seconds)
+    return Trained(
+        f"TRL GRPOTrainer, {variant}", plan.seed, saved, steps, launched.exit_code == 0, launched.cpu_seconds
+    )
+
+
+def _launcher(processes: int) -> list[str]:
+    """The training module, alone or as accelerate starts it on so many processes."""
+    module = ["-m", "benchmarks.peers.contenders.trl_training"]
+    if processes == 1:
+        return module
+    # Port 0: any free one.
+    return ["-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1", "--dynamo_backend", "no",
+            "--mixed_precision", "no", "--num_processes", str(processes), "--num_cpu_threads_per_process", "1",
+            "--main_process_port", "0", *module]  # fmt: skip
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ def _config(plan: dict[str, Any]) -> Any:
 
     ours, tuned = plan["hyperparameters"], plan["trl"]
     samples = ours["groups_per_step"] * ours["num_generations"]
+    at_once = tuned["micro_batch"] * tuned["processes"]
     same = (
         *("num_generations", "max_completion_length", "temperature", "learning_rate", "adam_beta2", "warmup_steps"),
         *("max_grad_norm", "epsilon", "epsilon_high", "beta", "loss_type", "scale_rewards", "max_steps"),
@@ -49,7 +50,8 @@ def _config(plan: dict[str, Any]) -> Any:
         bf16=False,
         gradient_checkpointing=False,
         per_device_train_batch_size=tuned["micro_batch"],
-        gradient_accumulation_steps=samples // tuned["micro_batch"],
+        gradient_accumulation_steps=samples // at_once,
+        steps_per_generation=tuned["steps_per_generation"],
         use_transformers_continuous_batching=tuned["continuous_batching"],
         cache_implementation=tuned["cache_implementation"],
         lr_scheduler_type="constant_with_warmup" if ours["warmup_steps"] else "constant",
@@ -70,13 +72,18 @@ def _recorder(plan: dict[str, Any]) -> Any:
         """Saves weights with the moment at which they were there; what saving takes is not hidden."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if not state.is_world_process_zero:
+                return
             if state.global_step % plan["save_every"] == 0 or state.global_step == state.max_steps:
                 weights = folder / f"step_{state.global_step}"
                 row = {"step": state.global_step, "time": time.time(), "weights": str(weights)}
                 _append(folder / "saved.jsonl", row)
-                model.save_pretrained(weights)
+                # Where several processes train, the model is wrapped.
+                getattr(model, "module", model).save_pretrained(weights)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if not state.is_world_process_zero:
+                return
             numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, int | float)}
             _append(folder / "steps.jsonl", {"step": state.global_step, "time": time.time(), **numbers})
 

@@ -3,19 +3,18 @@
 Invariant a_cached_policy_is_whole: it appears under its name by one rename, when all its files are written.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.peers.policy.warm_start import WarmStartRecipe
 from benchmarks.peers.tasks import FIXED_TEXTS, HELD_OUT_ONE_IN, PARTS
 from bus.embedded.runtime import cache_root
+from streamrl.demo.warm_start import appearing_whole
 
 
 def ensure_policy(recipe: WarmStartRecipe) -> Path:
@@ -27,14 +26,10 @@ def ensure_policy(recipe: WarmStartRecipe) -> Path:
     target = cache_root() / "models" / f"mixed-{fingerprint(recipe)}-seed{recipe.seed}"
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
     threads = {"OMP_NUM_THREADS": str(recipe.threads), "MKL_NUM_THREADS": str(recipe.threads)}
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-", ignore_cleanup_errors=True) as scratch:
-        made = Path(scratch) / "model"
+    with appearing_whole(target) as made:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers.policy.warm_start"]
         subprocess.run([*command, str(made), json.dumps(asdict(recipe))], check=True, env={**os.environ, **threads})
-        with contextlib.suppress(FileExistsError):  # another process was faster; its policy is the same
-            made.rename(target)
     return target
 
 

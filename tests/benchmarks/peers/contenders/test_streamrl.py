@@ -16,11 +16,11 @@ def plan(tmp_path: Path) -> Plan:
     return Plan(tmp_path / "policy", tmp_path / "prompts.jsonl", tmp_path / "out", seed=3, cores=(0,), limit_s=1.0)
 
 
-@pytest.mark.parametrize("mode", TUNED)
-def test_every_mode_has_valid_settings_with_the_common_hyper_parameters(plan: Plan, mode: str) -> None:
-    tree = validated(settings(mode, plan, {}))
+@pytest.mark.parametrize("variant", TUNED)
+def test_every_variant_has_valid_settings_with_the_common_hyper_parameters(plan: Plan, variant: str) -> None:
+    tree = validated(settings(variant, plan, {}))
     same = plan.hyperparameters
-    assert tree.loop.mode == mode
+    assert tree.loop.mode == variant.partition(",")[0]
     assert (tree.loop.groups_per_step, tree.loop.num_generations) == (same.groups_per_step, same.num_generations)
     assert tree.training.learning_rate == same.learning_rate
     assert tree.algorithm.clip_range == (1 - same.epsilon, 1 + same.epsilon_high)

@@ -1,0 +1,1 @@
+"""What each of Kafka's codecs saves on trajectories, and what it costs both sides."""

@@ -1,0 +1,34 @@
+"""Where and how a result came about, as every file of results says it."""
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from inspection.environment import environment, library_versions
+
+HARDWARE = ("CPU", "GPU", "memory")
+
+
+def conditions(began: float, seed: int | Sequence[int], libraries: Sequence[str], command: str) -> dict[str, Any]:
+    """Of a measurement that began at this moment of ``time.monotonic`` and has just ended.
+
+    ``load``: processes that wanted a processor, the mean of the last minute: above the number of cores, what the clock
+    says is of a busy machine.
+    """
+    found = environment()
+    return {
+        "command": command,
+        "hardware": ", ".join(f"{name} {found[name]}" for name in HARDWARE if found.get(name, "none") != "none"),
+        "versions": ", ".join(f"{name} {text}" for name, text in _versions(found, libraries).items()),
+        "commit": found.get("StreamRL's commit"),
+        "seed": list(seed) if isinstance(seed, Sequence) else seed,
+        "load": round(os.getloadavg()[0], 1),
+        "seconds": round(time.monotonic() - began),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }
+
+
+def _versions(found: dict[str, str], libraries: Sequence[str]) -> dict[str, str]:
+    return {"Python": found["Python"], **library_versions(libraries)}

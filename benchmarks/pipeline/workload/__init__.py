@@ -1,1 +1,0 @@
-"""What the pipeline is given to do, and how long that takes at best."""
