@@ -10,7 +10,7 @@ from tests.chaos.runs.brokers import Brokers
 from tests.chaos.runs.chaos_run import execute
 from tests.pipeline.tiny_model import save_tiny_model
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos]
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,6 @@ def prompts() -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-@pytest.mark.timeout(300)
 async def test_a_worker_joins_as_lengths_grow_and_leaves_as_they_shrink_and_nothing_is_lost(
     tmp_path: Path, bootstrap_servers: str
 ) -> None:

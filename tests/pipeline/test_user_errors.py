@@ -12,7 +12,7 @@ from tests.pipeline.accounts import read_accounts
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, write_config
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 
 def run_cli(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -56,7 +56,6 @@ def test_a_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.kafka
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 async def test_a_run_is_trained_read_audited_and_replayed_from_a_notebook(
     tmp_path: Path, bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from tests.chaos.crashing.points import CrashPoint
 from tests.chaos.crashing.trial import KILLED, STEPS, Trained, Trials, codes_of
 from tests.pipeline.tiny_model import save_tiny_model
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos]
 
 UNDISTURBED: dict[str, Trained] = {}
 SAMPLED = [point for point in POINTS if point.name in SAMPLE]

@@ -14,9 +14,9 @@ from tests.deploy.compose.containers import Containers
 from tests.deploy.compose.stack import IMAGES
 from tests.pipeline.accounts import read_accounts
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
-STEPS, SECONDS = 4, 150.0
+STEPS, SECONDS = 4, 270.0
 SETTINGS = {"max_steps = 200": f"max_steps = {STEPS}", "time_scale = 20.0": "time_scale = 100.0"}
 
 

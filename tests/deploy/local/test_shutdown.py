@@ -10,7 +10,7 @@ import pytest
 from settings.run_directory import RunDirectory
 from tests.deploy.local.processes import processes
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 
 def _has_steps(directory: RunDirectory, steps: int) -> bool:

@@ -14,7 +14,7 @@ from schemas.reports import StepReport
 from schemas.topics import CONTROL, HEARTBEATS, STEPS
 from tests.deploy.local.processes import Processes, processes
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 
 async def report(run: Processes, number: int) -> None:

@@ -12,7 +12,6 @@ EXECUTABLE = chromium()
 pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed, and none is downloaded"),
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(180),
 ]
 CURVES = r"""(async () => {
   const { curves } = await import("/charts/curves.js"), box = document.createElement("div");

@@ -14,7 +14,7 @@ from bus.embedded.cluster import start_cluster
 from settings.run_directory import RunDirectory
 from tests.inspection.living_run import write_run
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 OUTAGE_S = 12.0
 
 

@@ -17,7 +17,6 @@ EXECUTABLE = chromium()
 pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed, and none is downloaded"),
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(180),
 ]
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
 SECONDS = float(os.environ.get("STREAMRL_TEST_UI_SECONDS", "5"))

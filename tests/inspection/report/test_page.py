@@ -24,7 +24,7 @@ HUES = """(canvas) => {
   return [...found];
 }"""
 LEGEND = "document.querySelector('#curves .u-legend').innerText"
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 in_browser = pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed, and none is downloaded")
 
 

@@ -122,7 +122,6 @@ async def test_ratios_are_one_at_equal_weights(undecided_dir: Path, temperature:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 async def test_ratios_are_one_with_vllm(undecided_dir: Path, temperature: float) -> None:
     # Another implementation of the model, in float32 on a CPU: its rounding is no larger than transformers' own.
@@ -154,7 +153,6 @@ def test_ratios_are_one_over_two_ranks(undecided_dir: Path) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_vllm_samples_greedily_or_at_the_runs_temperature_where_a_run_truncates(undecided_dir: Path) -> None:
     of_the_run = SamplingParams(max_completion_length=20, temperature=0.7, top_k=20)
     engine = build_engine(GenerationSettings(engine="vllm", max_num_seqs=4), undecided_dir, of_the_run)

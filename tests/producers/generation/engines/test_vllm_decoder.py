@@ -31,7 +31,7 @@ from tests.producers.generation.engines.replay import (
     worst,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 SLOTS = 8
 PROMPTS = [[5 + i + j for j in range(1 + 3 * i)] for i in range(6)]

@@ -12,7 +12,7 @@ from schemas.identifiers import PolicyVersion
 from tests.producers.generation.engines.conftest import MakeVersion
 from tests.producers.generation.engines.replay import Sampled, load, mixed_forward, worst
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROGRAM = "tests.producers.generation.engines.two_ranks"
 GONE_WITHIN_S = 2.0
