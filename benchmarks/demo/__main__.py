@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,40 +45,57 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = json.loads(options.results.read_text()) if options.results.exists() else []
     engines = ENGINES if options.engine == "both" else (options.engine,)
-    for engine in engines:
-        for seed in map(int, options.seeds.split(",")):
-            others = [row for row in rows if (row["engine"], row["seed"]) != (engine, seed)]
-            if len(others) < len(rows) and not options.again:
-                continue
-            row = measured(options.vllm_python if engine == "vllm" else sys.executable, engine, seed)
-            rows = sorted([*others, row], key=lambda each: (each["engine"], each["seed"]))
-            options.results.parent.mkdir(parents=True, exist_ok=True)
-            options.results.write_text(json.dumps(rows, indent=1) + "\n")
-            print(line(row), flush=True)
+    pythons = {"transformers": sys.executable, "vllm": options.vllm_python}
+    for seed in map(int, options.seeds.split(",")):
+        there = {row["engine"] for row in rows if row["seed"] == seed and not options.again}
+        if not (wanted := {engine: pythons[engine] for engine in engines if engine not in there}):
+            continue
+        measured = rows_of_seed(wanted, seed)
+        others = [row for row in rows if row["seed"] != seed or row["engine"] not in wanted]
+        rows = sorted([*others, *measured], key=lambda each: (each["engine"], each["seed"]))
+        options.results.parent.mkdir(parents=True, exist_ok=True)
+        options.results.write_text(json.dumps(rows, indent=1) + "\n")
+        print(*map(line, measured), sep="\n", flush=True)
     return rows
 
 
-def measured(python: str, engine: str, seed: int) -> dict[str, Any]:
-    """One demo as a user starts it, and then its control, which gets the processor time that the demo took.
+def rows_of_seed(pythons: dict[str, str], seed: int) -> list[dict[str, Any]]:
+    """One demo per engine as a user starts it, one after the other; then each one's control, side by side.
+
+    A control gets the processor time that its demo took, and has one thread, so that two of them leave each other be.
 
     Raises:
         RuntimeError: one of them failed.
     """
     began = time.monotonic()
     model = ensure_warm_started_model(cache_root(), seed, lambda text: print(text, flush=True))
-    with tempfile.TemporaryDirectory(prefix="streamrl-bench-demo-") as scratch:
-        spent = _children_cpu_s()
-        where = (f"--run.directory={scratch}", "--run.name=demo")
-        _run([python, "-m", "streamrl.cli.app", "demo", "--engine", engine, "--seed", str(seed), *where], {})
-        # Broker and both evaluations included, which the control need not do: it gets rather more than the training.
-        spent = _children_cpu_s() - spent
-        summary = json.loads((Path(scratch) / "demo" / "summary.json").read_text())
-        out = Path(scratch) / "control.json"
-        _run([sys.executable, "-m", "benchmarks.demo.control", str(model), str(seed), str(spent), str(out)], ONE_THREAD)
-        return row_of(summary, json.loads(out.read_text())) | {
-            "cpu_seconds": round(spent, 1),
-            "conditions": conditions(began, seed, LIBRARIES, "make bench-demo"),
+    with tempfile.TemporaryDirectory(prefix="streamrl-bench-demo-") as scratch, ThreadPoolExecutor() as side_by_side:
+        demos = {engine: _demo(python, engine, seed, Path(scratch) / engine) for engine, python in pythons.items()}
+        controls = {
+            engine: side_by_side.submit(_control, model, seed, spent, Path(scratch) / f"{engine}.json")
+            for engine, (_, spent) in demos.items()
         }
+        return [
+            row_of(summary, controls[engine].result())
+            | {"cpu_seconds": round(spent, 1), "conditions": conditions(began, seed, LIBRARIES, "make bench-demo")}
+            for engine, (summary, spent) in demos.items()
+        ]
+
+
+def _demo(python: str, engine: str, seed: int, directory: Path) -> tuple[dict[str, Any], float]:
+    """Its ``summary.json``, and the processor seconds of all that it started."""
+    # Broker and both evaluations included, which the control need not do: it gets rather more than the training.
+    spent = _children_cpu_s()
+    where = (f"--run.directory={directory}", "--run.name=demo")
+    _run([python, "-m", "streamrl.cli.app", "demo", "--engine", engine, "--seed", str(seed), *where], {})
+    return json.loads((directory / "demo" / "summary.json").read_text()), _children_cpu_s() - spent
+
+
+def _control(model: Path, seed: int, seconds: float, out: Path) -> dict[str, Any]:
+    arguments = (str(model), str(seed), str(seconds), str(out))
+    _run([sys.executable, "-m", "benchmarks.demo.control", *arguments], ONE_THREAD)
+    control: dict[str, Any] = json.loads(out.read_text())
+    return control
 
 
 def row_of(summary: dict[str, Any], control: dict[str, Any]) -> dict[str, Any]:

@@ -209,12 +209,14 @@ async def _find_listener(address: str) -> None:
 async def discard(client: Any, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
     """Stop a client of any kind within the time-out; its errors interest nobody any more.
 
-    In a task of its own, because aiokafka lets a cancellation of its inner tasks escape from ``stop``.
+    In a task of its own, because aiokafka lets a cancellation of its inner tasks escape from ``stop``, and swallows one
+    of ``stop`` itself: what ignores its end for another ``FORCED_CLOSE_TIMEOUT_S`` is left to itself.
     """
     stopping = asyncio.create_task((getattr(client, "stop", None) or client.close)())
+    stopping.add_done_callback(lambda task: task.cancelled() or task.exception())
     await asyncio.wait([stopping], timeout=timeout_s)
     stopping.cancel()
-    await asyncio.gather(stopping, return_exceptions=True)
+    await asyncio.wait([stopping], timeout=FORCED_CLOSE_TIMEOUT_S)
 
 
 async def stop(producer: AIOKafkaProducer, patience_s: float) -> None:

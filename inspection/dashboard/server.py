@@ -120,6 +120,9 @@ PAGE = Path(__file__).parent / "page"
 FOLDERS = {"page": PAGE, "charts": assets.PAGE, "uplot": assets.UPLOT}
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_BODY = 4096
+UPDATES = "/api/updates"
+ANSWER_TIMEOUT_S = 45.0
+"""Of a read that a page waits for: above the time-outs of one connect, one subscription and one request together."""
 
 CONTEXT = web.AppKey("context", DashboardContext)
 STREAM = web.AppKey("stream", UpdateStream)
@@ -138,7 +141,7 @@ def build_app(
     app[CONTEXT], app[STREAM], app[STOP] = context, UpdateStream(context.state, pace_s=pace_s), stop
     app.router.add_get("/", _index)
     app.router.add_get("/{folder:page|charts|uplot}/{name}", _asset)
-    app.router.add_get("/api/updates", _updates)
+    app.router.add_get(UPDATES, _updates)
     app.router.add_get("/api/snapshot", _snapshot)
     app.router.add_get("/api/trajectory", _trajectory)
     app.router.add_get("/api/dead-letters", _dead_letters)
@@ -169,9 +172,13 @@ def _guarded(host: str) -> Middleware:
 
 @web.middleware
 async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors of ours become one line of JSON."""
+    """Errors of ours become one line of JSON, and so does an answer that does not come; only updates have no end."""
     try:
-        return await handler(request)
+        async with asyncio.timeout(None if request.path == UPDATES else ANSWER_TIMEOUT_S):
+            return await handler(request)
+    except TimeoutError:
+        late = f"expected the broker to deliver what was asked for within {ANSWER_TIMEOUT_S:.0f} s, got less; ask again"
+        return _refusal(503, late)
     except UserError as error:
         return _refusal(404, str(error))
     except StreamRLError as error:

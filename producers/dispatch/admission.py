@@ -249,15 +249,11 @@ class AdmissionLedger:
         if base is not None:
             due_step = 0 if self._batches is None else self._batches.due_step(group_id)
             self._ended.append(_Ended(group_id, base, number, due_step))
-        self.forget(group_id)
-        return base is not None
-
-    def forget(self, group_id: str) -> None:
-        """A group of which no sample exists is given up; it cannot come back."""
         self._base.pop(group_id, None)
         if self._batches is not None:
             self._batches.remove(group_id)
         self.produced(group_id)
+        return base is not None
 
     def advance(self, version: PolicyVersion, trained: Iterable[str]) -> bool:
         """The trainer reached a version with these groups; false for a repeat or an orphaned lineage.

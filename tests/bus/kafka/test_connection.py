@@ -1,10 +1,12 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import pytest
 from structlog.testing import capture_logs
 
+from bus.kafka import connection
 from bus.kafka.bus import KafkaBus
 from bus.kafka.connection import BrokerAvailability, advised
 from bus.kafka.settings import KafkaSettings
@@ -106,3 +108,24 @@ async def _open(what: str, settings: KafkaSettings) -> None:
         await bus.publisher("writer")
     else:
         await bus.subscribe(["t"], client_id="reader")
+
+
+async def test_a_client_that_ignores_its_end_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stubborn:
+        def __init__(self) -> None:
+            self.released, self.done = asyncio.Event(), asyncio.Event()
+
+        async def stop(self) -> None:
+            with suppress(asyncio.CancelledError):
+                await self.released.wait()
+            await self.released.wait()
+            self.done.set()
+            raise RuntimeError("nobody wants to know")
+
+    monkeypatch.setattr(connection, "FORCED_CLOSE_TIMEOUT_S", 0.1)
+    client = Stubborn()
+    async with asyncio.timeout(5):
+        await connection.discard(client, 0.1)
+    assert not client.done.is_set()
+    client.released.set()
+    await client.done.wait()

@@ -48,7 +48,7 @@ async def test_an_outage_is_told_once_with_what_to_do_and_so_is_its_end(
                 await asyncio.sleep(OUTAGE_S)
         finally:
             process.send_signal(signal.SIGINT)
-            _, said = await asyncio.wait_for(process.communicate(), 30)
+            _, said = await asyncio.wait_for(process.communicate(), 60)
     advice = (
         "if run my-bad is over, its broker ended with it: `streamrl kafka up --data-dir runs/my-bad/kafka "
         f"--port {address.rpartition(':')[2]}` starts it again"

@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 from yarl import URL
 
+from inspection.dashboard import server
 from inspection.dashboard.server import FOLDERS, TYPES
 from schemas.topics import TRAJECTORIES
 from tests.inspection.dashboard.served import RUN, Served, served
@@ -105,6 +106,19 @@ async def test_an_unknown_trajectory_is_one_line(web: aiohttp.ClientSession, nam
     async with web.get("/api/trajectory", params={"id": name}) as answer:
         assert answer.status == 404
         assert "expected" in (await answer.json())["error"]
+
+
+async def test_an_answer_that_does_not_come_is_told_in_time(
+    web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(server, "inspect", silent)
+    monkeypatch.setattr(server, "ANSWER_TIMEOUT_S", 0.2)
+    async with web.get("/api/trajectory?id=a") as answer:
+        assert answer.status == 503
+        assert "ask again" in (await answer.json())["error"]
 
 
 async def test_only_our_own_page_may_retry(web: aiohttp.ClientSession, dashboard: Served) -> None:

@@ -129,11 +129,10 @@ def test_moved_and_restored_groups_hold_others_back_until_they_are_produced(
     assert ledger.oldest_missing is None
 
 
-@pytest.mark.parametrize("leave", [lambda ledger: ledger.end("a", 0), lambda ledger: ledger.forget("a")])
-def test_groups_that_ended_hold_nobody_back(leave: Callable[[AdmissionLedger], None]) -> None:
+def test_groups_that_ended_hold_nobody_back() -> None:
     ledger = _ledger()
     ledger.admit("a", v(0))
-    leave(ledger)
+    ledger.end("a", 0)
     assert ledger.oldest_missing is None
 
 
@@ -226,14 +225,6 @@ def test_repeats_and_orphaned_lineages_change_nothing() -> None:
     assert not ledger.advance(v(1, lineage=2), ["a"])
     assert not ledger.advance(v(9, lineage=1), ["a"])
     assert ledger.is_in_flight("a")
-
-
-def test_a_group_nobody_will_end_is_forgotten_for_good() -> None:
-    ledger = _ledger(groups_per_step=1, max_staleness=0)
-    ledger.admit("a", v(0))
-    ledger.forget("a")
-    ledger.advance(v(0, lineage=2), [])
-    assert ledger.in_flight == 0
 
 
 def test_a_late_sample_holds_back_its_own_step_only() -> None:
