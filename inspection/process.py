@@ -21,6 +21,9 @@ from typing import NoReturn
 from bus.embedded.process import die_with_parent
 
 NICENESS = 19
+DISPLAY_NICENESS = 10
+"""Of what somebody waits for while it goes on: a tenth of a processor for each that the run keeps busy. At 19 it would
+be a seventieth, with which a page stands still for minutes beside a run that leaves nothing."""
 AUTOGROUP = Path("/proc/self/autogroup")
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGWINCH)
 FIRST_GENERATION = 50_000
@@ -56,8 +59,8 @@ def log_to_stderr() -> None:
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
 
 
-def lower_priority() -> None:
-    """Leave the processors to the run: from now on the caller takes what nobody else wants.
+def lower_priority(niceness: int = NICENESS) -> None:
+    """Leave the processors to the run: from now on the caller takes what nobody else wants, or little more.
 
     Called before any thread is started. Where there are autogroups it returns in a child; this process passes signals
     on to it and ends as it ends.
@@ -65,8 +68,8 @@ def lower_priority() -> None:
     if os.access(AUTOGROUP, os.W_OK):
         _continue_in_own_session()
         with suppress(OSError):  # the kernel lets nobody but the administrator do this ten times a second
-            AUTOGROUP.write_text(str(NICENESS))
-    os.nice(NICENESS)
+            AUTOGROUP.write_text(str(niceness))
+    os.nice(niceness)
 
 
 def use_one_thread() -> None:

@@ -339,7 +339,8 @@ class RecordBatch:
     def append(self, record: Outgoing, size: int) -> "asyncio.Future[Position] | None":
         """The record's future, or None: the batch is full, or too old for the record to have its whole deadline."""
         loop = asyncio.get_running_loop()
-        if loop.time() > self._closes_at or self.settled.done():
+        # An empty one gets its first record however late: this process may have been stopped since it was made.
+        if self._futures and (loop.time() > self._closes_at or self.settled.done()):
             return None
         if not append(self.builder, record):
             return None

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from inspection.process import log_to_stderr, lower_priority, use_one_thread
+from inspection.process import DISPLAY_NICENESS, log_to_stderr, lower_priority, use_one_thread
 
 PastRun = Annotated[
     Path, typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file.")
@@ -419,7 +419,7 @@ def ui(
     log_to_stderr()
     connection = connect(where, run, bootstrap_servers)
     # Only now: whoever starts a display waits for its first sight. Before any thread, as it may go on in a child.
-    lower_priority()
+    lower_priority(DISPLAY_NICENESS)
     raise typer.Exit(serve(connection, where, host, port, open_browser=not no_open))
 
 
@@ -446,7 +446,7 @@ def top(
     log_to_stderr()
     connection = connect(where, run, bootstrap_servers)
     if not once:  # somebody waits for a single line, and it is soon over
-        lower_priority()
+        lower_priority(DISPLAY_NICENESS)
     # The view needs a terminal on both sides: to draw on, and to take keys from.
     on_screen = sys.stdout.isatty() and sys.stdin.isatty() and not (once or as_json or plain)
     manner = LineOptions(interval, as_json, once)

@@ -40,18 +40,18 @@ def assert_every_record_met_one_fate(accounts: Accounts, *, groups: int) -> None
 
 
 async def test_a_run_with_its_own_broker_ends_well_and_leaves_a_report(start: Start) -> None:
-    run = start(own_broker=True, training={"max_steps": 30})
+    run = start(own_broker=True, training={"max_steps": 12})
     assert run.wait() == 0, run.text()[-4000:]
     summary = run.summary()
     assert summary.keys() >= SUMMARY_KEYS
-    assert summary["steps"] == 30
-    assert summary["trajectories"] == 30 * 4 * 4
+    assert summary["steps"] == 12
+    assert summary["trajectories"] == 12 * 4 * 4
     assert summary["staleness_max"] <= 3
-    assert len(run.metrics()) == 30
+    assert len(run.metrics()) == 12
     report = (run.directory / "report.html").read_text()
     assert "Staleness" in report
     assert "http://" not in report.split("</style>")[0]
-    assert (run.directory / "checkpoints" / "step_30" / "config.json").exists()
+    assert (run.directory / "checkpoints" / "step_12" / "config.json").exists()
     text = run.text()
     for part in ("reward", "staleness", "lag b0:", "worker-0@1-", "report:"):
         assert part in text
@@ -61,12 +61,12 @@ async def test_a_run_with_its_own_broker_ends_well_and_leaves_a_report(start: St
         assert again.wait() == 0, again.text()[-4000:]
     finally:
         again.end()
-    assert again.text().startswith(f"run {run.directory.name} is already at step 30 of 30: nothing to train; ")
+    assert again.text().startswith(f"run {run.directory.name} is already at step 12 of 12: nothing to train; ")
     assert run.summary() == summary
 
 
 async def test_kills_and_undecodable_bytes_change_nothing_but_speed(start: Start, bootstrap_servers: str) -> None:
-    run = start("--training.max_steps=60", "--ingest.max_undecodable_share=0.1")
+    run = start("--training.max_steps=24", "--ingest.max_undecodable_share=0.1")
     run.wait_until(lambda: run.steps() >= 3, "third step")
     run.kill_child("worker-0")
     run.wait_until(lambda: run.steps() >= 6, "sixth step")
@@ -80,9 +80,9 @@ async def test_kills_and_undecodable_bytes_change_nothing_but_speed(start: Start
     assert run.wait() == 0, run.text()[-4000:]
     assert run.summary()["restarts"] == 2
     accounts = await read_accounts(bootstrap_servers, run.directory.name)
-    assert_every_record_met_one_fate(accounts, groups=60 * 4)
+    assert_every_record_met_one_fate(accounts, groups=24 * 4)
     assert {report.version.lineage for report in accounts.steps} == {1, 2}
-    assert accounts.steps[-1].step == 60
+    assert accounts.steps[-1].step == 24
     assert [record.value for record in accounts.dead_letters] == [b"\xff\xfe garbage", None, b""]
     assert dict(accounts.dead_letters[0].headers)["dlq-error-class"] == b"UnknownSchema"
     undecodable = [place for place, name in accounts.produced.items() if name is None]
@@ -109,7 +109,7 @@ async def test_a_worker_joins_by_hand_and_leaves_and_after_ctrl_c_the_same_comma
     try:
         run.wait_until(lambda: "by-hand@1-" in run.text(), "worker by hand in the display")
         seen = run.steps()
-        run.wait_until(lambda: run.steps() >= seen + 20, "further steps")
+        run.wait_until(lambda: run.steps() >= seen + 8, "further steps")
         async with asyncio.timeout(PATIENCE_S):
             while not (await read_accounts(bootstrap_servers, run.directory.name)).workers["by-hand"]:
                 await asyncio.sleep(0.5)
@@ -119,7 +119,7 @@ async def test_a_worker_joins_by_hand_and_leaves_and_after_ctrl_c_the_same_comma
         by_hand.kill()
         by_hand.wait()
     left = run.steps()
-    run.wait_until(lambda: run.steps() >= left + 10, "steps after the worker by hand left")
+    run.wait_until(lambda: run.steps() >= left + 4, "steps after the worker by hand left")
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130, run.text()[-4000:]
     pids = [run.pid_of(name) for name in ("coordinator", "relay", "trainer", "worker-0", "dispatcher")]

@@ -19,7 +19,7 @@ from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.run import run_seed, simulate
 from tests.simulation.worlds.scenarios import SCENARIOS
 
-BOUNDED = 156
+BOUNDED = 104
 MOST_TRIED = 60
 
 

@@ -111,17 +111,30 @@ async def test_an_expired_batch_takes_no_further_records() -> None:
 
 
 async def test_a_batch_too_old_to_give_a_record_its_whole_deadline_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_AGE_S", 0.01)
+    monkeypatch.setattr(module, "MAX_AGE_S", 0.3)
     wire = Wire(batch_bytes=1 << 20)
     queue = wire.queue()
     queue.append(record(), 100)
     await asyncio.sleep(0)
     queue.append(record(), 100)
-    await asyncio.sleep(0.03)
+    await asyncio.sleep(0.4)
     queue.append(record(), 100)
     wire.gate.set()
     await settle(queue)
     assert wire.sent == [2, 1]
+
+
+async def test_a_process_that_stood_still_gives_an_empty_batch_its_first_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_AGE_S", -1.0)
+    wire = Wire(batch_bytes=1 << 20)
+    queue = wire.queue()
+    futures = [queue.append(record(), 100) for _ in range(2)]
+    wire.gate.set()
+    await settle(queue)
+    assert [future.result().offset for future in futures] == [0, 1]
+    assert wire.sent == [1, 1]
 
 
 async def test_stopping_fails_what_is_not_settled() -> None:

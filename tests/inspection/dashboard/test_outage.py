@@ -36,7 +36,7 @@ async def test_an_outage_is_told_once_with_what_to_do_and_so_is_its_end(
             assert process.stdout is not None
             match = re.search(r"http://\S+/", (await asyncio.wait_for(process.stdout.readline(), 60)).decode())
             assert match is not None
-            async with aiohttp.ClientSession(match[0]) as web, asyncio.timeout(200):
+            async with aiohttp.ClientSession(match[0]) as web, asyncio.timeout(150):
                 while json.loads(await (await web.get("/api/snapshot")).text())["loop"]["step"] < 5:
                     await asyncio.sleep(0.1)
                 cluster.kill_node(0)

@@ -4,9 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+
+from producers.generation.engines import vllm_decoder
 
 PROGRAM = """
 import asyncio, json, os, sys, torch
@@ -35,13 +38,13 @@ asyncio.run(ThreadedEngine(StoppedAtVllm(sys.argv[1], settings), 8).start())
 """
 
 
-def state_at_vllm(model: Path, directory: Path, version: str) -> dict:
-    """The process's state when vLLM would be imported, with a package of that name and version and nothing in it."""
+def state_at_vllm(model: Path, directory: Path) -> dict:
+    """The process's state when vLLM would be imported, with a package of that name and nothing in it."""
     (directory / "vllm").mkdir()
     (directory / "vllm" / "__init__.py").touch()
-    about = directory / f"vllm-{version}.dist-info"
+    about = directory / "vllm-0.32.0.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
     paths = os.pathsep.join([str(directory), str(Path.cwd())])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(model)],
@@ -57,15 +60,25 @@ def state_at_vllm(model: Path, directory: Path, version: str) -> dict:
 
 @pytest.mark.slow
 def test_cuda_is_untouched_and_ranks_are_spawned(model_dir: Path, tmp_path: Path) -> None:
-    state = state_at_vllm(model_dir, tmp_path, "0.32.0")
+    state = state_at_vllm(model_dir, tmp_path)
     assert (state["fork"], state["cuda"]) == ("good", False)
     assert state["environment"]["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert state["environment"]["OMP_NUM_THREADS"] == "3"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in state["environment"]
 
 
-@pytest.mark.slow
-def test_the_build_for_cpus_is_known_by_its_version(model_dir: Path, tmp_path: Path) -> None:
-    state = state_at_vllm(model_dir, tmp_path, "0.32.0+cpu")
-    assert state["fork"] == "good"
-    assert state["environment"]["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+@pytest.mark.parametrize(("found", "binds_nobody"), [("0.32.0+cpu", True), ("0.32.0", False), (None, True)])
+def test_the_build_for_cpus_is_known_by_its_version(
+    found: str | None, binds_nobody: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        assert name == "vllm"
+        if found is None:  # its build for CPUs is installed as vllm-cpu
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(vllm_decoder, "version", version)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    with vllm_decoder.vllm_environment(3):
+        assert (os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind") is binds_nobody
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
