@@ -6,6 +6,7 @@ the display and the summary, and ends when the trainer has taken the last step.
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import structlog
 
@@ -35,7 +37,8 @@ from inspection.report.record import read_record
 from inspection.report.summary import build_summary, summary_lines, write_summary
 from observability.run_state.feed import WHOLE_RUN, RunFeed
 from observability.run_state.state import RunState
-from schemas.errors import BrokerError, BusError, DataLossRefused
+from producers.rewards.runner import RewardRunner
+from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError
 from settings.loading import as_toml
 from settings.run_directory import RunDirectory
 from settings.tree import Settings
@@ -45,6 +48,7 @@ REFRESH_S = 0.5
 """Between two readings of the topics for the display."""
 STOP_POLL_S = 0.2
 """An event loop cannot wait for a thread's event: how often it is looked at."""
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of each process: several thread pools, each as large as the machine, would slow each other down."""
 
@@ -75,10 +79,11 @@ def run_locally(settings: Settings, *, top: bool = False, stop: threading.Event 
     configure_logging()
     directory = RunDirectory(settings.run.path)
     resumed = resumed_step(settings)
-    # Before anything is written: a complete run keeps its files as they are.
+    # Before anything is written: a complete run keeps its files as they are, and a refused one leaves none.
     if is_complete(settings, directory, resumed):
         print(complete_line(settings, resumed))
         return 0
+    _check_task(settings)
     directory.create()
     engine, workers = settings.generation.engine, settings.run.workers
     print(f"run {settings.run.name}: engine {engine}, {workers} workers, in {directory.path}/")
@@ -93,6 +98,31 @@ def run_locally(settings: Settings, *, top: bool = False, stop: threading.Event 
     after = _evaluated(settings, directory.newest_checkpoint(), "after") if trained.finished else None
     _conclude(settings, directory, trained, resumed, before, after)
     return 0 if trained.finished else 130  # 128 + SIGINT, as a shell reports it
+
+
+def _check_task(settings: Settings) -> None:
+    """Refuse within a second what every worker would refuse after the broker and all processes were started.
+
+    Raises:
+        ModelError: the model's path is no name on a hub, and there is no such directory.
+        RewardLoadError: a reward function cannot be loaded.
+    """
+    if settings.generation.engine == "emulated":
+        return
+    path = settings.model.path
+    if not Path(path).is_dir() and not _HUB_NAME.fullmatch(path):
+        raise ModelError(
+            f"expected a model's directory at {path} (model.path), got none; set it to one, or to a hub's name"
+        )
+    asyncio.run(_load_rewards(settings))
+
+
+async def _load_rewards(settings: Settings) -> None:
+    rewards = RewardRunner(settings.rewards)
+    try:
+        await rewards.start()
+    finally:
+        await rewards.close()
 
 
 def _evaluated(settings: Settings, model: object, when: str) -> Evaluation | None:

@@ -53,25 +53,25 @@ def test_an_unreachable_broker_is_named_within_seconds(tmp_path: Path, tiny_mode
     assert time.monotonic() - began < 30
 
 
-def test_a_missing_model_is_named(tmp_path: Path, tiny_model: Path, bootstrap_servers: str) -> None:
+def test_a_missing_model_is_named_and_nothing_is_written(tmp_path: Path, tiny_model: Path) -> None:
     config = config_with(tmp_path, tiny_model, model={"path": str(tmp_path / "no-model")})
-    done = run_cli("run", config, f"--kafka.bootstrap_servers={bootstrap_servers}", "--run.workers=1")
-    assert_one_clear_line(done, "no-model")
+    assert_one_clear_line(run_cli("run", config), "no-model", "model.path")
+    assert not (tmp_path / "bad").exists()
 
 
-def test_a_reward_function_that_cannot_be_imported_is_named(
-    tmp_path: Path, tiny_model: Path, bootstrap_servers: str
+def test_a_reward_function_that_cannot_be_imported_is_named_and_nothing_is_written(
+    tmp_path: Path, tiny_model: Path
 ) -> None:
     config = config_with(tmp_path, tiny_model, rewards={"functions": ["tests.pipeline.letter_reward:no_such"]})
-    done = run_cli("run", config, f"--kafka.bootstrap_servers={bootstrap_servers}", "--run.workers=1")
-    assert_one_clear_line(done, "no_such")
+    assert_one_clear_line(run_cli("run", config), "no_such")
+    assert not (tmp_path / "bad").exists()
 
 
 async def test_a_reward_function_that_fails_ends_the_run_and_every_skip_has_its_reason(
     start: Start, bootstrap_servers: str
 ) -> None:
     run = start(
-        "--ingest.max_consecutive_poison=60",
+        "--ingest.max_consecutive_poison=30",
         "--rewards.timeout_s=0.2",
         "--run.max_restarts=0",
         rewards={"functions": ["tests.pipeline.letter_reward:fails_in_turn"]},

@@ -56,9 +56,10 @@ def test_modes_that_overlap_more_deliver_more() -> None:
     assert rates["one_step_async"] <= 1.05 * rates["trajectory_async"]
 
 
+@pytest.mark.parametrize("siblings", [1, 2])
 @pytest.mark.parametrize(("mode", "bound"), [("synchronous", 0), ("stream", 0), ("one_step_async", 1)])
-def test_no_predicted_token_is_older_than_the_mode_allows(mode: str, bound: int) -> None:
-    assert predict(settings(mode), steps=5).max_staleness <= bound
+def test_no_predicted_token_is_older_than_the_mode_allows(mode: str, bound: int, siblings: int) -> None:
+    assert predict(settings(mode, num_generations=siblings), steps=5).max_staleness <= bound
 
 
 def test_no_predicted_token_is_older_than_max_staleness() -> None:
