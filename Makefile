@@ -31,7 +31,7 @@ demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--
 
 test: .venv/ready .venv-vllm/ready  ## run all tests, on real brokers of their own (JOBS=4 side by side)
 	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
-	.venv-vllm/bin/python -m pytest -m vllm tests/producers/generation/engines
+	.venv-vllm/bin/python -m pytest -m vllm -n 2 --dist loadfile tests/producers/generation/engines
 
 check: .venv/ready  ## lint, formatting, types, the shape of the tree, published figures, and the manual's links
 	.venv/bin/ruff check .
