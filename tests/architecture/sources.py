@@ -1,6 +1,7 @@
 """The project's own source files, parsed once, and the imports between them."""
 
 import ast
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -37,14 +38,21 @@ class Source:
 
 @cache
 def sources() -> tuple[Source, ...]:
-    found = []
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            text = path.read_text()
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found.append(Source(path.relative_to(ROOT), module, ast.parse(text), text))
-    return tuple(found)
+    # Python before 3.11.8 fails where a parse begins within another, as when garbage that is collected in the middle
+    # of it has a traceback printed.
+    gc.disable()
+    try:
+        paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+        return tuple(_parsed(path) for path in paths)
+    finally:
+        gc.enable()
+
+
+def _parsed(path: Path) -> Source:
+    text = path.read_text()
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return Source(path.relative_to(ROOT), module, ast.parse(text), text)
 
 
 def functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
