@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planning.measuring import DecodePoint, PrefillPoint, StepPoint
-from schemas.profiles import TrainingCosts
+from schemas.profiles import DecodeSettings, TrainingCosts
 
 Matrix = NDArray[np.float64]
 SHORTEST_S = 1e-9
@@ -30,27 +30,42 @@ class Fitted:
         return self.fitted_s / self.measured_s - 1 if self.measured_s else 0.0
 
 
-def fit_decode(points: Sequence[DecodePoint]) -> tuple[tuple[tuple[int, float], ...], float, list[Fitted]]:
-    """Table of (batch, seconds), seconds per token of context, and each point beside them.
+def fit_decode(points: Sequence[DecodePoint]) -> tuple[DecodeSettings, list[Fitted]]:
+    """Table of (batch, seconds) and seconds per token of context, and each point beside them.
 
     The table's rises from batch to batch are the coefficients, so that it cannot fall. The shape comes from medians,
     which one hiccup leaves alone; the level from means, because a run has its hiccups and what it takes is a sum.
+    Whether padding counts follows from which of the two ways of counting a context explains the points better.
     """
     batches = sorted({point.batch for point in points})
-    # t(b) = sum of rises up to b, so a point's row has a 1 for each batch up to its own: [points, batches + 1].
-    rows = np.array([[*(float(point.batch >= batch) for batch in batches), float(point.context)] for point in points])
-    found = nonnegative(rows, np.array([point.seconds for point in points]))
+    seconds = np.array([point.seconds for point in points])
+    ways = []
+    for padding_counts in (False, True):
+        # t(b) = sum of rises up to b, so a point's row has a 1 for each batch up to its own: [points, batches + 1].
+        read = [float(point.padded if padding_counts else point.context) for point in points]
+        rows = np.array(
+            [
+                [*(float(point.batch >= batch) for batch in batches), own]
+                for point, own in zip(points, read, strict=True)
+            ]
+        )
+        found = nonnegative(rows, seconds)
+        ways.append((float(((rows @ found / seconds - 1) ** 2).sum()), padding_counts, rows, found))
+    _, padding_counts, rows, found = min(ways, key=lambda way: way[:2])
     # Least squares of relative errors lies below a noisy mean by about its squared coefficient of variation, and a
     # median below it by the hiccups. One factor for all points brings their fitted sum to the sum of their means: of a
     # single one's few steps, the mean would be as uncertain as its worst step.
-    found *= sum(point.mean_s for point in points) / float((rows @ found).sum())
-    seconds = np.maximum(np.cumsum(found[:-1]), SHORTEST_S)
-    table = tuple((batch, float(value)) for batch, value in zip(batches, seconds, strict=True))
-    fitted = [
+    found = found * (sum(point.mean_s for point in points) / float((rows @ found).sum()))
+    levels = np.maximum(np.cumsum(found[:-1]), SHORTEST_S)
+    decode = DecodeSettings(
+        table=tuple((batch, float(value)) for batch, value in zip(batches, levels, strict=True)),
+        context_s_per_token=float(found[-1]),
+        padding_counts=padding_counts,
+    )
+    return decode, [
         Fitted(f"decode step, batch {point.batch}, context {point.context}", point.mean_s, float(value))
         for point, value in zip(points, rows @ found, strict=True)
     ]
-    return table, float(found[-1]), fitted
 
 
 def fit_prefill(points: Sequence[PrefillPoint]) -> tuple[float, float, list[Fitted]]:

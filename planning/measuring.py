@@ -87,11 +87,13 @@ UNEVEN = 1 / 8
 class DecodePoint:
     """A decode step of ``batch`` completions with ``context`` tokens in all their caches, in seconds.
 
+    ``padded``: tokens in the caches if each were as long as the longest.
     ``seconds``: the median of the timed steps; ``mean_s``: their mean, pauses of the process and the machine included.
     """
 
     batch: int
     context: int
+    padded: int
     seconds: float
     mean_s: float
 
@@ -131,7 +133,9 @@ class DecodeMeter:
                 taken = self._timed()
                 # Caches grow by a token a step each; the median step had about the mean of both ends.
                 context_then = (before + _cached(running)) // 2
-                yield DecodePoint(batch, context_then, statistics.median(taken), statistics.fmean(taken))
+                grown = (_cached(running) - before) // 2
+                padded = batch * max(completion.position for completion in running) - grown
+                yield DecodePoint(batch, context_then, padded, statistics.median(taken), statistics.fmean(taken))
                 self.decoder.clear()
 
     def prefills_at(self, lengths: Sequence[int], counts: Sequence[int]) -> Iterator[PrefillPoint]:

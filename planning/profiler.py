@@ -119,14 +119,15 @@ def _measured(settings: Settings, effort: Effort, scratch: Path, progress: Progr
         sizes = batches(settings.generation.max_num_seqs)
         steps = list(meter.steps_at(sizes, contexts(settings, longest, effort)))
         kv_tokens = meter.decoder.kv_tokens  # known while it is loaded
-    table, context_s, decode_fits = fit_decode(steps)
+    curve, decode_fits = fit_decode(steps)
     prefill_s, prefill_s_per_token, prefill_fits = fit_prefill(prefills)
     # Medians: one slow transfer of the three must not count.
     adopt_s = sorted(point.adopt_s for point in transfers)[len(transfers) // 2]
     transfer_s = sorted(point.total_s for point in transfers)[len(transfers) // 2]
     decode = DecodeSettings(
-        table=table,
-        context_s_per_token=context_s,
+        table=curve.table,
+        context_s_per_token=curve.context_s_per_token,
+        padding_counts=curve.padding_counts,
         prefill_s=prefill_s,
         prefill_s_per_token=prefill_s_per_token,
         adopt_s=adopt_s,
@@ -224,8 +225,9 @@ def _summary(profile: DeviceProfile) -> Iterator[str]:
         yield "decode step by batch: " + ", ".join(f"{batch}: {1e3 * value:.2f} ms" for batch, value in decode.table)
     else:
         yield f"decode step: {1e3 * decode.step_s:.2f} ms x (1 + batch / {decode.batch_scale:g})"
+    counted = "token, padding included" if decode.padding_counts else "token"
     yield (
-        f"context {1e9 * decode.context_s_per_token:.2f} ns a token, prefill {1e3 * decode.prefill_s:.2f} ms and "
+        f"context {1e9 * decode.context_s_per_token:.2f} ns a {counted}, prefill {1e3 * decode.prefill_s:.2f} ms and "
         f"{1e6 * decode.prefill_s_per_token:.2f} us a token, adoption {1e3 * decode.adopt_s:.1f} ms"
     )
     yield (

@@ -1,12 +1,14 @@
 """What `streamrl profile` measured on one kind of device, as a file; read by dispatch, plan and emulation.
 
-All times are in seconds. A decode step of b completions whose caches hold C tokens together takes
+All times are in seconds. A decode step of b completions that reads C tokens from their caches takes
 
     t(b) + c * C
 
 and adds b to C, so that k steps in a row, with nobody coming or going, take
 
     k * t(b) + c * (k * C + b * k * (k - 1) / 2).
+
+C is what the caches hold together; of an engine that pads (``padding_counts``), b times what the longest holds.
 """
 
 import math
@@ -40,6 +42,9 @@ class DecodeSettings(Section):
     context_s_per_token: Annotated[
         Seconds, Field(description="Seconds a step takes longer for each token in the batch's key-value cache.")
     ] = 0.0
+    padding_counts: Annotated[
+        bool, Field(description="A step reads each cache as if it were as long as the longest, as engines that pad do.")
+    ] = False
     prefill_s: Annotated[
         Seconds, Field(description="Seconds for which each admitted prompt stalls the whole engine, however short.")
     ] = 0.0
@@ -105,7 +110,7 @@ class DecodeCurve:
         return known
 
     def leg_s(self, steps: int, batch: int, context: int) -> float:
-        """Seconds of so many steps in a row with nobody coming or going; ``context``: tokens in all caches before."""
+        """Seconds of so many steps in a row with nobody coming or going; ``context``: tokens the first one reads."""
         # k * C + b * k * (k - 1) / 2: tokens in the caches, summed over the steps; an integer, so nothing is rounded.
         grown = steps * context + batch * (steps * (steps - 1) // 2)
         return steps * self.batch_s(batch) + self.settings.context_s_per_token * grown

@@ -99,11 +99,9 @@ def _points(meter: DecodeMeter, trace: Trace) -> Iterator[Sequence[PrefillPoint 
 def profiled(measured: Sequence[PrefillPoint | DecodePoint]) -> tuple[DecodeSettings, list[Fitted]]:
     """The curve through the points of all rounds."""
     prefill_s, prefill_s_per_token, _ = fit_prefill([point for point in measured if isinstance(point, PrefillPoint)])
-    table, context_s, fitted = fit_decode([point for point in measured if isinstance(point, DecodePoint)])
-    decode = DecodeSettings(
-        table=table, context_s_per_token=context_s, prefill_s=prefill_s, prefill_s_per_token=prefill_s_per_token
-    )
-    return decode, fitted
+    curve, fitted = fit_decode([point for point in measured if isinstance(point, DecodePoint)])
+    prefill = {"prefill_s": prefill_s, "prefill_s_per_token": prefill_s_per_token}
+    return curve.model_copy(update=prefill), fitted
 
 
 class _RunningBatch:
@@ -168,6 +166,7 @@ def decode_row(decode: DecodeSettings) -> dict[str, Any]:
     """What was measured."""
     return {
         "table_ms": [[size, round(1e3 * seconds, 4)] for size, seconds in decode.table],
+        "padding_counts": decode.padding_counts,
         "context_ns_per_token": round(1e9 * decode.context_s_per_token, 2),
         "prefill_ms": round(1e3 * decode.prefill_s, 3),
         "prefill_us_per_token": round(1e6 * decode.prefill_s_per_token, 2),

@@ -12,41 +12,49 @@ TABLE = ((1, 0.010), (2, 0.0105), (4, 0.012), (8, 0.016), (16, 0.025))
 CONTEXT_S = 3e-7
 
 
-def points(noise: float = 0.0) -> list[DecodePoint]:
+def points(noise: float = 0.0, *, pads: bool = False) -> list[DecodePoint]:
+    """Of an engine that reads what is there, or pads to the longest, which is twice the mean in batches."""
     chance = random.Random(0)
     return [
-        DecodePoint(batch, batch * length, step_s, step_s)
+        DecodePoint(batch, batch * length, padded, step_s, step_s)
         for batch, seconds in TABLE
         for length in (8, 100, 1000, 4000)
-        if (step_s := (seconds + CONTEXT_S * batch * length) * (1 + chance.gauss(0, noise)))
+        if (padded := batch * length * (2 if batch > 1 else 1))
+        and (step_s := (seconds + CONTEXT_S * (padded if pads else batch * length)) * (1 + chance.gauss(0, noise)))
     ]
 
 
-def test_a_measured_curve_is_found_again() -> None:
-    table, context_s, fitted = fit_decode(points())
-    assert [batch for batch, _ in table] == [1, 2, 4, 8, 16]
-    assert [seconds for _, seconds in table] == pytest.approx([seconds for _, seconds in TABLE], rel=1e-6)
-    assert context_s == pytest.approx(CONTEXT_S, rel=1e-6)
+def table_of(decode: DecodeSettings) -> list[float]:
+    return [seconds for _, seconds in decode.table]
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_measured_curve_is_found_again(pads: bool) -> None:
+    decode, fitted = fit_decode(points(pads=pads))
+    assert [batch for batch, _ in decode.table] == [1, 2, 4, 8, 16]
+    assert table_of(decode) == pytest.approx([seconds for _, seconds in TABLE], rel=1e-6)
+    assert decode.context_s_per_token == pytest.approx(CONTEXT_S, rel=1e-6)
+    assert decode.padding_counts is pads
     assert max(abs(one.error) for one in fitted) < 1e-6
 
 
 def test_noise_of_a_measurement_does_not_carry_over_into_the_curve() -> None:
-    table, context_s, _ = fit_decode(points(noise=0.05))
-    assert [seconds for _, seconds in table] == pytest.approx([seconds for _, seconds in TABLE], rel=0.06)
-    assert context_s == pytest.approx(CONTEXT_S, rel=0.15)
+    decode, _ = fit_decode(points(noise=0.05))
+    assert table_of(decode) == pytest.approx([seconds for _, seconds in TABLE], rel=0.06)
+    assert decode.context_s_per_token == pytest.approx(CONTEXT_S, rel=0.15)
 
 
 def test_more_work_never_takes_less_time() -> None:
     falling = [
-        DecodePoint(batch, 0, seconds, seconds) for batch, seconds in ((1, 0.02), (2, 0.01), (4, 0.015), (8, 0.012))
+        DecodePoint(batch, 0, 0, seconds, seconds) for batch, seconds in ((1, 0.02), (2, 0.01), (4, 0.015), (8, 0.012))
     ]
-    table, _, _ = fit_decode(falling)
-    curve = DecodeCurve(DecodeSettings(table=table))
+    curve = DecodeCurve(fit_decode(falling)[0])
     assert [curve.batch_s(batch) for batch in range(1, 9)] == sorted(curve.batch_s(batch) for batch in range(1, 9))
 
 
 def test_a_context_that_seems_to_speed_things_up_counts_as_none() -> None:
-    assert fit_decode([DecodePoint(1, 10, 0.02, 0.02), DecodePoint(1, 1000, 0.01, 0.01)])[1] == 0.0
+    shorter, longer = DecodePoint(1, 10, 10, 0.02, 0.02), DecodePoint(1, 1000, 1000, 0.01, 0.01)
+    assert fit_decode([shorter, longer])[0].context_s_per_token == 0.0
 
 
 def test_pauses_raise_the_curve_and_leave_its_shape() -> None:
@@ -54,15 +62,15 @@ def test_pauses_raise_the_curve_and_leave_its_shape() -> None:
         replace(point, mean_s=point.mean_s * (3.0 if index == 7 else 1.0)) for index, point in enumerate(points())
     ]
     level = sum(point.mean_s for point in paused) / sum(point.seconds for point in paused)
-    table, context_s, _ = fit_decode(paused)
+    decode, _ = fit_decode(paused)
     assert level > 1.05
-    assert [seconds for _, seconds in table] == pytest.approx([level * seconds for _, seconds in TABLE], rel=1e-6)
-    assert context_s == pytest.approx(level * CONTEXT_S, rel=1e-6)
+    assert table_of(decode) == pytest.approx([level * seconds for _, seconds in TABLE], rel=1e-6)
+    assert decode.context_s_per_token == pytest.approx(level * CONTEXT_S, rel=1e-6)
 
 
 def test_noise_of_single_points_does_not_lower_the_whole() -> None:
     noisy = [replace(point, mean_s=point.seconds) for point in points(noise=0.4) if point.seconds > 0]
-    _, _, fitted = fit_decode(noisy)
+    _, fitted = fit_decode(noisy)
     assert sum(one.fitted_s for one in fitted) == pytest.approx(sum(point.seconds for point in noisy))
 
 

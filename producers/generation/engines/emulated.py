@@ -160,7 +160,7 @@ class EmulatedBatch(Generic[V]):
             self._make_room(events)
             wanted = self._steps_to_go()
             # Whole steps only: the one that would end after until is taken at a later call, from the same boundary.
-            taken = min(wanted, self.curve.steps_by(until, self.at, self.running, self.context))
+            taken = min(wanted, self.curve.steps_by(until, self.at, self.running, self._read()))
             self._decode(taken)
             self._hand_over(events)
             if taken < wanted:
@@ -180,7 +180,7 @@ class EmulatedBatch(Generic[V]):
         if news is not None and (news <= self.at or not self.running):
             moments.append(max(news, self.at))
         elif self.running:
-            moments.append(self.at + self.curve.leg_s(self._steps_to_go(), self.running, self.context))
+            moments.append(self.at + self.curve.leg_s(self._steps_to_go(), self.running, self._read()))
         return min(moments, default=None)
 
     def _next_news(self) -> float | None:
@@ -221,12 +221,21 @@ class EmulatedBatch(Generic[V]):
         else:
             self._leave(sequence)
 
-    def _leave(self, sequence: EmulatedSequence) -> None:
+    def _read(self) -> int:
+        """Tokens that the next step reads from the caches, padding included if it counts."""
+        if not self.curve.settings.padding_counts:
+            return self.context
+        return self.running * max(self._held(sequence) for sequence in self._active)
+
+    def _held(self, sequence: EmulatedSequence) -> int:
+        """Tokens in its cache: its prompt, and one for each step since it came in."""
         assert sequence.first_step is not None
+        return sequence.prompt_tokens + self.steps - sequence.first_step
+
+    def _leave(self, sequence: EmulatedSequence) -> None:
         self._active.remove(sequence)
         self.running -= 1
-        # What it holds in the cache: its prompt, and one token for each step since it came in.
-        self.context -= sequence.prompt_tokens + self.steps - sequence.first_step
+        self.context -= self._held(sequence)
 
     def _admit_s(self) -> float:
         stall = 0.0
@@ -288,11 +297,11 @@ class EmulatedBatch(Generic[V]):
         if (kv_tokens := self.curve.settings.kv_tokens) is not None and self.running > 1:
             steps = min(steps, max(1, (kv_tokens - self.context) // self.running))
         if (news := self._next_news()) is not None:
-            steps = min(steps, max(1, self.curve.steps_until(news, self.at, self.running, self.context)))
+            steps = min(steps, max(1, self.curve.steps_until(news, self.at, self.running, self._read())))
         return steps
 
     def _decode(self, steps: int) -> None:
-        self.at += self.curve.leg_s(steps, self.running, self.context)
+        self.at += self.curve.leg_s(steps, self.running, self._read())
         self.steps += steps
         # Each running completion's cache grows by one token a step.
         self.context += self.running * steps

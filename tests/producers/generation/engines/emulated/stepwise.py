@@ -25,8 +25,11 @@ def simulate(curve: DecodeCurve, slots: int, completions: list[Completion], adop
     now, version, adopted = 0.0, 0, dict[int, float]()
     kv, entries, preempted = curve.settings.kv_tokens or math.inf, 0, 0
 
+    def cached(one: Completion) -> int:
+        return one.prompt + len(one.tokens)
+
     def held(runs: list[Completion]) -> int:
-        return sum(one.prompt + len(one.tokens) for one in runs)
+        return sum(map(cached, runs))
 
     while version < len(adoptions) or any(not one.gone for one in completions):
         while True:
@@ -65,7 +68,7 @@ def simulate(curve: DecodeCurve, slots: int, completions: list[Completion], adop
             preempted += 1
             last = running.pop()
             last.started, last.place = False, -preempted
-        context = held(running)
+        context = len(running) * max(map(cached, running)) if curve.settings.padding_counts else held(running)
         now += curve.batch_s(len(running)) + curve.settings.context_s_per_token * context
         for one in running:
             one.tokens.append(version)

@@ -14,6 +14,8 @@ CURVES = [
         table=((1, 0.0084), (4, 0.009), (16, 0.0095)), prefill_s=2e-3, prefill_s_per_token=1e-3, adopt_s=0.05
     ),
     DecodeSettings(context_s_per_token=3e-5, chunk_tokens=7),
+    DecodeSettings(context_s_per_token=3e-5, padding_counts=True, prefill_s_per_token=1e-3),
+    DecodeSettings(context_s_per_token=1e-5, padding_counts=True, kv_tokens=300),
     DecodeSettings(prefill_s_per_token=1e-3, adopt_s=0.05, kv_tokens=300),
     DecodeSettings(prefill_s=1e-3, chunk_tokens=5, kv_tokens=150),
 ]
