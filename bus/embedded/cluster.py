@@ -159,7 +159,12 @@ def start_cluster(
 def plan(
     data_dir: Path, nodes: int, port: int | None, advertised_ports: Sequence[int] | None = None
 ) -> tuple[NodeSpec, ...]:
-    """Folders and ports of the nodes. Raises BrokerError for a port in use or data of another number of nodes."""
+    """Folders and ports of the nodes.
+
+    Raises BrokerError for a port in use, data of another number of nodes, or a folder that Kafka cannot be told of.
+    """
+    if "," in str(data_dir):  # ``log.dirs`` is a list, and knows no way to write a comma
+        raise BrokerError(f"expected a folder without a comma in its path for Kafka's data, got {data_dir}: rename it")
     # With more or fewer nodes there are other voters than those that the folders' metadata logs come from.
     found = len(list(data_dir.glob("node-*")))
     if found not in (0, nodes):

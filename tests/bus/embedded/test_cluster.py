@@ -153,6 +153,12 @@ async def test_three_nodes_replicate_and_survive_the_loss_of_one(tmp_path: Path)
         assert await read(servers, "replicated", 2) == [b"one", b"two"]
 
 
+def test_a_folder_with_a_comma_is_refused_and_not_taken_for_two(tmp_path: Path) -> None:
+    with pytest.raises(BrokerError, match="without a comma"):
+        start_cluster(tmp_path / "one, two")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
