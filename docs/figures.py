@@ -160,7 +160,8 @@ class _Many(list[Any]):
 
 def _followed(found: Any, step: re.Match[str]) -> Any:
     if step["where"]:
-        wanted = [part.partition("=") for part in step["where"].split(",")]
+        # A comma within a value stands before no name and sign.
+        wanted = [part.partition("=") for part in re.split(r",(?=\w+=)", step["where"])]
         return _Many(row for row in found if all(_as_word(row.get(name)) == value for name, _, value in wanted))
     key: Any = step["key"] if step["key"] else int(step["index"])
     return _Many(row[key] for row in found) if isinstance(found, _Many) else found[key]

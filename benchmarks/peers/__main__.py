@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -18,10 +19,10 @@ from benchmarks.peers.contenders import streamrl, trl
 from benchmarks.peers.contenders.plan import Hyperparameters, Plan, Trained
 from benchmarks.peers.judging.judge import HeldOut, Judged, judge
 from benchmarks.peers.judging.report import SHARES, figures, hardware, parts_of_the_ratio, plot, runs, write_readme
-from benchmarks.peers.policy.cache import ensure_policy
-from benchmarks.peers.policy.warm_start import WarmStartRecipe
-from benchmarks.peers.tasks import MAX_COMPLETION_LENGTH, write_mixed
+from benchmarks.peers.task import write_held_out, write_training
 from bus.embedded.jars import KAFKA_VERSION
+from bus.embedded.runtime import cache_root
+from streamrl.demo.warm_start import ensure_warm_started_model
 
 RESULTS = Path(__file__).parents[1] / "results"
 CORES = 2
@@ -29,7 +30,6 @@ CONTENDERS: dict[str, Callable[[Plan], Trained]] = {
     **{f"streamrl {name}": partial(streamrl.train, name) for name in streamrl.TUNED},
     **{f"TRL GRPOTrainer, {name}": partial(trl.train, name) for name in trl.VARIANTS},
 }
-HELD_OUT_SEED = 1 << 30
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -37,12 +37,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = _options(arguments)
     began = time.monotonic()
     trl.ensure_environment()
-    policy = ensure_policy(WarmStartRecipe())
+    policies = [ensure_warm_started_model(cache_root(), seed, print) for seed in range(options.rounds)]
     with tempfile.TemporaryDirectory(prefix="streamrl-peers-") as name:
         folder = Path(options.keep or name)
         folder.mkdir(parents=True, exist_ok=True)
-        _warm_up(options, policy, folder / "warm-up")
-        rounds = [_round(options, policy, folder / f"seed{seed}", seed) for seed in range(options.rounds)]
+        _warm_up(options, policies[0], folder / "warm-up")
+        rounds = [_round(options, policy, folder / f"seed{seed}", seed) for seed, policy in enumerate(policies)]
     result = _written(options, rounds, time.monotonic() - began)
     for row in result["rows"]:
         print(row)
@@ -71,10 +71,15 @@ def _warm_up(options: argparse.Namespace, policy: Path, folder: Path) -> None:
     """One step of each that does not count: the first to start would pay for a disk that was just written to."""
     folder.mkdir(parents=True)
     prompts, same = folder / "prompts.jsonl", Hyperparameters(max_steps=1)
-    write_mixed(prompts, 2 * same.groups_per_step, 0, "train")
+    write_training(prompts, 2 * same.groups_per_step, 0)
     for name in options.contenders:
-        CONTENDERS[name](Plan(policy, prompts, folder / name, 0, _cores(), options.limit_s, 1, same))
+        CONTENDERS[name](Plan(policy, prompts, _place(folder, name), 0, _cores(), options.limit_s, 1, same))
     print("every contender has taken a step that does not count", flush=True)
+
+
+def _place(folder: Path, contender: str) -> Path:
+    """Its own, under a name without blanks and commas: Kafka takes what is behind a comma for another directory."""
+    return folder / re.sub(r"\W+", "-", contender)
 
 
 def _cores() -> tuple[int, ...]:
@@ -86,16 +91,16 @@ def _round(options: argparse.Namespace, policy: Path, folder: Path, seed: int) -
     folder.mkdir(parents=True)
     prompts, held_out = folder / "prompts.jsonl", folder / "held_out.jsonl"
     same = Hyperparameters(max_steps=options.steps)
-    write_mixed(prompts, 2 * same.groups_per_step * same.max_steps, seed, "train")
-    write_mixed(held_out, options.held_out, HELD_OUT_SEED, "held_out")
+    write_training(prompts, 2 * same.groups_per_step * same.max_steps, seed)
+    write_held_out(held_out, options.held_out, seed)
     cores = _cores()
-    examiner = HeldOut(policy, held_out, same.temperature, MAX_COMPLETION_LENGTH, len(cores))
+    examiner = HeldOut(policy, held_out, same.temperature, same.max_completion_length, len(cores))
     judged = []
     names = options.contenders
     for name in names[seed % len(names) :] + names[: seed % len(names)]:
-        plan = Plan(policy, prompts, folder / name, seed, cores, options.limit_s, options.save_every, same)
+        plan = Plan(policy, prompts, _place(folder, name), seed, cores, options.limit_s, options.save_every, same)
         trained = CONTENDERS[name](plan)
-        judged.append(judge(trained, examiner, folder / name))
+        judged.append(judge(trained, examiner, _place(folder, name)))
         last = judged[-1].curve[-1]
         print(
             f"seed {seed}, {trained.contender}: {last.step} steps in {last.seconds:.0f} s, held-out reward "

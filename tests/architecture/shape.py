@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.architecture.sources import PACKAGES, ROOT
+from tests.architecture.sources import PACKAGES, ROOT, parsed
 
 RESULT = ROOT / "benchmarks" / "results" / "shape.json"
 FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pragma|ruff:|mypy:)")
@@ -77,7 +77,7 @@ def modules_of(root: Path) -> list[Module]:
             parts = path.relative_to(root).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             text = path.read_text()
-            found.append(Module(path.relative_to(root), name, text, ast.parse(text)))
+            found.append(Module(path.relative_to(root), name, text, parsed(text)))
     return found
 
 

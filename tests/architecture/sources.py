@@ -38,21 +38,25 @@ class Source:
 
 @cache
 def sources() -> tuple[Source, ...]:
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return tuple(_source(path) for path in paths)
+
+
+def parsed(text: str) -> ast.Module:
     # Python before 3.11.8 fails where a parse begins within another, as when garbage that is collected in the middle
     # of it has a traceback printed.
     gc.disable()
     try:
-        paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-        return tuple(_parsed(path) for path in paths)
+        return ast.parse(text)
     finally:
         gc.enable()
 
 
-def _parsed(path: Path) -> Source:
+def _source(path: Path) -> Source:
     text = path.read_text()
     parts = path.relative_to(ROOT).with_suffix("").parts
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-    return Source(path.relative_to(ROOT), module, ast.parse(text), text)
+    return Source(path.relative_to(ROOT), module, parsed(text), text)
 
 
 def functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -10,7 +10,15 @@ RESULTS = {
     "host": {"cores": 2, "load": None},
     "rows": [
         {"path": "redis", "batched": False, "tokens": 200, "ratio": 5.587, "range": [1, 20000], "share": 0.0129},
-        {"path": "redis", "batched": True, "tokens": 200, "ratio": 1.2, "range": [3, 4], "share": 0.5},
+        {
+            "path": "redis",
+            "name": "ours, pipelined",
+            "batched": True,
+            "tokens": 200,
+            "ratio": 1.2,
+            "range": [3, 4],
+            "share": 0.5,
+        },
     ],
 }
 
@@ -31,6 +39,7 @@ def figures(tmp_path: Path) -> Figures:
         ("made.json.rows[0].share as .1%", "1.3%"),
         ("made.json.rows[0].ratio / made.json.rows[1].ratio as .1f", "4.7"),
         ("made.json.host.cores as d", "2"),
+        ("made.json.rows[name=ours, pipelined,tokens=200].ratio as .1f", "1.2"),
     ],
 )
 def test_a_source_is_what_it_says(figures: Figures, source: str, shown: str) -> None:

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 
+from tests.architecture.sources import parsed
 from tests.mutants.catalogue import MUTANTS, Mutant
 from tests.mutants.runner import ROOT
 
@@ -12,7 +13,7 @@ from tests.mutants.runner import ROOT
 @cache
 def decorators_by_test(file: str) -> dict[str, str]:
     """Source of every test function's decorators, by the function's name."""
-    nodes = ast.parse((ROOT / file).read_text()).body
+    nodes = parsed((ROOT / file).read_text()).body
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {node.name: "\n".join(map(ast.unparse, node.decorator_list)) for node in functions}
 
@@ -21,7 +22,7 @@ def decorators_by_test(file: str) -> dict[str, str]:
 def test_each_mutant_can_be_planted_and_its_tests_exist(mutant: Mutant) -> None:
     source = (ROOT / mutant.file).read_text()
     assert source.count(mutant.old) == 1
-    assert ast.dump(ast.parse(source.replace(mutant.old, mutant.new))) != ast.dump(ast.parse(source))
+    assert ast.dump(parsed(source.replace(mutant.old, mutant.new))) != ast.dump(parsed(source))
     assert mutant.tests
     for node_id in mutant.tests:
         file, _, test = node_id.partition("::")

@@ -62,7 +62,8 @@ async def test_a_run_with_its_own_broker_ends_well_and_leaves_a_report(start: St
     assert "http://" not in report.split("</style>")[0]
     assert (run.directory / "checkpoints" / "step_12" / "config.json").exists()
     text = run.text()
-    for part in ("reward", "staleness", "lag b0:", "worker-0@1-", "report:"):
+    # Which version a worker holds, tests/deploy/local/test_progress.py asks: here it may be shown too early, or gone.
+    for part in ("reward", "staleness", "lag b0:", "workers ", "report:"):
         assert part in text
     assert not is_alive(run.pid_of("worker-0"))
     again = LocalRun.start(run.directory.parent / f"{run.directory.name}.toml", run.directory.name)

@@ -4,26 +4,28 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from streamrl.demo.task import MAX_COMPLETION_TOKENS, MAX_PROMPT_TOKENS
+
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The same for everybody; TRL's names."""
+    """The same for everybody: the demo's, for half of its steps; TRL's names."""
 
     groups_per_step: int = 16
     num_generations: int = 8
-    max_completion_length: int = 232
-    max_prompt_length: int = 64
+    max_completion_length: int = MAX_COMPLETION_TOKENS
+    max_prompt_length: int = MAX_PROMPT_TOKENS
     temperature: float = 1.0
     learning_rate: float = 1e-4
     adam_beta2: float = 0.99
-    warmup_steps: int = 0
+    warmup_steps: int = 5
     max_grad_norm: float = 1.0
     epsilon: float = 0.2
     epsilon_high: float = 0.28
     beta: float = 0.0
     loss_type: str = "dapo"
     scale_rewards: str = "none"
-    max_steps: int = 60
+    max_steps: int = 120
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import tomli_w
 
 from benchmarks.peers.contenders.launching import launch
 from benchmarks.peers.contenders.plan import Plan, Saved, Trained
+from streamrl.demo.task import BUCKET_BOUNDARIES
 
 RUN = "run"
 KEPT = 1_000_000
@@ -67,7 +68,7 @@ def settings(variant: str, plan: Plan, overrides: dict[str, dict[str, Any]]) -> 
         "run": {"name": RUN, "directory": str(plan.output), "seed": plan.seed},
         "model": {"path": str(plan.policy)},
         "data": {"path": str(plan.prompts)},
-        "rewards": {"functions": ["benchmarks.peers.tasks:verified"]},
+        "rewards": {"functions": ["benchmarks.peers.task:verified"]},
         "loop": {
             "mode": variant.partition(",")[0],
             "groups_per_step": same.groups_per_step,
@@ -75,7 +76,7 @@ def settings(variant: str, plan: Plan, overrides: dict[str, dict[str, Any]]) -> 
             "max_prompt_length": same.max_prompt_length,
             "max_completion_length": same.max_completion_length,
             "temperature": same.temperature,
-            "bucket_boundaries": [8, 24, 80],
+            "bucket_boundaries": list(BUCKET_BOUNDARIES),
             "shards": 1,
         },
         "batching": {"token_budget": 4096},

@@ -106,14 +106,14 @@ def train(variant: str, plan: Plan, tuning: dict[str, Any] | None = None) -> Tra
 
 
 def _launcher(processes: int) -> list[str]:
-    """The training module, alone or as accelerate starts it on so many processes."""
+    """The training module, alone or as torchrun starts it on so many processes, which accelerate joins over gloo.
+
+    ``accelerate launch --cpu`` starts a single one where no MPI is installed, whatever number it is given.
+    """
     module = ["-m", "benchmarks.peers.contenders.trl_training"]
     if processes == 1:
         return module
-    # Port 0: any free one.
-    return ["-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1", "--dynamo_backend", "no",
-            "--mixed_precision", "no", "--num_processes", str(processes), "--num_cpu_threads_per_process", "1",
-            "--main_process_port", "0", *module]  # fmt: skip
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *module]
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ def main(plan_file: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOTrainer
 
-    from benchmarks.peers.tasks import read_mixed, verified
+    from benchmarks.peers.task import read_entries, verified
 
     torch.set_num_threads(plan["trl"]["threads"])
     trainer = GRPOTrainer(
@@ -27,9 +27,11 @@ def main(plan_file: str) -> None:
         processing_class=AutoTokenizer.from_pretrained(plan["policy"], padding_side="left"),
         reward_funcs=verified,
         args=_config(plan),
-        train_dataset=Dataset.from_list(read_mixed(Path(plan["prompts"]))),
+        train_dataset=Dataset.from_list(read_entries(Path(plan["prompts"]))),
         callbacks=[_recorder(plan)],
     )
+    if (found := trainer.accelerator.num_processes) != plan["trl"]["processes"]:
+        raise RuntimeError(f"expected {plan['trl']['processes']} processes to train together, got {found}")
     trainer.train()
 
 
@@ -48,6 +50,7 @@ def _config(plan: dict[str, Any]) -> Any:
         seed=plan["seed"],
         use_cpu=True,
         bf16=False,
+        ddp_backend="gloo" if tuned["processes"] > 1 else None,
         gradient_checkpointing=False,
         per_device_train_batch_size=tuned["micro_batch"],
         gradient_accumulation_steps=samples // at_once,

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.tasks import Entry, read_mixed, verified
+from benchmarks.peers.task import Entry, read_entries, verified
 
-BATCH_SIZE = 64
+BATCH_SIZE = 256
 SAMPLING_SEED = 1
 
 
@@ -22,20 +22,20 @@ def held_out_reward(
     import torch
 
     torch.manual_seed(SAMPLING_SEED)
-    order = sorted(range(len(entries)), key=lambda index: len(entries[index]["answer"]))
-    rewards = [0.0] * len(entries)
-    for start in range(0, len(order), BATCH_SIZE):
-        chosen = order[start : start + BATCH_SIZE]
-        batch = [entries[index] for index in chosen]
+    rewards: list[float] = []
+    for start in range(0, len(entries), BATCH_SIZE):
+        batch = entries[start : start + BATCH_SIZE]
         inputs = tokenizer([entry["prompt"] for entry in batch], padding=True, padding_side="left", return_tensors="pt")
-        drawn = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        drawn = (
+            {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            if temperature
+            else {"do_sample": False}
+        )
         output = model.generate(
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=limit, **drawn
         )
         texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        scored = verified(texts, [entry["answer"] for entry in batch], [entry["metadata"] for entry in batch])
-        for index, reward in zip(chosen, scored, strict=True):
-            rewards[index] = reward
+        rewards += verified(texts, [entry["answer"] for entry in batch])
     return rewards
 
 
@@ -48,7 +48,7 @@ def main(task_file: str) -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     task = json.loads(Path(task_file).read_text())
     torch.set_num_threads(1)
-    tokenizer, entries = AutoTokenizer.from_pretrained(task["policy"]), read_mixed(Path(task["prompts"]))
+    tokenizer, entries = AutoTokenizer.from_pretrained(task["policy"]), read_entries(Path(task["prompts"]))
     for weights in task["models"]:
         model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
         with torch.inference_mode():

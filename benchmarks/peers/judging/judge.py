@@ -28,7 +28,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Judged:
-    """A run with its learning curve; ``parts``: the rewards of each part of the task set, in the curve's order."""
+    """A run with its learning curve; ``parts``: the rewards of sums and of products, in the curve's order."""
 
     trained: Trained
     curve: tuple[Point, ...]

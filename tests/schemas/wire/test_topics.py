@@ -6,6 +6,7 @@ import pytest
 from schemas.codec import MESSAGES
 from schemas.control import Control
 from schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, TRAJECTORIES, Topic
+from tests.architecture.sources import parsed
 
 ROOT = Path(__file__).parents[3]
 by_name = pytest.mark.parametrize("topic", CATALOGUE, ids=lambda topic: topic.name)
@@ -81,5 +82,5 @@ def _names(path: Path, constant: str) -> bool:
         isinstance(node, ast.ImportFrom)
         and node.module == "schemas.topics"
         and constant in {alias.name for alias in node.names}
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path.read_text()))
     )
