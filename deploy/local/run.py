@@ -12,10 +12,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
 
@@ -39,7 +40,7 @@ from observability.run_state.feed import WHOLE_RUN, RunFeed
 from observability.run_state.state import RunState
 from producers.rewards.runner import RewardRunner
 from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError
-from settings.loading import as_toml
+from settings.loading import as_toml, secret_variables
 from settings.run_directory import RunDirectory
 from settings.tree import Settings
 
@@ -142,7 +143,10 @@ async def _train(
     port = settings.relay.port or _free_port(settings.relay.host)
     # The children read the resolved file; what is known only now goes on their command lines, which win.
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
-    specs = child_specs(directory, settings.run.workers, overrides, ranker=settings.lengths.refit == "process")
+    # A file and a command line can be read by others; what is secret goes from environment to environment.
+    secrets = secret_variables(settings)
+    ranker = settings.lengths.refit == "process"
+    specs = child_specs(directory, settings.run.workers, overrides, secrets, ranker=ranker)
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
     bus, state = KafkaBus(kafka), RunState(settings.run.name)
     connection = RunConnection(kafka, settings.run.name, settings)
@@ -152,11 +156,11 @@ async def _train(
     began = time.monotonic()
     fleet = None
     if settings.run.max_workers is not None:
-        spec_of = partial(worker_spec, directory, overrides)
+        spec_of = partial(worker_spec, directory, overrides, secrets)
         fleet = Fleet(bus, settings.run.name, supervisor, spec_of, settings.run.workers, settings.run.max_workers)
     progress: Progress = partial(show_progress, state, settings.training.max_steps, supervisor)
     if top:
-        progress = partial(watch, directory, address, progress)
+        progress = partial(watch, directory, address, secrets, progress)
     await _supervise(supervisor, feed, fleet, progress, stop)
     # Taken before the topics are read for the report, which is no time of the run.
     seconds = time.monotonic() - began
@@ -266,31 +270,41 @@ def _conclude(
 
 
 def child_specs(
-    directory: RunDirectory, workers: int, overrides: Sequence[str], *, ranker: bool = False
+    directory: RunDirectory,
+    workers: int,
+    overrides: Sequence[str],
+    secrets: Mapping[str, str] = MappingProxyType({}),
+    *,
+    ranker: bool = False,
 ) -> list[ChildSpec]:
     """Coordinator, relay, trainer, workers, dispatcher, and the ranker if there is one.
 
-    The trainer is the one whose good end ends the run; without the ranker it goes on.
+    The trainer is the one whose good end ends the run; without the ranker it goes on. ``secrets``: variables that give
+    the processes what the resolved file does not.
     """
+    spec = partial(_spec, directory, overrides, secrets)
     return [
-        _spec(directory, overrides, "coordinator", "coordinator"),
-        _spec(directory, overrides, "relay", "relay"),
-        _spec(directory, overrides, "trainer", "trainer", essential=True),
-        *(worker_spec(directory, overrides, number) for number in range(workers)),
-        _spec(directory, overrides, "dispatcher", "dispatcher"),
-        *([_spec(directory, overrides, "ranker", "ranker", optional=True)] if ranker else []),
+        spec("coordinator", "coordinator"),
+        spec("relay", "relay"),
+        spec("trainer", "trainer", essential=True),
+        *(worker_spec(directory, overrides, secrets, number) for number in range(workers)),
+        spec("dispatcher", "dispatcher"),
+        *([spec("ranker", "ranker", optional=True)] if ranker else []),
     ]
 
 
-def worker_spec(directory: RunDirectory, overrides: Sequence[str], number: int) -> ChildSpec:
+def worker_spec(
+    directory: RunDirectory, overrides: Sequence[str], secrets: Mapping[str, str], number: int
+) -> ChildSpec:
     """One generation worker; its id is the name of its process."""
     name = f"worker-{number}"
-    return _spec(directory, overrides, name, "worker", "--id", name)
+    return _spec(directory, overrides, secrets, name, "worker", "--id", name)
 
 
 def _spec(
     directory: RunDirectory,
     overrides: Sequence[str],
+    secrets: Mapping[str, str],
     name: str,
     role: str,
     *arguments: str,
@@ -300,4 +314,4 @@ def _spec(
     # -P: a settings.py in the working directory would be imported instead of our package of that name.
     command = [sys.executable, "-P", "-m", "streamrl.cli.app", role, str(directory.config), *arguments, *overrides]
     log_path = directory.logs / f"{name}.log"
-    return ChildSpec(name, command, log_path, ONE_THREAD, essential=essential, optional=optional)
+    return ChildSpec(name, command, log_path, ONE_THREAD | dict(secrets), essential=essential, optional=optional)

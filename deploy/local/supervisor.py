@@ -14,7 +14,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
@@ -27,6 +27,7 @@ from bus.port import Bus, Outgoing, Publisher, Subscription, message_of
 from schemas.control import FleetTarget, OperatorCommand
 from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
 from schemas.topics import COMMANDS, CONTROL
+from settings.loading import without_settings
 
 TRANSIENT_S = 6.0
 """Least delay after what may be a transient error: a Kafka broker takes some seconds to come back."""
@@ -50,13 +51,14 @@ _BY_EXIT_CODE: dict[int, type[StreamRLError]] = {
 class ChildSpec:
     """What to start: a name unique in the run, the command, extra environment, and where output goes.
 
+    Settings are in the command's file; of our environment's, it gets only what ``environment`` has, such as secrets.
     ``essential``: the run is over when it ends well. ``optional``: the run goes on if it cannot be kept alive.
     """
 
     name: str
     command: Sequence[str]
     log_path: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
     essential: bool = False
     optional: bool = False
 
@@ -80,7 +82,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **spec.environment},
+                env=without_settings(os.environ) | spec.environment,
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # for a supervisor that is killed and can end nobody
             )

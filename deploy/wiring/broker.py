@@ -14,6 +14,7 @@ from typing import Literal
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing
+from inspection.diagnostics.connect import kafka_from_environment
 from schemas.control import OperatorCommand
 from schemas.errors import SettingsError
 from schemas.topics import COMMANDS
@@ -83,7 +84,8 @@ def send_command(bootstrap_servers: str, run: str, action: OperatorAction, reaso
         BrokerError: no broker answers at that address.
     """
     command = OperatorCommand(action=action, worker_id=worker_id, reason=reason, sent_at=time.time())
-    asyncio.run(_publish(KafkaSettings(bootstrap_servers=bootstrap_servers), run, command))
+    kafka = kafka_from_environment().model_copy(update={"bootstrap_servers": bootstrap_servers})
+    asyncio.run(_publish(kafka, run, command))
 
 
 async def _publish(settings: KafkaSettings, run: str, command: OperatorCommand) -> None:

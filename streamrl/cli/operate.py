@@ -89,9 +89,11 @@ def diff(run: TopicsRun, bootstrap_servers: CatalogueServers = None, partitions:
 def _topics(run: str, servers: str | None, partitions: int, *, change: bool) -> bool:
     from bus.kafka.topic_admin import apply_topics, diff_topics
     from deploy.wiring.broker import broker_for
+    from inspection.diagnostics.connect import kafka_from_environment
 
+    kafka = kafka_from_environment()
     with broker_for(servers, print) as address:
-        changes = asyncio.run((apply_topics if change else diff_topics)(address, run, partitions))
+        changes = asyncio.run((apply_topics if change else diff_topics)(address, run, partitions, None, kafka))
     for item in changes:
         print(item)
     if not changes:

@@ -122,7 +122,7 @@ def show(context: typer.Context, json: Annotated[bool, typer.Option("--json", he
     path, overrides = split(context.args)
     from settings.loading import as_toml, load_settings
 
-    settings = load_settings(path, overrides)
+    settings = load_settings(path, overrides, to_look=True)
     # The TOML ends with a line break of its own.
     print(settings.model_dump_json(indent=2) if json else as_toml(settings), end="\n" if json else "")
 
@@ -151,7 +151,7 @@ def explain(
     from settings.loading import load_settings
 
     # Without either there is no configuration whose value could be told, so none is loaded.
-    print("\n".join(lines(key, load_settings(path, overrides) if path or overrides else None)))
+    print("\n".join(lines(key, load_settings(path, overrides, to_look=True) if path or overrides else None)))
 
 
 Top = Annotated[
