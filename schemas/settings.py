@@ -22,7 +22,7 @@ class Section(BaseModel):
     def _unset(cls, values: Any) -> Any:
         """TOML and command lines have no null: the word stands for it where a setting may be unset.
 
-        Any word may be a secret; of those the empty text is unset, as a variable that is passed on though nobody set it.
+        Any word may be a secret; for one, the empty text does: a variable that is passed on though nobody set it.
         """
         if not isinstance(values, dict):
             return values

@@ -245,8 +245,9 @@ def _cause(error: Exception) -> str:
 
 
 async def _find_listener(address: str, settings: KafkaSettings) -> None:
-    """Find one broker that listens, and lets us in, before aiokafka's client tries, which logs every refusal as an error
-    of its own and then tells of none that there was a reason.
+    """Find one broker that listens, and lets us in, before aiokafka's client tries.
+
+    It would log every refusal as an error of its own, and then raise one without the reason.
     """
     try:
         hosts = [(host, port) for host, port, _ in collect_hosts(address)]

@@ -72,7 +72,7 @@ class KafkaSettings(Section):
     ssl_keyfile: Path | None = None
     ssl_key_password: Annotated[
         SecretStr | None,
-        Field(description="Pass phrase of that key. Better given as STREAMRL_KAFKA__SSL_KEY_PASSWORD."),
+        Field(description="Its pass phrase. Better given as STREAMRL_KAFKA__SSL_KEY_PASSWORD."),
     ] = None
 
     @property
