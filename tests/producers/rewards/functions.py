@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,9 @@ def hostile(completions: list[str]) -> list[float]:
             with open(file, "wb") as target:
                 target.truncate(int(size))
         case ["open", number]:
-            for held in [os.dup(0) for _ in range(int(number))]:
-                os.close(held)
+            with ExitStack() as held:
+                for _ in range(int(number)):
+                    held.enter_context(open(os.devnull))
     return [float(len(completions[0]))]
 
 
