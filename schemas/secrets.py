@@ -7,6 +7,7 @@ Invariants:
 
 from collections.abc import Iterable
 from typing import Any, get_args
+from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
@@ -25,6 +26,17 @@ def variable_of(key: Iterable[str]) -> str:
 def is_secret(annotation: Any) -> bool:
     """Whether a setting of this type is a secret."""
     return annotation is SecretStr or SecretStr in get_args(annotation)
+
+
+def without_credentials(url: str | None) -> str | None:
+    """The address itself, if nobody's name or password is in it: it is written and shown as it stands.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if url is not None and "@" in urlsplit(url).netloc:
+        raise ValueError("expected a URL without a user or password, got one with; give them by the environment")
+    return url
 
 
 def revealed(secret: SecretStr | None, *key: str) -> str | None:

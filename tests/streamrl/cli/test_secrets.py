@@ -139,6 +139,16 @@ def test_a_secret_is_taken_literally(text: str, monkeypatch: pytest.MonkeyPatch)
     assert secret_variables(load_settings(Path("task.toml"), [])) == {PASSWORD: text}
 
 
+@pytest.mark.parametrize(
+    "argument",
+    [f"--telemetry.endpoint=https://me:{CANARY}@h:1", f"--training.checkpoint_location=s3://me:{CANARY}@bucket/x"],
+)
+def test_an_address_takes_no_password_since_it_is_shown(argument: str) -> None:
+    with pytest.raises(SettingsError, match="expected a URL without a user or password") as caught:
+        load_settings(Path("task.toml"), [argument])
+    assert CANARY not in f"{caught.value}{caught.value.__cause__}"
+
+
 def test_a_variable_that_is_passed_on_empty_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PASSWORD, "")
     assert load_settings(Path("task.toml"), []).kafka.sasl_plain_password is None
