@@ -88,8 +88,8 @@ def _limit(what: int, most: int | None) -> None:
     if most is None:
         return
     # Both, so that the process cannot raise the one up to the other; a lower one that is there already stays.
-    now = (most if limit == resource.RLIM_INFINITY else min(most, limit) for limit in resource.getrlimit(what))
-    resource.setrlimit(what, tuple(now))
+    soft, hard = (most if limit == resource.RLIM_INFINITY else min(most, limit) for limit in resource.getrlimit(what))
+    resource.setrlimit(what, (soft, hard))
 
 
 def _refusal(limits: RewardConfinement, error: OSError) -> str:

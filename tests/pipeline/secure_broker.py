@@ -31,7 +31,7 @@ class SecureBroker:
 @contextmanager
 def secure_broker(folder: Path, password: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SecureBroker]:
     """Of two lines for a property Kafka takes the later one: its configuration is as ever, with more behind it."""
-    keystore, certificate = _certified(folder)
+    keystore, certificate = certified(folder)
     (port,) = free_ports(1)
     plain = node.server_properties
 
@@ -56,8 +56,8 @@ def secure_broker(folder: Path, password: str, monkeypatch: pytest.MonkeyPatch) 
         yield SecureBroker(f"{HOST}:{port}", certificate)
 
 
-def _certified(folder: Path) -> tuple[Path, Path]:
-    """A key with its certificate for the broker, and the certificate alone for its clients."""
+def certified(folder: Path, pass_phrase: str = "") -> tuple[Path, Path]:
+    """A key with its certificate in one file, for the broker, and the certificate alone, for its clients."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a broker of the tests")])
     now = datetime.datetime.now(datetime.UTC)
@@ -74,7 +74,13 @@ def _certified(folder: Path) -> tuple[Path, Path]:
         .sign(key, hashes.SHA256())
     )
     certificate = made.public_bytes(serialization.Encoding.PEM)
-    formats = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    formats = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, _encryption(pass_phrase))
     (folder / "broker.pem").write_bytes(key.private_bytes(*formats) + certificate)
     (folder / "ca.pem").write_bytes(certificate)
     return folder / "broker.pem", folder / "ca.pem"
+
+
+def _encryption(pass_phrase: str) -> serialization.KeySerializationEncryption:
+    if not pass_phrase:
+        return serialization.NoEncryption()
+    return serialization.BestAvailableEncryption(pass_phrase.encode())
