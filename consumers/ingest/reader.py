@@ -75,6 +75,7 @@ class TrajectoryReader:
         current_version: Callable[[], PolicyVersion],
         start: ReaderSnapshot | None = None,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         start = start or ReaderSnapshot()
         self._bus, self._settings, self._topic = bus, settings, TRAJECTORIES.full_name(run_name)
@@ -89,7 +90,7 @@ class TrajectoryReader:
             start.known_records,
             start.prompt_cursor,
         )
-        self._metrics = IngestMetrics(loop, clock)
+        self._metrics = IngestMetrics(loop, clock, monotonic)
         self._filter = TrajectoryFilter(
             loop,
             settings,

@@ -185,7 +185,17 @@ class Scene:
         """A new dispatcher on the same bus."""
         self.stop = asyncio.Event()
         predictor = self.predictor or ConstantLength(LengthSettings(), self.loop)
-        dispatcher = Dispatcher(self.bus, "r", self.loop, self.settings, self.source, predictor, self.clock, self.seed)
+        dispatcher = Dispatcher(
+            self.bus,
+            "r",
+            self.loop,
+            self.settings,
+            self.source,
+            predictor,
+            self.clock,
+            self.seed,
+            time_of_day=self.clock,
+        )
         self.task = asyncio.create_task(dispatcher.run(self.stop))
         return dispatcher
 
