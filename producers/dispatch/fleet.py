@@ -86,8 +86,8 @@ class LiveWorkers:
     """Who is there, and with which weights. A restarted worker is a new incarnation of its id.
 
     A lease runs on our own clock, from the moment at which a heartbeat arrived that is newer than the one before; what
-    the worker's clock says counts for nothing. Workers that are only recalled have a lease, and get no new orders before
-    they are heard.
+    the worker's clock says counts for nothing. Workers that are only recalled have a lease, and get no new orders
+    before they are heard.
     """
 
     def __init__(self, lease_s: float) -> None:

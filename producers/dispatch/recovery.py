@@ -174,9 +174,7 @@ async def _recent(bus: Bus, topic: str) -> Start:
     return {tp: max(first[tp], ends[tp] - RECENT_HEARTBEATS) for tp in ends}
 
 
-async def _history(
-    bus: Bus, topics: list[str], start: Start, positions: Positions
-) -> AsyncIterator[Message]:
+async def _history(bus: Bus, topics: list[str], start: Start, positions: Positions) -> AsyncIterator[Message]:
     """Every readable record up to the end offsets of now; ``positions`` receives where reading stopped."""
     subscription = await bus.subscribe(topics, client_id=CLIENT_ID, start=start)
     try:

@@ -204,7 +204,7 @@ class DispatchState:
         return self._prompts.of(prompt)
 
     def recall(self, message: Message, now: float) -> None:
-        """Apply a message of heartbeats or control that was there before this process: a heartbeat is no sign of life."""
+        """Apply a message that was there before this process: of such a heartbeat nobody knows how old it is."""
         if isinstance(message, Heartbeat):
             self.fleet.recall(message, now)
         else:

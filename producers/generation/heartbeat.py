@@ -112,5 +112,6 @@ class Heartbeats:
         # Two are kept in any case: a rate needs an interval, also with heartbeats further apart than the window.
         while len(self._rates) > 2 and self._rates[0][0] < now - RATE_WINDOW_S:
             self._rates.popleft()
-        (began, before), elapsed = self._rates[0], now - self._rates[0][0]
+        (began, before) = self._rates[0]
+        elapsed = now - began
         return max(0.0, (self.load.generated_tokens - before) / elapsed) if elapsed > 0 else 0.0

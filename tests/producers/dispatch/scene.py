@@ -38,6 +38,10 @@ def version(number: int, lineage: int = 1) -> PolicyVersion:
     return PolicyVersion(lineage, number)
 
 
+_SEQUENCE = itertools.count()
+"""Of all heartbeats made here: each is newer than those made before."""
+
+
 def heartbeat(
     worker: str = "w0",
     *,
@@ -63,7 +67,7 @@ def heartbeat(
         finished_trajectories=0,
         tokens_per_s=0.0,
         orders=orders,
-        sequence=0,
+        sequence=next(_SEQUENCE),
         sent_at=0.0,
     )
 
@@ -197,6 +201,8 @@ class Scene:
             time_of_day=self.clock,
         )
         self.task = asyncio.create_task(dispatcher.run(self.stop))
+        while not self.task.done() and not hasattr(dispatcher, "_heard_at"):
+            await asyncio.sleep(0)  # until it has rebuilt its state: what it only recalls gets no new orders
         return dispatcher
 
     async def end(self) -> None:
