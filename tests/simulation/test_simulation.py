@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from bus.port import Start
-from consumers.ingest.filters import DedupeWindow
 from consumers.ingest.frontier import PartitionFrontier
-from consumers.ingest.groups import GroupAssembler
+from consumers.ingest.ledger import Ledger
 from consumers.ingest.rejections import RejectionWriter
 from consumers.training.checkpoints.catalogue import Lineage
 from tests.simulation.bus.reading import SimSubscription
@@ -19,7 +18,7 @@ from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.run import run_seed, simulate
 from tests.simulation.worlds.scenarios import SCENARIOS
 
-BOUNDED = 104
+BOUNDED = 105
 MOST_TRIED = 60
 
 
@@ -73,8 +72,8 @@ def rules_broken(scenario: str, wanted: Iterable[str]) -> set[str]:
 
 
 def test_without_dedupe_trajectories_are_found_in_the_model_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DedupeWindow, "accept", lambda self, trajectory_id, place: True)
-    monkeypatch.setattr(GroupAssembler, "is_closed", lambda self, group_id: False)
+    monkeypatch.setattr(Ledger, "has_sample", lambda self, group_id, index: False)
+    monkeypatch.setattr(Ledger, "is_closed", lambda self, group_id: False)
     assert "duplicate effect" in rules_broken("poison", {"duplicate effect"})
 
 
