@@ -111,6 +111,26 @@ async def test_no_clock_that_is_set_keeps_groups_in_flight(
     assert state.ledger.room(version(4, lineages)) == 4
 
 
+async def test_rows_of_an_older_lineage_are_undone_by_the_next() -> None:
+    """Lineage 2 goes on from step 1 and reads the group again; lineage 3 goes on from step 3, before which it ended."""
+    scene = Scene()
+    await scene.step(0)
+    for position in range(3):
+        await _order(scene, position)
+        await scene.finish(order(f"toy/{position}/0"))
+    await scene.step(1)
+    row = skip_record("toy/0/0", 0, SkipReason.ZERO_ADVANTAGE, step=2).replace(lineage=1, sequence=1)
+    await scene.send(SKIPS, row)
+    await scene.step(1, lineage=2)
+    kept = skip_record("toy/1/0", 0, SkipReason.ZERO_ADVANTAGE, step=2).replace(lineage=2, sequence=1)
+    await scene.send(SKIPS, kept)
+    await scene.step(3, lineage=2)
+    await scene.step(3, lineage=3)
+    state, _ = await _rebuilt(scene)
+    flying = [name for name in ("toy/0/0", "toy/1/0", "toy/2/0") if state.ledger.is_in_flight(name)]
+    assert flying == ["toy/0/0", "toy/2/0"]
+
+
 async def test_the_clocks_of_workers_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stamps hours ahead prolong no lease and no patience, stamps hours behind end none."""
     for skew_s in (7200.0, -7200.0):
