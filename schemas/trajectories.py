@@ -101,7 +101,8 @@ class WorkOrder(Message):
     ``sample_indices`` names the samples still wanted (all of them at first, the missing ones after a worker was
     lost); ``partition`` is where every trajectory of the group goes; ``position`` is the prompt cursor's value that
     gave this prompt, so that a restarted dispatcher can go on behind the largest one; ``due_step`` is the earliest
-    optimizer step that may train the group, 0 for any.
+    optimizer step that may train the group, 0 for any; ``incarnation`` is the worker's process that it is for, so that
+    a restarted dispatcher knows which orders went to a process that is no more (none: of an older writer).
     """
 
     SCHEMA: ClassVar[str] = "work-order"
@@ -118,6 +119,7 @@ class WorkOrder(Message):
     partition: Annotated[int, Field(ge=0)]
     attempt: Annotated[int, Field(ge=0)] = 0
     due_step: Annotated[int, Field(ge=0)] = 0
+    incarnation: ShortText | None = None
     admitted_version: PolicyVersion
     created_at: float
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import structlog
-from cachetools import FIFOCache
 
 from bus.port import Record
 from consumers.batching.micro_batches import Group, Sample
@@ -26,18 +25,12 @@ from schemas.trajectories import FinishReason, Trajectory
 
 log = structlog.get_logger()
 
-PartitionOffset = tuple[int, int]
-"""Partition and offset of a record."""
-MIN_REMEMBERED_GROUPS = 1_000
-REMEMBERED_ROUNDS = 8
-"""Groups whose names and ids are remembered: so many times what may be in flight, since a repeat that comes later than
-that is refused as stale; never fewer than a thousand, which cost a few megabytes."""
-
 
 class TrajectoryFilter:
     """The checks in their order: decodes, belongs to its group, no repeat, in time, fresh enough, rewarded.
 
-    ``finished``: ids of a checkpoint, with their places on the topic.
+    Invariant every_repeat_is_found: a sample of an open group is known there, one of a closed group in the ledger,
+    which forgets none; so a repeat is refused however late it comes, and however much was trained in between.
     """
 
     def __init__(
@@ -49,15 +42,10 @@ class TrajectoryFilter:
         current_version: Callable[[], PolicyVersion],
         ledger: Ledger,
         metrics: IngestMetrics,
-        finished: Mapping[str, PartitionOffset],
     ) -> None:
-        groups = max(MIN_REMEMBERED_GROUPS, REMEMBERED_ROUNDS * loop.max_groups_in_flight)
         # The version of this moment, before the lineage's first step, is its origin: it is asked for once.
         self.rule = StalenessRule(loop.staleness_bound, settings.orphan_lineage, current_version())
-        self.dedupe = DedupeWindow(groups * loop.num_generations)
-        self.dedupe.restore(finished)
-        self.assembler = GroupAssembler(groups)
-        self.assembler.restore(finished)
+        self.assembler = GroupAssembler()
         self._weights = reward_weights
         self._current_version = current_version
         self._ledger = ledger
@@ -78,13 +66,13 @@ class TrajectoryFilter:
         self._metrics.observe_trajectory(trajectory)
         ref = RecordRef(trajectory.trajectory_id, record.partition, record.offset)
         # What is no sample of its group is finished at once. Everything from here on is finished with its group.
-        if (objection := self._objection(trajectory, ref)) is not None:
+        if (objection := self._objection(trajectory)) is not None:
             self._ledger.skip(Rejection(ref, *objection), trajectory.group_id)
             return None
         # After the repeats: the second copy of a sample that was accepted is a duplicate, not a latecomer.
-        if self.assembler.is_closed(trajectory.group_id):
+        if self._ledger.is_closed(trajectory.group_id):
             late = Rejection(ref, SkipReason.GROUP_INCOMPLETE, "its group was closed before it came")
-            self._ledger.skip_late(late, trajectory.group_id)
+            self._ledger.skip_late(late, trajectory.group_id, trajectory.sample_index)
             return None
         outcome = self._evaluate(trajectory, ref, len(record.value or b""))
         # A rejected sample still counts towards its group: only so is a group known to be whole.
@@ -125,11 +113,10 @@ class TrajectoryFilter:
         self._undecodable.good()
         return message
 
-    def _objection(self, trajectory: Trajectory, ref: RecordRef) -> tuple[SkipReason, str] | None:
+    def _objection(self, trajectory: Trajectory) -> tuple[SkipReason, str] | None:
         """Why the record is no sample of its group, whatever it contains."""
         objection = self.assembler.objection(trajectory)
-        # Last, since it remembers the id: a record with a false name must not stand in the way of the true one.
-        if objection is None and not self.dedupe.accept(trajectory.trajectory_id, (ref.partition, ref.offset)):
+        if objection is None and self._ledger.has_sample(trajectory.group_id, trajectory.sample_index):
             return SkipReason.DUPLICATE, "this trajectory was accepted before"
         return objection
 
@@ -162,30 +149,6 @@ def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tup
     if not given:
         return 0.0, f"no reward applies, of {sorted(trajectory.rewards)}"
     return sum(weights.get(name, 1.0) * value for name, value in given.items()), None
-
-
-class DedupeWindow:
-    """The last ``capacity`` accepted trajectory ids with their places on the topic, oldest first.
-
-    Exact as long as it holds more ids than can be in flight within the staleness bound: a later repeat of the same
-    tokens is refused as stale.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self.ids: FIFOCache[str, PartitionOffset] = FIFOCache(capacity)
-
-    def accept(self, trajectory_id: str, place: PartitionOffset) -> bool:
-        """Remember an id; false if it was accepted before, from whatever place."""
-        if trajectory_id in self.ids:
-            return False
-        self.ids[trajectory_id] = place
-        return True
-
-    def restore(self, ids: Mapping[str, PartitionOffset]) -> None:
-        """Start from the finished ids of a checkpoint: all of them, though the window may have been larger then."""
-        self.ids = FIFOCache(max(self._capacity, len(ids)))
-        self.ids.update({name: (int(place[0]), int(place[1])) for name, place in ids.items()})
 
 
 @dataclass(frozen=True)

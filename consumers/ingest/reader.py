@@ -19,7 +19,8 @@ import structlog
 
 from bus.port import Bus, Record, Subscription, TopicPartition
 from consumers.batching.micro_batches import Group
-from consumers.ingest.filters import PartitionOffset, TrajectoryFilter
+from consumers.ingest.filters import TrajectoryFilter
+from consumers.ingest.finished_groups import FinishedGroups
 from consumers.ingest.frontier import Frontier
 from consumers.ingest.groups import ClosedGroup, ReadyGroups, Rejection
 from consumers.ingest.ledger import KnownRecord, Ledger
@@ -47,10 +48,10 @@ COMPARE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class ReaderSnapshot:
-    """A reader's part of a checkpoint: finished records, the dedupe window, known records and skip rows."""
+    """A reader's part of a checkpoint: finished records and groups, known records and skip rows."""
 
     frontier: Frontier = field(default_factory=Frontier)
-    dedupe: Mapping[str, PartitionOffset] = field(default_factory=dict)
+    finished_groups: FinishedGroups = field(default_factory=FinishedGroups)
     known_records: Mapping[int, KnownRecord] = field(default_factory=dict)
     tally: SkipTally = field(default_factory=lambda: SkipTally(lineage=0))
     prompt_cursor: int = 0
@@ -75,6 +76,7 @@ class TrajectoryReader:
         current_version: Callable[[], PolicyVersion],
         start: ReaderSnapshot | None = None,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         start = start or ReaderSnapshot()
         self._bus, self._settings, self._topic = bus, settings, TRAJECTORIES.full_name(run_name)
@@ -88,8 +90,9 @@ class TrajectoryReader:
             lambda: current_version().number,
             start.known_records,
             start.prompt_cursor,
+            start.finished_groups.copy(),
         )
-        self._metrics = IngestMetrics(loop, clock)
+        self._metrics = IngestMetrics(loop, clock, monotonic)
         self._filter = TrajectoryFilter(
             loop,
             settings,
@@ -97,7 +100,6 @@ class TrajectoryReader:
             current_version=current_version,
             ledger=self.ledger,
             metrics=self._metrics,
-            finished=start.dedupe,
         )
         self._ready = ReadyGroups(lambda: current_version().number + 1)
         self._arrived = asyncio.Event()
@@ -163,8 +165,8 @@ class TrajectoryReader:
         ledger = self.ledger
         return ReaderSnapshot(
             frontier=ledger.frontier.copy(),
-            # Ids of unfinished records stay out: those records are read again, and must not be taken for repeats.
-            dedupe={name: at for name, at in self._filter.dedupe.ids.items() if ledger.frontier.is_done(*at)},
+            # Of groups that are not finished nothing is in it: their records are read again, and are no repeats then.
+            finished_groups=ledger.finished_groups.copy(),
             known_records=dict(ledger.known_records),
             tally=self._rejections.tally.copy(),
             prompt_cursor=ledger.prompt_cursor,

@@ -6,6 +6,7 @@ The session is opened once and does whatever touches both the policy and the str
 - a_checkpoint_is_announced_after_it_is_written: its report is in it, so that a restart can announce it again.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -173,10 +174,11 @@ class TrainerSession:
             current_version=lambda: self.version,  # asked for each record: it moves with every step
             start=reader_snapshot(manifest, restored.state.reader if restored else {}, lineage.number),
             clock=context.clock,
+            monotonic=context.monotonic,
         )
         self._ancestry = Ancestry(manifest.policy_version, manifest.skips.count) if manifest else Ancestry(None, 0)
         self._checkpointed_step = policy.step  # the one restored; at 0 the initial model serves
-        self._offsets_announced_at = 0.0
+        self._offsets_announced_at = -math.inf
 
     @property
     def is_finished(self) -> bool:
@@ -249,9 +251,8 @@ class TrainerSession:
         await self.announcements.post([record], self.reader.offsets() if self._are_offsets_due() else {})
 
     def _are_offsets_due(self) -> bool:
-        now = self.context.clock()
-        # Below 0 the clock was set back; offsets must not stay away until it has caught up.
-        if 0 <= now - self._offsets_announced_at < OFFSETS_INTERVAL_S and not self.is_finished:
+        now = self.context.monotonic()
+        if now - self._offsets_announced_at < OFFSETS_INTERVAL_S and not self.is_finished:
             return False
         self._offsets_announced_at = now
         return True

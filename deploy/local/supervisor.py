@@ -322,7 +322,7 @@ class Fleet:
     spec_of: Callable[[int], ChildSpec]
     initial: int
     most: int
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
     _present: dict[int, ChildSpec] = field(default_factory=dict)
     _leaving: dict[int, float] = field(default_factory=dict)
     _wanted: int = 0
@@ -394,6 +394,6 @@ class Fleet:
         name = self._present[number].name
         log.info("worker asked to leave", worker=name, wanted=self._wanted)
         command = OperatorCommand(
-            action="drain_worker", worker_id=name, reason="fewer workers are wanted", sent_at=self.clock()
+            action="drain_worker", worker_id=name, reason="fewer workers are wanted", sent_at=time.time()
         )
         await publisher.publish(Outgoing.of(COMMANDS.full_name(self.run_name), command, key=name))

@@ -4,6 +4,7 @@ So what the surviving model contains can be compared with the topic, record by r
 """
 
 import asyncio
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -72,8 +73,8 @@ class SimPolicy:
 
     def checkpoint(
         self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
-    ) -> str:
-        """Write a checkpoint of this moment."""
+    ) -> Any:
+        """Write a checkpoint of this moment; to be awaited, since others get their turn meanwhile."""
         return self.store.write(SavedPieces(tuple(self.contents), json.dumps(reader), report), manifest, lineage)
 
 
@@ -91,7 +92,8 @@ class SimCompute:
             draw = self.chance.random()
             await asyncio.sleep(self.call_s * (30 * draw if draw > 0.98 else draw))
             try:
-                return call(*args, **kwargs)
+                result: Any = call(*args, **kwargs)
+                return await result if inspect.iscoroutine(result) else result
             except Killed:
                 await asyncio.get_running_loop().create_future()
                 raise
