@@ -125,7 +125,7 @@ def _without_broker(where: Path, past: PastRun) -> str:
 
 
 def _connect_to_broker(servers: str | None, run: str) -> RunConnection:
-    kafka = _kafka_from_environment()
+    kafka = kafka_from_environment()
     if address := servers or kafka.bootstrap_servers:
         return RunConnection(_at(kafka, address), run)
     for directory in _newest_first(RUNS):
@@ -140,9 +140,12 @@ def _connect_to_broker(servers: str | None, run: str) -> RunConnection:
     )
 
 
-def _kafka_from_environment() -> KafkaSettings:
-    # No configuration file is at hand: what a broker that is merely named asks for, such as a password, comes from the
-    # environment.
+def kafka_from_environment() -> KafkaSettings:
+    """What the environment says of a broker that is merely named, such as its password: no configuration is at hand.
+
+    Raises:
+        SettingsError: a value is wrong.
+    """
     try:
         return KafkaSettings.model_validate(from_environment().get("kafka", {}))
     except ValidationError as error:
