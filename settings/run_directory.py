@@ -41,8 +41,8 @@ def require_name(settings: "Settings", role: str) -> None:
     """
     if not settings.run.name:
         raise SettingsError(
-            f"expected run.name, got none: a {role} by itself joins a run by its name; name it with --run.name, or give "
-            f"{settings.run.directory}/NAME/{CONFIG}"
+            f"expected run.name, got none: a {role} by itself joins a run by its name; name it with --run.name, or "
+            f"give {settings.run.directory}/NAME/{CONFIG}"
         )
 
 

@@ -153,11 +153,12 @@ async def delete_topics(settings: KafkaSettings, run: str) -> list[str]:
                 for name, code, *_ in response.topic_error_codes:
                     _refuse_error(code, f"deleting {name}")
                 # Answered before every broker has forgotten them; topics made anew meanwhile would be refused.
-                while await topics_of(settings, run):
+                while True:
+                    if not await topics_of(settings, run):
+                        return names
                     await asyncio.sleep(GONE_POLL_S)
     finally:
         await discard(admin)
-    return names
 
 
 async def _admin(settings: KafkaSettings) -> AIOKafkaAdminClient:

@@ -195,7 +195,7 @@ class StalenessRule:
 
     ``origin``: the version with which this trainer started. Older lineages got past its number only after the
     checkpoint that it restored, so weights of theirs with a higher number are in no ancestry of the model.
-    ``orphans_through``: none of the weights of these lineages is, as the run began anew; their samples are never trained.
+    ``orphans_through``: none of the weights of lineages up to this one is, since the run began anew after it.
     """
 
     max_staleness: int

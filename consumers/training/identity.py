@@ -206,6 +206,11 @@ def decide(start: Start) -> RunIdentity:
         IdentityError: the topics are those of another run, or of lineages that are not here.
     """
     here, held, there = start.here, start.held, start.topics.identity
+    if held.newest is not None and held.newest.run != start.run:
+        raise IdentityError(
+            f"expected checkpoints of run {start.run!r} in {held.place}, got those of {held.newest.run!r}; use another "
+            "run directory, or another --training.checkpoint_location"
+        )
     if here is not None and held.run_id is not None and held.run_id != here.run_id:
         # Not even when it adopts: weights of one run would go on under the name of another.
         raise IdentityError(

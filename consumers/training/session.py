@@ -21,8 +21,8 @@ from consumers.ingest.reader import TrajectoryReader
 from consumers.ingest.settings import IngestSettings
 from consumers.training.announcer import Announcements, open_announcer
 from consumers.training.checkpoints.manifest import CheckpointManifest
-from consumers.training.identity import IdentityKeeper, IdentityStore, MemoryIdentity, here
 from consumers.training.failpoints import Failpoint, FailpointHook, no_failpoint
+from consumers.training.identity import IdentityKeeper, IdentityStore, MemoryIdentity, here
 from consumers.training.ports import (
     Checkpoints,
     Compute,
@@ -52,9 +52,10 @@ OFFSETS_INTERVAL_S = 1.0
 class TrainerContext:
     """What a trainer is given: made once, and the same object for all that takes part in training.
 
-    ``run_dir`` gets ``metrics.jsonl``, ``identity`` keeps which run it is of; with ``adopt`` the trainer takes over a run
-    that it finds on the topics and not here; ``servers``: the broker as the user named it. ``failpoint`` is called at
-    each failpoint. ``clock`` tells the time of day, ``monotonic`` what a phase of a step took.
+    ``run_dir`` gets ``metrics.jsonl``, ``identity`` keeps which run that directory is of; with ``adopt`` the trainer
+    takes over a run that it finds on the topics and not here. ``servers``: the broker as the user named it.
+    ``failpoint`` is called at each failpoint. ``clock`` tells the time of day, ``monotonic`` what a phase of a step
+    took.
     """
 
     bus: Bus

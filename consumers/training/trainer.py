@@ -1,8 +1,8 @@
 """The trainer's driver: groups in, weight versions and step reports out. Knows no torch, no threads and no files.
 
-A process begins so (``hold_run``, ``open_session``): make sure that its directory holds the run, fence older trainers in Kafka (by the transactional id), claim the next
-lineage, restore the newest checkpoint, open the policy, export its weights, announce the checkpoint's report again
-and then the lineage's first.
+A process begins so (``hold_run``, ``open_session``): make sure that its directory holds the run, fence older trainers
+in Kafka (by the transactional id), claim the next lineage, restore the newest checkpoint, open the policy, export its
+weights, announce the checkpoint's report again and then the lineage's first.
 
 One optimizer step, in this order:
  1. take a group, oldest first;

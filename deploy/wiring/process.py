@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 JOINING = ("coordinator", "dispatcher", "ranker")
-"""Roles that would fence or lead those of another run of the same name. A worker learns from the control topic, which it
-follows, whose run it is, a relay takes no part, and the trainer holds the run."""
+"""Roles that would fence or lead those of another run of the same name. A worker learns whose run it is from the
+control topic, which it follows; a relay takes no part, and the trainer holds the run."""
 EXIT_CODE = 70
 """Of a process that its watchdog ended: EX_SOFTWARE of sysexits.h."""
 

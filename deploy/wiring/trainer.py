@@ -11,7 +11,7 @@ from settings.tree import Settings
 
 
 def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
-    """The trainer of the run's directory; it goes on from the newest checkpoint there, if the directory holds the run."""
+    """The trainer of the run's directory; it goes on from the newest checkpoint if that directory holds the run."""
     location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
     place = open_storage(location, settings.run.path / "cache")
     checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)

@@ -5,7 +5,6 @@ stay true when those change.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
