@@ -94,7 +94,12 @@ class RunIdentity(Message):
 
     def is_held_like(self, other: "RunIdentity") -> bool:
         """Whether both are of the same run in the same hands."""
-        return (self.run_id, self.adoptions) == (other.run_id, other.adoptions)
+        mine, theirs = ((one.run_id, one.adoptions, one.holder, one.since) for one in (self, other))
+        return mine == theirs
+
+    def succeeds(self, other: "RunIdentity") -> bool:
+        """Whether this is the next one to hold the same run."""
+        return (self.run_id, self.adoptions) == (other.run_id, other.adoptions + 1)
 
 
 IDENTITY_KEY = "identity"

@@ -16,7 +16,7 @@ import shlex
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,8 +58,11 @@ class IdentityStore(Protocol):
         """What it says, if anything."""
         ...
 
-    def save(self, identity: RunIdentity | None) -> None:
-        """Keep this; None: nothing any more."""
+    def swap(self, before: RunIdentity | None, after: RunIdentity | None) -> bool:
+        """Keep ``after`` (None: nothing any more) if ``before`` is what is kept; false if it is not.
+
+        Of two that find nothing at the same time, one is told true.
+        """
         ...
 
 
@@ -73,9 +76,12 @@ class MemoryIdentity:
         """See ``IdentityStore``."""
         return self.identity
 
-    def save(self, identity: RunIdentity | None) -> None:
+    def swap(self, before: RunIdentity | None, after: RunIdentity | None) -> bool:
         """See ``IdentityStore``."""
-        self.identity = identity
+        if self.identity != before:
+            return False
+        self.identity = after
+        return True
 
 
 @dataclass(frozen=True)
@@ -112,27 +118,43 @@ class IdentityFile:
                 "start once with --adopt"
             ) from error
 
-    def save(self, identity: RunIdentity | None) -> None:
-        """See ``IdentityStore``; whole or not at all, and durable.
+    def swap(self, before: RunIdentity | None, after: RunIdentity | None) -> bool:
+        """See ``IdentityStore``; the file is whole or not there, and durable.
 
         Raises:
             UserError: it cannot be written.
         """
+        if self.load() != before:
+            return False
         try:
-            if identity is None:
+            if after is None:
                 self.path.unlink(missing_ok=True)
-                return
+                return True
             self.directory.mkdir(parents=True, exist_ok=True)
-            temporary = self.path.with_suffix(".json.new")
-            with temporary.open("wb") as file:
-                file.write(identity.model_dump_json(indent=1).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
+            return self._put(after, only_if_new=before is None)
         except OSError as error:
             raise UserError(
                 f"expected a writable directory for the run, got {self.directory}: {error.strerror}"
             ) from error
+
+    def _put(self, identity: RunIdentity, *, only_if_new: bool) -> bool:
+        # A name of its own, so that two who write at the same time do not write one file.
+        temporary = self.directory / f".{IDENTITY_FILE}.{uuid.uuid4().hex}"
+        try:
+            with temporary.open("xb") as file:
+                file.write(identity.model_dump_json(indent=1).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            if not only_if_new:
+                temporary.replace(self.path)
+                return True
+            # A link is refused where the name is taken; a rename would take it over.
+            self.path.hardlink_to(temporary)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
 
 
 @dataclass(frozen=True)
@@ -222,10 +244,15 @@ def decide(start: Start) -> RunIdentity:
     known = max(held.lineage, here.lineages_before if here is not None else 0)
     is_behind = start.topics.lineage > known
     moves_in = here is None and there is not None and own == there.run_id
-    is_ours = there is None or moves_in or (here is not None and here.is_held_like(there))
+    holds = here is not None and there is not None and here.is_held_like(there)
+    # A start that was taking the run over died between the directory and the topic.
+    takes_over = here is not None and there is not None and here.succeeds(there)
+    is_ours = there is None or moves_in or holds or takes_over
     if is_ours and not is_behind:
         if there is None:
             return here or start.fresh.replace(run_id=own or start.fresh.run_id)
+        if takes_over and here is not None:
+            return here
         # The checkpoints of it in a directory without an identity, as on another machine that shares their storage.
         return _taken_over(there, start) if moves_in else there
     if not start.adopt:
@@ -285,6 +312,10 @@ def _refusal(start: Start, *, is_lost: bool) -> str:
     )
 
 
+LookUp = Callable[[], Awaitable["HeldCheckpoints"]]
+"""Looks at the place of the checkpoints, as it is at that moment."""
+
+
 @dataclass
 class IdentityKeeper:
     """One directory's hold on the name of a run; ``identity``: what it holds. ``servers``: the broker as the user named
@@ -301,7 +332,7 @@ class IdentityKeeper:
     holder: str = field(default_factory=lambda: here(Path.cwd()))
     identity: RunIdentity | None = field(default=None, init=False)
 
-    async def look(self, held: "HeldCheckpoints") -> RunIdentity:
+    async def look(self, held: LookUp) -> RunIdentity:
         """What ``hold`` would come to, without writing anything.
 
         Raises:
@@ -311,30 +342,30 @@ class IdentityKeeper:
         start = await self._start(held)
         return decide(start)
 
-    async def hold(self, held: "HeldCheckpoints") -> RunIdentity:
+    async def hold(self, held: LookUp) -> RunIdentity:
         """Make sure that this directory holds the name, taking it where that is free or told; the identity.
 
         Raises:
             IdentityError: see ``decide``; directory and topics are as they were.
             BusError: no broker answers, or it does not take the identity.
         """
-        before = self.store.load()
+        kept = None
         for attempt in range(1, ATTEMPTS + 1):
             start = await self._start(held)
             try:
                 wanted = decide(start)
             except IdentityError:
                 # Another directory was quicker: what was kept for the attempt goes again.
-                if self.store.load() != before:
-                    self.store.save(before)
+                if kept is not None and start.topics.identity != kept[1]:
+                    self.store.swap(kept[1], kept[0])
                 raise
             # In the directory first: a start that dies in between finds its own name, and not that of a stranger.
-            if self.store.load() != wanted:
-                self.store.save(wanted)
-            if wanted == start.topics.identity or await self._claim(wanted, start.topics.identity):
-                log.info("run held", run_id=wanted.run_id, adoptions=wanted.adoptions, holder=wanted.holder)
-                self.identity = wanted
-                return wanted
+            if wanted == start.here or self.store.swap(start.here, wanted):
+                kept = kept if wanted == start.here else (start.here, wanted)
+                if wanted == start.topics.identity or await self._claim(wanted, start.topics.identity):
+                    log.info("run held", run_id=wanted.run_id, adoptions=wanted.adoptions, holder=wanted.holder)
+                    self.identity = wanted
+                    return wanted
             slower = xxhash.xxh32_intdigest(self.holder.encode()) % 8 / 8
             await asyncio.sleep(PAUSE_S * attempt * (1 + slower))
         raise DeliveryUnknown(
@@ -362,10 +393,13 @@ class IdentityKeeper:
                 "superseded, another trainer has taken over this run; let it go on"
             )
 
-    async def _start(self, held: "HeldCheckpoints") -> Start:
+    async def _start(self, held: LookUp) -> Start:
         fresh = RunIdentity(run_id=str(uuid.uuid4()), holder=self.holder, since=self.clock())
+        # In this order: a lineage is claimed here before the topics hear of it, so whatever another process of this
+        # directory does meanwhile, nothing is missed here that was seen there.
         topics = await read_topics(self.bus, self.run)
-        return Start(self.run, self.store.load(), held, topics, fresh, self.adopt, self.servers, self.directory)
+        checkpoints = await held()
+        return Start(self.run, self.store.load(), checkpoints, topics, fresh, self.adopt, self.servers, self.directory)
 
     async def _claim(self, wanted: RunIdentity, before: RunIdentity | None) -> bool:
         """Put it on the topic if that still says ``before``; false if it is to be looked at again."""

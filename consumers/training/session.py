@@ -120,7 +120,7 @@ async def hold_run(context: TrainerContext, compute: Compute) -> IdentityKeeper:
         clock=context.clock,
         holder=here(context.run_dir or Path.cwd()),
     )
-    await keeper.hold(await compute(context.checkpoints.held))
+    await keeper.hold(lambda: compute(context.checkpoints.held))
     context.failpoint(Failpoint.IDENTITY_HELD)
     return keeper
 

@@ -22,7 +22,7 @@ import structlog
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.topic_admin import apply_topics
-from consumers.training.checkpoints.catalogue import held_in
+from consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
 from consumers.training.identity import IdentityFile, IdentityKeeper, here
 from deploy.local.evaluation import Evaluation, evaluate
 from deploy.local.resuming import complete_line, is_complete, resumed_step, resuming_line, storage_of
@@ -124,7 +124,11 @@ async def _hold(settings: Settings, address: str, *, adopt: bool) -> None:
         BrokerError: no broker answers.
     """
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
-    held = held_in(storage_of(settings))
+    storage = storage_of(settings)
+
+    async def held() -> HeldCheckpoints:
+        return await asyncio.to_thread(held_in, storage)
+
     keeper = IdentityKeeper(
         KafkaBus(kafka),
         settings.run.name,

@@ -28,7 +28,7 @@ def _start(name: str, point: str) -> CrashPoint:
 
 BEGINNING = (
     CrashPoint("first life: identity held", "identity_held"),
-    *_around("the identity gets its place", "consumers.training.identity:IdentityFile.save", 1),
+    *_around("the identity gets its place", "consumers.training.identity:IdentityFile.swap", 1),
     CrashPoint("first life: older trainers fenced", "fenced"),
     CrashPoint("first life: lineage claimed", "lineage_claimed"),
     CrashPoint("first life: start announced", "start_announced"),
