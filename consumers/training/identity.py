@@ -296,13 +296,20 @@ def _refusal(start: Start, *, is_lost: bool) -> str:
         )
     else:
         assert there is not None, "without an identity on the topics a start can only lack their lineages"
-        ours = f"run {start.here.run_id}" if start.here is not None else "no run"
-        taken = start.here is not None and start.here.run_id == there.run_id
-        how = "was taken over by" if taken else "is held by"
-        told = (
-            f"expected the topics of {start.run}{at} to be those of {start.fresh.holder}, which has {ours}, found run "
-            f"{there.run_id}{seen}, which {how} {there.holder or 'a directory that is not named'}"
-        )
+        mine = start.fresh.holder
+        if start.here is None and there.holder == mine:
+            told = (
+                f"expected run {there.run_id} in {mine}, as the topics of {start.run}{at} say{seen}, found nothing of it "
+                "there: the directory was lost or emptied"
+            )
+        else:
+            ours = f"run {start.here.run_id}" if start.here is not None else "no run"
+            taken = start.here is not None and start.here.run_id == there.run_id
+            how = "was taken over by" if taken else "is held by"
+            told = (
+                f"expected the topics of {start.run}{at} to be those of {mine}, which has {ours}, found run "
+                f"{there.run_id}{seen}, which {how} {there.holder or 'a directory that is not named'}"
+            )
     if held.newest is not None and (held.run_id is None or there is None or held.run_id == there.run_id):
         adopting = f"goes on here from step {held.newest.step}"
     else:

@@ -272,6 +272,7 @@ def test_where_all_agree_or_it_is_told_to_the_run_goes_on(start: Start, run_id: 
     ("start", "said"),
     [
         (replace(START, topics=HeldTopics(THEIRS, 0)), "held by h:/theirs"),
+        (replace(START, topics=HeldTopics(THEIRS.replace(holder="h:/here"), 2)), "the directory was lost or emptied"),
         (replace(START, topics=HeldTopics(None, 2)), "found none, while its topics hold a run up to lineage 2"),
         (replace(START, here=MINE, topics=HeldTopics(THEIRS, 2)), "which has run mine, found run theirs"),
         (replace(START, here=MINE, topics=HeldTopics(MINE.replace(adoptions=1, holder="x:/y"))), "taken over by x:/y"),
