@@ -299,8 +299,8 @@ def _refusal(start: Start, *, is_lost: bool) -> str:
         mine = start.fresh.holder
         if start.here is None and there.holder == mine:
             told = (
-                f"expected run {there.run_id} in {mine}, as the topics of {start.run}{at} say{seen}, found nothing of it "
-                "there: the directory was lost or emptied"
+                f"expected run {there.run_id} in {mine}, as the topics of {start.run}{at} say{seen}, found nothing of "
+                "it there: the directory was lost or emptied"
             )
         else:
             ours = f"run {start.here.run_id}" if start.here is not None else "no run"
