@@ -172,7 +172,7 @@ def _emulated(settings: Settings, scratch: Path, chunk_tokens: int) -> Settings:
     patience = {} if chunk_tokens else {"order_timeout_s": LONGEST_S}
     return settings.model_copy(
         update={
-            "run": changed("run", directory=scratch),
+            "run": changed("run", directory=scratch, name=settings.run.name or "plan"),
             "algorithm": changed("algorithm", dynamic_sampling=False),
             "generation": changed("generation", engine="emulated", stream_tokens=False),
             "training": changed("training", backend="emulated"),

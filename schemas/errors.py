@@ -6,6 +6,7 @@ StreamRLError
 │   ├── BrokerError        no broker, or one that does not answer
 │   ├── ModelError         a model or tokenizer that cannot be loaded
 │   ├── DataError          a data set or prompt file
+│   ├── IdentityError      the topics of the run's name belong to another run, or to a life that this directory lost
 │   ├── BadInput           so many bad records or rewards that what writes them must be mended
 │   └── RewardLoadError    a reward function that cannot be imported
 ├── WireError              bytes that are not one of our messages; they go to dead-letters
@@ -54,6 +55,10 @@ class ModelError(UserError):
 
 class DataError(UserError):
     """A data set or prompt file that cannot be read."""
+
+
+class IdentityError(UserError):
+    """The topics of the run's name belong to another run, or to a life of it that its directory does not have."""
 
 
 class BadInput(UserError):

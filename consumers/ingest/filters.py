@@ -42,9 +42,10 @@ class TrajectoryFilter:
         current_version: Callable[[], PolicyVersion],
         ledger: Ledger,
         metrics: IngestMetrics,
+        orphans_through: int = 0,
     ) -> None:
         # The version of this moment, before the lineage's first step, is its origin: it is asked for once.
-        self.rule = StalenessRule(loop.staleness_bound, settings.orphan_lineage, current_version())
+        self.rule = StalenessRule(loop.staleness_bound, settings.orphan_lineage, current_version(), orphans_through)
         self.assembler = GroupAssembler()
         self._weights = reward_weights
         self._current_version = current_version
@@ -157,20 +158,34 @@ class StalenessRule:
 
     ``origin``: the version with which this trainer started. Older lineages got past its number only after the
     checkpoint that it restored, so weights of theirs with a higher number are in no ancestry of the model.
+    ``orphans_through``: none of the weights of lineages up to this one is, since the run began anew after it.
     """
 
     max_staleness: int
     orphan_lineage: Literal["train", "skip"]
     origin: PolicyVersion
+    orphans_through: int = 0
 
     def violation(self, trajectory: Trajectory, current: PolicyVersion) -> tuple[SkipReason, str] | None:
         """Why the trajectory must be skipped, or none if it may be trained."""
+        if self.orphans_through and self.is_of_an_earlier_life(trajectory):
+            return (
+                SkipReason.ORPHAN_LINEAGE,
+                f"sampled by {trajectory.newest_version}, the run began anew after lineage {self.orphans_through}",
+            )
         age = staleness(trajectory, current)
         if age > self.max_staleness:
             return SkipReason.STALE, f"expected at most {self.max_staleness} steps of staleness, got {age}"
         if self.orphan_lineage == "skip" and self.is_orphan(trajectory):
             return SkipReason.ORPHAN_LINEAGE, f"sampled by {trajectory.newest_version}, trainer is at {current}"
         return None
+
+    def is_of_an_earlier_life(self, trajectory: Trajectory) -> bool:
+        """Whether weights from before the run began anew sampled some of its tokens, or had it in hand."""
+        spans = trajectory.version_spans
+        # A completion without tokens is as old as the weights that it was admitted with.
+        oldest = min((span.version.lineage for span in spans), default=trajectory.admitted_version.lineage)
+        return oldest <= self.orphans_through
 
     def is_orphan(self, trajectory: Trajectory) -> bool:
         """Whether weights that were lost in a crash sampled some of its tokens."""

@@ -62,6 +62,7 @@ class TrajectoryReader:
 
     ``current_version`` is asked for each trajectory; its first answer is where this lineage starts. Each sample of a
     group that was handed out is to be finished once, by ``ledger.mark_trained`` or ``ledger.mark_skipped``.
+    ``orphans_through``: what lineages up to this one sampled is skipped.
     """
 
     def __init__(
@@ -75,9 +76,12 @@ class TrajectoryReader:
         algorithm: str,
         current_version: Callable[[], PolicyVersion],
         start: ReaderSnapshot | None = None,
+        orphans_through: int = 0,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        # Where nothing of an earlier life is trained, what expired of it is no loss.
+        self._begins_anew = bool(orphans_through) and (start is None or not start.frontier.partitions)
         start = start or ReaderSnapshot()
         self._bus, self._settings, self._topic = bus, settings, TRAJECTORIES.full_name(run_name)
         self._opening = TopicOpening(
@@ -100,6 +104,7 @@ class TrajectoryReader:
             current_version=current_version,
             ledger=self.ledger,
             metrics=self._metrics,
+            orphans_through=orphans_through,
         )
         self._ready = ReadyGroups(lambda: current_version().number + 1)
         self._arrived = asyncio.Event()
@@ -208,6 +213,8 @@ class TrajectoryReader:
             log.warning("offsets not committed; only lag displays are affected", error=str(error))
 
     async def _open(self) -> None:
+        if self._begins_anew:
+            await self._opening.begin_with_what_is_held(self.ledger)
         # The check comes first: on another topic the same offsets are other records, of which no row may be written.
         await self._opening.check(self.ledger)
         await self._rejections.open(self._bus, self._opening.client_id)
@@ -335,6 +342,15 @@ class TopicOpening:
                 log.error("records were deleted before they were trained", partition=partition, first=first, end=end)
                 ledger.record_loss(partition, first, end)
         raise AssertionError("unreachable: the last attempt raises or returns")
+
+    async def begin_with_what_is_held(self, ledger: Ledger) -> None:
+        """Let the frontier begin at the oldest records that there are.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+        begins, _ = await self._extents()
+        ledger.frontier.begin_at({tp.partition: first for tp, first in begins.items()})
 
     async def check(self, ledger: Ledger) -> None:
         """Make sure that the topic is the one the checkpoint was taken of.

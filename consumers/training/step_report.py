@@ -93,9 +93,9 @@ class Ancestry:
 
 
 def first_report(
-    algorithm: str, weights: PublishedWeights, ancestry: Ancestry, prompt_cursor: int, now: float
+    algorithm: str, weights: PublishedWeights, ancestry: Ancestry, prompt_cursor: int, run_id: str, now: float
 ) -> StepReport:
-    """That a lineage exists, and what it went on from."""
+    """That a lineage exists, of which run it is, and what it went on from."""
     return StepReport(
         algorithm=algorithm,
         step=weights.version.number,
@@ -109,6 +109,7 @@ def first_report(
         parent_skips=ancestry.parent_skips,
         prompt_cursor=prompt_cursor,
         finished=weights.is_last,
+        run_id=run_id,
         sent_at=now,
     )
 

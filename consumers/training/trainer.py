@@ -1,8 +1,8 @@
 """The trainer's driver: groups in, weight versions and step reports out. Knows no torch, no threads and no files.
 
-A process begins so (``open_session``): fence older trainers in Kafka (by the transactional id), claim the next
-lineage, restore the newest checkpoint, open the policy, export its weights, announce the checkpoint's report again
-and then the lineage's first.
+A process begins so (``hold_run``, ``open_session``): make sure that its directory holds the run, fence older trainers
+in Kafka (by the transactional id), claim the next lineage, restore the newest checkpoint, open the policy, export its
+weights, announce the checkpoint's report again and then the lineage's first.
 
 One optimizer step, in this order:
  1. take a group, oldest first;
@@ -35,7 +35,7 @@ from consumers.batching.micro_batches import Group, MicroBatch
 from consumers.training.failpoints import Failpoint
 from consumers.training.metrics import PhaseSpan, StepTimer, append_metrics, finite
 from consumers.training.ports import StepOutcome
-from consumers.training.session import TrainerContext, TrainerSession, open_announcements, open_session
+from consumers.training.session import TrainerContext, TrainerSession, hold_run, open_announcements, open_session
 from consumers.training.step_report import GatheredStep, refused_step, step_report
 from schemas.errors import StreamRLError
 from schemas.reports import SkipReason
@@ -53,16 +53,18 @@ class Trainer(TrainerContext):
         """Train until the last step or until stopped.
 
         Consumes: trajectories, through the reader.
-        Produces: steps, skips and dead letters; weight versions, checkpoints, ``metrics.jsonl``.
+        Produces: steps, skips and dead letters; the run's identity on control; weight versions, checkpoints,
+            ``metrics.jsonl``.
         Waits for: groups of samples.
         On failure: raises; a restart goes on from the newest checkpoint under the next lineage.
         On stop: finishes the step if its batch is complete, drops its gradient otherwise, writes a checkpoint.
         """
         compute = self.open_compute()
         try:
+            keeper = await hold_run(self, compute)
             announcements = await open_announcements(self)
             try:
-                session = await open_session(self, compute, announcements)
+                session = await open_session(self, compute, announcements, keeper)
                 await self._read_and_train(session, stop)
             finally:
                 await announcements.close()

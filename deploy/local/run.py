@@ -7,6 +7,7 @@ the display and the summary, and ends when the trainer has taken the last step.
 import asyncio
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -22,8 +23,10 @@ import structlog
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.topic_admin import apply_topics
+from consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
+from consumers.training.identity import IdentityFile, IdentityKeeper, here
 from deploy.local.evaluation import Evaluation, evaluate
-from deploy.local.resuming import complete_line, is_complete, resumed_step, resuming_line
+from deploy.local.resuming import complete_line, is_complete, resumed_step, resuming_line, storage_of
 from deploy.local.supervisor import ChildSpec, Fleet, Supervisor
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
@@ -41,7 +44,7 @@ from observability.run_state.state import RunState
 from producers.rewards.runner import RewardRunner
 from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError
 from settings.loading import as_toml, secret_variables
-from settings.run_directory import RunDirectory
+from settings.run_directory import RunDirectory, named
 from settings.tree import Settings
 
 CLIENT_ID = "streamrl-run"
@@ -67,17 +70,21 @@ class TrainingOutcome:
     finished: bool
 
 
-def run_locally(settings: Settings, *, top: bool = False, stop: threading.Event | None = None) -> int:
+def run_locally(
+    settings: Settings, *, top: bool = False, stop: threading.Event | None = None, adopt: bool = False
+) -> int:
     """Train; the exit code is 0 if the last step was reached, 130 if the run was stopped. ``top``: with the live view.
 
     ``stop`` ends the run from another thread; without it SIGINT and SIGTERM do, which Python delivers to the main
-    thread alone. A complete run is left as it is.
+    thread alone. ``adopt`` takes over a run that is on the topics and not in the directory. A complete run is left as
+    it is, and a start that is refused writes nothing.
 
     Raises:
         UserError: something the user can correct, before or during the run.
         StreamRLError: a process could not be kept alive.
     """
     configure_logging()
+    settings = named(settings)
     directory = RunDirectory(settings.run.path)
     resumed = resumed_step(settings)
     # Before anything is written: a complete run keeps its files as they are, and a refused one leaves none.
@@ -85,20 +92,59 @@ def run_locally(settings: Settings, *, top: bool = False, stop: threading.Event 
         print(complete_line(settings, resumed))
         return 0
     _check_task(settings)
-    directory.create()
+    directory.require_writable()
     engine, workers = settings.generation.engine, settings.run.workers
     print(f"run {settings.run.name}: engine {engine}, {workers} workers, in {directory.path}/")
-    if resumed:
-        # Before the configuration is replaced: the line compares the settings with those of the last start.
-        print(resuming_line(settings, directory.config, resumed))
-    directory.config.write_text(as_toml(settings))
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
+        asyncio.run(_hold(settings, address, adopt=adopt))
+        # Only now is this start the one that goes on: processes of a run under way read what is written here.
+        directory.create()
+        if resumed:
+            # Before the configuration is replaced: the line compares the settings with those of the last start.
+            print(resuming_line(settings, directory.config, resumed))
+        directory.write_config(as_toml(settings))
         before = _evaluated(settings, settings.model.path, "before")
         trained = asyncio.run(_train(settings, directory, address, top=top, stopped=stop))
     # A broker that was started here is down by now: an evaluation needs none.
     after = _evaluated(settings, directory.newest_checkpoint(), "after") if trained.finished else None
     _conclude(settings, directory, trained, resumed, before, after)
+    print(_going_on(directory, finished=trained.finished))
     return 0 if trained.finished else 130  # 128 + SIGINT, as a shell reports it
+
+
+def _going_on(directory: RunDirectory, *, finished: bool) -> str:
+    command = f"streamrl run {shlex.quote(str(directory.config))}"
+    return f"for more steps: {command} --training.max_steps N" if finished else f"to go on: {command}"
+
+
+async def _hold(settings: Settings, address: str, *, adopt: bool) -> None:
+    """Take the name of the run, if it is this directory's to take, and make its topics.
+
+    Raises:
+        IdentityError: the topics belong to another run, or to lineages that this directory does not have.
+        BrokerError: no broker answers.
+    """
+    kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
+    storage = storage_of(settings)
+
+    async def held() -> HeldCheckpoints:
+        return await asyncio.to_thread(held_in, storage)
+
+    keeper = IdentityKeeper(
+        KafkaBus(kafka),
+        settings.run.name,
+        IdentityFile(settings.run.path),
+        adopt=adopt,
+        # A broker that was started here, or found, needs not be named.
+        servers=settings.kafka.bootstrap_servers,
+        directory=settings.run.directory,
+        holder=here(settings.run.path),
+    )
+    # Before the topics are touched, which may be another's; and again when the name is taken.
+    await keeper.look(held)
+    partitions = settings.loop.trajectory_partitions
+    await apply_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
+    await keeper.hold(held)
 
 
 def _check_task(settings: Settings) -> None:
@@ -138,8 +184,6 @@ async def _train(
     settings: Settings, directory: RunDirectory, address: str, *, top: bool, stopped: threading.Event | None
 ) -> TrainingOutcome:
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
-    partitions = settings.loop.trajectory_partitions
-    await apply_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
     port = settings.relay.port or _free_port(settings.relay.host)
     # The children read the resolved file; what is known only now goes on their command lines, which win.
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]

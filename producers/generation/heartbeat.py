@@ -42,6 +42,7 @@ class Heartbeats:
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     state: WorkerState = WorkerState.STARTING
     version: PolicyVersion = NO_VERSION
+    run_id: str | None = None
     _sequence: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _rates: deque[tuple[float, int]] = field(default_factory=deque)
@@ -53,6 +54,10 @@ class Heartbeats:
         if (state, version) != (self.state, self.version):
             self.state, self.version = state, version
             self._changed.set()
+
+    def belong_to(self, run_id: str) -> None:
+        """Name this run in every heartbeat from now on."""
+        self.run_id = run_id
 
     async def heartbeat_loop(self, interval_s: float) -> None:
         """Beat.
@@ -96,6 +101,7 @@ class Heartbeats:
             tokens_per_s=self._rate(self.load.monotonic()),
             orders=self._orders(),
             kv_tokens=self.engine.kv_tokens,
+            run_id=self.run_id,
             sequence=self._sequence - 1,
             sent_at=self.clock(),
         )

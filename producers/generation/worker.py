@@ -48,7 +48,7 @@ ORDERS_PER_POLL = 32
 class GenerationWorker:
     """One per process. ``weights_cache`` is a directory of its own, kept between restarts.
 
-    ``on_tick`` is told, by name, of every turn of a loop.
+    ``on_tick`` is told, by name, of every turn of a loop. ``run_id``: of the run whose directory it has, if it has one.
     """
 
     bus: Bus
@@ -64,6 +64,7 @@ class GenerationWorker:
     monotonic: Callable[[], float] = time.monotonic
     open_fetcher: Callable[[Path, float, int], WeightsFetcher] = WeightsFetcher
     on_tick: Callable[[str], None] = lambda name: None
+    run_id: str | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped, drained, or the run is finished.
@@ -148,7 +149,15 @@ class WorkerSession:
         first_relay = partition_of_worker(worker_id)  # workers start at different relays
         fetcher = worker.open_fetcher(worker.weights_cache, settings.fetch_timeout_s, first_relay)
         adopter = WeightsAdopter(worker.engine, fetcher, lambda version: heartbeats.update(version=version))
-        follower = ControlFollower(control, fence, adopter, worker.on_tick)
+        follower = ControlFollower(
+            control,
+            fence,
+            adopter,
+            worker.on_tick,
+            run,
+            worker.run_id,
+            lambda identity: heartbeats.belong_to(identity.run_id),
+        )
         return cls(worker, work_orders, follower, adopter, heartbeats, executor)
 
     async def work(self, stop: asyncio.Event) -> None:

@@ -29,9 +29,19 @@ def worker(
     _run("worker", context, worker_id)
 
 
-def trainer(context: typer.Context) -> None:
+Adopt = Annotated[
+    bool,
+    typer.Option(
+        "--adopt",
+        help="Take over the run of this name that the topics hold and this directory does not: from the newest "
+        "checkpoint here, or else anew, skipping what was sampled before.",
+    ),
+]
+
+
+def trainer(context: typer.Context, adopt: Adopt = False) -> None:
     """The trainer: trajectories in, weights out."""
-    _run("trainer", context)
+    _run("trainer", context, adopt=adopt)
 
 
 def coordinator(context: typer.Context) -> None:
@@ -60,13 +70,13 @@ def ranker(context: typer.Context) -> None:
     _run("ranker", context)
 
 
-def _run(role: str, context: typer.Context, worker_id: str = "") -> None:
+def _run(role: str, context: typer.Context, worker_id: str = "", *, adopt: bool = False) -> None:
     # Within the command, here and below: ``--help``, which loads this module, stays instant without such imports.
     config, overrides = split(context.args)
     from deploy.wiring.process import run_role
     from settings.loading import load_settings
 
-    run_role(role, load_settings(config, overrides), worker_id)
+    run_role(role, load_settings(config, overrides), worker_id, adopt=adopt)
 
 
 # Files for a task of one's own.
@@ -166,6 +176,7 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and start nothing; exit code 2 if a check fails.")
     ] = False,
+    adopt: Adopt = False,
 ) -> None:
     """Train: start everything that a run needs on this machine.
 
@@ -177,7 +188,7 @@ def run(
     from deploy.local.run import run_locally
     from settings.loading import load_settings
 
-    raise typer.Exit(run_locally(load_settings(config, overrides), top=top))
+    raise typer.Exit(run_locally(load_settings(config, overrides), top=top, adopt=adopt))
 
 
 def _dry_run(config: Path | None, overrides: list[str]) -> int:

@@ -29,6 +29,7 @@ from producers.rewards.runner import RewardRunner, ScoreRequest, Scores
 from schemas.errors import CheckpointError, StreamRLError, UserError
 from schemas.import_path import load_function
 from schemas.trajectories import Prompt
+from settings.run_directory import named
 from settings.tree import Settings
 
 FLOOR_BYTES = 1 << 30
@@ -100,6 +101,7 @@ class Checklist:
 
 def dry_run(settings: Settings, report: Report) -> int:
     """Check everything; 0, or 2 if something would go wrong."""
+    settings = named(settings)
     emulated = settings.generation.engine == "emulated"
     checklist = Checklist(report)
     checklist.add(Check("settings", "ok", f"run {settings.run.name}, in {settings.run.path}/"))

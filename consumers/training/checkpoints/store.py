@@ -26,7 +26,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from consumers.training.checkpoints.catalogue import Lineage, claim_lineage, read_entries, read_manifests, superfluous
+from consumers.training.checkpoints.catalogue import (
+    HeldCheckpoints,
+    Lineage,
+    claim_lineage,
+    held_in,
+    read_entries,
+    read_manifests,
+    superfluous,
+)
 from consumers.training.checkpoints.manifest import MANIFEST, STATE, CheckpointFile, CheckpointManifest, decode_manifest
 from consumers.training.checkpoints.storage import CheckpointStorage, sha256_of
 from schemas.errors import CheckpointError
@@ -75,6 +83,14 @@ class CheckpointStore:
 
     storage: CheckpointStorage
     keep: int
+
+    def held(self) -> HeldCheckpoints:
+        """What is claimed and kept here.
+
+        Raises:
+            CheckpointError: the storage cannot be read.
+        """
+        return held_in(self.storage)
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
         """Take the run over: the next number, greater than that of every claim and every checkpoint.

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from consumers.training.checkpoints.catalogue import Lineage, claim_lineage, read_entries, read_manifests, superfluous
+from consumers.training.checkpoints.catalogue import (
+    HeldCheckpoints,
+    Lineage,
+    claim_lineage,
+    held_in,
+    read_entries,
+    read_manifests,
+    superfluous,
+)
 from consumers.training.checkpoints.manifest import CheckpointManifest, encode_manifest
 from consumers.training.checkpoints.storage import Slot
 from schemas.errors import CheckpointError
@@ -214,12 +222,16 @@ class SimCheckpoints:
     before_write: BeforeWrite
     pause: Pause
 
-    def claim_lineage(self, *, now: float) -> Lineage:
+    def held(self) -> HeldCheckpoints:
+        """What is claimed and kept."""
+        return held_in(self.place)
+
+    def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
         """Take the run over."""
         newest = max((manifest.lineage for manifest in read_manifests(self.place)), default=0)
         try:
             self.before_write("claim")
-            lineage = claim_lineage(self.place, at_least=newest + 1, now=now)
+            lineage = claim_lineage(self.place, at_least=max(at_least, newest + 1), now=now)
             self.before_write("after claim")
             self.place.clear_leftovers()
         except OSError as error:

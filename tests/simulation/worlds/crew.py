@@ -10,6 +10,7 @@ from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
 from consumers.ingest.settings import IngestSettings
 from consumers.training.failpoints import Failpoint
+from consumers.training.identity import MemoryIdentity
 from consumers.training.ports import RestoredCheckpoint
 from consumers.training.settings import TrainingSettings
 from consumers.training.trainer import Trainer
@@ -43,6 +44,7 @@ class Crew:
     bus: SimBus
     place: MemoryPlace = field(init=False)
     shelf: WeightShelf = field(default_factory=WeightShelf)
+    identity: MemoryIdentity = field(default_factory=MemoryIdentity)
     loop: LoopSettings = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,6 +126,7 @@ class Crew:
             open_policy=open_policy,
             open_compute=lambda: SimCompute(chance, setup.compute_s),
             failpoint=failpoint,
+            identity=self.identity,
             clock=clock,
             monotonic=clock.monotonic,
         ).run

@@ -33,7 +33,7 @@ def settings_of(model: Path, directory: Path, **loop: Any) -> Settings:
     rewards = {"functions": ["exact_match"]}
     tree: dict[str, Any] = {"model": {"path": str(model)}, "data": {"path": "p.jsonl"}, "rewards": rewards}
     loop = {"max_prompt_length": 64, "max_completion_length": 32, **loop}
-    return validated(tree | {"loop": loop, "run": {"directory": str(directory)}})
+    return validated(tree | {"loop": loop, "run": {"name": "tried", "directory": str(directory)}})
 
 
 def prompt(text: str) -> Prompt:
