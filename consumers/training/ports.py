@@ -100,7 +100,12 @@ class Policy(Protocol):
         ...
 
     def accumulate(self, batch: MicroBatch) -> None:
-        """Add the gradient of a micro-batch."""
+        """Add the gradient of a micro-batch.
+
+        Raises:
+            OutOfMemory: it does not fit; it counts for nothing, and if ``gradient_lost``, no more does what was gathered
+                before: ``discard`` it and gather it anew.
+        """
         ...
 
     def discard(self) -> None:

@@ -61,6 +61,7 @@ class Engine(Protocol):
 
         Raises:
             EngineError: the engine failed; the request may be made again.
+            PromptRefused: the engine runs on, and will never sample this prompt.
         """
         ...
 
