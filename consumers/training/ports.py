@@ -103,8 +103,8 @@ class Policy(Protocol):
         """Add the gradient of a micro-batch.
 
         Raises:
-            OutOfMemory: it does not fit; it counts for nothing, and if ``gradient_lost``, no more does what was gathered
-                before: ``discard`` it and gather it anew.
+            OutOfMemory: it does not fit, and counts for nothing. If ``gradient_lost``, what was gathered before has to
+                be gathered anew, after ``discard``.
         """
         ...
 

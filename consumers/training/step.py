@@ -5,8 +5,8 @@ when the last micro-batch is in. Since a gradient is linear in its loss, the div
 adds the gradient of a plain sum, and ``finish_step`` multiplies the total by one number. Shapes: B rows of S tokens,
 of which A rows are active. Knows no bus and no files. Invariants:
 - accumulated_micro_batches_equal_one_batch: the step does not depend on how its batch was split;
-- what_does_not_fit_counts_for_nothing: after ``OutOfMemory`` sums and metrics are as before; the gradient too, unless the
-  error says that it is lost, since memory may run out when half of the layers have theirs;
+- what_does_not_fit_counts_for_nothing: after ``OutOfMemory`` sums and metrics are as before; the gradient too, unless
+  the error says that it is lost, since memory may run out when half of the layers have theirs;
 - a_bad_gradient_changes_nothing: NaN or infinity in loss or gradient, or a norm far above the recent ones, leaves
   weights, moments and step as they were.
 """
@@ -104,8 +104,8 @@ class PolicyLearner:
         if active.any() and (shortage := self._backward(batch, mask, active)) is not None:
             # Raised out here, where no frame of the traceback holds activations; and what is free by now is given
             # back, since pieces of what did not fit would stand in the way of what does.
-            gc.collect()
             if self.model.device.type == "cuda":
+                gc.collect()
                 torch.cuda.empty_cache()
             raise shortage
         self._sequences += int(has_tokens.sum())
@@ -123,8 +123,8 @@ class PolicyLearner:
                 raise
             said = (str(error).strip() or type(error).__name__).splitlines()[0][:MAX_SAID]
             return OutOfMemory(
-                f"expected a micro-batch of {int(active.sum())} samples, {batch.num_tokens} tokens, to fit into memory, "
-                f"got: {said}; lower batching.token_budget or set training.gradient_checkpointing",
+                f"expected a micro-batch of {int(active.sum())} samples, {batch.num_tokens} tokens, to fit into "
+                f"memory, got: {said}; lower batching.token_budget or set training.gradient_checkpointing",
                 gradient_lost=begun,
             )
         self._loss += sums.loss.detach()

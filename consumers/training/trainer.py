@@ -197,9 +197,9 @@ async def _metrics(session: TrainerSession, gathered: GatheredStep, learned: dic
 class Gatherer:
     """Takes the groups of one step and adds up their gradients. Applies nothing, announces nothing.
 
-    A micro-batch that memory does not hold is split, since halves of a sum add up to it; the group of a sample that does
-    not fit by itself is skipped, and another one takes its place. ``too_large``: tokens, with padding, of the smallest
-    micro-batch that did not fit: such ones are split before they are tried.
+    A micro-batch that memory does not hold is split, since halves of a sum add up to it; the group of a sample that
+    does not fit by itself is skipped, and another one takes its place. ``too_large``: tokens, with padding, of the
+    smallest micro-batch that did not fit: such ones are split before they are tried.
     """
 
     session: TrainerSession
@@ -319,13 +319,13 @@ class Gatherer:
         group = gathered.exclude(group_id)
         session.batcher.drop_group(group_id)
         log.error("group skipped: one of its samples does not fit into memory", trajectory=trajectory_id)
-        detail = f"{trajectory_id} alone does not fit: {shortage}"
+        detail = f"does not fit into memory: {trajectory_id}: {shortage}"
         session.reader.ledger.mark_skipped(group, SkipReason.OUT_OF_MEMORY, detail)
         session.context.failpoint(Failpoint.GROUP_SKIPPED)
         if len(gathered.excluded) > MAX_EXCLUDED:
             raise OutOfMemory(
                 f"expected samples that fit into the trainer's memory, got {len(gathered.excluded)} groups of one step "
-                f"that do not, the last one for {detail}, or lower loop.max_completion_length"
+                f"that do not, the last one for {trajectory_id}: {shortage}, or lower loop.max_completion_length"
             )
         return any(group_id_of(ref.trajectory_id) == group_id for batch in gathered.batches for ref in batch.refs)
 

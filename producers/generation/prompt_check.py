@@ -1,6 +1,6 @@
 """Whether a prompt can be sampled: its tokens, or what is wrong with it. The same answer for a worker and beforehand.
 
-A worker refuses one prompt by it, ``survey`` counts what many of a data set would come to. Knows no engine and no model.
+A worker refuses one prompt by it, ``survey`` counts what many of a data set would come to. Knows no engine, no model.
 """
 
 from collections.abc import Iterable, Sequence
