@@ -257,13 +257,14 @@ class SkipCauses:
     counts: Counter[str] = field(default_factory=Counter)
     example: str = ""
 
-    def add(self, detail: str, trajectory_id: str, count: int) -> None:
-        """So many rows with this detail; a cause is what stands before its first colon."""
-        cause = detail.partition(": ")[0][:CAUSE_LIMIT]
+    def add(self, detail: str, where: str | None, count: int) -> None:
+        """So many rows with this detail; a cause is what stands before its first colon. ``where``: for the example."""
+        cause, _, rest = detail.partition(": ")
+        cause = cause[:CAUSE_LIMIT]
         # Bytes that did not decode may be wrong in any number of ways.
         self.counts[cause if cause in self.counts or len(self.counts) < CAUSES_HELD else OTHER_CAUSES] += count
         if not self.example:
-            self.example = f"{trajectory_id}: {detail}"[:EXAMPLE_LIMIT] if trajectory_id else detail[:EXAMPLE_LIMIT]
+            self.example = ": ".join(filter(None, (where, rest or detail)))[:EXAMPLE_LIMIT]
 
 
 @dataclass

@@ -300,7 +300,9 @@ class RunState:
         count = 1 if row.end_offset is None else max(1, row.end_offset - row.offset)
         self.skips[row.reason.value] += count
         if row.reason in CAUSED:
-            self.skip_causes.setdefault(row.reason.value, SkipCauses()).add(row.detail, row.trajectory_id or "", count)
+            # Of rewards and of bytes the detail does not say whose they were.
+            where = row.trajectory_id if row.reason is SkipReason.POISON else None
+            self.skip_causes.setdefault(row.reason.value, SkipCauses()).add(row.detail, where, count)
         self.rates["skips"].add(row.sent_at, count)
         self.fates.settle((row.partition, row.offset), f"skipped: {row.reason.value}")
         reason = row.reason.value.replace("_", " ")

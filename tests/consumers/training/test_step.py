@@ -233,7 +233,7 @@ def test_what_does_not_fit_counts_for_nothing(model_path: Path, monkeypatch: pyt
     before = [parameter.grad.clone() for parameter in learner.model.parameters()]
     with monkeypatch.context() as patch:
         fail_in(learner, moment, patch)
-        with pytest.raises(OutOfMemory, match="6 samples.*DefaultCPUAllocator") as shortage:
+        with pytest.raises(OutOfMemory, match=r"6 samples.*DefaultCPUAllocator") as shortage:
             learner.accumulate(second)
     assert shortage.value.gradient_lost == (moment == "backward")
     found = [parameter.grad for parameter in learner.model.parameters()]

@@ -129,7 +129,7 @@ def test_trackers_that_are_not_installed_are_told(model: Path, tmp_path: Path, m
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trackio" else find(name))
-    with pytest.raises(SettingsError, match="the package trackio for tracking.to.*pip install trackio"):
+    with pytest.raises(SettingsError, match=r"the package trackio for tracking.to.*pip install trackio"):
         check_installed(TrackingSettings(to=("tensorboard", "trackio")))
     check_installed(TrackingSettings(to=("tensorboard",)))
 
