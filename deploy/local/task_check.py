@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sized
 
 import structlog
 
-from producers.generation.prompt_check import PromptSurvey, survey
+from producers.generation.prompt_survey import PromptSurvey, survey
 from producers.prompts.sources import open_source
 from producers.rewards.trial import try_rewards
 from schemas.errors import ModelError, RewardLoadError, StreamRLError, UserError

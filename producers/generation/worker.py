@@ -22,10 +22,9 @@ import structlog
 
 from bus.port import Bus, Outgoing, Publisher, Record, Subscription
 from producers.generation.control import ControlFollower
-from producers.generation.engines.port import Engine, Tokenizer
+from producers.generation.engines.port import Engine, Tokenizer, encoded
 from producers.generation.heartbeat import Heartbeats
 from producers.generation.outbox import Fence, FencedPublisher, Outbox
-from producers.generation.prompt_check import encoded
 from producers.generation.rollout import RewardScorer, Rollout, TokenStream, WorkerLoad
 from producers.generation.settings import GenerationSettings
 from producers.generation.weights import WeightsAdopter, WeightsFetcher

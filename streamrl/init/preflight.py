@@ -26,7 +26,7 @@ from observability.metrics.tracking import check_installed
 from producers.generation.engines.factory import build_engine
 from producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
 from producers.generation.engines.slots import check_reach
-from producers.generation.prompt_check import survey
+from producers.generation.prompt_survey import survey
 from producers.generation.tokenizer import ModelTokenizer
 from producers.rewards.trial import RewardTrial, try_rewards
 from schemas.errors import CheckpointError, StreamRLError, UserError

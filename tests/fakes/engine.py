@@ -8,8 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from producers.generation.engines.port import GenerationRequest, TokenDelta
-from producers.generation.prompt_check import refuse_unfit
+from producers.generation.engines.port import GenerationRequest, TokenDelta, refuse_unfit
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason, Prompt

@@ -26,8 +26,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
-from producers.generation.engines.port import GenerationRequest, TokenDelta
-from producers.generation.prompt_check import refuse_unfit
+from producers.generation.engines.port import GenerationRequest, TokenDelta, refuse_unfit
 from producers.rewards.runner import ScoreRequest, Scores
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion

@@ -19,8 +19,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from producers.generation.engines.model_files import ModelFacts
-from producers.generation.engines.port import GenerationRequest, TokenDelta, Tokenizer
-from producers.generation.prompt_check import refuse_unfit
+from producers.generation.engines.port import GenerationRequest, TokenDelta, Tokenizer, refuse_unfit
 from schemas.errors import EngineError, PromptRefused
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason, SamplingParams

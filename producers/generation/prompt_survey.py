@@ -1,48 +1,12 @@
-"""Whether a prompt can be sampled: its tokens, or what is wrong with it. The same answer for a worker and beforehand.
+"""How many of a data set's prompts a worker would refuse, and why: counted beforehand, by the worker's own rule."""
 
-A worker refuses one prompt by it, ``survey`` counts what many of a data set would come to. Knows no engine, no model.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from producers.generation.engines.port import Tokenizer
-from schemas.errors import ModelError, PromptRefused
+from producers.generation.engines.port import Tokenizer, encoded
+from schemas.errors import PromptRefused
 from schemas.trajectories import Prompt
-
-MAX_SAID = 200
-"""Characters of what a chat template says, which may print the whole prompt."""
-
-
-def encoded(tokenizer: Tokenizer, prompt: Prompt, longest: int) -> list[int]:
-    """The prompt's tokens, ``longest`` at most.
-
-    Raises:
-        PromptRefused: it has no tokens or too many, or cannot be tokenised.
-    """
-    try:
-        token_ids = tokenizer.encode_prompt(prompt)
-    except ModelError as error:  # names what the model lacks, and for which prompts
-        raise PromptRefused("no chat template", str(error)) from error
-    except Exception as error:  # chat templates raise what they like
-        said = f"{type(error).__name__}: {error}"[:MAX_SAID]
-        raise PromptRefused("cannot be tokenised", f"expected a prompt that can be tokenised, got {said}") from error
-    refuse_unfit(token_ids, longest)
-    return token_ids
-
-
-def refuse_unfit(token_ids: Sequence[int], longest: int) -> None:
-    """Refuse a prompt of no tokens, or of more than ``longest``.
-
-    Raises:
-        PromptRefused: it is one.
-    """
-    expected = f"expected a prompt of 1 to {longest} tokens, got {len(token_ids)}"
-    if not token_ids:
-        raise PromptRefused("no tokens", expected)
-    if len(token_ids) > longest:
-        raise PromptRefused(f"longer than {longest} tokens", expected)
 
 
 class RefusedPrompts(NamedTuple):
