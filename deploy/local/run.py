@@ -28,6 +28,7 @@ from consumers.training.identity import IdentityFile, IdentityKeeper, here
 from deploy.local.evaluation import Evaluation, evaluate
 from deploy.local.resuming import complete_line, is_complete, resumed_step, resuming_line, storage_of
 from deploy.local.supervisor import ChildSpec, Fleet, Supervisor
+from deploy.local.task_check import check_task
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
 from deploy.wiring.process import configure_logging
@@ -39,9 +40,9 @@ from inspection.report.gathering import gather_topics
 from inspection.report.page import write_page
 from inspection.report.record import read_record
 from inspection.report.summary import build_summary, summary_lines, write_summary
+from observability.metrics.tracking import check_installed
 from observability.run_state.feed import WHOLE_RUN, RunFeed
 from observability.run_state.state import RunState
-from producers.rewards.runner import RewardRunner
 from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError
 from settings.loading import as_toml, secret_variables
 from settings.run_directory import RunDirectory, named
@@ -91,7 +92,8 @@ def run_locally(
     if is_complete(settings, directory, resumed):
         print(complete_line(settings, resumed))
         return 0
-    _check_task(settings)
+    for warning in _check_task(settings, resumed):
+        print(f"warning: {warning}")
     directory.require_writable()
     engine, workers = settings.generation.engine, settings.run.workers
     print(f"run {settings.run.name}: engine {engine}, {workers} workers, in {directory.path}/")
@@ -147,29 +149,24 @@ async def _hold(settings: Settings, address: str, *, adopt: bool) -> None:
     await keeper.hold(held)
 
 
-def _check_task(settings: Settings) -> None:
-    """Refuse within a second what every worker would refuse after the broker and all processes were started.
+def _check_task(settings: Settings, resumed: int) -> list[str]:
+    """Refuse what would make the run pointless before the broker and all processes are started; what to warn of.
 
     Raises:
+        SettingsError: a tracker's package is not installed.
         ModelError: the model's path is no name on a hub, and there is no such directory.
-        RewardLoadError: a reward function cannot be loaded.
+        UserError: no prompt could be sampled, or a reward function cannot be used.
     """
+    check_installed(settings.tracking)
     if settings.generation.engine == "emulated":
-        return
+        return []
     path = settings.model.path
     if not Path(path).is_dir() and not _HUB_NAME.fullmatch(path):
         raise ModelError(
             f"expected a model's directory at {path} (model.path), got none; set it to one, or to a hub's name"
         )
-    asyncio.run(_load_rewards(settings))
-
-
-async def _load_rewards(settings: Settings) -> None:
-    rewards = RewardRunner(settings.rewards)
-    try:
-        await rewards.start()
-    finally:
-        await rewards.close()
+    # A run that goes on has trained on this task; its workers refuse what has become of it meanwhile.
+    return [] if resumed else check_task(settings)
 
 
 def _evaluated(settings: Settings, model: object, when: str) -> Evaluation | None:
