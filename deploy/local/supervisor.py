@@ -26,6 +26,7 @@ from bus.embedded.process import die_with_parent
 from bus.port import Bus, Outgoing, Publisher, Subscription, message_of
 from schemas.control import FleetTarget, OperatorCommand
 from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
+from schemas.plain_text import plain_text
 from schemas.topics import COMMANDS, CONTROL
 
 TRANSIENT_S = 6.0
@@ -118,7 +119,8 @@ class Child:
         except OSError:
             return ""
         errors = [line for line in lines if _ERROR.search(line)]
-        return (errors or lines or [""])[-1]
+        # A process may print what a model or a reward function said.
+        return plain_text((errors or lines or [""])[-1])
 
     def _signal(self, number: signal.Signals) -> None:
         # Once it is reaped its pid may belong to a stranger.

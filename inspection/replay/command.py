@@ -27,6 +27,7 @@ from inspection.replay.steps import Step, StepLog, refs_of, refused_step, steps_
 from inspection.replay.view import as_json, bisection_lines, dead_letter_lines, overview, replay_lines, step_line
 from inspection.source import PastRun, history_of, open_run
 from schemas.errors import SettingsError, UserError
+from schemas.plain_text import plain_lines
 from settings.layers import from_arguments, merged
 from settings.loading import validated
 from settings.tree import Settings
@@ -83,7 +84,7 @@ class ReplaySession:
 
     def show(self, value: object, lines: list[str]) -> None:
         """Print a result."""
-        print(as_json(value) if self.request.json else "\n".join(lines))
+        print(as_json(value) if self.request.json else plain_lines(lines))
 
 
 def replay(request: ReplayRequest) -> int:

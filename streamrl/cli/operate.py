@@ -89,11 +89,12 @@ def diff(run: TopicsRun, bootstrap_servers: CatalogueServers = None, partitions:
 def _topics(run: str, servers: str | None, partitions: int, *, change: bool) -> bool:
     from bus.kafka.topic_admin import apply_topics, diff_topics
     from deploy.wiring.broker import broker_for
+    from schemas.plain_text import plain_text
 
     with broker_for(servers, print) as address:
         changes = asyncio.run((apply_topics if change else diff_topics)(address, run, partitions))
     for item in changes:
-        print(item)
+        print(plain_text(str(item)))
     if not changes:
         print(f"the topics of run {run} match the catalogue")
     return bool(changes)
