@@ -6,6 +6,7 @@ StreamRLError
 │   ├── BrokerError        no broker, or one that does not answer
 │   ├── ModelError         a model or tokenizer that cannot be loaded
 │   ├── DataError          a data set or prompt file
+│   ├── DiskFull           no room left for what has to be written, exit code 5
 │   ├── BadInput           so many bad records or rewards that what writes them must be mended
 │   └── RewardLoadError    a reward function that cannot be imported
 ├── WireError              bytes that are not one of our messages; they go to dead-letters
@@ -25,7 +26,10 @@ StreamRLError
 └── DataLossRefused        going on would lose data, exit code 4
 """
 
+import errno
 from collections.abc import Sequence
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class StreamRLError(Exception):
@@ -54,6 +58,12 @@ class ModelError(UserError):
 
 class DataError(UserError):
     """A data set or prompt file that cannot be read."""
+
+
+class DiskFull(UserError):
+    """No room is left for something that has to be written. To start again at once would change nothing."""
+
+    exit_code = 5
 
 
 class BadInput(UserError):
@@ -134,3 +144,15 @@ class DataLossRefused(StreamRLError):
     def __init__(self, message: str, holes: Sequence[tuple[str, int, int, int]] = ()) -> None:
         super().__init__(message)
         self.holes = tuple(holes)
+
+
+def lacks_room(error: BaseException | None) -> bool:
+    """Whether a full disk, or a quota that is used up, is at the bottom of an error."""
+    while error is not None:
+        # Libraries in Rust have the number in their text only.
+        if isinstance(error, DiskFull) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
+            return True
+        if any(f"(os error {number})" in str(error) for number in _NO_ROOM):
+            return True
+        error = error.__cause__
+    return False

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 
 def plain_text(text: str, keep: str = "") -> str:
-    """With whatever is not printable written out as Python does in a string; characters of ``keep`` stay as they are."""
+    """With what is not printable written out as in a Python string; characters of ``keep`` stay as they are."""
     if text.isprintable():
         return text
     return "".join(

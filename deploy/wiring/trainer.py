@@ -1,6 +1,6 @@
 """Builds the trainer: its policy (in torch, or emulated), where it computes, and where its checkpoints go."""
 
-from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
+from consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.checkpoints.store import VerifiedCheckpoint as RestoredTensors
 from consumers.training.ports import OpenCompute, OpenPolicy, Policy, RestoredCheckpoint
@@ -10,8 +10,13 @@ from settings.tree import Settings
 
 
 def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
-    """The trainer of the run's directory; it goes on from the newest checkpoint there."""
+    """The trainer of the run's directory; it goes on from the newest checkpoint there.
+
+    Raises:
+        SettingsError: checkpoints cannot be kept where the settings say.
+    """
     location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
+    check_storage(location)
     place = open_storage(location, settings.run.path / "cache")
     checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
     if settings.training.backend == "emulated":

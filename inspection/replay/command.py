@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import structlog
-
 from bus.history import History
 from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
@@ -132,11 +130,6 @@ def replay_steps(request: ReplayRequest) -> list[StepReplay]:
 def print_progress(line: str) -> None:
     """Progress."""
     print(line, file=sys.stderr, flush=True)
-
-
-def log_to_stderr() -> None:
-    """Keep standard output for results."""
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 async def replay_with(request: ReplayRequest, run: PastRun, history: History, scratch: Path) -> int:
