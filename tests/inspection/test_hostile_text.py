@@ -34,7 +34,7 @@ from tests.schemas.examples import examples, trajectory
 
 pytestmark = pytest.mark.kafka
 
-HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b1;31m\u202e\r\nbalanced: run"
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b1;31m\u202e\r\nAN OWN LINE"
 GROUP = f"p{HOSTILE}/7/0"
 NAME = f"{GROUP}/0"
 WORKER = f"worker{HOSTILE}"
@@ -46,7 +46,7 @@ def hostile_run(bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory
     directory = RunDirectory(tmp_path_factory.mktemp("hostile") / run)
     directory.create()
     directory.config.write_text(
-        f'[run]\nname = "{run}"\n[model]\npath = "absent"\n[data]\npath = "absent"\n'
+        f'[run]\nname = "{run}"\n[model]\npath = "{directory.logs}"\n[data]\npath = "absent"\n'
         f'[kafka]\nbootstrap_servers = "{bootstrap_servers}"\n'
     )
     asyncio.run(_write(bootstrap_servers, run))
@@ -113,7 +113,7 @@ def test_no_command_prints_what_a_terminal_would_obey(
     assert out
     obeyed = {each for each in (out + err).replace("\n", "") if not each.isprintable()}
     assert not obeyed, out + err
-    assert not [line for line in out.splitlines() if line.startswith("balanced: run")], "a text began a line of its own"
+    assert not [line for line in out.splitlines() if line.startswith("AN OWN LINE")], "a text began a line of its own"
 
 
 def test_the_runs_own_line_names_workers_as_they_are_written() -> None:
