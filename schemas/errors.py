@@ -7,6 +7,7 @@ StreamRLError
 │   ├── ModelError         a model or tokenizer that cannot be loaded
 │   ├── DataError          a data set or prompt file
 │   ├── IdentityError      the topics of the run's name belong to another run, or to a life that this directory lost
+│   ├── DiskFull           no room left for what has to be written, exit code 5
 │   ├── BadInput           so many bad records, prompts or rewards that what writes them must be mended
 │   ├── OutOfMemory        a micro-batch, or a single sample, that the device's memory does not hold
 │   └── RewardLoadError    a reward function that cannot be imported
@@ -28,7 +29,10 @@ StreamRLError
 └── DataLossRefused        going on would lose data, exit code 4
 """
 
+import errno
 from collections.abc import Sequence
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class StreamRLError(Exception):
@@ -61,6 +65,12 @@ class DataError(UserError):
 
 class IdentityError(UserError):
     """The topics of the run's name belong to another run, or to a life of it that its directory does not have."""
+
+
+class DiskFull(UserError):
+    """No room is left for something that has to be written. To start again at once would change nothing."""
+
+    exit_code = 5
 
 
 class BadInput(UserError):
@@ -163,3 +173,15 @@ class DataLossRefused(StreamRLError):
     def __init__(self, message: str, holes: Sequence[tuple[str, int, int, int]] = ()) -> None:
         super().__init__(message)
         self.holes = tuple(holes)
+
+
+def lacks_room(error: BaseException | None) -> bool:
+    """Whether a full disk, or a quota that is used up, is at the bottom of an error."""
+    while error is not None:
+        # Libraries in Rust have the number in their text only.
+        if isinstance(error, DiskFull) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
+            return True
+        if any(f"(os error {number})" in str(error) for number in _NO_ROOM):
+            return True
+        error = error.__cause__
+    return False

@@ -134,9 +134,3 @@ class RunDirectory:
     def report(self) -> Path:
         """The run as a page."""
         return self.path / "report.html"
-
-    def newest_checkpoint(self) -> Path | None:
-        """The checkpoint of the highest step."""
-        found = [path for path in self.checkpoints.glob("step_*") if path.name.removeprefix("step_").isdigit()]
-        # As a number: by name, step_900 comes after step_1000.
-        return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)

@@ -25,8 +25,18 @@ from bus.kafka.bus import KafkaBus
 from bus.kafka.topic_admin import apply_topics
 from consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
 from consumers.training.identity import IdentityFile, IdentityKeeper, here
+from coordinator.relay import check_port
 from deploy.local.evaluation import Evaluation, evaluate
-from deploy.local.resuming import complete_line, is_complete, resumed_step, resuming_line, storage_of
+from deploy.local.logs import LogRotation
+from deploy.local.resuming import (
+    check_checkpoints,
+    complete_line,
+    final_model,
+    is_complete,
+    resumed_step,
+    resuming_line,
+    storage_of,
+)
 from deploy.local.supervisor import ChildSpec, Fleet, Supervisor
 from deploy.local.task_check import check_task
 from deploy.local.watching import Progress, show_progress, watch
@@ -43,7 +53,8 @@ from inspection.report.summary import build_summary, summary_lines, write_summar
 from observability.metrics.tracking import check_installed
 from observability.run_state.feed import WHOLE_RUN, RunFeed
 from observability.run_state.state import RunState
-from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError
+from producers.prompts.tables import check_path
+from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, UserError
 from settings.loading import as_toml, secret_variables
 from settings.run_directory import RunDirectory, named
 from settings.tree import Settings
@@ -87,6 +98,7 @@ def run_locally(
     configure_logging()
     settings = named(settings)
     directory = RunDirectory(settings.run.path)
+    check_checkpoints(settings)
     resumed = resumed_step(settings)
     # Before anything is written: a complete run keeps its files as they are, and a refused one leaves none.
     if is_complete(settings, directory, resumed):
@@ -108,8 +120,11 @@ def run_locally(
         before = _evaluated(settings, settings.model.path, "before")
         trained = asyncio.run(_train(settings, directory, address, top=top, stopped=stop))
     # A broker that was started here is down by now: an evaluation needs none.
-    after = _evaluated(settings, directory.newest_checkpoint(), "after") if trained.finished else None
-    _conclude(settings, directory, trained, resumed, before, after)
+    after = _evaluated(settings, final_model(settings), "after") if trained.finished else None
+    try:
+        _conclude(settings, directory, trained, resumed, before, after)
+    except OSError as error:
+        raise _not_concluded(directory, trained, error) from error
     print(_going_on(directory, finished=trained.finished))
     return 0 if trained.finished else 130  # 128 + SIGINT, as a shell reports it
 
@@ -155,9 +170,14 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
     Raises:
         SettingsError: a tracker's package is not installed.
         ModelError: the model's path is no name on a hub, and there is no such directory.
-        UserError: no prompt could be sampled, or a reward function cannot be used.
+        DataError: there is no such file of prompts.
+        UserError: the relay's port is taken, no prompt could be sampled, or a reward function cannot be used.
     """
     check_installed(settings.tracking)
+    if settings.relay.port:
+        check_port(settings.relay)
+    if settings.data.path is not None:
+        check_path(settings.data.path)
     if settings.generation.engine == "emulated":
         return []
     path = settings.model.path
@@ -202,7 +222,8 @@ async def _train(
     progress: Progress = partial(show_progress, state, settings.training.max_steps, supervisor)
     if top:
         progress = partial(watch, directory, address, secrets, progress)
-    await _supervise(supervisor, feed, fleet, progress, stop)
+    rotation = LogRotation(directory.logs, settings.run.log_max_bytes, settings.run.log_backup_count)
+    await _supervise(supervisor, feed, (feed, rotation, *([fleet] if fleet else [])), progress, stop)
     # Taken before the topics are read for the report, which is no time of the run.
     seconds = time.monotonic() - began
     topics = await _gathered_topics(bus, settings, directory)
@@ -224,11 +245,15 @@ async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDire
 
 
 async def _supervise(
-    supervisor: Supervisor, feed: RunFeed, fleet: Fleet | None, progress: Progress, stop: asyncio.Event
+    supervisor: Supervisor,
+    feed: RunFeed,
+    beside: Sequence[RunFeed | LogRotation | Fleet],
+    progress: Progress,
+    stop: asyncio.Event,
 ) -> None:
     # The display stops last, so that its last line is of the state at the end.
     over, shown = asyncio.Event(), asyncio.Event()
-    watching = [asyncio.create_task(loop.run(over)) for loop in (feed, fleet) if loop is not None]
+    watching = [asyncio.create_task(loop.run(over)) for loop in beside]
     showing = asyncio.ensure_future(progress(shown))
     try:
         await supervisor.run(stop)
@@ -308,6 +333,14 @@ def _conclude(
     write_page(directory.report, [read_record(directory, settings.run.name)])
     print("\n".join(summary_lines(summary)))
     print(f"report: {directory.report}")
+
+
+def _not_concluded(directory: RunDirectory, trained: TrainingOutcome, error: OSError) -> UserError:
+    return UserError(
+        f"expected to write summary and report of step {trained.state.step} into {directory.path.absolute()}, "
+        f"got: {error.strerror or error}; make room there, then start the same command again: "
+        "checkpoints are whole, and no step is taken twice"
+    )
 
 
 def child_specs(

@@ -8,6 +8,7 @@ row within these ends refers to lies within them.
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 
 from bus.history import Extent, History
 from bus.port import Record, TopicPartition
@@ -91,15 +92,17 @@ async def _read(
     for topic, total in totals.items():
         progress(topic, 0, total)
     done: Counter[str] = Counter()
-    async for record in history.within(held):
-        try:
-            handlers[record.topic](record)
-        # Passed over, an unreadable report or row would make the records it names look lost.
-        except WireError as error:
-            where = f"{record.topic}[{record.partition}]@{record.offset}"
-            raise DataError(f"expected a step report or skip row at {where}, got: {error}") from error
-        done[record.topic] += 1
-        if done[record.topic] % PROGRESS_EVERY == 0:
-            progress(record.topic, done[record.topic], totals[record.topic])
+    # Closed also if a record ends the audit: a connection that is left open keeps the event loop from closing.
+    async with aclosing(history.within(held)) as records:
+        async for record in records:
+            try:
+                handlers[record.topic](record)
+            # Passed over, an unreadable report or row would make the records it names look lost.
+            except WireError as error:
+                where = f"{record.topic}[{record.partition}]@{record.offset}"
+                raise DataError(f"expected a step report or skip row at {where}, got: {error}") from error
+            done[record.topic] += 1
+            if done[record.topic] % PROGRESS_EVERY == 0:
+                progress(record.topic, done[record.topic], totals[record.topic])
     for topic, total in totals.items():
         progress(topic, total, total)

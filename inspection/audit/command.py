@@ -11,6 +11,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from consumers.training.checkpoints.catalogue import read_manifests
 from consumers.training.checkpoints.manifest import CheckpointManifest
@@ -20,6 +21,7 @@ from inspection.export import ALL, USUAL, Exporter, ExportManifest, Format, Segm
 from inspection.process import tune_garbage_collector
 from inspection.source import PastRun, history_of, open_run
 from schemas.errors import UserError
+from schemas.plain_text import plain_text
 from schemas.topics import Topic
 
 NOT_BALANCED = 4
@@ -120,13 +122,17 @@ def _print_progress(line: str) -> None:
 
 def print_report(report: AuditReport, console: Console) -> None:
     """Print the report. Its first line says whether the accounts add up, and if not, what breaks them first."""
-    # Lines quote names as they stand on the topic: brackets in them are no Rich markup, and a line stays one line.
-    console.print(headline(report), soft_wrap=True, markup=False, highlight=False)
+
+    def say(line: str) -> None:
+        # Lines quote names as they stand on the topic: brackets in them are no Rich markup, and a line stays one line.
+        console.print(plain_text(line), soft_wrap=True, markup=False, highlight=False)
+
+    say(headline(report))
     for violation in report.violations[1:]:
-        console.print(str(violation), soft_wrap=True, markup=False, highlight=False)
+        say(str(violation))
     console.print(_table(report))
     for line in _facts(report):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(line)
 
 
 def headline(report: AuditReport) -> str:
@@ -143,13 +149,13 @@ def _table(report: AuditReport) -> Table:
     table.add_column("")
     columns = report.algorithms
     for own in columns:
-        table.add_column(own.algorithm, justify="right")
+        table.add_column(Text(plain_text(own.algorithm)), justify="right")
     table.add_column("total", justify="right")
 
     def row(name: str, figures: Iterable[int], *, indent: bool = False) -> None:
         numbers = list(figures)
         shown = [f"{number:,}" for number in (*numbers, sum(numbers))]
-        table.add_row(f"  {name}" if indent else name, *shown)
+        table.add_row(Text(plain_text(f"  {name}" if indent else name)), *shown)
 
     # No trainer has said anything and there is no checkpoint: whatever was produced is pending.
     if not columns:

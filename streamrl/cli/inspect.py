@@ -210,7 +210,7 @@ def replay(
     From what topics and checkpoints hold, in memory. Without a step: list what there is. Exit code 1 if a step does not
     come out bit-equal on the CPU.
     """
-    from inspection.replay.command import ReplayRequest, log_to_stderr, step_range
+    from inspection.replay.command import ReplayRequest, step_range
     from inspection.replay.command import replay as carry_out
 
     log_to_stderr()
@@ -247,6 +247,7 @@ def show(
     """Print a trajectory: tokens by version, rewards, history."""
     from inspection.replay.show import show as carry_out
 
+    log_to_stderr()
     carry_out(trajectory, run, export, json=json)
 
 
