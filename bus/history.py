@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from bus.port import Bus, Record, Subscription, TopicPartition
+from bus.port import Bus, Position, Record, Subscription, TopicPartition
 from schemas.errors import BusError, BusUnavailable, DataLossRefused, TopicMissing
 
 POLL_S = 0.25
@@ -20,6 +20,8 @@ STALL_S = 60.0
 """Without a record though there are more; long against the restart of a broker."""
 NEIGHBOURS = 2000
 """Offsets no further apart than this are read in one go; a further subscription costs about as much."""
+NEAR_NEIGHBOURS = 200
+"""The same where somebody waits: what lies between may be long, and one group's samples stand closer together."""
 
 
 class Extent(NamedTuple):
@@ -46,6 +48,10 @@ class History(Protocol):
 
     async def fetch(self, topic: str, positions: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
         """The records at these (partition, offset) pairs; those that hold none are left out."""
+        ...
+
+    async def fetch_all(self, positions: Iterable[Position]) -> dict[Position, Record]:
+        """The same of several topics at once; for few records that stand apart."""
         ...
 
     async def close(self) -> None:
@@ -115,12 +121,23 @@ class BusHistory:
         Raises:
             BusUnavailable: see ``records``.
         """
-        wanted = set(positions)
-        found: dict[tuple[int, int], Record] = {}
-        for ranges in _rounds(wanted):
-            async for record in self.records(topic, ranges):
-                if (record.partition, record.offset) in wanted:
-                    found[record.partition, record.offset] = record
+        found = await self._fetched({Position(topic, *position) for position in positions}, NEIGHBOURS)
+        return {(partition, offset): record for (_, partition, offset), record in found.items()}
+
+    async def fetch_all(self, positions: Iterable[Position]) -> dict[Position, Record]:
+        """The same of several topics at once; for few records that stand apart.
+
+        Raises:
+            BusUnavailable: see ``records``.
+        """
+        return await self._fetched(set(positions), NEAR_NEIGHBOURS)
+
+    async def _fetched(self, wanted: set[Position], neighbours: int) -> dict[Position, Record]:
+        found: dict[Position, Record] = {}
+        for ranges in _rounds(wanted, neighbours):
+            async for record in self.within(ranges):
+                if (position := Position(record.topic, record.partition, record.offset)) in wanted:
+                    found[position] = record
         return found
 
     async def close(self) -> None:
@@ -191,9 +208,12 @@ async def _read_until(subscription: Subscription, ends: dict[TopicPartition, int
     """Deliver what lies before the ends, as polled. The subscription's own positions pass markers never delivered."""
     clock = asyncio.get_running_loop().time
     unread, moved_at = dict(ends), clock()
+    positions: Mapping[TopicPartition, int] = await subscription.positions()
     bounds = {(tp.topic, tp.partition): end for tp, end in ends.items()}  # plain keys: a named one a record is slow
     while unread:
-        records = await subscription.poll(max_records=MAX_RECORDS, timeout_s=POLL_S)
+        # No more than there are: what a consumer has fetched beyond the ends would be unpacked for nothing.
+        most = min(MAX_RECORDS, sum(max(1, end - positions[tp]) for tp, end in unread.items()))
+        records = await subscription.poll(max_records=most, timeout_s=POLL_S)
         yield [record for record in records if record.offset < bounds.get((record.topic, record.partition), 0)]
         # Ended by the position and not by the last record: transaction markers take offsets too, undelivered.
         positions = await subscription.positions()
@@ -213,16 +233,16 @@ def _common(one: Extent, other: Extent) -> Extent:
     return Extent(max(one.first, other.first), min(one.end, other.end))
 
 
-def _rounds(positions: Iterable[tuple[int, int]]) -> list[dict[int, Extent]]:
+def _rounds(positions: Iterable[Position], neighbours: int) -> list[dict[TopicPartition, Extent]]:
     """Ranges that hold all positions, as few rounds of at most one range a partition as neighbourhood allows."""
-    ranges: dict[int, list[Extent]] = {}
+    ranges: dict[TopicPartition, list[Extent]] = {}
     # Ascending, so that an offset has to be compared with the last range alone.
-    for partition, offset in sorted(positions):
-        known = ranges.setdefault(partition, [])
-        if known and offset - known[-1].end < NEIGHBOURS:
+    for topic, partition, offset in sorted(positions):
+        known = ranges.setdefault(TopicPartition(topic, partition), [])
+        if known and offset - known[-1].end < neighbours:
             known[-1] = Extent(known[-1].first, offset + 1)
         else:
             known.append(Extent(offset, offset + 1))
     count = max((len(known) for known in ranges.values()), default=0)
     # A subscription stands at one position a partition: the second range of a partition has to wait for the next round.
-    return [{p: known[number] for p, known in ranges.items() if number < len(known)} for number in range(count)]
+    return [{tp: known[number] for tp, known in ranges.items() if number < len(known)} for number in range(count)]

@@ -41,6 +41,10 @@ class RunSettings(Section):
     watchdog_s: Annotated[
         float, Field(gt=0, description="A process that makes no progress for so long ends, and is started anew.")
     ] = 120.0
+    record_index: Annotated[
+        bool,
+        Field(description="Keep a file of where each record stands in the run's directory, for who looks."),
+    ] = True
     shutdown_grace_s: Annotated[float, Field(gt=0, description="Time to end cleanly after Ctrl-C or SIGTERM.")] = 20.0
 
     @field_validator("name")

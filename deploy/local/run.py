@@ -30,6 +30,7 @@ from deploy.wiring.process import configure_logging
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
 from inspection.environment import environment
+from inspection.record_index.following import IndexFollower, open_index
 from inspection.report.facts import RunFacts, TopicDigest, write_facts
 from inspection.report.gathering import gather_topics
 from inspection.report.page import write_page
@@ -157,7 +158,12 @@ async def _train(
     progress: Progress = partial(show_progress, state, settings.training.max_steps, supervisor)
     if top:
         progress = partial(watch, directory, address, progress)
-    await _supervise(supervisor, feed, fleet, progress, stop)
+    index = _index_follower(bus, settings, directory)
+    try:
+        await _supervise(supervisor, feed, fleet, index, progress, stop)
+    finally:
+        if index is not None:
+            index.index.close()
     # Taken before the topics are read for the report, which is no time of the run.
     seconds = time.monotonic() - began
     topics = await _gathered_topics(bus, settings, directory)
@@ -178,12 +184,27 @@ async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDire
         return None
 
 
+def _index_follower(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> IndexFollower | None:
+    """What keeps the index of records up to date, so that nobody who looks has to wait; None if that is not wanted."""
+    from bus.history import BusHistory
+
+    if not settings.run.record_index:
+        return None
+    index = open_index(directory.path, bus.availability.address, settings.run.name)
+    return IndexFollower(BusHistory(bus, client_id="record-index"), settings.run.name, index)
+
+
 async def _supervise(
-    supervisor: Supervisor, feed: RunFeed, fleet: Fleet | None, progress: Progress, stop: asyncio.Event
+    supervisor: Supervisor,
+    feed: RunFeed,
+    fleet: Fleet | None,
+    index: IndexFollower | None,
+    progress: Progress,
+    stop: asyncio.Event,
 ) -> None:
     # The display stops last, so that its last line is of the state at the end.
     over, shown = asyncio.Event(), asyncio.Event()
-    watching = [asyncio.create_task(loop.run(over)) for loop in (feed, fleet) if loop is not None]
+    watching = [asyncio.create_task(loop.run(over)) for loop in (feed, fleet, index) if loop is not None]
     showing = asyncio.ensure_future(progress(shown))
     try:
         await supervisor.run(stop)
@@ -192,12 +213,15 @@ async def _supervise(
         over.set()
         results = [*await asyncio.gather(*watching, return_exceptions=True)]
         results += await asyncio.gather(feed.read_to_end(), return_exceptions=True)  # the summary wants the last step
+        if index is not None:
+            results += await asyncio.gather(index.catch_up(), return_exceptions=True)
         shown.set()
         results += await asyncio.gather(showing, return_exceptions=True)
         # Only logged: the run is done, and no display is a reason to fail it.
         for error in (result for result in results if isinstance(result, Exception)):
             log.warning(
-                "the display or the adjustment of the number of workers failed; the run went on", error=str(error)
+                "the display, the index of records or the adjustment of the number of workers failed; the run went on",
+                error=str(error),
             )
 
 
