@@ -155,6 +155,13 @@ class KafkaSubscription:
         """The partitions this subscription reads."""
         return self._assigned
 
+    def seek(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Deliver from these offsets next; the others stay where they are."""
+        consumer = self._open_consumer()
+        for tp, offset in offsets.items():
+            self._next[tp] = offset
+            consumer.seek(KafkaPartition(*tp), offset)
+
     async def positions(self) -> dict[TopicPartition, int]:
         """The next offset that ``poll`` will deliver, by partition."""
         consumer = self._open_consumer()

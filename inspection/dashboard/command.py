@@ -48,6 +48,7 @@ async def _serve(connection: RunConnection, where: Path | None, host: str, port:
         lambda: _pieces(connection),
         connection.advice,
         open_index(connection.directory, connection.address, connection.run),
+        connection.bus.for_single_records(),
     )
     # As seldom as everything else that this process does beside a busy run.
     context.follower.every_s = lambda: FOLLOW_EVERY_S * pace.seconds()
@@ -69,6 +70,7 @@ async def _serve(connection: RunConnection, where: Path | None, host: str, port:
     finally:
         stop.set()
         await runner.cleanup()
+        await context.follower.history.close()
         context.index.close()
 
 

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bus.history import BusHistory, Extent
+from bus.history import BusHistory, Extent, KeptHistory
 from bus.port import Bus
 from inspection.dead_letters import DeadLetter, as_json, dead_letter_of, retry
+from inspection.record_index.entries import Fold
 from inspection.record_index.following import IndexFollower
 from inspection.record_index.store import RecordIndex
 from inspection.replay.history import GroupHistory, GroupSample, HistoryReader, TrajectoryHistory
@@ -49,6 +50,7 @@ class DashboardContext:
 
     ``run_path``: how the run is named on a command line. ``load_pieces``: slow; loads what spells tokens.
     ``advice``: what a user can do when the broker does not answer. ``index``: of the run's records.
+    ``looks``: the same bus, which fetches little more than it is asked for; single records are read from it.
     """
 
     bus: Bus
@@ -57,13 +59,16 @@ class DashboardContext:
     load_pieces: Callable[[], Piece] = lambda: PLAIN
     advice: str = ""
     index: RecordIndex = field(default_factory=lambda: RecordIndex(None))
+    looks: Bus | None = None
     follower: IndexFollower = field(init=False)
     retrying: asyncio.Lock = field(default_factory=asyncio.Lock)
     _pieces: Piece | None = None
     _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        self.follower = IndexFollower(self.history, self.state.run, self.index)
+        bus = self.looks or self.bus
+        kept = KeptHistory(bus, Fold(self.state.run).topics, CLIENT_ID, bulk=self.bus)
+        self.follower = IndexFollower(kept, self.state.run, self.index)
 
     @property
     def history(self) -> BusHistory:

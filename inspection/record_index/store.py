@@ -27,6 +27,8 @@ FORMAT = 1
 BUSY_S = 20.0
 """How long to wait for another writer; its transactions take milliseconds."""
 CACHE_KIB = 32 << 10
+JOURNAL_BYTES = 4 << 20
+"""That are kept of the file's journal once it is written back."""
 KNOWN_GROUPS = 100_000
 """Numbers of groups that are kept at hand while records are added."""
 _SCHEMA = (
@@ -89,6 +91,7 @@ class RecordIndex:
             # Readers and the one writer do not wait for each other, and a loss of power leaves what was written last.
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
+            database.execute(f"PRAGMA journal_size_limit = {JOURNAL_BYTES}")
             database.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             self._prepare(database)
         except BaseException:

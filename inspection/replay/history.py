@@ -153,7 +153,8 @@ class HistoryReader:
                 await self.follower.rebuild()
                 continue
             caught_up_at = self.follower.caught_up_at
-            is_late = caught_up_at is None or caught_up_at < asked_at - FRESH_S
+            # What is not there may have been written just now; a fate may be a moment old.
+            is_late = caught_up_at is None or caught_up_at < asked_at - (0.0 if found is None else FRESH_S)
             if is_late and (found is None or not found.settled):
                 await self.follower.catch_up()
                 continue
