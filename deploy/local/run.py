@@ -30,6 +30,7 @@ from deploy.wiring.process import configure_logging
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
 from inspection.environment import environment
+from inspection.record_index.entries import Fold
 from inspection.record_index.following import IndexFollower, open_index
 from inspection.report.facts import RunFacts, TopicDigest, write_facts
 from inspection.report.gathering import gather_topics
@@ -163,6 +164,7 @@ async def _train(
         await _supervise(supervisor, feed, fleet, index, progress, stop)
     finally:
         if index is not None:
+            await index.history.close()
             index.index.close()
     # Taken before the topics are read for the report, which is no time of the run.
     seconds = time.monotonic() - began
@@ -186,12 +188,14 @@ async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDire
 
 def _index_follower(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> IndexFollower | None:
     """What keeps the index of records up to date, so that nobody who looks has to wait; None if that is not wanted."""
-    from bus.history import BusHistory
+    from bus.history import KeptHistory
 
     if not settings.run.record_index:
         return None
     index = open_index(directory.path, bus.availability.address, settings.run.name)
-    return IndexFollower(BusHistory(bus, client_id="record-index"), settings.run.name, index)
+    topics = Fold(settings.run.name).topics
+    history = KeptHistory(bus.without_prefetch(), topics, client_id="record-index", bulk=bus)
+    return IndexFollower(history, settings.run.name, index)
 
 
 async def _supervise(
