@@ -21,7 +21,7 @@ from bus.embedded.runtime import cache_root
 from bus.history import Extent, History
 from bus.port import Record, TopicPartition
 from inspection.record_index.entries import Fold, Rows, mark_of
-from inspection.record_index.store import Progress, RecordIndex
+from inspection.record_index.store import ReadPosition, RecordIndex
 from inspection.source import PastRun
 from schemas.errors import BusError, BusUnavailable, DataLossRefused, UserError
 from schemas.topics import TRAJECTORIES
@@ -185,7 +185,7 @@ class IndexFollower:
         chunk.finish({tp: extent.end for tp, extent in ranges.items()})
         self.progress(total, total)
 
-    def _refuse_other_logs(self, known: dict[TopicPartition, Progress], held: dict[TopicPartition, Extent]) -> None:
+    def _refuse_other_logs(self, known: dict[TopicPartition, ReadPosition], held: dict[TopicPartition, Extent]) -> None:
         if not any(tp.topic == TRAJECTORIES.full_name(self.run_name) for tp in held):
             raise UserError(
                 f"expected the topics of run {self.run_name!r}, found none: check its name and the broker's address"
@@ -196,7 +196,7 @@ class IndexFollower:
             if held[tp].end < read.next:
                 raise _OtherLog(f"{tp.topic}/{tp.partition} ends at {held[tp].end}, it was read up to {read.next}")
 
-    def _refuse_other_record(self, record: Record, before: Progress) -> None:
+    def _refuse_other_record(self, record: Record, before: ReadPosition) -> None:
         if record.offset == before.anchor:
             if mark_of(record) != before.mark:
                 raise _OtherLog(f"another record at {record.topic}/{record.partition}@{record.offset} than was indexed")
@@ -205,7 +205,7 @@ class IndexFollower:
             raise _OtherLog(f"no record at {record.topic}/{record.partition}@{before.anchor}, where one was indexed")
 
 
-def _wanted(held: Extent, read: Progress | None) -> Extent | None:
+def _wanted(held: Extent, read: ReadPosition | None) -> Extent | None:
     """What is to be read of a partition: from the last record that was read on, so that it shows itself again."""
     following = held.first if read is None else max(held.first, read.next)
     if following >= held.end:
@@ -218,7 +218,7 @@ def _wanted(held: Extent, read: Progress | None) -> Extent | None:
 class _Chunk:
     """Rows of the records since the last transaction, and how far they reach."""
 
-    def __init__(self, index: RecordIndex, known: dict[TopicPartition, Progress]) -> None:
+    def __init__(self, index: RecordIndex, known: dict[TopicPartition, ReadPosition]) -> None:
         self.rows = Rows()
         self._index = index
         self._before = dict(known)
@@ -244,15 +244,15 @@ class _Chunk:
             elif (before := self._before.get(tp)) is not None:
                 after[tp] = before._replace(next=max(end, before.next))
             else:
-                after[tp] = Progress(end)
+                after[tp] = ReadPosition(end)
         self._write(after)
 
-    def _write(self, after: dict[TopicPartition, Progress]) -> None:
+    def _write(self, after: dict[TopicPartition, ReadPosition]) -> None:
         if not self._index.add(self.rows, self._before, after):
             raise _Overtaken("another process reads the run into the same index")
         self._before |= after
         self.rows, self._last, self._count = Rows(), {}, 0
 
 
-def _progress(record: Record, end: int) -> Progress:
-    return Progress(end, record.offset, mark_of(record))
+def _progress(record: Record, end: int) -> ReadPosition:
+    return ReadPosition(end, record.offset, mark_of(record))

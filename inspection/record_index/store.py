@@ -50,7 +50,7 @@ _TABLES = ("reading", "groups", "named", "refs", "steps", "weights")
 log = structlog.get_logger()
 
 
-class Progress(NamedTuple):
+class ReadPosition(NamedTuple):
     """How far a partition was read: the offset to go on from, and the last record that was, by offset and mark."""
 
     next: int
@@ -139,13 +139,13 @@ class RecordIndex:
             self._delete()
             self._database = self._connected()
 
-    def reading(self) -> dict[TopicPartition, Progress]:
+    def reading(self) -> dict[TopicPartition, ReadPosition]:
         """How far each partition was read."""
         rows = self._database.execute("SELECT topic, number, next, anchor, mark FROM reading")
-        return {TopicPartition(topic, number): Progress(*rest) for topic, number, *rest in rows}
+        return {TopicPartition(topic, number): ReadPosition(*rest) for topic, number, *rest in rows}
 
     def add(
-        self, rows: Rows, before: Mapping[TopicPartition, Progress], after: Mapping[TopicPartition, Progress]
+        self, rows: Rows, before: Mapping[TopicPartition, ReadPosition], after: Mapping[TopicPartition, ReadPosition]
     ) -> bool:
         """Write rows, and that these partitions were read from ``before`` to ``after``; whether it was done.
 
@@ -158,7 +158,7 @@ class RecordIndex:
                 found = database.execute(
                     "SELECT next, anchor, mark FROM reading WHERE topic = ? AND number = ?", tp
                 ).fetchone()
-                if (None if found is None else Progress(*found)) != before.get(tp):
+                if (None if found is None else ReadPosition(*found)) != before.get(tp):
                     return False
             self._write(rows)
             database.executemany(

@@ -166,3 +166,26 @@ async def test_a_kept_connection_is_only_a_short_cut() -> None:
         [Position("kept.b", 0, 1)]
     )
     await kept.close()
+
+
+async def test_a_kept_connection_reads_what_a_new_one_reads_on_a_broker(bootstrap_servers: str) -> None:
+    topic = f"kept-{uuid.uuid4().hex[:8]}"
+    await create_topic(bootstrap_servers, topic, 3)
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
+    for partition in range(3):
+        await _publish(bus, topic, partition, 50)
+    plain, kept = BusHistory(bus), KeptHistory(bus.for_single_records(), [topic], "kept", bulk=bus)
+    positions = [Position(topic, 0, 7), Position(topic, 2, 49), Position(topic, 1, 0), Position(topic, 0, 30)]
+    try:
+        for _ in range(2):
+            assert await kept.extents(topic) == await plain.extents(topic)
+            found = await kept.fetch_all(positions)
+            assert found == await plain.fetch_all(positions)
+            assert len(found) == 4
+        assert kept._subscription is not None
+        assert await kept.fetch_all([Position(topic, 0, 500)]) == {}
+        await _publish(bus, topic, 1, 1)
+        (last,) = (await kept.fetch_all([Position(topic, 1, 50)])).values()
+        assert last.value == b"0"
+    finally:
+        await kept.close()

@@ -4,7 +4,7 @@ import pytest
 
 from bus.port import TopicPartition
 from inspection.record_index.entries import Kind, NamedRow, Rows, WeightsRow
-from inspection.record_index.store import Place, Progress, RecordIndex
+from inspection.record_index.store import Place, ReadPosition, RecordIndex
 from schemas.identifiers import PolicyVersion
 
 TP = TopicPartition("r.trajectories", 0)
@@ -17,7 +17,7 @@ def rows(*names: str) -> Rows:
 def test_rows_and_positions_move_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "i.sqlite"
     with RecordIndex(path) as index:
-        assert index.add(rows("a", "b"), {}, {TP: Progress(2, 1, 7)})
+        assert index.add(rows("a", "b"), {}, {TP: ReadPosition(2, 1, 7)})
 
         def killed(_: object) -> None:
             raise KeyboardInterrupt
@@ -26,21 +26,21 @@ def test_rows_and_positions_move_together(tmp_path: Path, monkeypatch: pytest.Mo
         more = rows("c", "d", "e")
         more.weights.append(WeightsRow("w", 1, 1, 0.0))
         with pytest.raises(KeyboardInterrupt):
-            index.add(more, index.reading(), {TP: Progress(5, 4, 8)})
+            index.add(more, index.reading(), {TP: ReadPosition(5, 4, 8)})
     with RecordIndex(path) as index:
-        assert index.reading() == {TP: Progress(2, 1, 7)}
+        assert index.reading() == {TP: ReadPosition(2, 1, 7)}
         assert index.places("b", Kind.TRAJECTORY) == [Place(0, 0, 1)]
         assert index.places("c", Kind.TRAJECTORY) == []
 
 
 def test_two_writers_do_not_disturb_each_other(tmp_path: Path) -> None:
     with RecordIndex(tmp_path / "i.sqlite") as one, RecordIndex(tmp_path / "i.sqlite") as other:
-        assert one.add(rows("a"), {}, {TP: Progress(1)})
-        assert not other.add(rows("b"), {}, {TP: Progress(9)})
+        assert one.add(rows("a"), {}, {TP: ReadPosition(1)})
+        assert not other.add(rows("b"), {}, {TP: ReadPosition(9)})
         assert other.places("b", Kind.TRAJECTORY) == []
-        assert other.add(rows("a", "b"), other.reading(), {TP: Progress(2)})
+        assert other.add(rows("a", "b"), other.reading(), {TP: ReadPosition(2)})
         assert one.places("a", Kind.TRAJECTORY) == [Place(0, 0, 0)]
-        assert one.reading() == {TP: Progress(2)}
+        assert one.reading() == {TP: ReadPosition(2)}
 
 
 @pytest.mark.parametrize("content", [b"no database at all, but long enough to be read as one" * 40, b""])
@@ -49,13 +49,13 @@ def test_a_damaged_file_is_begun_anew(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with RecordIndex(path) as index:
         assert index.reading() == {}
-        assert index.add(rows("a"), {}, {TP: Progress(1)})
+        assert index.add(rows("a"), {}, {TP: ReadPosition(1)})
 
 
 def test_a_file_that_is_damaged_later_is_cleared(tmp_path: Path) -> None:
     path = tmp_path / "i.sqlite"
     with RecordIndex(path) as index:
-        index.add(rows(*(f"group/{number}" for number in range(5000))), {}, {TP: Progress(5000)})
+        index.add(rows(*(f"group/{number}" for number in range(5000))), {}, {TP: ReadPosition(5000)})
     content = bytearray(path.read_bytes())
     content[100:] = b"\x5a" * (len(content) - 100)
     path.write_bytes(content)
@@ -67,7 +67,7 @@ def test_a_file_that_is_damaged_later_is_cleared(tmp_path: Path) -> None:
 def test_another_format_is_begun_anew(tmp_path: Path) -> None:
     path = tmp_path / "i.sqlite"
     with RecordIndex(path) as index:
-        index.add(rows("a"), {}, {TP: Progress(1)})
+        index.add(rows("a"), {}, {TP: ReadPosition(1)})
         index._database.execute("PRAGMA user_version = 999")
     with RecordIndex(path) as index:
         assert index.reading() == {}
@@ -100,5 +100,5 @@ def test_a_group_of_any_size_costs_few_bytes(tmp_path: Path) -> None:
             for group in range(5000)
             for sample in range(8)
         ]
-        index.add(Rows(named=named), {}, {TP: Progress(1)})
+        index.add(Rows(named=named), {}, {TP: ReadPosition(1)})
     assert path.stat().st_size / len(named) < 40
