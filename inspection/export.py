@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bus.history import Extent, History
-from bus.port import Record, TopicPartition, message_of
+from bus.port import Position, Record, TopicPartition, message_of
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from schemas.errors import DataError
 from schemas.topics import (
@@ -279,6 +279,20 @@ class SegmentHistory:
                 for record in await asyncio.to_thread(self._read, topic, file):
                     if (record.partition, record.offset) in wanted:
                         found[record.partition, record.offset] = record
+        return found
+
+    async def fetch_all(self, positions: Iterable[Position]) -> dict[Position, Record]:
+        """The same of several topics.
+
+        Raises:
+            DataError: see ``records``.
+        """
+        by_topic: dict[str, list[tuple[int, int]]] = {}
+        for topic, *place in positions:
+            by_topic.setdefault(topic, []).append((place[0], place[1]))
+        found: dict[Position, Record] = {}
+        for topic, places in by_topic.items():
+            found |= {Position(topic, *place): record for place, record in (await self.fetch(topic, places)).items()}
         return found
 
     async def close(self) -> None:

@@ -121,6 +121,11 @@ class RunDirectory:
         return self.path / "traces"
 
     @property
+    def record_index(self) -> Path:
+        """Where each record stands, by name; made of the topics, and made again where it is missing."""
+        return self.path / "records.sqlite"
+
+    @property
     def summary(self) -> Path:
         """The run in one JSON object."""
         return self.path / "summary.json"

@@ -58,12 +58,12 @@ class MadeUpRun:
         for number in range(self.records // GROUP):
             prompt = f"made-up/{number}"
             group, partition = make_group_id(prompt, 0), number % self.partitions
-            order = self._order(prompt, group, number, partition)
+            order = self.order(prompt, group, number, partition)
             await publisher.submit(
                 Outgoing.of(WORK_ORDERS.full_name(self.run), order, key=group, partition=number % 64)
             )
             for index in range(GROUP):
-                trajectory = self._trajectory(prompt, group, index)
+                trajectory = self.trajectory(prompt, group, index)
                 await publisher.submit(
                     Outgoing.of(TRAJECTORIES.full_name(self.run), trajectory, key=group, partition=partition)
                 )
@@ -155,7 +155,8 @@ class MadeUpRun:
             created_at=0.0,
         )
 
-    def _order(self, prompt: str, group: str, position: int, partition: int) -> WorkOrder:
+    def order(self, prompt: str, group: str, position: int, partition: int) -> WorkOrder:
+        """Of all samples of a group."""
         return WorkOrder(
             group_id=group,
             worker_id="w",
@@ -170,7 +171,8 @@ class MadeUpRun:
             created_at=0.0,
         )
 
-    def _trajectory(self, prompt: str, group: str, index: int) -> Trajectory:
+    def trajectory(self, prompt: str, group: str, index: int) -> Trajectory:
+        """A sample."""
         tokens, version = self.tokens, PolicyVersion(1, 0)
         return Trajectory.model_construct(
             trajectory_id=make_trajectory_id(group, index),

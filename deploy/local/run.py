@@ -45,6 +45,8 @@ from deploy.wiring.process import configure_logging
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
 from inspection.environment import environment
+from inspection.record_index.entries import Fold
+from inspection.record_index.following import IndexFollower, open_index
 from inspection.report.facts import RunFacts, TopicDigest, write_facts
 from inspection.report.gathering import gather_topics
 from inspection.report.page import write_page
@@ -223,7 +225,14 @@ async def _train(
     if top:
         progress = partial(watch, directory, address, secrets, progress)
     rotation = LogRotation(directory.logs, settings.run.log_max_bytes, settings.run.log_backup_count)
-    await _supervise(supervisor, feed, (feed, rotation, *([fleet] if fleet else [])), progress, stop)
+    index = _index_follower(bus, settings, directory)
+    beside = [loop for loop in (feed, rotation, fleet, index) if loop is not None]
+    try:
+        await _supervise(supervisor, feed, beside, progress, stop)
+    finally:
+        if index is not None:
+            await index.history.close()
+            index.index.close()
     # Taken before the topics are read for the report, which is no time of the run.
     seconds = time.monotonic() - began
     topics = await _gathered_topics(bus, settings, directory)
@@ -244,10 +253,22 @@ async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDire
         return None
 
 
+def _index_follower(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> IndexFollower | None:
+    """What keeps the index of records up to date, so that nobody who looks has to wait; None if that is not wanted."""
+    from bus.history import KeptHistory
+
+    if not settings.run.record_index:
+        return None
+    index = open_index(directory.path, bus.availability.address, settings.run.name)
+    topics = Fold(settings.run.name).topics
+    history = KeptHistory(bus.without_prefetch(), topics, client_id="record-index", bulk=bus)
+    return IndexFollower(history, settings.run.name, index)
+
+
 async def _supervise(
     supervisor: Supervisor,
     feed: RunFeed,
-    beside: Sequence[RunFeed | LogRotation | Fleet],
+    beside: Sequence[RunFeed | LogRotation | Fleet | IndexFollower],
     progress: Progress,
     stop: asyncio.Event,
 ) -> None:
@@ -262,12 +283,15 @@ async def _supervise(
         over.set()
         results = [*await asyncio.gather(*watching, return_exceptions=True)]
         results += await asyncio.gather(feed.read_to_end(), return_exceptions=True)  # the summary wants the last step
+        if index is not None:
+            results += await asyncio.gather(index.catch_up(), return_exceptions=True)
         shown.set()
         results += await asyncio.gather(showing, return_exceptions=True)
         # Only logged: the run is done, and no display is a reason to fail it.
         for error in (result for result in results if isinstance(result, Exception)):
             log.warning(
-                "the display or the adjustment of the number of workers failed; the run went on", error=str(error)
+                "the display, the index of records or the adjustment of the number of workers failed; the run went on",
+                error=str(error),
             )
 
 

@@ -16,6 +16,8 @@ from bus.history import History
 from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.policy import ComputeThread
+from inspection.record_index.following import index_of
+from inspection.record_index.store import RecordIndex
 from inspection.replay.attribution import find_gradient_outliers
 from inspection.replay.dead_letters import replay_dead_letters
 from inspection.replay.replayer import Replayer, ReplayOptions
@@ -137,7 +139,8 @@ async def replay_with(request: ReplayRequest, run: PastRun, history: History, sc
     async with _session(request, run, history, scratch) as session:
         # Before the steps are read: dead letters that still do not decode need none of them.
         if request.from_dlq:
-            version, dead_letters = await replay_dead_letters(session.replayer)
+            with index_of(run) if request.export is None else RecordIndex(None) as index:
+                version, dead_letters = await replay_dead_letters(session.replayer, index)
             session.show({"weights": version, "dead_letters": dead_letters}, dead_letter_lines(version, dead_letters))
             return 0
         log = await session.replayer.log()

@@ -239,12 +239,17 @@ def replay(
 
 
 def show(
-    trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="Its id, or partition@offset.")],
+    trajectory: Annotated[
+        str, typer.Argument(metavar="TRAJECTORY", help="Its id, or partition@offset; or a group's id.")
+    ],
     run: PastRun,
     export: Export = None,
     json: Json = False,
 ) -> None:
-    """Print a trajectory: tokens by version, rewards, history."""
+    """Print a trajectory: tokens by version, rewards, history.
+
+    Of a group: its samples, and what became of each.
+    """
     from inspection.replay.show import show as carry_out
 
     log_to_stderr()
