@@ -15,7 +15,7 @@ from rich.table import Table
 from consumers.training.checkpoints.catalogue import read_manifests
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.audit import audit
-from inspection.audit.report import AlgorithmBalance, AuditReport
+from inspection.audit.report import AlgorithmBalance, AuditReport, Waiting
 from inspection.export import ALL, USUAL, Exporter, ExportManifest, Format, SegmentHistory
 from inspection.process import tune_garbage_collector
 from inspection.source import PastRun, history_of, open_run
@@ -162,6 +162,9 @@ def _table(report: AuditReport) -> Table:
     for reason in sorted({reason for own in columns for reason in own.skipped}):
         row(reason, (own.skipped.get(reason, 0) for own in columns), indent=True)
     row("+ pending", (own.pending for own in columns))
+    for name in (reason.name.lower() for reason in Waiting):
+        if any(own.waiting.get(name) for own in columns):
+            row(name, (own.waiting.get(name, 0) for own in columns), indent=True)
     if any(own.expired_fates for own in columns):
         row("+ forgotten by the topics", (own.expired_fates for own in columns))
     return table
@@ -201,6 +204,9 @@ def _facts_of(own: AlgorithmBalance) -> Iterable[str]:
             f"{own.algorithm}: of records that retention has deleted since: {own.expired_trained} trained, "
             f"{own.expired_skipped} skipped"
         )
+    for reason in Waiting:
+        if count := own.waiting.get(reason.name.lower()):
+            yield f"{own.algorithm}: pending {reason.name.lower()} {count:,}: {reason.value}"
     for note in own.notes:
         yield f"{own.algorithm}: {note}"
 
