@@ -68,6 +68,11 @@ class RunDirectory:
         """The run as a page."""
         return self.path / "report.html"
 
+    @property
+    def audit(self) -> Path:
+        """What an audit beside the run knows, also of records that retention has deleted since."""
+        return self.path / "audit.sqlite"
+
     def newest_checkpoint(self) -> Path | None:
         """The checkpoint of the highest step."""
         found = [path for path in self.checkpoints.glob("step_*") if path.name.removeprefix("step_").isdigit()]

@@ -41,6 +41,9 @@ class RunSettings(Section):
     watchdog_s: Annotated[
         float, Field(gt=0, description="A process that makes no progress for so long ends, and is started anew.")
     ] = 120.0
+    audit: Annotated[
+        bool, Field(description="Audit the run while it goes on, as `streamrl audit --follow` does beside it.")
+    ] = False
     shutdown_grace_s: Annotated[float, Field(gt=0, description="Time to end cleanly after Ctrl-C or SIGTERM.")] = 20.0
 
     @field_validator("name")

@@ -27,6 +27,8 @@ from deploy.local.supervisor import ChildSpec, Fleet, Supervisor
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
 from deploy.wiring.process import configure_logging
+from inspection.audit.following import closing_report
+from inspection.audit.report import AuditReport
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
 from inspection.environment import environment
@@ -35,10 +37,11 @@ from inspection.report.gathering import gather_topics
 from inspection.report.page import write_page
 from inspection.report.record import read_record
 from inspection.report.summary import build_summary, summary_lines, write_summary
+from inspection.source import PastRun
 from observability.run_state.feed import WHOLE_RUN, RunFeed
 from observability.run_state.state import RunState
 from producers.rewards.runner import RewardRunner
-from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError
+from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError
 from settings.loading import as_toml
 from settings.run_directory import RunDirectory
 from settings.tree import Settings
@@ -49,6 +52,8 @@ REFRESH_S = 0.5
 STOP_POLL_S = 0.2
 """An event loop cannot wait for a thread's event: how often it is looked at."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+AUDIT_EVERY_S = 30
+"""A line in the audit's log each time; the processor belongs to the run."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of each process: several thread pools, each as large as the machine, would slow each other down."""
 
@@ -64,6 +69,7 @@ class TrainingOutcome:
     seconds: float
     restarts: dict[str, int]
     finished: bool
+    audit: AuditReport | None = None
 
 
 def run_locally(settings: Settings, *, top: bool = False, stop: threading.Event | None = None) -> int:
@@ -143,6 +149,8 @@ async def _train(
     # The children read the resolved file; what is known only now goes on their command lines, which win.
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
     specs = child_specs(directory, settings.run.workers, overrides, ranker=settings.lengths.refit == "process")
+    if settings.run.audit:
+        specs.append(audit_spec(directory, address))
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
     bus, state = KafkaBus(kafka), RunState(settings.run.name)
     connection = RunConnection(kafka, settings.run.name, settings)
@@ -161,7 +169,8 @@ async def _train(
     # Taken before the topics are read for the report, which is no time of the run.
     seconds = time.monotonic() - began
     topics = await _gathered_topics(bus, settings, directory)
-    return TrainingOutcome(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set())
+    audited = await _audited(bus, settings, directory) if settings.run.audit else None
+    return TrainingOutcome(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set(), audited)
 
 
 async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicDigest | None:
@@ -175,6 +184,17 @@ async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDire
             "the report lacks what could not be read from the topics; try streamrl report --from-topics",
             error=str(error),
         )
+        return None
+
+
+async def _audited(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> AuditReport | None:
+    """The audit at the end, from what the one beside the run knew; None if it cannot be had."""
+    from bus.history import BusHistory
+
+    try:
+        return await closing_report(PastRun(directory, settings), BusHistory(bus, client_id="audit"))
+    except (StreamRLError, OSError) as error:
+        log.warning("the run was not audited at its end; try streamrl audit", error=str(error))
         return None
 
 
@@ -253,6 +273,7 @@ def _conclude(
         before=before.metrics if before else {},
         after=after.metrics if after else {},
         restarts=sum(trained.restarts.values()),
+        audit=trained.audit,
     )
     # By this file a later start knows that the run is complete.
     write_summary(directory.summary, summary)
@@ -280,6 +301,14 @@ def child_specs(
         _spec(directory, overrides, "dispatcher", "dispatcher"),
         *([_spec(directory, overrides, "ranker", "ranker", optional=True)] if ranker else []),
     ]
+
+
+def audit_spec(directory: RunDirectory, address: str) -> ChildSpec:
+    """An audit beside the run, which goes on without it."""
+    command = [sys.executable, "-P", "-m", "streamrl.cli.app", "audit", str(directory.path), "--follow"]
+    environment = {**ONE_THREAD, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": address}
+    command += ["--interval", str(AUDIT_EVERY_S)]
+    return ChildSpec("audit", command, directory.logs / "audit.log", environment, optional=True)
 
 
 def worker_spec(directory: RunDirectory, overrides: Sequence[str], number: int) -> ChildSpec:

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from consumers.training.checkpoints.catalogue import read_manifests
-from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.audit import audit
+from inspection.audit.following import NOT_BALANCED, checkpoints_of
 from inspection.audit.report import AlgorithmBalance, AuditReport, Waiting
 from inspection.export import ALL, USUAL, Exporter, ExportManifest, Format, SegmentHistory
 from inspection.process import tune_garbage_collector
@@ -22,8 +21,6 @@ from inspection.source import PastRun, history_of, open_run
 from schemas.errors import UserError
 from schemas.topics import Topic
 
-NOT_BALANCED = 4
-"""Exit code of an audit that found violations."""
 WIDTH = 100
 """Columns of the table where standard output is no terminal, so that a log or a file has whole lines."""
 
@@ -64,15 +61,6 @@ def audit_history(run: PastRun | None, export: Path | None) -> AuditReport:
     ):
         # A callable, because the audit decides when checkpoints are listed: before it fixes the ends of the topics.
         return uvloop.run(audit(history, run.name, lambda: checkpoints_of(run), progress))
-
-
-def checkpoints_of(run: PastRun) -> list[CheckpointManifest]:
-    """The manifests of a run's checkpoints, newest first; they are read without any tensor.
-
-    Raises:
-        CheckpointError: their place cannot be read.
-    """
-    return read_manifests(run.settings.training.checkpoint_location or run.directory.checkpoints)
 
 
 def export_run(run: Path, to: Path | None, encoding: Format, topics: Sequence[str]) -> int:

@@ -69,7 +69,9 @@ class Violation:
             name = " a record without a readable name" if where else ""
         more = f" ({self.count} in all)" if self.count > 1 else ""
         detail = f"; {self.detail}" if self.detail else ""
-        return f"{self.kind.value}:{name}{where}{more}: {EXPLANATIONS[self.kind]}{detail} [{self.algorithm}]"
+        said = f"{self.kind.value}:{name}{where}{more}: {EXPLANATIONS[self.kind]}{detail} [{self.algorithm}]"
+        # Names come from the topics: an escape sequence among them must not reach a terminal.
+        return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in said)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from inspection.process import DISPLAY_NICENESS, log_to_stderr, lower_priority, use_one_thread
+from schemas.errors import UserError
 
 PastRun = Annotated[
     Path, typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file.")
@@ -32,13 +33,33 @@ def audit(
     export: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Audit exported segments instead of a broker's topics.")
     ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Beside the run until it is finished, reading only what is new.")
+    ] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="With --follow: seconds between two lines.")] = 10.0,
+    fail_fast: Annotated[
+        bool, typer.Option("--fail-fast", help="With --follow: end with exit code 4 as soon as it does not hold.")
+    ] = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65_000, help="With --follow: serve figures for Prometheus here, or at the next port."),
+    ] = None,
 ) -> None:
     """Prove produced = trained + skipped(reason) + pending.
 
     From topics and checkpoints alone, also while the run goes on. Exit code 4 if that does not hold; the first line
-    then names the first trajectory that breaks it.
+    then names the first trajectory that breaks it. With --follow what was seen is kept in the run's directory, and
+    holds when the topics have forgotten it.
     """
+    if follow and (run is None or export is not None):
+        raise UserError("expected a run to follow, got none; name its directory or its name, and no --export")
     _give_way_to(run)
+    if follow and run is not None:
+        from inspection.audit.following import FollowOptions, follow_run
+
+        log_to_stderr()
+        options = FollowOptions(interval, as_json=as_json, fail_fast=fail_fast, metrics_port=metrics_port)
+        raise typer.Exit(follow_run(run, options))
     from inspection.audit.command import audit_run
 
     # Here and below: standard output is the result alone, so that it can be piped.

@@ -92,7 +92,7 @@ class AnyRunIsFollowed(AnyRunBalances):
         self.folder.cleanup()
 
 
-AnyRunIsFollowed.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None, derandomize=True)
+AnyRunIsFollowed.TestCase.settings = settings(max_examples=12, stateful_step_count=50, deadline=None, derandomize=True)
 TestAnyRunIsFollowed = AnyRunIsFollowed.TestCase
 
 
