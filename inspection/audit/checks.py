@@ -392,8 +392,7 @@ def _finished(table: AuditTable, manifest: CheckpointManifest, settled: SettledR
     produced = table.produced
     finished: Mask = np.zeros(len(produced), dtype=np.bool_)
     problems: list[tuple[int, int, str | None, str]] = []
-    for text, content in manifest.frontier.items():
-        partition, frontier = int(text), PartitionFrontier.of(content)
+    for partition, frontier in frontiers_of(manifest).items():
         # Keys sort by partition first: a partition is the slice from its offset 0 up to the next one's.
         begin, end = np.searchsorted(produced.keys, [partition << PARTITION_SHIFT, (partition + 1) << PARTITION_SHIFT])
         offsets = produced.keys[begin:end] - (partition << PARTITION_SHIFT)
@@ -435,6 +434,11 @@ class PartitionFrontier(NamedTuple):
         """Which of these are finished."""
         finished: Mask = (offsets < self.low) | np.isin(offsets, np.array(self.done, dtype=np.int64))
         return finished
+
+
+def frontiers_of(manifest: CheckpointManifest) -> dict[int, PartitionFrontier]:
+    """The checkpoint's frontier by partition."""
+    return {int(partition): PartitionFrontier.of(content) for partition, content in manifest.frontier.items()}
 
 
 def is_contained(table: AuditTable, manifest: CheckpointManifest) -> Mask:

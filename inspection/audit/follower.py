@@ -23,8 +23,8 @@ from inspection.audit.state import FollowedRun
 from schemas.errors import DataError, WireError
 from schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
 
-SEGMENT = 20_000
-"""Settled records that are packed together: their judging takes some 20 ms until then, and unpacking them as long."""
+SEGMENT = 8_000
+"""Settled records that are packed together: until then each round judges them again, for some 20 ms at most."""
 
 
 class TopicsMadeAnew(DataError):

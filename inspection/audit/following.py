@@ -7,8 +7,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +288,7 @@ def _served(past: PastRun, options: FollowOptions) -> "Iterator[AuditMeter | Non
         yield None
         return
     meters = Meters(past.name)
+    meters.set(1, "build_info", metadata.version("streamrl"), PROCESS, PROCESS)
     target = past.directory.path.parent / TARGETS / f"{past.name}-{PROCESS}.json"
-    with ExitStack() as stack:
-        stack.enter_context(endpoint(meters.registry, metrics.host, base, PROCESS, target))
+    with endpoint(meters.registry, metrics.host, base, PROCESS, target):
         yield AuditMeter(meters)

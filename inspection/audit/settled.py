@@ -8,7 +8,7 @@ record takes some 30 bytes: its name's hash up to three times, and its share of 
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -149,12 +149,6 @@ class SettledSegment:
     fates: dict[str, SettledFates]
     packed: bytes
 
-    def holds(self, keys: Ints) -> Mask:
-        """Which of these positions are among its own."""
-        at = np.searchsorted(self.begins, keys, side="right") - 1
-        found: Mask = (at >= 0) & (keys < self.ends[at])
-        return found
-
     def unpacked(self) -> tuple[RecordPositions, dict[str, RecordEntries]]:
         """The records, and all that was reported of them."""
         content = msgpack.unpackb(zlib.decompress(self.packed))
@@ -192,10 +186,14 @@ class SettledRecords:
     algorithms: tuple[str, ...] = ()
     packed_so_far: int = 0
 
+    def __post_init__(self) -> None:
+        self._index()
+
     def add(self, segment: SettledSegment) -> None:
         """Keep one more."""
         self.packed_so_far += 1
         self.segments[self.packed_so_far] = segment
+        self._index()
 
     def unpack(self, numbers: Iterable[int], index: AuditIndex) -> None:
         """Hand these segments' records back."""
@@ -204,6 +202,7 @@ class SettledRecords:
             index.produced.extend(produced)
             for name, columns in entries.items():
                 index.of(name).entries.extend(columns)
+        self._index()
 
     @property
     def records(self) -> int:
@@ -222,35 +221,49 @@ class SettledRecords:
             total.add(segment.fates.get(algorithm, SettledFates()))
         return total
 
-    def trained_names(self, algorithm: str) -> Iterator[tuple[int, Hashes]]:
-        """By segment, the names that were trained."""
-        for number, segment in self.segments.items():
-            yield number, segment.fates.get(algorithm, SettledFates()).trained
+    def trained(self, algorithm: str, hashes: Hashes) -> dict[int, Mask]:
+        """Which of these names were trained, by segment; only segments with any."""
+        # Names that were deleted unread are in no set of names that were on the topic.
+        everywhere = any(segment.fates[algorithm].expired for segment in self.segments.values())
+        likely = np.flatnonzero((hashes != 0) & (everywhere | self.produced.holds(hashes)))
+        found: dict[int, Mask] = {}
+        for number, segment in self.segments.items() if len(likely) else ():
+            there = likely[in_sorted(segment.fates[algorithm].trained, hashes[likely])]
+            if len(there):
+                found[number] = np.isin(np.arange(len(hashes)), there)
+        return found
 
-    def holds(self, keys: Ints) -> Mask:
-        """Which of these positions are settled."""
-        found: Mask = np.zeros(len(keys), dtype=np.bool_)
-        for segment in self.segments.values():
-            found |= segment.holds(keys)
+    def holding(self, keys: Ints) -> set[int]:
+        """Segments in which any of these positions is settled."""
+        found = set()
+        if len(keys) and len(self._begins):
+            at = np.maximum(np.searchsorted(self._begins, keys, side="right") - 1, 0)
+            inside = (self._begins[at] <= keys) & (keys < self._ends[at])
+            found = set(self._numbers[at[inside]].tolist())
         return found
 
     def last_keys(self) -> dict[int, int]:
         """The highest settled position of each partition."""
-        found: dict[int, int] = {}
-        for segment in self.segments.values():
-            for last in (segment.ends - 1).tolist():
-                found[last >> PARTITION_SHIFT] = max(last, found.get(last >> PARTITION_SHIFT, -1))
-        return found
+        # Sorted: of equal partitions the last one stays.
+        return {last >> PARTITION_SHIFT: last for last in (self._ends - 1).tolist()}
+
+    def _index(self) -> None:
+        """All ranges of all segments, sorted; no two of them overlap."""
+        segments = self.segments.values()
+        begins = np.concatenate([segment.begins for segment in segments] or [np.zeros(0, dtype=np.int64)])
+        ends = np.concatenate([segment.ends for segment in segments] or [np.zeros(0, dtype=np.int64)])
+        numbers = np.repeat(list(self.segments), [len(segment.begins) for segment in segments]).astype(np.int64)
+        order = np.argsort(begins)
+        self._begins, self._ends, self._numbers = begins[order], ends[order], numbers[order]
 
     def record_at(self, key: int) -> tuple[bool, str | None]:
         """Whether a settled record stood at this position, and its name."""
-        for segment in self.segments.values():
-            if segment.holds(np.array([key]))[0]:
-                produced, entries = segment.unpacked()
-                for table in (produced, *entries.values()):
-                    found = np.flatnonzero(table.keys() == key)
-                    if len(found):
-                        return table is produced, table.names[int(found[0])]
+        for number in self.holding(np.array([key])):
+            produced, entries = self.segments[number].unpacked()
+            for table in (produced, *entries.values()):
+                found = np.flatnonzero(table.keys() == key)
+                if len(found):
+                    return table is produced, table.names[int(found[0])]
         return False, None
 
 

@@ -7,7 +7,7 @@ step, a checkpoint that does not agree with it) unpacks it before anything is ju
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from inspection.audit.checks import (
     NewestCheckpoint,
     PartitionFrontier,
     algorithms_of,
+    frontiers_of,
     is_contained,
     missing_steps,
     newest_checkpoint,
@@ -29,7 +30,6 @@ from inspection.audit.settled import (
     SettledRecords,
     SettledSegment,
     bounds_of,
-    in_sorted,
     intervals_of,
     pack,
 )
@@ -57,16 +57,13 @@ def _touched(
     for name in names:
         table = table_of(name, index, produced)
         newest = newest_checkpoint(table.index, table.chain, name, manifests).manifest
-        named = table.index.entries.keys()[table.all_codes != EXPIRED_RANGE]
-        trained = np.unique(table.chosen_hashes[table.codes == TRAINED])
+        found |= settled.holding(table.index.entries.keys()[table.all_codes != EXPIRED_RANGE])
+        found |= settled.trained(name, table.chosen_hashes[table.codes == TRAINED]).keys()
+        frontiers = {} if newest is None else frontiers_of(newest)
         for number, segment in settled.segments.items():
             fates = segment.fates[name]
-            # The few new names are looked for in the many settled ones.
-            if (
-                np.any(segment.holds(named))
-                or np.any(in_sorted(fates.trained, trained[trained != 0]))
-                or not _survives(fates, table.chain)
-                or (newest is not None and not (_contains(newest, fates) and _finishes(newest, segment)))
+            if not _survives(fates, table.chain) or (
+                newest is not None and not (_contains(newest, fates) and _finishes(frontiers, segment))
             ):
                 found.add(number)
     return found
@@ -88,20 +85,19 @@ def _contains(manifest: CheckpointManifest, fates: SettledFates) -> bool:
     )
 
 
-def _finishes(manifest: CheckpointManifest, segment: SettledSegment) -> bool:
-    """Whether the checkpoint's frontier calls all of them finished."""
+def _finishes(frontiers: Mapping[int, PartitionFrontier], segment: SettledSegment) -> bool:
+    """Whether the checkpoint's frontiers call all of them finished."""
     for begin, end in zip(segment.begins.tolist(), segment.ends.tolist(), strict=True):
         partition, base = begin >> PARTITION_SHIFT, begin >> PARTITION_SHIFT << PARTITION_SHIFT
-        frontier = _frontier_of(manifest, partition)
+        frontier = frontiers.get(partition, NOTHING)
         # Nearly always all of them lie below the low mark.
         if end - base > frontier.low and not np.all(frontier.finished(np.arange(begin - base, end - base))):
             return False
     return True
 
 
-def _frontier_of(manifest: CheckpointManifest, partition: int) -> PartitionFrontier:
-    content = manifest.frontier.get(str(partition))
-    return PartitionFrontier(0, []) if content is None else PartitionFrontier.of(content)
+NOTHING = PartitionFrontier(0, [])
+"""Of a partition that the checkpoint does not name."""
 
 
 def settle(settled: SettledRecords, index: AuditIndex, judgement: Judgement, at_least: int = 1) -> int:
@@ -164,9 +160,10 @@ def _settled_keys_of(table: AuditTable, newest: NewestCheckpoint) -> Ints:
 
 def _frontier_holds(manifest: CheckpointManifest, keys: Ints) -> Mask:
     partitions, holds = keys >> PARTITION_SHIFT, np.zeros(len(keys), dtype=np.bool_)
+    frontiers = frontiers_of(manifest)
     for partition in np.unique(partitions).tolist():
         own = partitions == partition
-        holds[own] = _frontier_of(manifest, partition).finished(keys[own] - (partition << PARTITION_SHIFT))
+        holds[own] = frontiers.get(partition, NOTHING).finished(keys[own] - (partition << PARTITION_SHIFT))
     return holds
 
 

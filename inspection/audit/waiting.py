@@ -7,7 +7,7 @@ import numpy as np
 from inspection.audit.columns import PARTITION_SHIFT, Hashes, Ints, Mask, hash_of
 from inspection.audit.index import TRAINED, AuditIndex
 from inspection.audit.report import Waiting
-from inspection.audit.settled import SettledRecords, in_sorted
+from inspection.audit.settled import SettledRecords
 from inspection.audit.table import AuditTable, ProducedRecords
 from schemas.identifiers import group_id_of
 
@@ -33,8 +33,8 @@ def explain_pending(
     keys, hashes = produced.keys[pending], produced.hashes[pending]
     trained = table.codes == TRAINED
     copies = np.isin(hashes, table.chosen_hashes[trained])
-    for _, names in settled.trained_names(table.algorithm):
-        copies |= in_sorted(names, hashes)
+    for there in settled.trained(table.algorithm, hashes).values():
+        copies |= there
     reasons = {
         Waiting.UNDONE: np.isin(keys, table.index.entries.keys()[~table.counted]),
         Waiting.COPY: copies & (hashes != 0),

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from inspection.process import DISPLAY_NICENESS, log_to_stderr, lower_priority, use_one_thread
+from inspection.process import DISPLAY_NICENESS, NICENESS, log_to_stderr, lower_priority, use_one_thread
 from schemas.errors import UserError
 
 PastRun = Annotated[
@@ -53,7 +53,8 @@ def audit(
     """
     if follow and (run is None or export is not None):
         raise UserError("expected a run to follow, got none; name its directory or its name, and no --export")
-    _give_way_to(run)
+    # At the lowest priority a follower beside a run that leaves nothing would be minutes behind, and warn as late.
+    _give_way_to(run, DISPLAY_NICENESS if follow else NICENESS)
     if follow and run is not None:
         from inspection.audit.following import FollowOptions, follow_run
 
@@ -68,7 +69,7 @@ def audit(
     raise typer.Exit(audit_run(run, export, as_json=as_json))
 
 
-def _give_way_to(run: Path | None) -> None:
+def _give_way_to(run: Path | None, niceness: int) -> None:
     """Before anything heavy is imported: half of a short audit's work is its imports.
 
     Not where a run's own broker has to be started first: it would inherit that, and be slow to come on a busy machine.
@@ -79,7 +80,7 @@ def _give_way_to(run: Path | None) -> None:
     if run is None or (directory := directory_of(run)) is None:
         return
     if own_broker(directory) is not None or not nodes_of(directory):
-        lower_priority()
+        lower_priority(niceness)
 
 
 # `streamrl dlq`: the records that no decoder took.
