@@ -474,9 +474,9 @@ def _check_rows(table: AuditTable, manifest: CheckpointManifest, settled: Settle
             break
         count = manifest.skips.count if link.lineage == manifest.lineage else link.rows or 0
         known = own.row_sums.get((*before, link.lineage))
-        total = known if known is not None and known.count <= count else RowSum(0, total.hash, total.reasons)
+        total = known if known is not None and known.rows <= count else RowSum(0, total.hash, total.reasons)
         rolling, reasons = total.hash, Counter(total.reasons)
-        for sequence in range(total.count + 1, count + 1):
+        for sequence in range(total.rows + 1, count + 1):
             row = own.rows.get(link.lineage, sequence)
             if row is None:
                 detail = f"row {sequence} of lineage {link.lineage}"

@@ -84,7 +84,9 @@ class NameTable:
 
     def sizes(self) -> Ints:
         """Bytes of each text."""
-        return np.diff(np.array(self._ends, dtype=np.int64), prepend=0)
+        ends = np.array(self._ends, dtype=np.int64)
+        sizes: Ints = ends - np.concatenate((np.zeros(1, dtype=np.int64), ends))[: len(ends)]
+        return sizes
 
     def chosen(self, which: Mask) -> "NameTable":
         """Only these texts."""
@@ -144,8 +146,7 @@ class RecordPositions:
 
     def chosen(self, which: Mask) -> Self:
         """Only these rows, in the same order."""
-        columns = [as_column(as_ints(column)[which]) for column in self.columns()]
-        return type(self)(*columns[:2], self.names.chosen(which), *columns[2:])
+        return self._of([as_column(as_ints(column)[which]) for column in self.columns()], self.names.chosen(which))
 
     def extend(self, other: Self) -> None:
         """Add all rows of another table."""
@@ -160,8 +161,15 @@ class RecordPositions:
     @classmethod
     def loaded(cls, dumped: Sequence[Any]) -> Self:
         """The same table again."""
-        columns = [_unpacked(content) for content in dumped[0]]
-        return cls(*columns[:2], NameTable.loaded(dumped[1]), *columns[2:])
+        return cls._of([_unpacked(content) for content in dumped[0]], NameTable.loaded(dumped[1]))
+
+    @classmethod
+    def _of(cls, columns: "Sequence[array[int]]", names: NameTable) -> Self:
+        found = cls()
+        for column, content in zip(found.columns(), columns, strict=True):
+            column += content
+        found.names = names
+        return found
 
 
 @dataclass

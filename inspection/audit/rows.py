@@ -21,9 +21,9 @@ class RowContent(NamedTuple):
 
 
 class RowSum(NamedTuple):
-    """The first ``count`` rows of a lineage behind those of its ancestors: rolling hash, and records by reason."""
+    """The first ``rows`` rows of a lineage behind those of its ancestors: rolling hash, and records by reason."""
 
-    count: int
+    rows: int
     hash: str
     reasons: Counter[str]
 

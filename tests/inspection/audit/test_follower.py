@@ -15,7 +15,7 @@ from hypothesis.stateful import invariant, rule
 
 from bus.port import Record, TopicPartition
 from inspection.audit.follower import TopicsMadeAnew
-from inspection.audit.report import AuditReport
+from inspection.audit.report import AuditReport, ViolationKind
 from schemas.reports import SkipReason
 from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from tests.inspection.audit.followed import FollowedHistory, RevealedHistory
@@ -154,6 +154,36 @@ def test_settled_records_are_packed_and_a_crash_unpacks_those_that_it_undid() ->
         assert report.algorithms[0].trained == 20
         assert report.algorithms[0].waiting == {"undone": 40}
         assert 0 < len(known.settled.segments) < before
+
+
+def test_two_records_of_one_name_that_came_together_are_not_settled() -> None:
+    world = World(partitions=3)
+    world.step([world.produce("d/0/0/0", 0), world.produce("d/1/0/0", 1), world.produce("d/0/0/0", 2)])
+    world.checkpoint()
+    world.announce()
+    with following(world, segment=1) as followed:
+        reveal(followed, world, len(world.written))
+        for _ in range(2):
+            assert followed.advance() == followed.whole()
+        assert followed.follower.known.settled.records == 1
+        assert [each.kind for each in followed.advance().violations] == [ViolationKind.TRAINED_TWICE]
+
+
+def test_what_was_trained_behind_a_missing_step_is_not_settled() -> None:
+    world = World(partitions=3)
+    for number in range(4):
+        world.step([world.produce(f"d/{number}/0/0", 0)])
+        if number != 1:
+            world.checkpoint()
+            world.announce()
+    with following(world, segment=1) as followed:
+        reveal(followed, world, len(world.written))
+        for _ in range(2):
+            report = followed.advance()
+            assert report == followed.whole()
+        gap = next(each for each in report.violations if each.kind is ViolationKind.STEP_GAP)
+        assert gap.trajectory_id == "d/2/0/0"
+        assert followed.follower.known.settled.records == 1
 
 
 def test_what_it_could_not_see_is_said() -> None:
