@@ -20,8 +20,9 @@ import numpy as np
 
 from consumers.ingest.rejections import chained
 from consumers.training.checkpoints.manifest import CheckpointManifest
-from inspection.audit.columns import PARTITION_SHIFT, Ints, Mask, keys_of, position_of
+from inspection.audit.columns import PARTITION_SHIFT, Ints, Mask, keys_of
 from inspection.audit.index import REASONS, TRAINED, AlgorithmIndex, AuditIndex, LineageChain, surviving_chain
+from inspection.audit.lineages import check_lineages, counted_steps
 from inspection.audit.report import AlgorithmBalance, AuditReport, UndoneByCrash, Violation, ViolationKind
 from inspection.audit.rows import RowContent, RowSum
 from inspection.audit.settled import SettledRecords
@@ -184,74 +185,6 @@ def _notes(index: AuditIndex, newest: NewestCheckpoint, forgotten: int) -> Itera
         yield f"checkpoint {newest.unannounced.policy_version} has not been announced yet"
     if newest.manifest is None:
         yield "no announced checkpoint yet: nothing is compared with a frontier"
-
-
-def check_lineages(table: AuditTable) -> list[Violation]:
-    """All violations of lineages, steps and rows as such."""
-    return [*_broken_chain(table), *_gaps(table), *_conflicts(table)]
-
-
-def counted_steps(own: AlgorithmIndex, chain: LineageChain) -> dict[int, set[int]]:
-    """Surviving step numbers, with the lineages that took them."""
-    found: dict[int, set[int]] = {}
-    for version in own.steps:
-        link = chain.link(version.lineage)
-        # ``holds_step`` includes the step that a lineage started from, which its parent took.
-        if link is not None and link.holds_step(version.number) and link.after != version.number:
-            found.setdefault(version.number, set()).add(version.lineage)
-    return found
-
-
-def _broken_chain(table: AuditTable) -> list[Violation]:
-    broken = table.chain.broken
-    if not broken:
-        return []
-    return [Violation(ViolationKind.BROKEN_CHAIN, table.algorithm, len(broken), None, None, None, broken[0].problem)]
-
-
-def missing_steps(table: AuditTable) -> list[tuple[int, int]]:
-    """Steps of the surviving lineages that were never reported, as lineage and number."""
-    reported: dict[int, set[int]] = {link.lineage: set() for link in table.chain.links}
-    for step in table.index.steps:
-        if step.lineage in reported:
-            reported[step.lineage].add(step.number)
-    missing: list[tuple[int, int]] = []
-    for link in table.chain.links:
-        numbers = {number for number in reported[link.lineage] if link.holds_step(number)}
-        # Without its start only gaps behind the first step left can be seen; of the newest, those before its last one.
-        begin = min(numbers, default=0) if link.after is None else link.after + 1
-        end = link.until if link.until is not None else max(numbers, default=begin - 1)
-        missing += [(link.lineage, number) for number in range(begin, end + 1) if number not in numbers]
-    return missing
-
-
-def _gaps(table: AuditTable) -> list[Violation]:
-    missing = missing_steps(table)
-    if not missing:
-        return []
-    lineage, number = missing[0]
-    name, partition, offset = _trained_after(table, lineage, number)
-    detail = f"step {lineage}-{number} is missing"
-    return [Violation(ViolationKind.STEP_GAP, table.algorithm, len(missing), name, partition, offset, detail)]
-
-
-def _trained_after(table: AuditTable, lineage: int, number: int) -> tuple[str | None, int | None, int | None]:
-    """The first record that the next step behind a gap trained."""
-    behind = (table.codes == TRAINED) & (table.lineages == lineage) & (table.numbers > number)
-    found = np.flatnonzero(behind)
-    if not len(found):
-        return None, None, None
-    first = int(found[np.argmin(table.numbers[found])])
-    return table.name(first), *position_of(table.keys[first])
-
-
-def _conflicts(table: AuditTable) -> list[Violation]:
-    conflicts, first = table.index.conflicts, table.index.conflicts.first
-    if first is None:
-        return []
-    ref = first.ref
-    place = (ref.trajectory_id or None, ref.partition, ref.offset) if ref else (None, None, None)
-    return [Violation(ViolationKind.CONFLICT, table.algorithm, conflicts.count, *place, first.detail)]
 
 
 def check_references(table: AuditTable) -> list[Violation]:
@@ -468,7 +401,8 @@ def _check_rows(table: AuditTable, manifest: CheckpointManifest, settled: Settle
     """The rows of the chain up to the checkpoint, one after the other: all there, and hashed to what it says."""
     # The rolling hash goes on from parent to child: it can only be computed from the first lineage's first row. Rows do
     # not change, so what was summed up for an earlier checkpoint of the same lineages holds.
-    own, before, total = table.index, (), RowSum(0, "", Counter())
+    own, total = table.index, RowSum(0, "", Counter())
+    before: tuple[int, ...] = ()
     for link in table.chain.links:
         if link.lineage > manifest.lineage:
             break
@@ -528,6 +462,11 @@ def _first_row_of(
 def _as_record(lineage: int, sequence: int, content: RowContent) -> SkipRecord:
     """As much of a row as its hash is about."""
     return SkipRecord.model_construct(
+        algorithm="",
+        trajectory_id=None,
+        group_id=None,
+        step=0,
+        sent_at=0.0,
         lineage=lineage,
         sequence=sequence,
         reason=REASONS[content.code - 1],

@@ -293,5 +293,5 @@ def _loaded_fates(values: list[Any]) -> SettledFates:
     if len(values) != len(fields(SettledFates)):
         raise DataError(f"expected {len(fields(SettledFates))} figures of settled records, got {len(values)}")
     codes, expired, trained, rows, counted, undone, hashes = values
-    bounds = [{lineage: NumberBounds(*each) for lineage, each in part.items()} for part in (counted, undone)]
-    return SettledFates(Counter(codes), Counter(expired), trained, rows, *bounds, np.frombuffer(hashes, np.uint64))
+    ours, lost = ({lineage: NumberBounds(*each) for lineage, each in part.items()} for part in (counted, undone))
+    return SettledFates(Counter(codes), Counter(expired), trained, rows, ours, lost, np.frombuffer(hashes, np.uint64))

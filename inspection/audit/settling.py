@@ -19,12 +19,12 @@ from inspection.audit.checks import (
     algorithms_of,
     frontiers_of,
     is_contained,
-    missing_steps,
     newest_checkpoint,
     table_of,
 )
 from inspection.audit.columns import PARTITION_SHIFT, Hashes, Ints, Mask, RecordEntries
 from inspection.audit.index import TRAINED, AuditIndex, LineageChain
+from inspection.audit.lineages import missing_steps
 from inspection.audit.settled import (
     SettledFates,
     SettledRecords,

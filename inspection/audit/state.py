@@ -178,8 +178,8 @@ def _loaded(parts: Mapping[str, bytes]) -> FollowedRun:
         raise ValueError(f"format {content['format']}, expected {FORMAT}")
     numbers = sorted(int(name.partition("/")[2]) for name in parts if name.startswith("segment/"))
     segments = {number: loaded_segment(parts[f"segment/{number}"]) for number in numbers}
-    runs = [HashSet(list(_runs(parts, kind))) for kind in ("produced", "ordered")]
-    settled = SettledRecords(segments, *runs, tuple(content["algorithms"]), content["packed"])
+    produced, ordered = (HashSet(list(_runs(parts, kind))) for kind in ("produced", "ordered"))
+    settled = SettledRecords(segments, produced, ordered, tuple(content["algorithms"]), content["packed"])
     return FollowedRun(
         content["run"],
         _loaded_index(content["index"]),
@@ -259,7 +259,7 @@ def _loaded_algorithm(content: dict[str, Any]) -> AlgorithmIndex:
     versions = np.frombuffer(content["steps"][0], dtype=np.int64).reshape(-1, 2).tolist()
     prints = content["steps"][1]
     count, first = content["conflicts"]
-    conflict = None if first is None else Conflict(*first[:3], None if first[3] is None else RecordRef(*first[3]))
+    conflict = None if first is None else _conflict(*first)
     return AlgorithmIndex(
         entries=RecordEntries.loaded(content["entries"]),
         lineage_starts={start.lineage: start for start in starts},
@@ -269,6 +269,10 @@ def _loaded_algorithm(content: dict[str, Any]) -> AlgorithmIndex:
         conflicts=ConflictTally(count, conflict),
         last_steps={PolicyVersion(*each) for each in content["last_steps"]},
     )
+
+
+def _conflict(lineage: int, number: int, detail: str, ref: list[Any] | None) -> Conflict:
+    return Conflict(lineage, number, detail, None if ref is None else RecordRef(*ref))
 
 
 def _version(content: list[int] | None) -> PolicyVersion | None:

@@ -59,7 +59,8 @@ def _group_is_unfinished(
     samples = np.array(names, dtype=np.uint64).reshape(len(numbers), index.samples)
     flat = samples.ravel()
     ordered = np.isin(flat, np.fromiter(index.ordered, dtype=np.uint64, count=len(index.ordered)))
-    missing = (ordered & ~seen.on_topic(flat)).reshape(samples.shape).any(axis=1)
+    absent: Mask = ordered & ~seen.on_topic(flat)
+    missing: Mask = np.any(absent.reshape(samples.shape), axis=1, keepdims=True)[:, 0]
     which: Mask = missing[[numbers[group] for group in groups]] if groups else np.zeros(0, dtype=np.bool_)
     return which
 
