@@ -139,3 +139,8 @@ class RunDirectory:
     def report(self) -> Path:
         """The run as a page."""
         return self.path / "report.html"
+
+    @property
+    def audit(self) -> Path:
+        """What an audit beside the run knows, also of records that retention has deleted since."""
+        return self.path / "audit.sqlite"

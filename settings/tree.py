@@ -56,6 +56,9 @@ class RunSettings(Section):
         bool,
         Field(description="Keep a file of where each record stands in the run's directory, for who looks."),
     ] = True
+    audit: Annotated[
+        bool, Field(description="Audit the run while it goes on, as `streamrl audit --follow` does beside it.")
+    ] = False
     shutdown_grace_s: Annotated[float, Field(gt=0, description="Time to end cleanly after Ctrl-C or SIGTERM.")] = 20.0
 
     @field_validator("name")

@@ -42,6 +42,8 @@ from deploy.local.task_check import check_task
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
 from deploy.wiring.process import configure_logging
+from inspection.audit.following import closing_report
+from inspection.audit.report import AuditReport
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
 from inspection.environment import environment
@@ -52,11 +54,12 @@ from inspection.report.gathering import gather_topics
 from inspection.report.page import write_page
 from inspection.report.record import read_record
 from inspection.report.summary import build_summary, summary_lines, write_summary
+from inspection.source import PastRun
 from observability.metrics.tracking import check_installed
 from observability.run_state.feed import WHOLE_RUN, RunFeed
 from observability.run_state.state import RunState
 from producers.prompts.tables import check_path
-from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, UserError
+from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
 from settings.loading import as_toml, secret_variables
 from settings.run_directory import RunDirectory, named
 from settings.tree import Settings
@@ -67,6 +70,8 @@ REFRESH_S = 0.5
 STOP_POLL_S = 0.2
 """An event loop cannot wait for a thread's event: how often it is looked at."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+AUDIT_EVERY_S = 30
+"""A line in the audit's log each time; the processor belongs to the run."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of each process: several thread pools, each as large as the machine, would slow each other down."""
 
@@ -82,6 +87,7 @@ class TrainingOutcome:
     seconds: float
     restarts: dict[str, int]
     finished: bool
+    audit: AuditReport | None = None
 
 
 def run_locally(
@@ -210,6 +216,8 @@ async def _train(
     secrets = secret_variables(settings)
     ranker = settings.lengths.refit == "process"
     specs = child_specs(directory, settings.run.workers, overrides, secrets, ranker=ranker)
+    if settings.run.audit:
+        specs.append(audit_spec(directory, address, secrets))
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
     bus, state = KafkaBus(kafka), RunState(settings.run.name)
     connection = RunConnection(kafka, settings.run.name, settings)
@@ -226,9 +234,8 @@ async def _train(
         progress = partial(watch, directory, address, secrets, progress)
     rotation = LogRotation(directory.logs, settings.run.log_max_bytes, settings.run.log_backup_count)
     index = _index_follower(bus, settings, directory)
-    beside = [loop for loop in (feed, rotation, fleet, index) if loop is not None]
     try:
-        await _supervise(supervisor, feed, beside, progress, stop)
+        await _supervise(supervisor, feed, index, [rotation, *([fleet] if fleet else [])], progress, stop)
     finally:
         if index is not None:
             await index.history.close()
@@ -236,7 +243,8 @@ async def _train(
     # Taken before the topics are read for the report, which is no time of the run.
     seconds = time.monotonic() - began
     topics = await _gathered_topics(bus, settings, directory)
-    return TrainingOutcome(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set())
+    audited = await _audited(bus, settings, directory) if settings.run.audit else None
+    return TrainingOutcome(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set(), audited)
 
 
 async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicDigest | None:
@@ -265,21 +273,33 @@ def _index_follower(bus: KafkaBus, settings: Settings, directory: RunDirectory) 
     return IndexFollower(history, settings.run.name, index)
 
 
+async def _audited(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> AuditReport | None:
+    """The audit at the end, from what the one beside the run knew; None if it cannot be had."""
+    from bus.history import BusHistory
+
+    try:
+        return await closing_report(PastRun(directory, settings), BusHistory(bus, client_id="audit"))
+    except (StreamRLError, OSError) as error:
+        log.warning("the run was not audited at its end; try streamrl audit", error=str(error))
+        return None
+
+
 async def _supervise(
     supervisor: Supervisor,
     feed: RunFeed,
-    beside: Sequence[RunFeed | LogRotation | Fleet | IndexFollower],
+    index: IndexFollower | None,
+    others: Sequence[LogRotation | Fleet],
     progress: Progress,
     stop: asyncio.Event,
 ) -> None:
     # The display stops last, so that its last line is of the state at the end.
     over, shown = asyncio.Event(), asyncio.Event()
-    watching = [asyncio.create_task(loop.run(over)) for loop in beside]
+    watching = [asyncio.create_task(loop.run(over)) for loop in (feed, index, *others) if loop is not None]
     showing = asyncio.ensure_future(progress(shown))
     try:
         await supervisor.run(stop)
     finally:
-        # ``read_to_end`` goes on from where the feed's loop stood, so that loop has to be over.
+        # What reads to the end goes on from where its loop stood, so that loop has to be over.
         over.set()
         results = [*await asyncio.gather(*watching, return_exceptions=True)]
         results += await asyncio.gather(feed.read_to_end(), return_exceptions=True)  # the summary wants the last step
@@ -347,6 +367,7 @@ def _conclude(
         before=before.metrics if before else {},
         after=after.metrics if after else {},
         restarts=sum(trained.restarts.values()),
+        audit=trained.audit,
     )
     # By this file a later start knows that the run is complete.
     write_summary(directory.summary, summary)
@@ -389,6 +410,14 @@ def child_specs(
         spec("dispatcher", "dispatcher"),
         *([spec("ranker", "ranker", optional=True)] if ranker else []),
     ]
+
+
+def audit_spec(directory: RunDirectory, address: str, secrets: Mapping[str, str]) -> ChildSpec:
+    """An audit beside the run, which goes on without it."""
+    command = [sys.executable, "-P", "-m", "streamrl.cli.app", "audit", str(directory.path), "--follow"]
+    environment = {**ONE_THREAD, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": address, **secrets}
+    command += ["--interval", str(AUDIT_EVERY_S)]
+    return ChildSpec("audit", command, directory.logs / "audit.log", environment, optional=True)
 
 
 def worker_spec(

@@ -13,10 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from consumers.training.checkpoints.catalogue import read_manifests
-from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.audit import audit
-from inspection.audit.report import AlgorithmBalance, AuditReport
+from inspection.audit.following import NOT_BALANCED, checkpoints_of
+from inspection.audit.report import AlgorithmBalance, AuditReport, Waiting
 from inspection.export import ALL, USUAL, Exporter, ExportManifest, Format, SegmentHistory
 from inspection.process import tune_garbage_collector
 from inspection.source import PastRun, history_of, open_run
@@ -24,8 +23,6 @@ from schemas.errors import UserError
 from schemas.plain_text import plain_text
 from schemas.topics import Topic
 
-NOT_BALANCED = 4
-"""Exit code of an audit that found violations."""
 WIDTH = 100
 """Columns of the table where standard output is no terminal, so that a log or a file has whole lines."""
 
@@ -66,15 +63,6 @@ def audit_history(run: PastRun | None, export: Path | None) -> AuditReport:
     ):
         # A callable, because the audit decides when checkpoints are listed: before it fixes the ends of the topics.
         return uvloop.run(audit(history, run.name, lambda: checkpoints_of(run), progress))
-
-
-def checkpoints_of(run: PastRun) -> list[CheckpointManifest]:
-    """The manifests of a run's checkpoints, newest first; they are read without any tensor.
-
-    Raises:
-        CheckpointError: their place cannot be read.
-    """
-    return read_manifests(run.settings.training.checkpoint_location or run.directory.checkpoints)
 
 
 def export_run(run: Path, to: Path | None, encoding: Format, topics: Sequence[str]) -> int:
@@ -168,6 +156,9 @@ def _table(report: AuditReport) -> Table:
     for reason in sorted({reason for own in columns for reason in own.skipped}):
         row(reason, (own.skipped.get(reason, 0) for own in columns), indent=True)
     row("+ pending", (own.pending for own in columns))
+    for name in (reason.name.lower() for reason in Waiting):
+        if any(own.waiting.get(name) for own in columns):
+            row(name, (own.waiting.get(name, 0) for own in columns), indent=True)
     if any(own.expired_fates for own in columns):
         row("+ forgotten by the topics", (own.expired_fates for own in columns))
     return table
@@ -207,6 +198,9 @@ def _facts_of(own: AlgorithmBalance) -> Iterable[str]:
             f"{own.algorithm}: of records that retention has deleted since: {own.expired_trained} trained, "
             f"{own.expired_skipped} skipped"
         )
+    for reason in Waiting:
+        if count := own.waiting.get(reason.name.lower()):
+            yield f"{own.algorithm}: pending {reason.name.lower()} {count:,}: {reason.value}"
     for note in own.notes:
         yield f"{own.algorithm}: {note}"
 
