@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test check shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-engine bench-observation bench-demo bench-smollm2 docs fmt lock clean
+.PHONY: help setup setup-vllm demo test check shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-engine bench-observation bench-demo bench-smollm2 docs fmt lock clean
 SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -53,7 +53,7 @@ chaos: .venv/ready  ## break real brokers and processes, and a simulation of the
 soak: .venv/ready  ## one long run with a kill every 20 s (MINUTES=30)
 	.venv/bin/python -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)
 
-bench: bench-transport bench-compression bench-protocol bench-observation bench-audit bench-lengths bench-packing bench-pipeline bench-profile bench-plan bench-engine  ## run every benchmark
+bench: bench-transport bench-compression bench-protocol bench-observation bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-profile bench-plan bench-engine  ## run every benchmark
 
 bench-compression: .venv/ready  ## what Kafka's codecs save on trajectories, and what they cost
 	.venv/bin/python -m benchmarks.compression $(ARGS)
@@ -63,6 +63,9 @@ bench-protocol: .venv/ready  ## what exactly-once training costs the trainer
 
 bench-observation: .venv/ready  ## what metrics, the dashboard and top cost a run
 	.venv/bin/python -m benchmarks.observation $(ARGS)
+
+bench-index: .venv/ready  ## how long a record of a million is looked for, and what knowing it costs (ARGS="--records 100000")
+	.venv/bin/python -m benchmarks.record_index $(ARGS)
 
 bench-audit: .venv/ready  ## how long the audit of 100,000 trajectories takes
 	.venv/bin/python -m benchmarks.audit $(ARGS)

@@ -218,6 +218,10 @@ class MemorySubscription:
         """The partitions this subscription reads."""
         return frozenset(self.offsets)
 
+    def seek(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Deliver from these offsets next; the others stay where they are."""
+        self.offsets |= offsets
+
     async def positions(self) -> dict[TopicPartition, int]:
         """The next offset that ``poll`` will deliver, by partition."""
         return dict(self.offsets)  # a copy: the next poll changes ours

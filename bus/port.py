@@ -134,6 +134,11 @@ class Subscription(Protocol):
         """The partitions this subscription reads."""
         ...
 
+    # For who looks up single records over one connection; a role reads on from where it began.
+    def seek(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Deliver from these offsets next; the others stay where they are."""
+        ...
+
     # Kafka's convention for every offset here: the next one wanted, that is, one behind the last one read.
     async def positions(self) -> dict[TopicPartition, int]:
         """The next offset that ``poll`` will deliver, by partition."""

@@ -4,17 +4,22 @@ A dead letter holds the bytes of the refused record, where it stood and why it w
 with a test of its name:
 - a_dead_letter_is_retried_once: what was sent is told by a header on the topic itself, so a second call sends nothing,
   also when the same record became a dead letter twice;
+- of_two_at_once_one_sends: who opens the run's transaction of retries shuts out whoever holds it, and only then looks
+  what was sent;
 - what_still_does_not_decode_stays: unless it is forced, and never what was cut.
 """
 
+import asyncio
 import json
+import random
 import re
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -25,13 +30,19 @@ from rich.console import Console
 from rich.table import Table
 
 from bus.history import BusHistory, History
-from bus.port import Bus, Outgoing, Record
+from bus.port import Bus, Outgoing, Record, TransactionalPublisher
+from inspection.record_index.entries import RETRY_OF, RefKind, number
+from inspection.record_index.following import IndexFollower, index_of
 from inspection.source import broker_of, history_of, open_run
 from schemas.codec import Headers, decode, named_error
-from schemas.errors import UserError, WireError
+from schemas.errors import Superseded, UserError, WireError
 from schemas.messages import Message
+from schemas.plain_text import plain_lines, plain_text
 from schemas.topics import DEAD_LETTERS, TRAJECTORIES
 
+ATTEMPTS = 6
+PAUSE_S = 0.5
+"""Between two attempts of somebody whom another one has shut out, at most; it grows with each."""
 SOME_REFUSED = 1
 """Exit code."""
 WIDTH = 160
@@ -44,8 +55,6 @@ _AGO = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 T = TypeVar("T")
 PREFIX = "dlq-"
-RETRY_OF = "dlq-retry-of"
-"""Header of a record that was sent once more: partition and offset of the refused one on the same topic."""
 
 
 class Origin(NamedTuple):
@@ -106,6 +115,11 @@ class DeadLetter:
             return f"{type(error).__name__}: {error}"
         return None
 
+    @property
+    def target(self) -> str:
+        """Where a retry of it goes."""
+        return "nowhere known" if self.origin is None else f"{self.origin.topic}[{self.origin.partition}]"
+
     def retry(self) -> Outgoing:
         """The refused record once more: same bytes, key, partition and headers, and a header that says so."""
         assert self.origin is not None, "checked before it is sent"
@@ -124,24 +138,19 @@ def dead_letter_of(record: Record) -> DeadLetter:
         origin=_origin(named),
         error_class=named_error(record.headers),
         reason=named.get("dlq-error", ""),
-        cut_from=_number(named.get("dlq-cut-from")),
+        cut_from=number(named.get("dlq-cut-from")),
     )
 
 
 def _origin(named: dict[str, str]) -> Origin | None:
     topic, partition, offset = (
         named.get("dlq-topic"),
-        _number(named.get("dlq-partition")),
-        _number(named.get("dlq-offset")),
+        number(named.get("dlq-partition")),
+        number(named.get("dlq-offset")),
     )
     if not topic or partition is None or offset is None:
         return None
     return Origin(topic, partition, offset)
-
-
-def _number(text: str | None) -> int | None:
-    # Headers come from outside: at most 18 digits, the range of an offset.
-    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
 async def read_dead_letters(history: History, run: str) -> AsyncIterator[DeadLetter]:
@@ -175,25 +184,66 @@ class RetryOutcome:
     detail: str = ""
 
 
-async def plan_retries(
-    history: History, run: str, offsets: Collection[int] | None, *, force: bool = False
+async def retry(
+    bus: Bus, index: IndexFollower, offsets: Collection[int] | None, *, force: bool = False
 ) -> tuple[list[RetryOutcome], list[int]]:
-    """What to do about each chosen dead letter, oldest first, and the offsets that name none.
+    """Send the chosen dead letters once more, oldest first, but for those that were sent; and the offsets that name
+    none, in which case nothing is sent.
 
     Args:
-        history: of the run.
-        run: its name.
+        bus: where they are sent to.
+        index: of the run; it tells what was sent before.
         offsets: of the dead letters on their own topic; None: all.
         force: send also what does not decode.
+
+    Raises:
+        BusError: the broker refused one, or did not answer: call again, what arrived is not sent twice.
+        UserError: others send retries of this run again and again.
     """
-    topic = TRAJECTORIES.full_name(run)
-    dead_letters = [
-        dead_letter
-        async for dead_letter in read_dead_letters(history, run)
-        if offsets is None or dead_letter.offset in offsets
-    ]
-    # Reads the whole topic: only if there is something to retry.
-    retried = await _already_retried(history, topic) if dead_letters else set()
+    for attempt in range(ATTEMPTS):
+        try:
+            return await _retry_as_only_one(bus, index, offsets, force=force)
+        except Superseded:
+            # Somewhere between nothing and a moment, so that of two that shut each other out one gets through.
+            await asyncio.sleep(random.uniform(0, PAUSE_S * (attempt + 1)))
+    raise UserError(
+        f"expected to be the only one who retries dead letters of run {index.run_name}, others do so; try again"
+    )
+
+
+async def _retry_as_only_one(
+    bus: Bus, index: IndexFollower, offsets: Collection[int] | None, *, force: bool
+) -> tuple[list[RetryOutcome], list[int]]:
+    publisher = await bus.transactional(f"{index.run_name}.dlq-retry")
+    try:
+        # After it was opened: what an older holder has committed can be read from now on, and nothing more will come.
+        plan, missing = await plan_retries(index, offsets, force=force)
+        return (plan if missing else await _send(publisher, plan)), missing
+    finally:
+        await publisher.close()
+
+
+async def _send(publisher: TransactionalPublisher, plan: Iterable[RetryOutcome]) -> list[RetryOutcome]:
+    done = []
+    for outcome in plan:
+        if outcome.action is RetryAction.WOULD_SEND:
+            # One after the other: what was sent is known when a later one fails.
+            await publisher.commit([outcome.dead_letter.retry()])
+            outcome = replace(outcome, action=RetryAction.SENT, detail=f"to {outcome.dead_letter.target}")
+        done.append(outcome)
+    return done
+
+
+async def plan_retries(
+    index: IndexFollower, offsets: Collection[int] | None, *, force: bool = False
+) -> tuple[list[RetryOutcome], list[int]]:
+    """What ``retry`` would do about each chosen dead letter, oldest first, and the offsets that name none."""
+    await index.catch_up()
+    topic = TRAJECTORIES.full_name(index.run_name)
+    dead_letters = await _chosen(index.history, index.run_name, offsets)
+    origins = {each.origin for each in dead_letters if each.origin is not None and each.origin.topic == topic}
+    sent = index.index.refs(RefKind.RETRY, (origin[1:] for origin in origins))
+    retried = {Origin(topic, row.of_partition, row.of_offset) for row in sent}
     outcomes = []
     for dead_letter in dead_letters:
         outcome = _judge(dead_letter, topic, retried, force=force)
@@ -204,25 +254,11 @@ async def plan_retries(
     return outcomes, sorted(set(offsets or ()) - {dead_letter.offset for dead_letter in dead_letters})
 
 
-async def send_retries(bus: Bus, outcomes: Collection[RetryOutcome]) -> list[RetryOutcome]:
-    """Carry a plan out; returns when the broker has every record.
-
-    Raises:
-        BusError: the broker refused one, or did not answer: call again, what arrived is not sent twice.
-    """
-    done = []
-    publisher = await bus.publisher("dlq-retry")
-    try:
-        for outcome in outcomes:
-            if outcome.action is not RetryAction.WOULD_SEND:
-                done.append(outcome)
-                continue
-            # One after the other: what was sent is known when a later one fails.
-            position = await publisher.publish(outcome.dead_letter.retry())
-            done.append(RetryOutcome(outcome.dead_letter, RetryAction.SENT, f"as {Origin(*position)}"))
-    finally:
-        await publisher.close()
-    return done
+async def _chosen(history: History, run: str, offsets: Collection[int] | None) -> list[DeadLetter]:
+    if offsets is None:
+        return [dead_letter async for dead_letter in read_dead_letters(history, run)]
+    found = await history.fetch(DEAD_LETTERS.full_name(run), ((0, offset) for offset in offsets))
+    return [dead_letter_of(found[position]) for position in sorted(found)]
 
 
 def _judge(dead_letter: DeadLetter, topic: str, retried: Collection[Origin], *, force: bool) -> RetryOutcome:
@@ -248,18 +284,6 @@ def _judge(dead_letter: DeadLetter, topic: str, retried: Collection[Origin], *, 
     return RetryOutcome(dead_letter, RetryAction.WOULD_SEND)
 
 
-async def _already_retried(history: History, topic: str) -> set[Origin]:
-    found = set()
-    async for record in history.records(topic):
-        for name, content in record.headers:
-            # Kafka allows a header without content, and anybody may write this one: what is no position is passed over.
-            if name == RETRY_OF and content is not None:
-                partition, _, offset = content.decode(errors="replace").partition("@")
-                if partition.isdecimal() and offset.isdecimal():
-                    found.add(Origin(topic, int(partition), int(offset)))
-    return found
-
-
 def table_of(dead_letters: Sequence[DeadLetter]) -> Table:
     """One row a dead letter."""
     table = Table(box=None, pad_edge=False)
@@ -269,7 +293,10 @@ def table_of(dead_letters: Sequence[DeadLetter]) -> Table:
         size = f"{dead_letter.size:,}" + (f" of {dead_letter.cut_from:,}" if dead_letter.cut_from else "")
         origin = str(dead_letter.origin or "?")
         table.add_row(
-            str(dead_letter.offset), time_of(dead_letter), origin, dead_letter.error_class, dead_letter.reason, size
+            str(dead_letter.offset),
+            time_of(dead_letter),
+            *map(plain_text, (origin, dead_letter.error_class, dead_letter.reason)),
+            size,
         )
     return table
 
@@ -382,7 +409,7 @@ def show_dead_letter(run: Path, export: Path | None, offset: int) -> int:
     dead_letter = _with_history(run, export, read)
     if dead_letter is None:
         raise UserError(f"expected a dead letter at offset {offset}, found none; `streamrl dlq ls` lists them")
-    print("\n".join(lines_of(dead_letter)))
+    print(plain_lines(lines_of(dead_letter)))
     return 0
 
 
@@ -403,15 +430,18 @@ def _write(run: Path, offsets: Collection[int] | None, *, dry_run: bool, force: 
 
     past = open_run(run)
     # On the run's own data rather than a copy, because what is sent has to stay.
-    with broker_of(past, None, _tell) as address:
+    with broker_of(past, None, _tell) as address, closing(index_of(past)) as index:
         bus = KafkaBus(past.settings.kafka.model_copy(update={"bootstrap_servers": address}))
-        plan, missing = uvloop.run(plan_retries(BusHistory(bus, "dlq"), past.name, offsets, force=force))
-        # All or nothing: a mistyped offset should not leave half of the work done.
-        if missing:
-            raise UserError(f"expected dead letters at {', '.join(map(str, missing))}, found none; nothing was sent")
-        outcomes = plan if dry_run else uvloop.run(send_retries(bus, plan))
+        follower = IndexFollower(BusHistory(bus, "dlq"), past.name, index)
+        carried_out = (
+            plan_retries(follower, offsets, force=force) if dry_run else retry(bus, follower, offsets, force=force)
+        )
+        outcomes, missing = uvloop.run(carried_out)
+    # All or nothing: a mistyped offset should not leave half of the work done.
+    if missing:
+        raise UserError(f"expected dead letters at {', '.join(map(str, missing))}, found none; nothing was sent")
     for line in retry_lines(outcomes):
-        print(line)
+        print(plain_text(line))
     counts = Counter(outcome.action for outcome in outcomes)
     print(", ".join(f"{count} {action.value}" for action, count in counts.items()) or "no dead letters")
     return SOME_REFUSED if counts[RetryAction.REFUSED] else 0

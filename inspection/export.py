@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bus.history import Extent, History
-from bus.port import Record, TopicPartition, message_of
+from bus.port import Position, Record, TopicPartition, message_of
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from schemas.errors import DataError
 from schemas.topics import (
@@ -255,7 +255,7 @@ class SegmentHistory:
                     if ranges is None or _holds(ranges.get(record.partition), record.offset):
                         yield record
 
-    async def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncIterator[Record]:
+    async def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncGenerator[Record, None]:
         """The records of several topics within these offsets, topic by topic.
 
         Raises:
@@ -279,6 +279,20 @@ class SegmentHistory:
                 for record in await asyncio.to_thread(self._read, topic, file):
                     if (record.partition, record.offset) in wanted:
                         found[record.partition, record.offset] = record
+        return found
+
+    async def fetch_all(self, positions: Iterable[Position]) -> dict[Position, Record]:
+        """The same of several topics.
+
+        Raises:
+            DataError: see ``records``.
+        """
+        by_topic: dict[str, list[tuple[int, int]]] = {}
+        for topic, *place in positions:
+            by_topic.setdefault(topic, []).append((place[0], place[1]))
+        found: dict[Position, Record] = {}
+        for topic, places in by_topic.items():
+            found |= {Position(topic, *place): record for place, record in (await self.fetch(topic, places)).items()}
         return found
 
     async def close(self) -> None:

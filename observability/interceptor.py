@@ -270,6 +270,9 @@ class _ObservedSubscription:
     def partitions(self) -> frozenset[TopicPartition]:
         return self.inner.partitions()
 
+    def seek(self, offsets: Mapping[TopicPartition, int]) -> None:
+        self.inner.seek(offsets)
+
     async def positions(self) -> dict[TopicPartition, int]:
         return await self.inner.positions()
 

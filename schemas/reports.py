@@ -124,6 +124,8 @@ class RefusedStep(Message):
 class SkipReason(StrEnum):
     """Why an accepted trajectory has no gradient in the model."""
 
+    REFUSED = "refused"
+    OUT_OF_MEMORY = "out_of_memory"
     STALE = "stale"
     DUPLICATE = "duplicate"
     POISON = "poison"

@@ -121,6 +121,11 @@ class RunDirectory:
         return self.path / "traces"
 
     @property
+    def record_index(self) -> Path:
+        """Where each record stands, by name; made of the topics, and made again where it is missing."""
+        return self.path / "records.sqlite"
+
+    @property
     def summary(self) -> Path:
         """The run in one JSON object."""
         return self.path / "summary.json"
@@ -135,8 +140,7 @@ class RunDirectory:
         """The run as a page."""
         return self.path / "report.html"
 
-    def newest_checkpoint(self) -> Path | None:
-        """The checkpoint of the highest step."""
-        found = [path for path in self.checkpoints.glob("step_*") if path.name.removeprefix("step_").isdigit()]
-        # As a number: by name, step_900 comes after step_1000.
-        return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+    @property
+    def audit(self) -> Path:
+        """What an audit beside the run knows, also of records that retention has deleted since."""
+        return self.path / "audit.sqlite"

@@ -48,6 +48,17 @@ class RunSettings(Section):
     watchdog_s: Annotated[
         float, Field(gt=0, description="A process that makes no progress for so long ends, and is started anew.")
     ] = 120.0
+    log_max_bytes: Annotated[
+        int, Field(ge=1 << 16, description="Size at which a process's log in the run's directory becomes a copy.")
+    ] = 32 << 20
+    log_backup_count: Annotated[int, Field(ge=0, le=100, description="Such copies that are kept of each log.")] = 3
+    record_index: Annotated[
+        bool,
+        Field(description="Keep a file of where each record stands in the run's directory, for who looks."),
+    ] = True
+    audit: Annotated[
+        bool, Field(description="Audit the run while it goes on, as `streamrl audit --follow` does beside it.")
+    ] = False
     shutdown_grace_s: Annotated[float, Field(gt=0, description="Time to end cleanly after Ctrl-C or SIGTERM.")] = 20.0
 
     @field_validator("name")

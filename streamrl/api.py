@@ -174,8 +174,18 @@ class Run:
 
     @property
     def model(self) -> Path | None:
-        """The newest checkpoint, for ``from_pretrained``; None before the first."""
-        return self._past.directory.newest_checkpoint()
+        """The newest checkpoint, for ``from_pretrained``; None before the first.
+
+        One that is kept in an object store is fetched into the run's directory.
+
+        Raises:
+            StreamRLError: the checkpoints cannot be read.
+        """
+        from consumers.training.checkpoints.catalogue import newest_model
+
+        directory = self._past.directory
+        location = self._past.settings.training.checkpoint_location or directory.checkpoints
+        return newest_model(location, directory.path / "cache")
 
     def trajectories(self, *, tokens: bool = False) -> "pa.Table":
         """One row a trajectory of the topic, with the step that trained it or the reason why none did.

@@ -13,6 +13,10 @@ from bus.kafka.transactional import KafkaTransactionalPublisher, open_transactio
 from bus.port import Start, TopicPartition
 from schemas.errors import BusError, TopicMissing
 
+SINGLE_FETCH_WAIT_MS = 5
+SINGLE_FETCH_BYTES = 1 << 17
+"""Of a partition; a batch that is larger is fetched all the same."""
+
 
 class KafkaBus:
     """``bus.port.Bus`` on the broker that the settings name; holds no connection itself.
@@ -29,6 +33,15 @@ class KafkaBus:
     def without_prefetch(self) -> "KafkaBus":
         """The same broker, for displays: a subscription that is paused between two reads asks nothing meanwhile."""
         bus = KafkaBus(self._settings, prefetch=False)
+        bus.availability = self.availability
+        return bus
+
+    def for_single_records(self) -> "KafkaBus":
+        """The same broker, for who asks for a record here and there: little is fetched beyond what was asked for."""
+        # Behind the record that was asked for there may be none, and the next question would wait for that answer.
+        update = {"max_partition_fetch_bytes": SINGLE_FETCH_BYTES, "fetch_max_wait_ms": SINGLE_FETCH_WAIT_MS}
+        small = self._settings.model_copy(update=update)
+        bus = KafkaBus(small, prefetch=False)
         bus.availability = self.availability
         return bus
 

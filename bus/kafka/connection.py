@@ -34,6 +34,8 @@ from schemas.secrets import revealed, variable_of
 # ``stop`` of a healthy client takes milliseconds. It may wait for ever for one whose broker is gone.
 CLOSE_TIMEOUT_S = 5.0
 FORCED_CLOSE_TIMEOUT_S = 3.0
+START_ENDS_WITHIN_S = 0.5
+"""For a start that is not wanted any more; a broker that answers at all does so within milliseconds."""
 
 # What the library raises where no broker answered in time, as opposed to one that refuses. A partition without a leader
 # is the same for us: its brokers are away or just choosing.
@@ -188,7 +190,7 @@ async def started(client: Client, settings: KafkaSettings, timeout_s: float | No
         async with asyncio.timeout(settings.connect_timeout_ms / 1000):
             await _find_listener(address, settings)
         async with asyncio.timeout(timeout_s or settings.connect_timeout_ms / 1000):
-            await client.start()
+            await _start(client)
     except (TimeoutError, OSError, errors.KafkaError) as error:
         await discard(client)
         # Even one that refuses our password: a broker that starts again knows its SCRAM users only after a moment.
@@ -205,6 +207,22 @@ async def started(client: Client, settings: KafkaSettings, timeout_s: float | No
         raise
     _reached.add(address)
     return client
+
+
+async def _start(client: Startable) -> None:
+    """Start it; a cancellation waits a moment for what is under way.
+
+    aiokafka forgets the connection to its first broker when it is cancelled before the answer, and complains of it
+    later, on standard error.
+    """
+    starting = asyncio.ensure_future(client.start())
+    try:
+        await asyncio.shield(starting)
+    finally:
+        if not starting.done():
+            await asyncio.wait([starting], timeout=START_ENDS_WITHIN_S)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
 
 
 _NOT_LET_IN = (errors.SaslAuthenticationFailed, errors.UnsupportedSaslMechanismError, ssl.SSLCertVerificationError)

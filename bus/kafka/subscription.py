@@ -155,6 +155,11 @@ class KafkaSubscription:
         """The partitions this subscription reads."""
         return self._assigned
 
+    def seek(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Deliver from these offsets next; the others stay where they are."""
+        self._next |= offsets
+        self._seek_to_next(self._open_consumer())
+
     async def positions(self) -> dict[TopicPartition, int]:
         """The next offset that ``poll`` will deliver, by partition."""
         consumer = self._open_consumer()
@@ -185,9 +190,8 @@ class KafkaSubscription:
         assert self._factory.group_id is not None, "commit needs a subscription with a group_id"
         if not offsets:
             return
-        settings = self._factory.settings
         with our_errors(f"committing offsets of {self._factory.group_id}"):
-            async with asyncio.timeout(settings.request_timeout_ms / 1000):
+            async with asyncio.timeout(self._factory.settings.request_timeout_ms / 1000):
                 await self._open_consumer().commit({KafkaPartition(*tp): offset for tp, offset in offsets.items()})
 
     async def close(self) -> None:
@@ -199,11 +203,9 @@ class KafkaSubscription:
 
 
 def _records(tp: KafkaPartition, batch: Iterable[ConsumerRecord]) -> list[Record]:
-    topic, partition = tp
     return [
         Record(
-            topic,
-            partition,
+            *tp,
             raw.offset,
             None if raw.key is None else raw.key.decode(errors="replace"),
             raw.value,

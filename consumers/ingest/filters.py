@@ -54,6 +54,13 @@ class TrajectoryFilter:
         limit = settings.max_consecutive_poison
         self._undecodable = CircuitBreaker("undecodable records", limit, settings.max_undecodable_share)
         self._unrewarded = CircuitBreaker("trajectories without reward", limit, settings.max_unrewarded_share)
+        self._refused = CircuitBreaker(
+            "refused prompts",
+            limit,
+            settings.max_refused_share,
+            "mend the prompts or the model (streamrl run --dry-run says how many and why), "
+            "or raise ingest.max_refused_share and ingest.max_consecutive_poison",
+        )
 
     def process(self, record: Record) -> ClosedGroup | None:
         """Check a record that is new to the ledger; the group that it made whole, if any.
@@ -80,6 +87,18 @@ class TrajectoryFilter:
         if isinstance(outcome, Rejection):
             self._ledger.release(ref)
         return self.assembler.add(trajectory, outcome)
+
+    def note_closed(self, closed: ClosedGroup) -> None:
+        """Judge the prompts by a whole group: of one that is refused, all samples are.
+
+        Raises:
+            BadInput: hardly any prompt can be sampled.
+        """
+        refused = [found for found in closed.rejections if found.reason is SkipReason.REFUSED]
+        if refused and len(refused) == len(closed.rejections) and not closed.group.samples:
+            self._refused.failed(refused[0].detail)
+        elif not refused:
+            self._refused.good()
 
     def close_outdated(self) -> list[ClosedGroup]:
         """Close the groups that nobody can be working on any more.
@@ -125,6 +144,9 @@ class TrajectoryFilter:
         # Age before rewards: what is too old does not count for the breaker, however its rewards failed.
         if (violation := self.rule.violation(trajectory, self._current_version())) is not None:
             return Rejection(ref, *violation)
+        if trajectory.refusal:
+            reason = next(iter(trajectory.reward_errors.values()), "no worker can sample it")
+            return Rejection(ref, SkipReason.REFUSED, f"{trajectory.refusal}: prompt {trajectory.prompt_id}: {reason}")
         if trajectory.finish_reason is FinishReason.ABORT:
             reason = next(iter(trajectory.reward_errors.values()), "the engine gave up on it")
             detail = f"generation was aborted after {len(trajectory.token_ids)} tokens: {reason}"
@@ -217,6 +239,7 @@ class CircuitBreaker:
     fault: str
     max_consecutive: int
     max_share: float
+    advice: str = "mend what writes them, or raise the limits in [ingest]"
     consecutive: int = 0
     bad: int = 0
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=BREAKER_WINDOW))
@@ -240,7 +263,7 @@ class CircuitBreaker:
         if self.consecutive > self.max_consecutive or (seen >= BREAKER_MIN_SEEN and self.bad / seen > self.max_share):
             raise BadInput(
                 f"expected few {self.fault}, got {self.consecutive} in a row and {self.bad} among the last {seen}, "
-                f"the latest: {detail}; mend what writes them, or raise the limits in [ingest]"
+                f"the latest: {detail}; {self.advice}"
             )
 
     def _note(self, *, is_bad: bool) -> None:

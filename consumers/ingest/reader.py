@@ -255,6 +255,7 @@ class TrajectoryReader:
         self._metrics.observe_record(len(record.value or b""))
         if (closed := self._filter.process(record)) is not None:
             self._close_group(closed)
+            self._filter.note_closed(closed)  # last, since it may raise: the group is on the books by then
 
     async def _reopen(self, failed: Subscription) -> None:
         """Go on behind records that were deleted while reading, if that is accepted."""

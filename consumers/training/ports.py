@@ -105,7 +105,12 @@ class Policy(Protocol):
         ...
 
     def accumulate(self, batch: MicroBatch) -> None:
-        """Add the gradient of a micro-batch."""
+        """Add the gradient of a micro-batch.
+
+        Raises:
+            OutOfMemory: it does not fit, and counts for nothing. If ``gradient_lost``, what was gathered before has to
+                be gathered anew, after ``discard``.
+        """
         ...
 
     def discard(self) -> None:

@@ -25,24 +25,41 @@ from bus.kafka.bus import KafkaBus
 from bus.kafka.topic_admin import apply_topics
 from consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
 from consumers.training.identity import IdentityFile, IdentityKeeper, here
+from coordinator.relay import check_port
 from deploy.local.evaluation import Evaluation, evaluate
-from deploy.local.resuming import complete_line, is_complete, resumed_step, resuming_line, storage_of
+from deploy.local.logs import LogRotation
+from deploy.local.resuming import (
+    check_checkpoints,
+    complete_line,
+    final_model,
+    is_complete,
+    resumed_step,
+    resuming_line,
+    storage_of,
+)
 from deploy.local.supervisor import ChildSpec, Fleet, Supervisor
+from deploy.local.task_check import check_task
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
 from deploy.wiring.process import configure_logging
+from inspection.audit.following import closing_report
+from inspection.audit.report import AuditReport
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
 from inspection.environment import environment
+from inspection.record_index.entries import Fold
+from inspection.record_index.following import IndexFollower, open_index
 from inspection.report.facts import RunFacts, TopicDigest, write_facts
 from inspection.report.gathering import gather_topics
 from inspection.report.page import write_page
 from inspection.report.record import read_record
 from inspection.report.summary import build_summary, summary_lines, write_summary
+from inspection.source import PastRun
+from observability.metrics.tracking import check_installed
 from observability.run_state.feed import WHOLE_RUN, RunFeed
 from observability.run_state.state import RunState
-from producers.rewards.runner import RewardRunner
-from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError
+from producers.prompts.tables import check_path
+from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
 from settings.loading import as_toml, secret_variables
 from settings.run_directory import RunDirectory, named
 from settings.tree import Settings
@@ -53,6 +70,8 @@ REFRESH_S = 0.5
 STOP_POLL_S = 0.2
 """An event loop cannot wait for a thread's event: how often it is looked at."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+AUDIT_EVERY_S = 30
+"""A line in the audit's log each time; the processor belongs to the run."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of each process: several thread pools, each as large as the machine, would slow each other down."""
 
@@ -68,6 +87,7 @@ class TrainingOutcome:
     seconds: float
     restarts: dict[str, int]
     finished: bool
+    audit: AuditReport | None = None
 
 
 def run_locally(
@@ -86,12 +106,14 @@ def run_locally(
     configure_logging()
     settings = named(settings)
     directory = RunDirectory(settings.run.path)
+    check_checkpoints(settings)
     resumed = resumed_step(settings)
     # Before anything is written: a complete run keeps its files as they are, and a refused one leaves none.
     if is_complete(settings, directory, resumed):
         print(complete_line(settings, resumed))
         return 0
-    _check_task(settings)
+    for warning in _check_task(settings, resumed):
+        print(f"warning: {warning}")
     directory.require_writable()
     engine, workers = settings.generation.engine, settings.run.workers
     print(f"run {settings.run.name}: engine {engine}, {workers} workers, in {directory.path}/")
@@ -106,8 +128,11 @@ def run_locally(
         before = _evaluated(settings, settings.model.path, "before")
         trained = asyncio.run(_train(settings, directory, address, top=top, stopped=stop))
     # A broker that was started here is down by now: an evaluation needs none.
-    after = _evaluated(settings, directory.newest_checkpoint(), "after") if trained.finished else None
-    _conclude(settings, directory, trained, resumed, before, after)
+    after = _evaluated(settings, final_model(settings), "after") if trained.finished else None
+    try:
+        _conclude(settings, directory, trained, resumed, before, after)
+    except OSError as error:
+        raise _not_concluded(directory, trained, error) from error
     print(_going_on(directory, finished=trained.finished))
     return 0 if trained.finished else 130  # 128 + SIGINT, as a shell reports it
 
@@ -147,29 +172,29 @@ async def _hold(settings: Settings, address: str, *, adopt: bool) -> None:
     await keeper.hold(held)
 
 
-def _check_task(settings: Settings) -> None:
-    """Refuse within a second what every worker would refuse after the broker and all processes were started.
+def _check_task(settings: Settings, resumed: int) -> list[str]:
+    """Refuse what would make the run pointless before the broker and all processes are started; what to warn of.
 
     Raises:
+        SettingsError: a tracker's package is not installed.
         ModelError: the model's path is no name on a hub, and there is no such directory.
-        RewardLoadError: a reward function cannot be loaded.
+        DataError: there is no such file of prompts.
+        UserError: the relay's port is taken, no prompt could be sampled, or a reward function cannot be used.
     """
+    check_installed(settings.tracking)
+    if settings.relay.port:
+        check_port(settings.relay)
+    if settings.data.path is not None:
+        check_path(settings.data.path)
     if settings.generation.engine == "emulated":
-        return
+        return []
     path = settings.model.path
     if not Path(path).is_dir() and not _HUB_NAME.fullmatch(path):
         raise ModelError(
             f"expected a model's directory at {path} (model.path), got none; set it to one, or to a hub's name"
         )
-    asyncio.run(_load_rewards(settings))
-
-
-async def _load_rewards(settings: Settings) -> None:
-    rewards = RewardRunner(settings.rewards)
-    try:
-        await rewards.start()
-    finally:
-        await rewards.close()
+    # A run that goes on has trained on this task; its workers refuse what has become of it meanwhile.
+    return [] if resumed else check_task(settings)
 
 
 def _evaluated(settings: Settings, model: object, when: str) -> Evaluation | None:
@@ -191,6 +216,8 @@ async def _train(
     secrets = secret_variables(settings)
     ranker = settings.lengths.refit == "process"
     specs = child_specs(directory, settings.run.workers, overrides, secrets, ranker=ranker)
+    if settings.run.audit:
+        specs.append(audit_spec(directory, address, secrets))
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
     bus, state = KafkaBus(kafka), RunState(settings.run.name)
     connection = RunConnection(kafka, settings.run.name, settings)
@@ -205,11 +232,19 @@ async def _train(
     progress: Progress = partial(show_progress, state, settings.training.max_steps, supervisor)
     if top:
         progress = partial(watch, directory, address, secrets, progress)
-    await _supervise(supervisor, feed, fleet, progress, stop)
+    rotation = LogRotation(directory.logs, settings.run.log_max_bytes, settings.run.log_backup_count)
+    index = _index_follower(bus, settings, directory)
+    try:
+        await _supervise(supervisor, feed, index, [rotation, *([fleet] if fleet else [])], progress, stop)
+    finally:
+        if index is not None:
+            await index.history.close()
+            index.index.close()
     # Taken before the topics are read for the report, which is no time of the run.
     seconds = time.monotonic() - began
     topics = await _gathered_topics(bus, settings, directory)
-    return TrainingOutcome(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set())
+    audited = await _audited(bus, settings, directory) if settings.run.audit else None
+    return TrainingOutcome(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set(), audited)
 
 
 async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicDigest | None:
@@ -226,26 +261,57 @@ async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDire
         return None
 
 
+def _index_follower(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> IndexFollower | None:
+    """What keeps the index of records up to date, so that nobody who looks has to wait; None if that is not wanted."""
+    from bus.history import KeptHistory
+
+    if not settings.run.record_index:
+        return None
+    index = open_index(directory.path, bus.availability.address, settings.run.name)
+    topics = Fold(settings.run.name).topics
+    history = KeptHistory(bus.without_prefetch(), topics, client_id="record-index", bulk=bus)
+    return IndexFollower(history, settings.run.name, index)
+
+
+async def _audited(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> AuditReport | None:
+    """The audit at the end, from what the one beside the run knew; None if it cannot be had."""
+    from bus.history import BusHistory
+
+    try:
+        return await closing_report(PastRun(directory, settings), BusHistory(bus, client_id="audit"))
+    except (StreamRLError, OSError) as error:
+        log.warning("the run was not audited at its end; try streamrl audit", error=str(error))
+        return None
+
+
 async def _supervise(
-    supervisor: Supervisor, feed: RunFeed, fleet: Fleet | None, progress: Progress, stop: asyncio.Event
+    supervisor: Supervisor,
+    feed: RunFeed,
+    index: IndexFollower | None,
+    others: Sequence[LogRotation | Fleet],
+    progress: Progress,
+    stop: asyncio.Event,
 ) -> None:
     # The display stops last, so that its last line is of the state at the end.
     over, shown = asyncio.Event(), asyncio.Event()
-    watching = [asyncio.create_task(loop.run(over)) for loop in (feed, fleet) if loop is not None]
+    watching = [asyncio.create_task(loop.run(over)) for loop in (feed, index, *others) if loop is not None]
     showing = asyncio.ensure_future(progress(shown))
     try:
         await supervisor.run(stop)
     finally:
-        # ``read_to_end`` goes on from where the feed's loop stood, so that loop has to be over.
+        # What reads to the end goes on from where its loop stood, so that loop has to be over.
         over.set()
         results = [*await asyncio.gather(*watching, return_exceptions=True)]
         results += await asyncio.gather(feed.read_to_end(), return_exceptions=True)  # the summary wants the last step
+        if index is not None:
+            results += await asyncio.gather(index.catch_up(), return_exceptions=True)
         shown.set()
         results += await asyncio.gather(showing, return_exceptions=True)
         # Only logged: the run is done, and no display is a reason to fail it.
         for error in (result for result in results if isinstance(result, Exception)):
             log.warning(
-                "the display or the adjustment of the number of workers failed; the run went on", error=str(error)
+                "the display, the index of records or the adjustment of the number of workers failed; the run went on",
+                error=str(error),
             )
 
 
@@ -301,6 +367,7 @@ def _conclude(
         before=before.metrics if before else {},
         after=after.metrics if after else {},
         restarts=sum(trained.restarts.values()),
+        audit=trained.audit,
     )
     # By this file a later start knows that the run is complete.
     write_summary(directory.summary, summary)
@@ -311,6 +378,14 @@ def _conclude(
     write_page(directory.report, [read_record(directory, settings.run.name)])
     print("\n".join(summary_lines(summary)))
     print(f"report: {directory.report}")
+
+
+def _not_concluded(directory: RunDirectory, trained: TrainingOutcome, error: OSError) -> UserError:
+    return UserError(
+        f"expected to write summary and report of step {trained.state.step} into {directory.path.absolute()}, "
+        f"got: {error.strerror or error}; make room there, then start the same command again: "
+        "checkpoints are whole, and no step is taken twice"
+    )
 
 
 def child_specs(
@@ -335,6 +410,14 @@ def child_specs(
         spec("dispatcher", "dispatcher"),
         *([spec("ranker", "ranker", optional=True)] if ranker else []),
     ]
+
+
+def audit_spec(directory: RunDirectory, address: str, secrets: Mapping[str, str]) -> ChildSpec:
+    """An audit beside the run, which goes on without it."""
+    command = [sys.executable, "-P", "-m", "streamrl.cli.app", "audit", str(directory.path), "--follow"]
+    environment = {**ONE_THREAD, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": address, **secrets}
+    command += ["--interval", str(AUDIT_EVERY_S)]
+    return ChildSpec("audit", command, directory.logs / "audit.log", environment, optional=True)
 
 
 def worker_spec(

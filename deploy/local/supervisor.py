@@ -25,7 +25,8 @@ import structlog
 from bus.embedded.process import die_with_parent
 from bus.port import Bus, Outgoing, Publisher, Subscription, message_of
 from schemas.control import FleetTarget, OperatorCommand
-from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
+from schemas.errors import DataLossRefused, DiskFull, StreamRLError, Superseded, UserError
+from schemas.plain_text import plain_text
 from schemas.topics import COMMANDS, CONTROL
 from settings.loading import without_settings
 
@@ -43,7 +44,7 @@ ASK_AGAIN_S = 10.0
 log = structlog.get_logger()
 
 _BY_EXIT_CODE: dict[int, type[StreamRLError]] = {
-    error.exit_code: error for error in (UserError, Superseded, DataLossRefused)
+    error.exit_code: error for error in (UserError, Superseded, DataLossRefused, DiskFull)
 }
 
 
@@ -120,7 +121,8 @@ class Child:
         except OSError:
             return ""
         errors = [line for line in lines if _ERROR.search(line)]
-        return (errors or lines or [""])[-1]
+        # A process may print what a model or a reward function said.
+        return plain_text((errors or lines or [""])[-1])
 
     def _signal(self, number: signal.Signals) -> None:
         # Once it is reaped its pid may belong to a stranger.
@@ -285,13 +287,14 @@ class RestartPolicy:
     def decide(self, exit_code: int, ran_for_s: float) -> RestartDecision:
         """What to do after an exit.
 
-        A superseded process and one that refuses to lose data stay away. A user error is final at the first start; at
-        a later one the same settings worked before, so it may be transient, such as a broker that cannot be reached.
+        A superseded process, one that refuses to lose data and one without room on its disk stay away. A user error is
+        final at the first start; at a later one the same settings worked before, so it may be transient, such as a
+        broker that cannot be reached.
         """
         self.starts += 1
         if exit_code == 0:
             return RestartDecision.DONE
-        if exit_code in (Superseded.exit_code, DataLossRefused.exit_code):
+        if exit_code in (Superseded.exit_code, DataLossRefused.exit_code, DiskFull.exit_code):
             return RestartDecision.GIVE_UP
         if exit_code == UserError.exit_code and self.starts == 1:
             return RestartDecision.GIVE_UP

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from observability.run_state.state import RunState
+from schemas.plain_text import plain_text
 from settings.loading import without_settings
 from settings.run_directory import RunDirectory
 
@@ -118,7 +119,7 @@ def plain_line(state: RunState, max_steps: int, now: float) -> str:
     metrics, workers = state.metrics, state.living_workers(now)
     lag = " ".join(f"b{bucket}:{count}" for bucket, count in state.lag.items()) or "-"
     held = " ".join(f"{beat.worker_id}@{beat.version}" for beat in workers) or ("gone" if state.step else "none yet")
-    return (
+    return plain_text(
         f"step {state.step}/{max_steps}  reward {_reward(metrics)}  "
         f"{state.steps.trajectories_per_s():.0f} traj/s  {sum(beat.tokens_per_s for beat in workers):.0f} tok/s  "
         f"staleness {metrics.get('off_policy/mean', 0.0):.1f} (max {metrics.get('off_policy/max', 0.0):.0f})  "
@@ -141,7 +142,7 @@ def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now:
         table.add_column(column, justify="left" if column in ("worker", "state", "weights") else "right")
     for beat in state.living_workers(now):
         cells = (str(beat.version), str(beat.running), str(beat.waiting), f"{beat.tokens_per_s:.0f}")
-        table.add_row(beat.worker_id, beat.state.value, *cells)
+        table.add_row(Text(plain_text(beat.worker_id)), beat.state.value, *cells)
     lag = "  ".join(f"bucket {bucket}: {count}" for bucket, count in state.lag.items())
     return Group(head, table, Text(f"consumer lag  {lag or '-'}", style="dim"))
 

@@ -30,6 +30,7 @@ from deploy.wiring.context import ProcessContext
 from inspection.process import tune_garbage_collector
 from observability.background import BackgroundTask, background
 from observability.interceptor import BusObserver, observed
+from observability.log_lines import LibraryLines, forget_unwritten, line_printer, printable
 from observability.metrics.exporting import Metering, open_metering
 from observability.metrics.tracking import Tracker
 from observability.tracing.context import LoggedTraces
@@ -83,6 +84,7 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
         tasks = [*(metering.tasks if metering is not None else ()), *_tracking(role, settings)]
         joins = partial(refuse_other_run, context.bus, run.name, IdentityFile(run.path)) if role in JOINING else None
         uvloop.run(_until_stopped(built, watchdog, tasks, joins))
+    forget_unwritten()
 
 
 def process_name(role: str, worker_id: str) -> str:
@@ -205,7 +207,7 @@ class Watchdog:
 
 
 def configure_logging(names: Mapping[str, str] | None = None, traces: structlog.typing.Processor | None = None) -> None:
-    """Structured lines on standard output: coloured for a terminal, logfmt otherwise; libraries from WARNING on.
+    """Structured lines on standard output, coloured for a terminal; of libraries what is a warning or worse, throttled.
 
     ``names`` stand in every line, of whatever thread or task, unless the line itself has another value for them.
     ``traces`` adds the trace of what a line is about.
@@ -225,12 +227,14 @@ def configure_logging(names: Mapping[str, str] | None = None, traces: structlog.
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,
+            printable,
             renderer,
         ],
+        logger_factory=line_printer,
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         cache_logger_on_first_use=True,
     )
-    logging.basicConfig(level=logging.WARNING, format="timestamp=%(asctime)s level=%(levelname)s event=%(message)r")
+    logging.basicConfig(level=logging.WARNING, handlers=[LibraryLines()])
     # A group's coordinator is looked up before the broker has one; the client tries again by itself.
     logging.getLogger("aiokafka.consumer.group_coordinator").setLevel(logging.CRITICAL)
 

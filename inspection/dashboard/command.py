@@ -14,6 +14,7 @@ from inspection.dashboard.server import build_app
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
 from inspection.process import tune_garbage_collector
+from inspection.record_index.following import FOLLOW_EVERY_S, open_index
 from inspection.replay.show import Piece, pieces_of
 from observability.run_state.pace import Pace
 from observability.run_state.state import RunState
@@ -41,8 +42,16 @@ async def _serve(connection: RunConnection, where: Path | None, host: str, port:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     state, pace = RunState(connection.run), Pace()
     context = DashboardContext(
-        connection.bus, state, str(where or connection.run), lambda: _pieces(connection), connection.advice
+        connection.bus,
+        state,
+        str(where or connection.run),
+        lambda: _pieces(connection),
+        connection.advice,
+        open_index(connection.directory, connection.address, connection.run),
+        connection.bus.for_single_records(),
     )
+    # As seldom as everything else that this process does beside a busy run.
+    context.follower.every_s = lambda: FOLLOW_EVERY_S * pace.seconds()
     runner = web.AppRunner(build_app(context, stop, host, pace.seconds), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
@@ -51,10 +60,18 @@ async def _serve(connection: RunConnection, where: Path | None, host: str, port:
         if open_browser:
             await asyncio.to_thread(webbrowser.open, address)
         tune_garbage_collector()
-        await (await feed_of(connection, state, CLIENT_ID, pace.seconds)).run(stop)
+        feed = await feed_of(connection, state, CLIENT_ID, pace.seconds)
+        following = asyncio.create_task(context.follower.run(stop))
+        try:
+            await feed.run(stop)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
     finally:
         stop.set()
         await runner.cleanup()
+        await context.follower.history.close()
+        context.index.close()
 
 
 async def listen(runner: web.AppRunner, host: str, port: int) -> str:

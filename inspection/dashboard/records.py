@@ -1,4 +1,4 @@
-"""What the dashboard's page asks for beyond the state: one trajectory with its history, and the dead letters.
+"""What the dashboard's page asks for beyond the state: a trajectory with its history, a group, and the dead letters.
 
 Knows no web. A trajectory is shown token by token with its log-probs, the weights that made it, its rewards, and what
 happened to it since its prompt was ordered.
@@ -11,13 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bus.history import BusHistory, Extent
+from bus.history import BusHistory, Extent, KeptHistory
 from bus.port import Bus
-from inspection.dead_letters import DeadLetter, as_json, dead_letter_of, plan_retries, send_retries
-from inspection.replay.history import HistoryReader, TrajectoryHistory
+from inspection.dead_letters import DeadLetter, as_json, dead_letter_of, retry
+from inspection.record_index.entries import Fold
+from inspection.record_index.following import IndexFollower
+from inspection.record_index.store import RecordIndex
+from inspection.replay.history import GroupHistory, GroupSample, HistoryReader, TrajectoryHistory
 from inspection.replay.show import Piece
 from observability.run_state.state import RunState
-from schemas.errors import UserError
+from schemas.errors import StreamRLError, UserError
 from schemas.topics import DEAD_LETTERS
 from schemas.trajectories import Trajectory
 
@@ -28,9 +31,17 @@ SHOWN = 100
 """Dead letters in the list."""
 HEAD = 96
 """Bytes of one of them."""
+PATIENCE_S = 2.0
+"""After which somebody who waits for an index is told how far it is."""
+MANY_UNREAD = 20_000
+"""Records, which take about a second."""
 SHOWN_TOKENS = 4000
 SHOWN_CHARACTERS = 20_000
 _STEP = re.compile(r"trained in step (\d+)")
+
+
+class NotIndexedYet(StreamRLError):
+    """The records of a long run are still being found for the first time."""
 
 
 @dataclass
@@ -38,8 +49,8 @@ class DashboardContext:
     """What the handlers share: the run that is looked at, and how its topics are reached.
 
     ``run_path``: how the run is named on a command line. ``load_pieces``: slow; loads what spells tokens.
-
-    ``advice``: what a user can do when the broker does not answer.
+    ``advice``: what a user can do when the broker does not answer. ``index``: of the run's records.
+    ``looks``: the same bus, which fetches little more than it is asked for; single records are read from it.
     """
 
     bus: Bus
@@ -47,8 +58,17 @@ class DashboardContext:
     run_path: str
     load_pieces: Callable[[], Piece] = lambda: PLAIN
     advice: str = ""
+    index: RecordIndex = field(default_factory=lambda: RecordIndex(None))
+    looks: Bus | None = None
+    follower: IndexFollower = field(init=False)
+    retrying: asyncio.Lock = field(default_factory=asyncio.Lock)
     _pieces: Piece | None = None
     _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        bus = self.looks or self.bus
+        kept = KeptHistory(bus, Fold(self.state.run).topics, CLIENT_ID, bulk=self.bus)
+        self.follower = IndexFollower(kept, self.state.run, self.index)
 
     @property
     def history(self) -> BusHistory:
@@ -80,10 +100,12 @@ async def retry_dead_letter(context: DashboardContext, offset: int) -> dict[str,
         UserError: there is no such dead letter.
         BusError: the broker refuses, or does not answer.
     """
-    outcomes, missing = await plan_retries(context.history, context.state.run, [offset])
+    # In turns here, since two of one page would only shut each other out.
+    async with context.retrying:
+        outcomes, missing = await retry(context.bus, context.follower, [offset])
     if missing:
         raise UserError(f"expected a dead letter at offset {offset}, found none")
-    (outcome,) = await send_retries(context.bus, outcomes)
+    (outcome,) = outcomes
     return {"action": outcome.action.value, "detail": outcome.detail}
 
 
@@ -92,13 +114,48 @@ def _shown(dead_letter: DeadLetter) -> dict[str, Any]:
 
 
 async def inspect(context: DashboardContext, name: str) -> dict[str, Any]:
-    """The history of a trajectory, by id or as ``partition@offset``.
+    """The history of a trajectory, by id or as ``partition@offset``, or how the samples of a group stand.
 
     Raises:
         UserError: there is none, or its record is gone or does not decode.
+        NotIndexedYet: ask again.
     """
-    history = await HistoryReader(context.history, context.state.run, context.state.algorithm).trace(name)
-    return history_json(history, await context.pieces(), context.run_path)
+    reader = HistoryReader(context.follower, context.state.algorithm)
+    looking = asyncio.create_task(reader.look_up(name))
+    try:
+        while not looking.done():
+            await asyncio.wait({looking}, timeout=PATIENCE_S)
+            if not looking.done() and (unread := context.follower.unread) > MANY_UNREAD:
+                raise NotIndexedYet(f"the run's records are being indexed, {unread:,} are left; ask again")
+    finally:
+        # The reading itself goes on where it is: in the task that follows the run.
+        looking.cancel()
+    found = await looking
+    if isinstance(found, GroupHistory):
+        return group_json(found)
+    return history_json(found, await context.pieces(), context.run_path)
+
+
+def group_json(group: GroupHistory) -> dict[str, Any]:
+    """A row a sample."""
+    trajectories = [sample.trajectory for sample in group.samples if sample.trajectory is not None]
+    return {
+        "group": group.group_id,
+        "settled": group.settled,
+        "prompt": _cut(trajectories[0].prompt_text) if trajectories else "",
+        "samples": [_sample_json(sample) for sample in group.samples],
+        "awaited": group.awaited,
+        "unread": group.unread,
+        "workers": list(dict.fromkeys(order.worker_id for order in group.orders)),
+    }
+
+
+def _sample_json(sample: GroupSample) -> dict[str, Any]:
+    record, found = sample.record, sample.trajectory
+    told = {"id": sample.trajectory_id, "place": f"{record.partition}@{record.offset}", "fate": record.fate}
+    if found is None:
+        return told
+    return told | {"length": len(found.token_ids), "rewards": found.rewards, "worker": found.worker_id}
 
 
 def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dict[str, Any]:
@@ -106,6 +163,8 @@ def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dic
     trajectory = history.trajectory
     return {
         "id": trajectory.trajectory_id,
+        "group": trajectory.group_id,
+        "settled": history.settled,
         "sample": f"{trajectory.sample_index + 1} of {trajectory.num_generations}",
         "dataset": trajectory.dataset,
         "worker": trajectory.worker_id,

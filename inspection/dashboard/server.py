@@ -3,6 +3,9 @@
 Invariants, each with a test of its name:
 - a_foreign_page_cannot_read_or_write: a host name that is not ours is refused (DNS rebinding), and a write needs an
   origin that is our own and a body that a form cannot send;
+- a_foreign_page_starts_no_work: a browser says which site a request comes from; from another one only the page itself
+  can be opened;
+- what_costs_is_bounded: so many streams and so many looks into the topics at once, and who comes beyond is told;
 - the_page_loads_nothing_from_elsewhere: its content security policy forbids it;
 - one_rendering_for_all: however many browsers look, the state is put into JSON once, and not at all while nobody looks.
 """
@@ -10,7 +13,8 @@ Invariants, each with a test of its name:
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,7 +25,13 @@ from aiohttp.typedefs import Handler, Middleware
 
 from bus.kafka.connection import advised
 from inspection.charts import assets
-from inspection.dashboard.records import DashboardContext, inspect, newest_dead_letters, retry_dead_letter
+from inspection.dashboard.records import (
+    DashboardContext,
+    NotIndexedYet,
+    inspect,
+    newest_dead_letters,
+    retry_dead_letter,
+)
 from observability.run_state.pace import OFTEN_S
 from observability.run_state.snapshot import SECTIONS, snapshot
 from observability.run_state.state import RunState
@@ -61,6 +71,15 @@ def may_write(headers: Mapping[str, str]) -> bool:
     # Browsers that send it cannot be made to lie; those that do not are held to the origin.
     site = headers.get("Sec-Fetch-Site", "same-origin")
     return bool(host) and own and site == "same-origin" and headers.get("Content-Type", "").split(";")[0] == JSON
+
+
+def may_read(headers: Mapping[str, str], path: str) -> bool:
+    """Whether a request is not sent by a page of another site, also one on another port of this machine."""
+    # Browsers that send it cannot be made to lie; what sends none is no page of today's browsers.
+    if headers.get("Sec-Fetch-Site", "none") in ("same-origin", "none"):
+        return True
+    # A link to the dashboard may stand anywhere; what it opens loads the rest by itself.
+    return path == "/" and (headers.get("Sec-Fetch-Mode"), headers.get("Sec-Fetch-Dest")) == ("navigate", "document")
 
 
 SLOW = {"curves": 2, "timeline": 2, "lengths": 2, "staleness": 2, "split": 2}
@@ -121,12 +140,41 @@ FOLDERS = {"page": PAGE, "charts": assets.PAGE, "uplot": assets.UPLOT}
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_BODY = 4096
 UPDATES = "/api/updates"
+MAX_STREAMS, MAX_LOOKS = 32, 4
+"""At once: pages that are kept up to date, and questions that read the topics."""
 ANSWER_TIMEOUT_S = 45.0
 """Of a read that a page waits for: above the time-outs of one connect, one subscription and one request together."""
 
 CONTEXT = web.AppKey("context", DashboardContext)
 STREAM = web.AppKey("stream", UpdateStream)
 STOP = web.AppKey("stop", asyncio.Event)
+
+
+@dataclass
+class Places:
+    """So many may be inside at once."""
+
+    most: int
+    what: str
+    taken: int = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Raises _Full."""
+        if self.taken >= self.most:
+            raise _Full(f"expected at most {self.most} {self.what} at once, got one more; ask again in a moment")
+        self.taken += 1
+        try:
+            yield
+        finally:
+            self.taken -= 1
+
+
+class _Full(Exception):
+    """There is no place left."""
+
+
+STREAMS, LOOKS = web.AppKey("streams", Places), web.AppKey("looks", Places)
 
 
 def build_app(
@@ -139,6 +187,7 @@ def build_app(
     # The first is the outermost: who is not let in reaches nothing, and answers to errors get the headers as well.
     app = web.Application(middlewares=[_guarded(host), _told], client_max_size=MAX_BODY)
     app[CONTEXT], app[STREAM], app[STOP] = context, UpdateStream(context.state, pace_s=pace_s), stop
+    app[STREAMS], app[LOOKS] = Places(MAX_STREAMS, "open pages"), Places(MAX_LOOKS, "questions to the topics")
     app.router.add_get("/", _index)
     app.router.add_get("/{folder:page|charts|uplot}/{name}", _asset)
     app.router.add_get(UPDATES, _updates)
@@ -155,6 +204,8 @@ def _guarded(host: str) -> Middleware:
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not is_our_host(request.headers.get("Host", ""), host):
             return _refusal(421, "this address is served under its own name only")
+        if not may_read(request.headers, request.path):
+            return _refusal(403, "only the dashboard's own page may ask this")
         if request.method not in ("GET", "HEAD") and not may_write(request.headers):
             return _refusal(403, "only the dashboard's own page may do this")
         try:
@@ -176,17 +227,23 @@ async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         async with asyncio.timeout(None if request.path == UPDATES else ANSWER_TIMEOUT_S):
             return await handler(request)
+    except _Full as error:
+        return _refusal(429, str(error), again=True)
     except TimeoutError:
         late = f"expected the broker to deliver what was asked for within {ANSWER_TIMEOUT_S:.0f} s, got less; ask again"
         return _refusal(503, late)
     except UserError as error:
         return _refusal(404, str(error))
+    except NotIndexedYet as error:
+        return _refusal(503, str(error), again=True)
     except StreamRLError as error:
         return _refusal(503, advised(error, request.app[CONTEXT].advice))
 
 
-def _refusal(status: int, text: str) -> web.Response:
-    return web.json_response({"error": text}, status=status, headers=HEADERS)
+def _refusal(status: int, text: str, *, again: bool = False) -> web.Response:
+    """``again``: the same question will be answered soon."""
+    headers = {**HEADERS, "Retry-After": "2"} if again else HEADERS
+    return web.json_response({"error": text, "again": again}, status=status, headers=headers)
 
 
 async def _index(_request: web.Request) -> web.StreamResponse:
@@ -203,15 +260,16 @@ async def _asset(request: web.Request) -> web.StreamResponse:
 
 
 async def _updates(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    try:
-        async for event in request.app[STREAM].updates(request.app[STOP]):
-            await response.write(event.encode())
-    # A browser that was closed is no error.
-    except (ClientConnectionError, ConnectionResetError):
-        pass
-    return response
+    with request.app[STREAMS].one():
+        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        try:
+            async for event in request.app[STREAM].updates(request.app[STOP]):
+                await response.write(event.encode())
+        # A browser that was closed is no error.
+        except (ClientConnectionError, ConnectionResetError):
+            pass
+        return response
 
 
 async def _snapshot(request: web.Request) -> web.StreamResponse:
@@ -220,12 +278,15 @@ async def _snapshot(request: web.Request) -> web.StreamResponse:
 
 
 async def _trajectory(request: web.Request) -> web.StreamResponse:
-    return web.json_response(await inspect(request.app[CONTEXT], request.query.get("id", "")[:300]))
+    with request.app[LOOKS].one():
+        return web.json_response(await inspect(request.app[CONTEXT], request.query.get("id", "")[:300]))
 
 
 async def _dead_letters(request: web.Request) -> web.StreamResponse:
-    return web.json_response(await newest_dead_letters(request.app[CONTEXT]))
+    with request.app[LOOKS].one():
+        return web.json_response(await newest_dead_letters(request.app[CONTEXT]))
 
 
 async def _retry(request: web.Request) -> web.StreamResponse:
-    return web.json_response(await retry_dead_letter(request.app[CONTEXT], int(request.match_info["offset"])))
+    with request.app[LOOKS].one():
+        return web.json_response(await retry_dead_letter(request.app[CONTEXT], int(request.match_info["offset"])))

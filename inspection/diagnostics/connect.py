@@ -52,6 +52,16 @@ class RunConnection:
         return f"if run {self.run} is over, its broker ended with it: `{command}` starts it again"
 
     @property
+    def directory(self) -> Path | None:
+        """The run's directory, if it is on this machine."""
+        if self.data is not None:
+            return self.data.parent
+        named = None if self.settings is None else self.settings.run.path
+        # Settings name a directory also where the run is elsewhere, and another run may have its name.
+        is_here = named is not None and self.settings is not None and self.run == self.settings.run.name
+        return named if is_here and named is not None and RunDirectory(named).config.is_file() else None
+
+    @property
     def address(self) -> str:
         """Where the broker is."""
         return self.kafka.bootstrap_servers or ""

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import structlog
-
 from bus.history import History
 from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.policy import ComputeThread
+from inspection.record_index.following import index_of
+from inspection.record_index.store import RecordIndex
 from inspection.replay.attribution import find_gradient_outliers
 from inspection.replay.dead_letters import replay_dead_letters
 from inspection.replay.replayer import Replayer, ReplayOptions
@@ -27,6 +27,7 @@ from inspection.replay.steps import Step, StepLog, refs_of, refused_step, steps_
 from inspection.replay.view import as_json, bisection_lines, dead_letter_lines, overview, replay_lines, step_line
 from inspection.source import PastRun, history_of, open_run
 from schemas.errors import SettingsError, UserError
+from schemas.plain_text import plain_lines
 from settings.layers import from_arguments, merged
 from settings.loading import validated
 from settings.tree import Settings
@@ -83,7 +84,7 @@ class ReplaySession:
 
     def show(self, value: object, lines: list[str]) -> None:
         """Print a result."""
-        print(as_json(value) if self.request.json else "\n".join(lines))
+        print(as_json(value) if self.request.json else plain_lines(lines))
 
 
 def replay(request: ReplayRequest) -> int:
@@ -133,17 +134,13 @@ def print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def log_to_stderr() -> None:
-    """Keep standard output for results."""
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-
-
 async def replay_with(request: ReplayRequest, run: PastRun, history: History, scratch: Path) -> int:
     """``replay`` of an opened run. ``scratch``: where a remote checkpoint is fetched to."""
     async with _session(request, run, history, scratch) as session:
         # Before the steps are read: dead letters that still do not decode need none of them.
         if request.from_dlq:
-            version, dead_letters = await replay_dead_letters(session.replayer)
+            with index_of(run) if request.export is None else RecordIndex(None) as index:
+                version, dead_letters = await replay_dead_letters(session.replayer, index)
             session.show({"weights": version, "dead_letters": dead_letters}, dead_letter_lines(version, dead_letters))
             return 0
         log = await session.replayer.log()

@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from bus.port import Record
 from consumers.batching.micro_batches import Group, Sample
 from consumers.ingest.filters import weighted_reward
+from inspection.record_index.entries import Kind
+from inspection.record_index.following import IndexFollower
+from inspection.record_index.store import RecordIndex
 from inspection.replay.comparing import TrajectoryContribution, measure_contributions
 from inspection.replay.replayer import Replayer
 from inspection.replay.scratch_policy import ScratchPolicy
@@ -38,7 +41,7 @@ class ReplayedDeadLetter:
     siblings: int = 0
 
 
-async def replay_dead_letters(replayer: Replayer) -> tuple[str, list[ReplayedDeadLetter]]:
+async def replay_dead_letters(replayer: Replayer, index: RecordIndex) -> tuple[str, list[ReplayedDeadLetter]]:
     """The version of the weights that were used (``none``: none were needed), and every dead letter in its order.
 
     Raises:
@@ -60,7 +63,7 @@ async def replay_dead_letters(replayer: Replayer) -> tuple[str, list[ReplayedDea
     if not samples:
         return "none", dead_letters
     policy, version = await replayer.newest()
-    siblings = await _siblings(replayer, {sample.trajectory.group_id for sample in samples.values()})
+    siblings = await _siblings(replayer, index, {sample.trajectory.group_id for sample in samples.values()})
     for number, sample in samples.items():
         group = _group(sample, siblings.get(sample.trajectory.group_id, {}))
         dead_letters[number] = await _contribution(replayer, policy, version, dead_letters[number], sample, group)
@@ -93,18 +96,22 @@ def _group(sample: Sample, others: Mapping[int, Sample]) -> Group:
     return Group(sample.trajectory.group_id, sample.trajectory.created_at, ordered)
 
 
-async def _siblings(replayer: Replayer, groups: Collection[str]) -> dict[str, dict[int, Sample]]:
+async def _siblings(replayer: Replayer, index: RecordIndex, groups: Collection[str]) -> dict[str, dict[int, Sample]]:
     """Usable samples of these groups on the topic, the first of each index."""
+    await IndexFollower(replayer.history, replayer.run, index).catch_up()
+    places = [place for group in groups for place in index.places(group, Kind.TRAJECTORY)]
+    positions = [(place.partition, place.offset) for place in places]
+    records = await replayer.history.fetch(TRAJECTORIES.full_name(replayer.run), positions)
     found: dict[str, dict[int, Sample]] = {}
-    async for record in replayer.history.records(TRAJECTORIES.full_name(replayer.run)):
-        if record.key not in groups:
-            continue
+    for record in (records[position] for position in positions if position in records):
         try:
             sample = _sample(record, (record.topic, record.partition, record.offset), replayer.reward_weights)
         except WireError:
             continue
-        members = found.setdefault(sample.trajectory.group_id, {})
-        members.setdefault(sample.trajectory.sample_index, sample)
+        # The record says which group it is of; the index only where to look.
+        if sample.trajectory.group_id in groups:
+            members = found.setdefault(sample.trajectory.group_id, {})
+            members.setdefault(sample.trajectory.sample_index, sample)
     return found
 
 

@@ -1,28 +1,48 @@
-"""A trajectory's history, collected from the topics: ordered, generated, appended, trained or skipped, weights in use.
+"""A trajectory's history, or how a group stands, from the topics: found by the index, and read where it says.
 
 What each topic says becomes events, sorted by their times. Those are of several clocks (dispatcher, worker, broker,
 trainer), so that near events of two processes may come in the wrong order. Steps and skip rows that a crash undid are
 shown, and do not decide the fate.
+
+Invariant the_index_is_never_trusted: a record counts only if it carries the name that the index has for it; one that
+does not makes the index be built anew.
 """
 
+import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass, replace
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 
-from bus.history import Extent, History
-from bus.port import Record
+from bus.history import History
+from bus.port import Position, Record, message_of
 from inspection.audit.index import trajectory_id_of
-from inspection.replay.steps import StepLog
-from schemas.control import WeightsReady
+from inspection.record_index.entries import Kind, RefKind, joined_name, split_name
+from inspection.record_index.following import IndexFollower
+from inspection.record_index.store import Place, RecordIndex
+from inspection.replay.steps import Lineages
+from schemas.codec import named_error
 from schemas.errors import UserError, WireError
 from schemas.identifiers import PolicyVersion
-from schemas.messages import Message
-from schemas.reports import Heartbeat, RecordRef, RefusedStep, SkipRecord, StepReport
-from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from schemas.reports import RecordRef, RefusedStep, SkipRecord, StepReport
+from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import Trajectory, WorkOrder
 
 PENDING = "pending"
-POSITION = re.compile(r"(\d+)@(\d+)")
+POSITION = re.compile(r"(\d{1,9})@(\d{1,18})")
+FRESH_S = 1.0
+"""An index that was brought up to date so lately is not asked to be once more for a fate that may have changed."""
+MOST_SAMPLES = 512
+"""Of a group, that are read; more are only counted."""
+MOST_NAMES = 5
+"""That an error lists."""
+TOPIC_OF = {Kind.TRAJECTORY: TRAJECTORIES, Kind.ORDER: WORK_ORDERS, Kind.STEP: STEPS, Kind.SKIP: SKIPS}
+StepMessage = StepReport | RefusedStep
+
+
+class _Contradicted(Exception):
+    """A record is not what the index says."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +67,58 @@ class TrajectoryRecord:
 
 @dataclass(frozen=True)
 class TrajectoryHistory:
-    """``trajectory``: as in the first of its records."""
+    """``trajectory``: as in the first of its records. ``settled``: nothing more is to be expected."""
 
     trajectory: Trajectory
     records: tuple[TrajectoryRecord, ...]
     events: tuple[HistoryEvent, ...]
+    settled: bool = True
 
 
 @dataclass(frozen=True)
-class HistoryReader:
-    """Reads the topics of one run, for one algorithm."""
+class GroupSample:
+    """A sample of a group; ``trajectory`` None: its record does not decode."""
 
-    history: History
-    run: str
+    trajectory_id: str
+    record: TrajectoryRecord
+    trajectory: Trajectory | None
+
+
+@dataclass(frozen=True)
+class GroupHistory:
+    """``samples``: by index, each record of one that stands there twice. ``awaited``: ordered, and not there yet.
+    ``unread``: records beyond those that are shown.
+    """
+
+    group_id: str
+    samples: tuple[GroupSample, ...]
+    awaited: tuple[str, ...]
+    orders: tuple[WorkOrder, ...]
+    unread: int = 0
+    settled: bool = True
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """What the trainer's topics say of some records, and of whom the newest weights that were trained on them are."""
+
+    fates: dict[tuple[int, int], str]
+    events: list[HistoryEvent]
+    trained: PolicyVersion | None
+
+
+@dataclass
+class HistoryReader:
+    """Of one run, for one algorithm."""
+
+    follower: IndexFollower
     algorithm: str
+    _history: History = field(init=False)
+    _index: RecordIndex = field(init=False)
+    _run: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._history, self._index, self._run = self.follower.history, self.follower.index, self.follower.run_name
 
     async def trace(self, name: str) -> TrajectoryHistory:
         """The history of a trajectory, by id or as ``partition@offset``.
@@ -68,137 +126,250 @@ class HistoryReader:
         Raises:
             UserError: there is none, or its record is gone or does not decode.
         """
-        found = await self._found(name)
-        trajectory = found[0][1]
-        # A trajectory may stand on the topic more than once, and each record has a fate of its own.
-        positions = {(record.partition, record.offset): record for record, _ in found}
-        events = [order_event(order) for order in await self._orders(trajectory)] + worker_events(trajectory)
-        events += [HistoryEvent(record.timestamp, "appended", _where(record)) for record, _ in found]
-        fates = dict.fromkeys(positions, PENDING)
-        reported, trained = await self._trainer_events(fates)
-        events += reported + (await self._weights(trained) if trained is not None else [])
-        records = tuple(
-            TrajectoryRecord(*position, record.timestamp, fates[position]) for position, record in positions.items()
-        )
-        return TrajectoryHistory(trajectory, records, in_order(events))
-
-    async def _trainer_events(
-        self, fates: dict[tuple[int, int], str]
-    ) -> tuple[list[HistoryEvent], PolicyVersion | None]:
-        """Events of steps and skips, and the version that was trained on it; sets ``fates`` of its records."""
-        # All reports before any of them is judged: that a step was undone is told by a later lineage's first report.
-        log, steps = await self._steps()
-        events: list[HistoryEvent] = []
-        trained: PolicyVersion | None = None
-        for record, report in steps:
-            for position, event in _in_step(log, record, report, set(fates)):
-                events.append(event)
-                if event.what == "trained" and log.counts(report.version):
-                    fates[position], trained = f"trained in step {report.step}", report.version
-        for row in await self._skips(set(fates)):
-            counts = log.counts_row(row)
-            events.append(skip_event(row, counts=counts))
-            if counts:
-                fates[row.partition, row.offset] = f"skipped: {row.reason.value}"
-        reports = [report for _, report in steps if isinstance(report, StepReport)]
-        # After the last step of a finished run nobody will train what is pending.
-        if reports and reports[-1].finished:
-            fates |= {position: "left over: the run is finished" for position, fate in fates.items() if fate == PENDING}
-        return events, trained
-
-    async def _found(self, name: str) -> list[tuple[Record, Trajectory]]:
-        """Its records, first one first."""
-        topic = TRAJECTORIES.full_name(self.run)
-        if (match := POSITION.fullmatch(name)) is not None:
-            partition, offset = int(match[1]), int(match[2])
-            record = (await self.history.fetch(topic, [(partition, offset)])).get((partition, offset))
-            if record is None:
-                raise UserError(await self._nothing_at(topic, partition, offset))
-            name = _decoded(record).trajectory_id
-            return [(record, _decoded(record))] + [
-                pair for pair in await self._scanned(topic, name, partition) if pair[0].offset != offset
-            ]
-        found = await self._scanned(topic, name, None)
-        if not found:
-            raise UserError(
-                f"expected a trajectory id or partition@offset on {topic}, got {name!r}, which is not there; ids are "
-                "<prompt id>/<pass>/<sample>, and `streamrl replay RUN --step N` lists those of a step"
-            )
+        found = await self.look_up(name)
+        if isinstance(found, GroupHistory):
+            samples = ", ".join(sample.trajectory_id for sample in found.samples[:MOST_NAMES])
+            raise UserError(f"expected a trajectory, got the group {name}; its samples are {samples}")
         return found
 
-    async def _scanned(self, topic: str, name: str, partition: int | None) -> list[tuple[Record, Trajectory]]:
-        # An end beyond every log: reading stops where the partition ends. Only ids are read of what does not match.
-        ranges = None if partition is None else {partition: Extent(0, 1 << 62)}
-        return [
-            (record, _decoded(record))
-            async for record in self.history.records(topic, ranges)
-            if trajectory_id_of(record) == name
-        ]
+    async def look_up(self, name: str) -> TrajectoryHistory | GroupHistory:
+        """The history of a trajectory, by id or as ``partition@offset``, or how the samples of a group stand.
+
+        Raises:
+            UserError: there is none, or its record is gone or does not decode.
+            BusUnavailable: the topics cannot be read.
+        """
+        clock = asyncio.get_running_loop().time
+        asked_at, is_new = clock(), False
+        if (match := POSITION.fullmatch(name)) is not None:
+            name = await self._name_at(int(match[1]), int(match[2]))
+        while True:
+            try:
+                found = await self._found(name)
+            except (_Contradicted, sqlite3.DatabaseError) as error:
+                if is_new:
+                    raise UserError(f"expected records that stay where they are, got: {error}; ask again") from error
+                is_new = True
+                await self.follower.rebuild()
+                continue
+            caught_up_at = self.follower.caught_up_at
+            # What is not there may have been written just now; a fate may be a moment old.
+            is_late = caught_up_at is None or caught_up_at < asked_at - (0.0 if found is None else FRESH_S)
+            if is_late and (found is None or not found.settled):
+                await self.follower.catch_up()
+                continue
+            if found is None:
+                raise UserError(await self._not_there(name))
+            return found
+
+    async def _name_at(self, partition: int, offset: int) -> str:
+        topic = TRAJECTORIES.full_name(self._run)
+        position = Position(topic, partition, offset)
+        record = (await self._history.fetch_all([position])).get(position)
+        if record is None:
+            raise UserError(await self._nothing_at(topic, partition, offset))
+        return self._readable(record).trajectory_id
 
     async def _nothing_at(self, topic: str, partition: int, offset: int) -> str:
-        extents = await self.history.extents(topic)
+        extents = await self._history.extents(topic)
         held = next((extent for tp, extent in extents.items() if tp.partition == partition), None)
         there = "no such partition" if held is None else f"it holds offsets {held.first} to {held.end - 1}"
         return f"expected a record at {topic}[{partition}]@{offset}, got none: {there}"
 
-    async def _steps(self) -> tuple[StepLog, list[tuple[Record, StepReport | RefusedStep]]]:
-        log, found = StepLog(), []
-        async for record, message in self._messages(STEPS):
-            if isinstance(message, StepReport | RefusedStep) and message.algorithm == self.algorithm:
-                # A report that was sent again is the same step; refused attempts have no version of their own.
-                known = isinstance(message, StepReport) and message.version in log.reports
-                log.observe(message)
-                found += [] if known else [(record, message)]
-        return log, found
+    async def _found(self, name: str) -> TrajectoryHistory | GroupHistory | None:
+        group, sample = split_name(name)
+        if places := self._index.places(group, Kind.TRAJECTORY, sample):
+            return await self._trajectory(group, places)
+        if places := self._index.places(name, Kind.TRAJECTORY):
+            return await self._group(name, places)
+        return None
 
-    async def _orders(self, trajectory: Trajectory) -> list[WorkOrder]:
+    async def _not_there(self, name: str) -> str:
+        """Why there is nothing to show of this name, by what the index has of it."""
+        if groups := self._index.groups_under(name, MOST_NAMES):
+            return f"expected a trajectory or a group, got {name!r}, whose groups are {', '.join(groups)}; name one"
+        group, sample = split_name(name)
+        for each, index in ((group, sample), (name, None)):
+            orders = await self._orders(each, index)
+            if orders:
+                last = orders[-1]
+                when = datetime.fromtimestamp(last.created_at, UTC).strftime("%H:%M:%S")
+                return (
+                    f"expected a finished trajectory, got {name!r}, which was ordered from {last.worker_id} at "
+                    f"{when} UTC (attempt {last.attempt}) and is not on the topic yet"
+                )
+        return (
+            f"expected a trajectory id, a group id or partition@offset on {TRAJECTORIES.full_name(self._run)}, got "
+            f"{name!r}, which is not there; ids are <prompt id>/<pass>/<sample>, and `streamrl replay RUN --step N` "
+            "lists those of a step"
+        )
+
+    async def _orders(self, group: str, sample: int | None) -> list[WorkOrder]:
+        places = self._positions(Kind.ORDER, self._index.places(group, Kind.ORDER))
+        return _orders_in(await self._history.fetch_all(places), places, group, sample)
+
+    def _positions(self, kind: Kind, places: Iterable[Place]) -> list[Position]:
+        topic = TOPIC_OF[kind].full_name(self._run)
+        return [Position(topic, place.partition, place.offset) for place in places]
+
+    async def _trajectory(self, group: str, places: list[Place]) -> TrajectoryHistory:
+        sample = places[0].sample
+        name = joined_name(group, sample)
+        own = self._positions(Kind.TRAJECTORY, places)
+        orders = self._positions(Kind.ORDER, self._index.places(group, Kind.ORDER))
+        letters, judging = self._letters(places), self._judging(group, sample, places)
+        records = await self._history.fetch_all({*own, *orders, *letters, *judging})
+        found = [self._verified(records[position], name) for position in own if position in records]
+        if not found:
+            raise UserError(await self._lost(name, own))
+        trajectory = self._readable(found[0])
+        events = [order_event(order) for order in _orders_in(records, orders, group, sample)] + worker_events(
+            trajectory
+        )
+        events += [HistoryEvent(record.timestamp, "appended", _where(record)) for record in found]
+        events += [dead_letter_event(records[each]) for each in letters if each in records]
+        # A trajectory may stand on the topic more than once, and each record has a fate of its own.
+        judged = self._judged({(record.partition, record.offset) for record in found}, group, records, judging)
+        weights = [] if judged.trained is None else self._weights(judged.trained)
+        seen = tuple(_seen(record, judged.fates) for record in found)
+        is_open = any(each.fate == PENDING for each in seen) or (
+            judged.trained is not None and len(weights) < 2 and not self._index.is_finished(self.algorithm)
+        )
+        return TrajectoryHistory(trajectory, seen, in_order([*events, *judged.events, *weights]), not is_open)
+
+    async def _group(self, group: str, places: list[Place]) -> GroupHistory:
+        shown = places[:MOST_SAMPLES]
+        own = self._positions(Kind.TRAJECTORY, shown)
+        orders = self._positions(Kind.ORDER, self._index.places(group, Kind.ORDER))
+        judging = self._judging(group, None, shown)
+        records = await self._history.fetch_all({*own, *orders, *judging})
+        found = [
+            self._verified(records[position], joined_name(group, place.sample))
+            for position, place in zip(own, shown, strict=True)
+            if position in records
+        ]
+        if not found:
+            raise UserError(await self._lost(group, own))
+        judged = self._judged({(record.partition, record.offset) for record in found}, group, records, judging)
+        samples = tuple(
+            GroupSample(trajectory_id_of(record) or group, _seen(record, judged.fates), _trajectory_in(record))
+            for record in found
+        )
+        ordered = _orders_in(records, orders, group, None)
+        wanted = {joined_name(group, index) for order in ordered for index in order.sample_indices}
+        there = {joined_name(group, place.sample) for place in places}
+        awaited = tuple(sorted(wanted - there, key=lambda name: split_name(name)[1]))
+        is_open = bool(awaited) or any(sample.record.fate == PENDING for sample in samples)
+        return GroupHistory(group, samples, awaited, tuple(ordered), len(places) - len(shown), not is_open)
+
+    def _verified(self, record: Record, name: str) -> Record:
+        if (found := trajectory_id_of(record)) != name:
+            raise _Contradicted(f"{_where(record)} holds {found or 'no trajectory'}, it was indexed as {name}")
+        return record
+
+    async def _lost(self, name: str, positions: list[Position]) -> str:
+        """Why none of these records is there. Raises _Contradicted: by what the topic holds, one should be."""
+        held = await self._history.extents(TRAJECTORIES.full_name(self._run))
+        for topic, partition, offset in positions:
+            extent = next((each for tp, each in held.items() if tp.partition == partition), None)
+            if extent is None or offset >= extent.first:
+                raise _Contradicted(f"there is no record at {topic}[{partition}]@{offset}, it was indexed as {name}")
+        last = positions[-1]
+        return (
+            f"expected {name} at {last.topic}[{last.partition}]@{last.offset}, got none: retention has deleted it; an "
+            "export made before has it (--export DIR)"
+        )
+
+    def _readable(self, record: Record) -> Trajectory:
+        try:
+            return _decoded(record)
+        except UserError as error:
+            letters = self._index.refs(RefKind.DEAD_LETTER, [(record.partition, record.offset)])
+            if not letters:
+                raise
+            raise UserError(
+                f"{error}; `streamrl dlq show RUN {letters[-1].offset}` shows why it was refused"
+            ) from error
+
+    def _letters(self, places: list[Place]) -> list[Position]:
+        found = self._index.refs(RefKind.DEAD_LETTER, ((place.partition, place.offset) for place in places))
+        return [Position(DEAD_LETTERS.full_name(self._run), row.partition, row.offset) for row in found]
+
+    def _judging(self, group: str, sample: int | None, places: list[Place]) -> list[Position]:
+        """Where the trainer's reports and rows about these records stand."""
+        unnamed = self._index.refs(RefKind.UNNAMED_SKIP, ((place.partition, place.offset) for place in places))
+        skips = [
+            *self._index.places(group, Kind.SKIP, sample),
+            *(Place(0, row.partition, row.offset) for row in unnamed),
+        ]
         return [
-            message
-            async for _, message in self._messages(WORK_ORDERS, key=trajectory.group_id)
-            if isinstance(message, WorkOrder)
-            and message.group_id == trajectory.group_id
-            and trajectory.sample_index in message.sample_indices
+            *self._positions(Kind.STEP, self._index.places(group, Kind.STEP)),
+            *self._positions(Kind.SKIP, skips),
         ]
 
-    async def _skips(self, positions: set[tuple[int, int]]) -> list[SkipRecord]:
-        # A row that was sent again keeps its number, and is one event.
-        rows = {
-            (message.lineage, message.sequence, message.partition, message.offset): message
-            async for _, message in self._messages(SKIPS)
-            if isinstance(message, SkipRecord)
-            and message.algorithm == self.algorithm
-            and (message.partition, message.offset) in positions
-        }
+    def _judged(
+        self, positions: set[tuple[int, int]], group: str, records: Mapping[Position, Record], judging: list[Position]
+    ) -> _Judged:
+        lineages = Lineages(self._index.lineage_starts(self.algorithm), self._index.last_steps(self.algorithm))
+        there = [records[position] for position in sorted(set(judging)) if position in records]
+        fates, events, trained = dict.fromkeys(positions, PENDING), list[HistoryEvent](), None
+        for record, report in self._reports(there, group):
+            for position, event in _in_step(lineages, record, report, positions):
+                events.append(event)
+                if event.what == "trained" and lineages.counts(report.version):
+                    fates[position], trained = f"trained in step {report.step}", report.version
+        for row in self._rows(there, positions):
+            counts = lineages.counts_row(row)
+            events.append(skip_event(row, counts=counts))
+            if counts:
+                fates[row.partition, row.offset] = f"skipped: {row.reason.value}"
+        # After the last step of a finished run nobody will train what is pending.
+        if self._index.is_finished(self.algorithm):
+            fates |= {position: "left over: the run is finished" for position, fate in fates.items() if fate == PENDING}
+        return _Judged(fates, events, trained)
+
+    def _reports(self, records: Iterable[Record], group: str) -> list[tuple[Record, StepMessage]]:
+        """A report that was sent again is the same step; refused attempts have no version of their own."""
+        found: list[tuple[Record, StepMessage]] = []
+        known: set[PolicyVersion] = set()
+        for record in records:
+            if record.topic != STEPS.full_name(self._run):
+                continue
+            message = message_of(record)
+            if not isinstance(message, StepReport | RefusedStep):
+                raise _Contradicted(f"{_where(record)} holds no report of a step, it was indexed as one of {group}")
+            if message.algorithm != self.algorithm or message.version in known:
+                continue
+            known |= {message.version} if isinstance(message, StepReport) else set()
+            found.append((record, message))
+        return found
+
+    def _rows(self, records: Iterable[Record], positions: set[tuple[int, int]]) -> list[SkipRecord]:
+        """A row that was sent again keeps its number, and is one event."""
+        rows = {}
+        for record in records:
+            if record.topic != SKIPS.full_name(self._run):
+                continue
+            message = message_of(record)
+            if not isinstance(message, SkipRecord):
+                raise _Contradicted(f"{_where(record)} holds no skip row, it was indexed as one")
+            if message.algorithm == self.algorithm and (message.partition, message.offset) in positions:
+                rows[message.lineage, message.sequence, message.partition, message.offset] = message
         return list(rows.values())
 
-    async def _weights(self, version: PolicyVersion) -> list[HistoryEvent]:
+    def _weights(self, version: PolicyVersion) -> list[HistoryEvent]:
         """When weights that contain it were announced, and first used."""
         # Versions sort by lineage first, so that those after a resumption count as newer, whatever their step.
-        announced = [
-            message
-            async for _, message in self._messages(CONTROL)
-            if isinstance(message, WeightsReady) and message.version >= version
-        ]
-        beats = [
-            message
-            async for _, message in self._messages(HEARTBEATS)
-            if isinstance(message, Heartbeat) and message.version >= version
-        ]
-        # The first that is left: control is compacted and heartbeats expire, so it may be of later weights already.
-        return [announcement_event(message, version) for message in announced[:1]] + [
-            adoption_event(message, version) for message in beats[:1]
-        ]
-
-    async def _messages(self, topic: Topic, key: str | None = None) -> AsyncIterator[tuple[Record, Message]]:
-        async for record in self.history.records(topic.full_name(self.run)):
-            # Sorted out by key before it is decoded, which is what costs.
-            if key is not None and record.key != key:
-                continue
-            try:
-                yield record, record.message()
-            except WireError:
-                # What cannot be read tells nothing of this trajectory; the rest of its history can still be shown.
-                continue
+        events = []
+        if (told := self._index.first_weights(version, in_use=False)) is not None:
+            found = PolicyVersion(told.lineage, told.number)
+            later = "" if found == version else ", which contains it"
+            events.append(HistoryEvent(told.sent_at, "weights announced", f"version {found}{later}"))
+        if (used := self._index.first_weights(version, in_use=True)) is not None:
+            found = PolicyVersion(used.lineage, used.number)
+            later = "" if found == version else f" (already {found})"
+            events.append(HistoryEvent(used.sent_at, "weights in use", f"first seen on worker {used.worker}{later}"))
+        return events
 
 
 def in_order(events: Iterable[HistoryEvent]) -> tuple[HistoryEvent, ...]:
@@ -245,16 +416,41 @@ def skip_event(row: SkipRecord, *, counts: bool) -> HistoryEvent:
     )
 
 
-def announcement_event(message: WeightsReady, version: PolicyVersion) -> HistoryEvent:
-    """The coordinator announces weights that were trained on it."""
-    later = "" if message.version == version else ", which contains it"
-    return HistoryEvent(message.sent_at, "weights announced", f"version {message.version}{later}")
+def dead_letter_event(record: Record) -> HistoryEvent:
+    """The trainer could not decode it."""
+    reason = (dict(record.headers).get("dlq-error") or b"").decode(errors="replace")
+    detail = f"{named_error(record.headers)}: {reason}, as dead letter {record.offset}"
+    return HistoryEvent(record.timestamp, "dead-lettered", detail)
 
 
-def adoption_event(beat: Heartbeat, version: PolicyVersion) -> HistoryEvent:
-    """The first heartbeat of a worker with these weights or newer ones."""
-    later = "" if beat.version == version else f" (already {beat.version})"
-    return HistoryEvent(beat.sent_at, "weights in use", f"first seen on worker {beat.worker_id}{later}")
+def _seen(record: Record, fates: Mapping[tuple[int, int], str]) -> TrajectoryRecord:
+    position = (record.partition, record.offset)
+    return TrajectoryRecord(*position, record.timestamp, fates[position])
+
+
+def _orders_in(
+    records: Mapping[Position, Record], positions: Iterable[Position], group: str, sample: int | None
+) -> list[WorkOrder]:
+    """Those of a group, or of one sample of it, oldest first; what retention deleted is left out.
+
+    Raises:
+        _Contradicted: there is another record.
+    """
+    found = []
+    for record in (records[position] for position in positions if position in records):
+        if record.key != group:
+            raise _Contradicted(f"{_where(record)} has the key {record.key!r}, it was indexed as an order of {group}")
+        message = message_of(record)
+        if isinstance(message, WorkOrder) and message.group_id == group and sample in (None, *message.sample_indices):
+            found.append(message)
+    return sorted(found, key=lambda order: order.created_at)
+
+
+def _trajectory_in(record: Record) -> Trajectory | None:
+    try:
+        return _decoded(record)
+    except UserError:
+        return None
 
 
 def _decoded(record: Record) -> Trajectory:
@@ -271,11 +467,11 @@ def _decoded(record: Record) -> Trajectory:
 
 
 def _in_step(
-    log: StepLog, record: Record, report: StepReport | RefusedStep, positions: set[tuple[int, int]]
+    lineages: Lineages, record: Record, report: StepMessage, positions: set[tuple[int, int]]
 ) -> Iterator[tuple[tuple[int, int], HistoryEvent]]:
     """What this report says of the records at these positions."""
     # A refused gradient changed no weights: there is nothing of it that a crash could have undone.
-    counts = isinstance(report, StepReport) and log.counts(report.version)
+    counts = isinstance(report, StepReport) and lineages.counts(report.version)
     undone = "" if counts or isinstance(report, RefusedStep) else "; undone by a crash"
     for number, batch in enumerate(report.micro_batches, 1):
         for row, ref in enumerate(batch, 1):

@@ -51,28 +51,15 @@ class ChainSegment:
 
 
 @dataclass
-class StepLog:
-    """The reports of one algorithm, as they stand on the steps topic; repeats of a version are ignored.
+class Lineages:
+    """Which steps and skip rows of one algorithm survive.
 
     ``lineage_starts``: by lineage; one whose first report is gone is taken to begin with the first step left of it.
+    ``last_steps``: the last step that is known of a lineage.
     """
 
-    reports: dict[PolicyVersion, StepReport] = field(default_factory=dict)
     lineage_starts: dict[int, LineageStart] = field(default_factory=dict)
-    refused: list[RefusedStep] = field(default_factory=list)
-
-    def observe(self, message: StepReport | RefusedStep) -> None:
-        """Take the next message of the topic."""
-        if isinstance(message, RefusedStep):
-            self.refused.append(message)
-            return
-        lineage, step = message.version.lineage, message.step
-        if message.group_ids:
-            self.reports.setdefault(message.version, message)
-            # The announcement comes before the steps on the topic; if it is held, it is known by now and stays.
-            self.lineage_starts.setdefault(lineage, LineageStart(lineage, step - 1, None, 0))
-        else:
-            self.lineage_starts.setdefault(lineage, LineageStart(lineage, step, message.parent, message.parent_skips))
+    last_steps: dict[int, int] = field(default_factory=dict)
 
     @property
     def newest(self) -> int:
@@ -108,8 +95,7 @@ class StepLog:
         return surviving_chain(known_by_then, beginning_is_held=False).links
 
     def _last(self, link: LineageLink) -> int:
-        steps = [version.number for version in self.reports if version.lineage == link.lineage]
-        return max(steps, default=link.after or 0)
+        return self.last_steps.get(link.lineage, link.after or 0)
 
     def counts(self, version: PolicyVersion) -> bool:
         """Whether this step is in the surviving chain."""
@@ -121,6 +107,28 @@ class StepLog:
         # Rows beyond those in the checkpoint that the child went on from were undone with the steps after it.
         link = next((link for link in self._links(None) if link.lineage == row.lineage), None)
         return link is not None and (link.rows is None or row.sequence <= link.rows)
+
+
+@dataclass
+class StepLog(Lineages):
+    """The reports of one algorithm, as they stand on the steps topic; repeats of a version are ignored."""
+
+    reports: dict[PolicyVersion, StepReport] = field(default_factory=dict)
+    refused: list[RefusedStep] = field(default_factory=list)
+
+    def observe(self, message: StepReport | RefusedStep) -> None:
+        """Take the next message of the topic."""
+        if isinstance(message, RefusedStep):
+            self.refused.append(message)
+            return
+        lineage, step = message.version.lineage, message.step
+        if message.group_ids:
+            self.reports.setdefault(message.version, message)
+            self.last_steps[lineage] = max(self.last_steps.get(lineage, 0), message.version.number)
+            # The announcement comes before the steps on the topic; if it is held, it is known by now and stays.
+            self.lineage_starts.setdefault(lineage, LineageStart(lineage, step - 1, None, 0))
+        else:
+            self.lineage_starts.setdefault(lineage, LineageStart(lineage, step, message.parent, message.parent_skips))
 
     def attempts(self, step: int, chain: Iterable[ChainSegment]) -> list[RefusedStep]:
         """Gradients of this step that were not applied, computed from weights of the chain."""

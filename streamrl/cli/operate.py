@@ -142,12 +142,13 @@ def _topics(run: str, servers: str | None, partitions: int, *, change: bool) -> 
     from bus.kafka.topic_admin import apply_topics, diff_topics
     from deploy.wiring.broker import broker_for
     from inspection.diagnostics.connect import kafka_from_environment
+    from schemas.plain_text import plain_text
 
     kafka = kafka_from_environment()
     with broker_for(servers, print) as address:
         changes = asyncio.run((apply_topics if change else diff_topics)(address, run, partitions, None, kafka))
     for item in changes:
-        print(item)
+        print(plain_text(str(item)))
     if not changes:
         print(f"the topics of run {run} match the catalogue")
     return bool(changes)

@@ -1,5 +1,8 @@
 """Commands that start something: a task's files, a whole run, the demo, and each process by itself."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -98,7 +101,6 @@ def init(
     """
     import shlex
     import shutil
-    import sys
 
     from streamrl.init.examples import CONFIG, write_example
 
@@ -185,10 +187,22 @@ def run(
     config, overrides = split(context.args)
     if dry_run:
         raise typer.Exit(_dry_run(config, overrides))
-    from deploy.local.run import run_locally
-    from settings.loading import load_settings
+    with _saying_that_it_stopped():
+        from deploy.local.run import run_locally
+        from settings.loading import load_settings
 
-    raise typer.Exit(run_locally(load_settings(config, overrides), top=top, adopt=adopt))
+        code = run_locally(load_settings(config, overrides), top=top, adopt=adopt)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _saying_that_it_stopped() -> Iterator[None]:
+    """Ctrl-C while nothing of a run has begun, or its end is being written; in between the run has its own answer."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        raise  # which ends the command with 130
 
 
 def _dry_run(config: Path | None, overrides: list[str]) -> int:
@@ -209,7 +223,9 @@ def demo(
     It finds out that working sums out pays, with two workers and one trainer.
     """
     _config, overrides = split(context.args)  # the demo's own recipe takes the place of a file
-    from deploy.local.run import run_locally
-    from streamrl.demo.recipe import demo_settings
+    with _saying_that_it_stopped():
+        from deploy.local.run import run_locally
+        from streamrl.demo.recipe import demo_settings
 
-    raise typer.Exit(run_locally(demo_settings(engine, seed, overrides, progress=print), top=top))
+        code = run_locally(demo_settings(engine, seed, overrides, progress=print), top=top)
+    raise typer.Exit(code)

@@ -1,14 +1,15 @@
 import asyncio
 import contextlib
 import uuid
+from typing import Any
 
 import pytest
 
-from bus.history import NEIGHBOURS, BusHistory, Extent
+from bus.history import NEIGHBOURS, BusHistory, Extent, KeptHistory
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.memory import MemoryBus
-from bus.port import Bus, Outgoing, Record, TopicPartition
+from bus.port import Bus, Outgoing, Position, Record, TopicPartition
 from tests.contract.topics import create_topic
 
 
@@ -122,3 +123,69 @@ async def test_on_a_broker_reading_ends_though_transaction_markers_stand_last(bo
     assert await _all(history, topic, {5: Extent(0, 1)}) == []
     async with asyncio.timeout(10), contextlib.aclosing(history.records(topic)) as left_early:
         assert await anext(left_early)
+
+
+async def test_a_kept_connection_is_only_a_short_cut() -> None:
+    bus = MemoryBus()
+    bus.create_topic("kept.a", 3)
+    bus.create_topic("kept.b", 1)
+    publisher = await bus.publisher("p")
+    for number in range(30):
+        await publisher.publish(Outgoing("kept.a", str(number).encode(), None, number % 3))
+        await publisher.publish(Outgoing("kept.b", str(number).encode(), None, 0))
+    opened = []
+    subscribe = bus.subscribe
+
+    async def counted(topics: Any, **options: Any) -> Any:
+        opened.append(tuple(topics))
+        return await subscribe(topics, **options)
+
+    bus.subscribe = counted  # type: ignore[method-assign]
+    plain, kept = BusHistory(bus), KeptHistory(bus, ["kept.a", "kept.b"], "kept")
+    positions = [
+        Position("kept.a", 2, 3),
+        Position("kept.b", 0, 7),
+        Position("kept.a", 0, 9),
+        Position("kept.b", 0, 29),
+    ]
+    ranges = {TopicPartition("kept.a", 1): Extent(2, 5), TopicPartition("kept.b", 0): Extent(0, 3)}
+    expected = await plain.fetch_all(positions)
+    read = [record async for record in plain.within(ranges)]
+    opened.clear()
+    for _ in range(2):
+        assert await kept.fetch_all(positions) == expected
+        assert sorted([record async for record in kept.within(ranges)]) == sorted(read)
+        assert await kept.extents("kept.b", "kept.a") == await plain.extents("kept.b", "kept.a")
+    # One is kept; the others are the plain history's, to compare with.
+    assert sorted(len(topics) for topics in opened) == [2, 2, 2]
+    # What is beyond the end, or fails over the connection, is asked over a new one.
+    assert kept._subscription is not None
+    await kept._subscription.close()
+    assert await kept.fetch_all(positions) == expected
+    assert await kept.fetch_all([Position("kept.b", 0, 99), Position("kept.b", 0, 1)]) == await plain.fetch_all(
+        [Position("kept.b", 0, 1)]
+    )
+    await kept.close()
+
+
+async def test_a_kept_connection_reads_what_a_new_one_reads_on_a_broker(bootstrap_servers: str) -> None:
+    topic = f"kept-{uuid.uuid4().hex[:8]}"
+    await create_topic(bootstrap_servers, topic, 3)
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
+    for partition in range(3):
+        await _publish(bus, topic, partition, 50)
+    plain, kept = BusHistory(bus), KeptHistory(bus.for_single_records(), [topic], "kept", bulk=bus)
+    positions = [Position(topic, 0, 7), Position(topic, 2, 49), Position(topic, 1, 0), Position(topic, 0, 30)]
+    try:
+        for _ in range(2):
+            assert await kept.extents(topic) == await plain.extents(topic)
+            found = await kept.fetch_all(positions)
+            assert found == await plain.fetch_all(positions)
+            assert len(found) == 4
+        assert kept._subscription is not None
+        assert await kept.fetch_all([Position(topic, 0, 500)]) == {}
+        await _publish(bus, topic, 1, 1)
+        (last,) = (await kept.fetch_all([Position(topic, 1, 50)])).values()
+        assert last.value == b"0"
+    finally:
+        await kept.close()

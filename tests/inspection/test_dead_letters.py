@@ -1,8 +1,12 @@
+import asyncio
+from typing import Any
+
 import pytest
 
 from bus.history import BusHistory
 from bus.memory import MemoryBus
 from bus.port import Outgoing, Record
+from inspection import dead_letters
 from inspection.dead_letters import (
     RETRY_OF,
     Origin,
@@ -12,12 +16,13 @@ from inspection.dead_letters import (
     dead_letter_of,
     lines_of,
     moment,
-    plan_retries,
     read_dead_letter,
     read_dead_letters,
+    retry,
     retry_lines,
-    send_retries,
 )
+from inspection.record_index.following import IndexFollower
+from inspection.record_index.store import RecordIndex
 from schemas.codec import Headers, encode, headers_of
 from schemas.errors import UserError
 from schemas.topics import DEAD_LETTERS, TRAJECTORIES
@@ -39,13 +44,13 @@ def letter_headers(partition: int, offset: int, topic: str = TOPIC, error: str =
     )
 
 
-async def _bus(*dead_letters: Outgoing) -> MemoryBus:
+async def _bus(*letters: Outgoing) -> MemoryBus:
     bus = MemoryBus()
     bus.create_topic(TOPIC, 3)
     bus.create_topic(DEAD_LETTERS.full_name(RUN), 1)
     publisher = await bus.publisher("p")
-    for dead_letter in dead_letters:
-        await publisher.publish(dead_letter)
+    for letter in letters:
+        await publisher.publish(letter)
     return bus
 
 
@@ -58,10 +63,14 @@ def whole(partition: int = 1, offset: int = 0) -> Outgoing:
     return dead(encode(GOOD), headers_of(GOOD), letter_headers(partition, offset))
 
 
+def follower(bus: MemoryBus) -> IndexFollower:
+    return IndexFollower(BusHistory(bus), RUN, RecordIndex(None))
+
+
 async def _retry(bus: MemoryBus, offsets: set[int] | None = None, *, force: bool = False) -> list[RetryOutcome]:
-    plan, missing = await plan_retries(BusHistory(bus), RUN, offsets, force=force)
+    outcomes, missing = await retry(bus, follower(bus), offsets, force=force)
     assert not missing
-    return await send_retries(bus, plan)
+    return outcomes
 
 
 async def _sent(bus: MemoryBus) -> list[Record]:
@@ -73,7 +82,7 @@ async def test_a_retried_record_is_the_refused_one_with_a_header_that_says_so() 
     (outcome,) = await _retry(bus)
     (record,) = await _sent(bus)
     assert outcome.action is RetryAction.SENT
-    assert outcome.detail == f"as {TOPIC}[2]@0"
+    assert outcome.detail == f"to {TOPIC}[2]"
     assert (record.partition, record.key, record.value) == (2, "key", encode(GOOD))
     assert record.headers == (*headers_of(GOOD), (RETRY_OF, b"2@7"))
     assert record.message() == GOOD
@@ -129,27 +138,67 @@ async def test_what_cannot_be_sent_is_refused_even_by_force(dead_letter: Outgoin
 
 
 async def test_offsets_that_name_no_dead_letter_are_told() -> None:
-    plan, missing = await plan_retries(BusHistory(await _bus(whole())), RUN, {0, 3, 9})
-    assert len(plan) == 1
+    bus = await _bus(whole())
+    plan, missing = await retry(bus, follower(bus), {0, 3, 9})
+    assert [outcome.action for outcome in plan] == [RetryAction.WOULD_SEND]
     assert missing == [3, 9]
+    assert await _sent(bus) == []
+
+
+async def test_of_two_at_once_one_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each comes between the other's look and its sending, as often as can be."""
+    bus = await _bus(whole(1, 0))
+    plan = dead_letters.plan_retries
+    looked = asyncio.Barrier(2)
+    rounds = 0
+
+    async def plan_together(*args: Any, **options: Any) -> Any:
+        nonlocal rounds
+        found = await plan(*args, **options)
+        rounds += 1
+        if rounds <= 2:
+            await looked.wait()
+        return found
+
+    monkeypatch.setattr(dead_letters, "plan_retries", plan_together)
+    monkeypatch.setattr(dead_letters, "PAUSE_S", 0.01)
+    both = await asyncio.gather(retry(bus, follower(bus), {0}), retry(bus, follower(bus), {0}))
+    assert sorted(outcomes[0].action for outcomes, _ in both) == [RetryAction.ALREADY, RetryAction.SENT]
+    assert len(await _sent(bus)) == 1
+
+
+async def test_who_is_always_shut_out_gives_up_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    bus = await _bus(whole(1, 0))
+    plan = dead_letters.plan_retries
+
+    async def overtaken(*args: Any, **options: Any) -> Any:
+        found = await plan(*args, **options)
+        await bus.transactional(f"{RUN}.dlq-retry")
+        return found
+
+    monkeypatch.setattr(dead_letters, "plan_retries", overtaken)
+    monkeypatch.setattr(dead_letters, "PAUSE_S", 0.001)
+    with pytest.raises(UserError, match="others do so; try again"):
+        await retry(bus, follower(bus), {0})
+    assert await _sent(bus) == []
 
 
 async def test_dead_letters_are_read_and_shown() -> None:
     bus = await _bus(whole(1, 4), dead(bytes(range(256)) * 2, (("odd", b"\xff"),), letter_headers(0, 2)))
-    dead_letters = [dead_letter async for dead_letter in read_dead_letters(BusHistory(bus), RUN)]
-    assert [dead_letter.origin for dead_letter in dead_letters] == [Origin(TOPIC, 1, 4), Origin(TOPIC, 0, 2)]
-    good, bad = ("\n".join(lines_of(dead_letter)) for dead_letter in dead_letters)
+    found_letters = [dead_letter async for dead_letter in read_dead_letters(BusHistory(bus), RUN)]
+    assert [dead_letter.origin for dead_letter in found_letters] == [Origin(TOPIC, 1, 4), Origin(TOPIC, 0, 2)]
+    good, bad = ("\n".join(lines_of(dead_letter)) for dead_letter in found_letters)
     assert "decoding it today: a trajectory" in good
     assert GOOD.completion_text in good
     assert "UnknownSchema" in bad
     assert "20 21 22" in bad
     assert "256 bytes more" in bad
-    assert as_json(dead_letters[0])["origin_offset"] == 4
+    assert as_json(found_letters[0])["origin_offset"] == 4
     found = await read_dead_letter(BusHistory(bus), RUN, 1)
     assert found is not None
     assert found.size == 512
     assert await read_dead_letter(BusHistory(bus), RUN, 2) is None
-    assert "refused: why" in next(iter(retry_lines([RetryOutcome(dead_letters[0], RetryAction.REFUSED, "why")])))
+    assert "refused: why" in next(iter(retry_lines([RetryOutcome(found_letters[0], RetryAction.REFUSED, "why")])))
 
 
 def test_a_dead_letter_with_any_headers_can_be_listed() -> None:

@@ -19,6 +19,8 @@ from consumers.ingest.settings import IngestSettings
 from inspection.dashboard.records import SHOWN_TOKENS, history_json
 from inspection.dead_letters import read_dead_letters
 from inspection.export import ALL, Exporter, SegmentHistory
+from inspection.record_index.following import IndexFollower
+from inspection.record_index.store import RecordIndex
 from inspection.replay.history import HistoryReader
 from inspection.tables import trajectory_table
 from observability.run_state.trajectory_summary import PREVIEW, summary_of
@@ -98,7 +100,7 @@ async def test_200_000_tokens_and_their_text_go_all_the_way(bus: tuple[Bus, str]
         assert [row["completion"] for row in rows] == [one.completion_text for one in sent]
         assert rows[1]["token_ids"] == sent[1].token_ids.tolist()
 
-    found = await HistoryReader(history, run, "grpo").trace("d/0/0/0")
+    found = await HistoryReader(IndexFollower(history, run, RecordIndex(None)), "grpo").trace("d/0/0/0")
     shown = history_json(found, str, "runs/x")
     assert len(shown["tokens"]) == SHOWN_TOKENS
     assert len(json.dumps(shown)) < 1 << 20

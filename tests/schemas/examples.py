@@ -106,6 +106,12 @@ def examples() -> dict[str, Message]:
         ),
         "trajectory": trajectory(),
         "trajectory-empty": trajectory(0, finish_reason=FinishReason.ABORT, prompt_token_ids=np.zeros(0, np.int32)),
+        "trajectory-refused": trajectory(
+            0,
+            finish_reason=FinishReason.ABORT,
+            prompt_token_ids=np.zeros(0, np.int32),
+            refusal="longer than 127 tokens",
+        ),
         "step-report": StepReport(
             algorithm="grpo",
             step=4,

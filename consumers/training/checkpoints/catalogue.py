@@ -138,6 +138,25 @@ def held_in(storage: CheckpointStorage) -> HeldCheckpoints:
     return HeldCheckpoints(str(storage), lineage, next(iter(manifests), None))
 
 
+def newest_model(location: str | Path, cache: Path) -> Path | None:
+    """The directory of the newest checkpoint by lineage and step, for ``from_pretrained``; None if there is none.
+
+    Out of an object store it comes into ``cache``. Its files are not verified.
+
+    Raises:
+        CheckpointError: the storage cannot be read.
+        SettingsError: the text names no storage.
+    """
+    storage = open_storage(location, cache)
+    for manifest in read_manifests(storage):
+        slot = storage.slot(manifest.lineage, manifest.step)
+        try:
+            return storage.fetch(slot, manifest)
+        except OSError as error:
+            raise CheckpointError(f"expected to fetch {storage.address(slot)}, got: {error}") from error
+    return None
+
+
 def superfluous(entries: Iterable[CheckpointEntry], written: CheckpointManifest, keep: int) -> list[Slot]:
     """What may go after ``written``: abandoned futures, all but the newest ``keep``, and damaged ones around them.
 

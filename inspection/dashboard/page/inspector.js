@@ -1,30 +1,77 @@
-// The inspector: one trajectory, token by token, its rewards, its history event by event, and what to type to see more.
+// The inspector: one trajectory, token by token, its rewards, its history event by event, and what to type to see more;
+// or a group with its samples. What is open follows the run until its fate is known.
 import { el } from "/charts/elements.js";
 import { short, span } from "/charts/words.js";
 
 const dialog = document.getElementById("inspector"), body = document.getElementById("ins-body"), title = document.getElementById("ins-title");
 document.getElementById("ins-close").addEventListener("click", () => dialog.close());
 dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
-let asked = 0;
+const AGAIN_MS = 2000;
+let asked = 0, shown = "";
+dialog.addEventListener("close", () => { asked += 1; });
 
 export async function inspect(name) {
-  const number = (asked += 1);
+  shown = "";
   title.textContent = name;
-  body.replaceChildren(el("p", { class: "empty" }, "reading the topics…"));
+  body.replaceChildren(el("p", { class: "empty", role: "status" }, "reading the topics…"));
   if (!dialog.open) dialog.showModal();
-  try {
-    const answer = await fetch(`/api/trajectory?id=${encodeURIComponent(name)}`), life = await answer.json();
-    if (number !== asked) return;
-    if (!answer.ok) throw new Error(life.error);
-    show(life);
-  } catch (error) {
-    if (number === asked) body.replaceChildren(el("p", { class: "empty" }, String(error.message)));
-  }
+  await look(name, (asked += 1));
 }
 
-function show(life) {
-  title.textContent = life.id;
-  const facts = [`sample ${life.sample}`, life.dataset, life.worker, `${life.length} tokens, ${life.predicted} predicted`, `bucket ${life.bucket}`, `ended by ${life.finish}`, ...life.records.map(([place, fate]) => `${place} · ${fate}`)];
+/** Ask until nothing more is to be expected, or something else is looked at. */
+async function look(name, number) {
+  let again = true;
+  try {
+    const answer = await fetch(`/api/trajectory?id=${encodeURIComponent(name)}`), found = await answer.json();
+    if (number !== asked) return;
+    if (answer.ok) { show(found); again = !found.settled; }
+    else { again = Boolean(found.again); if (!shown) body.replaceChildren(el("p", { class: "empty", role: "status" }, found.error)); }
+  } catch (error) {
+    if (number !== asked) return;
+    if (!shown) { again = false; body.replaceChildren(el("p", { class: "empty", role: "status" }, String(error.message))); }
+  }
+  if (again) setTimeout(() => { if (number === asked) look(name, number); }, AGAIN_MS);
+}
+
+/** All of it when it is opened; after that only what changes, so that nothing that is read moves or is deselected. */
+function show(found) {
+  const key = found.group && !found.id ? `group ${found.group}` : found.id;
+  if (key === shown) return refresh(found);
+  shown = key;
+  title.textContent = found.id ?? found.group;
+  body.replaceChildren(...(found.id ? trajectory(found) : group(found)));
+  refresh(found);
+  body.scrollTop = 0;
+}
+
+function refresh(found) {
+  const put = (id, ...parts) => document.getElementById(id)?.replaceChildren(...parts);
+  if (!found.id) return put("ins-samples", samples(found));
+  put("ins-facts", ...facts(found).map((fact) => el("span", { class: `chip ${tone(fact)}` }, fact)), toGroup(found));
+  put("ins-life", events(found));
+  put("ins-commands", ...found.commands.map(command));
+}
+
+const tone = (fate) => fate.includes("trained in step") ? "good" : fate.includes("skipped") || fate.includes("left over") ? "warn" : "";
+const facts = (life) => [...life.records.map(([place, fate]) => `${place} · ${fate}`), `sample ${life.sample}`, life.dataset, life.worker, `${life.length} tokens, ${life.predicted} predicted`, `bucket ${life.bucket}`, `ended by ${life.finish}`];
+const toGroup = (life) => el("button", { type: "button", class: "plain", onclick: () => inspect(life.group) }, "Its group");
+
+function group(found) {
+  return [el("h3", {}, "Prompt"), el("div", { class: "prompt", tabindex: "0", role: "region", "aria-label": "Prompt" }, found.prompt),
+    el("h3", {}, "Samples"), el("div", { id: "ins-samples" })];
+}
+
+function samples(found) {
+  const rows = found.samples.map((each) => el("tr", {}, el("td", {}, el("button", { type: "button", class: "id", onclick: () => inspect(each.id) }, each.id)),
+    el("td", { class: "num" }, each.length === undefined ? "–" : String(each.length)),
+    el("td", {}, Object.entries(each.rewards ?? {}).map(([name, value]) => `${name} ${value === null ? "–" : short(value)}`).join(", ") || "–"),
+    el("td", {}, each.worker ?? "does not decode"), el("td", {}, el("span", { class: `chip ${tone(each.fate)}` }, each.fate))));
+  const coming = found.awaited.map((id) => el("tr", {}, el("td", {}, id), el("td"), el("td"), el("td", {}, found.workers.join(", ")), el("td", {}, el("span", { class: "chip" }, "ordered"))));
+  const head = ["sample", "tokens", "reward", "worker", "fate"].map((name) => el("th", { scope: "col" }, name));
+  return el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows, ...coming));
+}
+
+function trajectory(life) {
   const tokens = el("div", { class: "tokens", tabindex: "0", role: "region", "aria-label": "Completion, token by token" });
   const modes = ["weights", "log-prob"].map((mode) => el("button", { type: "button", class: "plain", onclick: () => paint(mode) }, mode));
   const legend = el("small");
@@ -34,15 +81,14 @@ function show(life) {
     legend.textContent = mode === "weights" ? life.spans.map(([version, from, to]) => `${version}: ${to - from}`).join(" · ") + " tokens" : "the redder, the less likely the policy held it";
   }
   paint("weights");
-  body.replaceChildren(
-    el("div", { class: "facts" }, ...facts.map((fact) => el("span", { class: "chip" }, fact))),
+  return [
+    el("div", { class: "facts", id: "ins-facts", role: "status" }),
     el("h3", {}, "Prompt"), el("div", { class: "prompt", tabindex: "0", role: "region", "aria-label": "Prompt" }, life.prompt),
     el("h3", {}, "Completion, coloured by", ...modes, legend), tokens,
     el("h3", {}, "Reward"), rewards(life),
-    el("h3", {}, "History"), events(life),
-    el("h3", {}, "See more"), ...life.commands.map(command),
-  );
-  body.scrollTop = 0;
+    el("h3", {}, "History"), el("div", { id: "ins-life" }),
+    el("h3", {}, "See more"), el("div", { id: "ins-commands" }),
+  ];
 }
 
 function spelled(life, mode) {

@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from aiokafka.conn import AIOKafkaConnection
 from structlog.testing import capture_logs
 
 from bus.kafka import connection
@@ -161,3 +162,26 @@ async def test_a_client_that_ignores_its_end_is_left_to_itself(monkeypatch: pyte
     assert not client.done.is_set()
     client.released.set()
     await client.done.wait()
+
+
+@pytest.mark.kafka
+async def test_a_client_that_is_not_wanted_any_more_leaves_no_connection_open(
+    bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As aiokafka asks its first broker for metadata: cancelled just then, it would forget that connection."""
+    asked, send, open_ones = asyncio.Event(), AIOKafkaConnection.send, list[AIOKafkaConnection]()
+
+    def noted(self: AIOKafkaConnection, request: object, *arguments: object, **options: object) -> object:
+        if "Metadata" in type(request).__name__:
+            open_ones.append(self)
+            asked.set()
+        return send(self, request, *arguments, **options)
+
+    monkeypatch.setattr(AIOKafkaConnection, "send", noted)
+    opening = asyncio.create_task(_open("subscription", KafkaSettings(bootstrap_servers=bootstrap_servers)))
+    await asked.wait()
+    opening.cancel()
+    with suppress(asyncio.CancelledError):
+        await opening
+    assert open_ones
+    assert not any(connection.connected() for connection in open_ones)

@@ -30,6 +30,7 @@ class Served:
     address: str
     bus: MemoryBus
     state: RunState
+    context: DashboardContext
 
 
 @asynccontextmanager
@@ -71,7 +72,7 @@ async def _served(bus: MemoryBus, coming: Iterator[tuple[float, Callable[[], Non
 
     tasks.append(asyncio.create_task(_go_on(bus, coming)))
     try:
-        yield Served(address, bus, state)
+        yield Served(address, bus, state, context)
     finally:
         stop.set()
         for task in tasks[1:]:

@@ -1,6 +1,6 @@
 import pytest
 
-from inspection.dashboard.server import HEADERS, is_our_host, may_write
+from inspection.dashboard.server import HEADERS, is_our_host, may_read, may_write
 
 OURS = {"Host": "127.0.0.1:8470", "Origin": "http://127.0.0.1:8470", "Content-Type": "application/json"}
 
@@ -34,3 +34,19 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
     assert "default-src 'none'" in policy
     assert "http" not in policy
     assert "unsafe" not in policy
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+@pytest.mark.parametrize("path", ["/api/trajectory", "/api/updates", "/page/main.js", "/"])
+def test_a_foreign_page_starts_no_work(site: str, path: str) -> None:
+    image = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
+    link = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    frame = {**link, "Sec-Fetch-Dest": "iframe"}
+    assert not may_read(image, path)
+    assert not may_read(frame, path)
+    assert may_read(link, path) == (path == "/")
+
+
+@pytest.mark.parametrize("headers", [{}, {"Sec-Fetch-Site": "none"}, {"Sec-Fetch-Site": "same-origin"}])
+def test_our_own_page_and_a_person_may_ask(headers: dict[str, str]) -> None:
+    assert may_read(headers, "/api/trajectory")

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from yarl import URL
 
-from inspection.dashboard import server
+from inspection.dashboard import records, server
 from inspection.dashboard.server import FOLDERS, TYPES
 from schemas.topics import TRAJECTORIES
 from tests.inspection.dashboard.served import RUN, Served, served
@@ -108,6 +108,87 @@ async def test_an_unknown_trajectory_is_one_line(web: aiohttp.ClientSession, nam
         assert "expected" in (await answer.json())["error"]
 
 
+async def test_a_foreign_page_starts_no_work(web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def asked(*_: object) -> None:
+        raise AssertionError("nothing may be looked up")
+
+    monkeypatch.setattr(server, "inspect", asked)
+    headers = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
+    async with web.get("/api/trajectory?id=x", headers=headers) as answer:
+        assert answer.status == 403
+        assert "own page" in (await answer.json())["error"]
+
+
+async def test_what_costs_is_bounded(web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = asyncio.Semaphore(0), asyncio.Event()
+
+    async def slow(*_: object) -> dict[str, str]:
+        begun.release()
+        await go_on.wait()
+        return {"id": "a"}
+
+    monkeypatch.setattr(server, "inspect", slow)
+    asking = [asyncio.create_task(web.get("/api/trajectory?id=a")) for _ in range(server.MAX_LOOKS)]
+    for _ in asking:
+        await begun.acquire()
+    async with web.get("/api/dead-letters") as answer:
+        assert answer.status == 429
+        assert answer.headers["Retry-After"]
+        assert (await answer.json())[
+            "error"
+        ] == "expected at most 4 questions to the topics at once, got one more; ask again in a moment"
+    go_on.set()
+    assert [(await task).status for task in asking] == [200] * server.MAX_LOOKS
+    async with web.get("/api/trajectory?id=a") as answer:
+        assert answer.status == 200
+
+
+async def test_pages_that_are_kept_up_to_date_are_bounded(dashboard: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Closed at once at the end, as a browser's tab: its place is free again.
+    async with aiohttp.ClientSession(dashboard.address, connector=aiohttp.TCPConnector(limit=0)) as session:
+        pages = [await session.get("/api/updates") for _ in range(server.MAX_STREAMS)]
+        assert {page.status for page in pages} == {200}
+        async with session.get("/api/updates") as refused:
+            assert refused.status == 429
+            assert "open pages" in (await refused.json())["error"]
+        for page in pages:
+            page.close()
+        async with asyncio.timeout(10):
+            while (again := await session.get("/api/updates")).status != 200:
+                await asyncio.sleep(0.05)
+        again.close()
+
+
+async def test_a_group_is_told_by_sample(web: aiohttp.ClientSession, dashboard: Served) -> None:
+    place = next(place for place, fate in dashboard.state.fates.fates.items() if fate.startswith("trained"))
+    async with web.get(f"/api/trajectory?id={place[0]}@{place[1]}") as answer:
+        one = await answer.json()
+    assert one["settled"] in (True, False)
+    async with web.get("/api/trajectory", params={"id": one["group"]}) as answer:
+        group = await answer.json()
+    assert group["group"] == one["group"]
+    (sample,) = [each for each in group["samples"] if each["id"] == one["id"]]
+    assert sample["fate"].startswith("trained in step")
+    assert sample["length"] == one["length"]
+
+
+async def test_a_long_run_says_how_far_its_index_is(
+    web: aiohttp.ClientSession, dashboard: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    context = dashboard.context
+    monkeypatch.setattr(context.follower, "catch_up", never)
+    monkeypatch.setattr(context.follower, "unread", 430_000)
+    monkeypatch.setattr(records, "PATIENCE_S", 0.05)
+    async with web.get("/api/trajectory?id=nobody/0/0/0") as answer:
+        assert answer.status == 503
+        told = await answer.json()
+    assert "430,000 are left" in told["error"]
+    assert told["again"]
+
+
 async def test_an_answer_that_does_not_come_is_told_in_time(
     web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,3 +225,16 @@ async def test_dead_letters_are_listed_and_retried_once(web: aiohttp.ClientSessi
         async with web.post(f"/api/dead-letters/{offset}/retry", headers=headers, data=b"{}") as answer:
             told.append((answer.status, (await answer.json()).get("action")))
     assert told == [(200, "sent"), (200, "already retried"), (200, "refused"), (404, None)]
+
+
+async def test_of_two_clicks_at_once_one_sends() -> None:
+    async with served(20.0) as dashboard, aiohttp.ClientSession(dashboard.address) as session:
+        headers = {"Origin": dashboard.address[:-1], "Content-Type": "application/json"}
+
+        async def click() -> str:
+            async with session.post("/api/dead-letters/0/retry", headers=headers, data=b"{}") as answer:
+                return str((await answer.json())["action"])
+
+        assert sorted(await asyncio.gather(click(), click())) == ["already retried", "sent"]
+        log = dashboard.bus.log(TRAJECTORIES.full_name(RUN)).partitions[3]
+        assert sum(name == "dlq-retry-of" for record in log for name, _ in record.headers) == 1

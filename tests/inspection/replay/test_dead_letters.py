@@ -1,6 +1,7 @@
 from pathlib import Path
 
 from bus.port import Outgoing
+from inspection.record_index.store import RecordIndex
 from inspection.replay.dead_letters import replay_dead_letters
 from schemas.codec import encode, headers_of
 from schemas.topics import DEAD_LETTERS, TRAJECTORIES
@@ -19,7 +20,7 @@ async def test_dead_letters_that_decode_today_show_what_they_would_have_contribu
     await dead_letter(run, encode(group[0])[:-3], offset=78)
     await dead_letter(run, encode(group[0].replace(rewards={})), offset=79)
     async with run.replayer() as replayer:
-        version, dead_letters = await replay_dead_letters(replayer)
+        version, dead_letters = await replay_dead_letters(replayer, RecordIndex(None))
     good, cut, unrewarded = dead_letters
     assert version == "1-3"
     assert good.row is not None
@@ -38,7 +39,7 @@ async def test_dead_letters_that_decode_today_show_what_they_would_have_contribu
 async def test_without_dead_letters_nothing_is_loaded(tmp_path: Path, model_path: Path) -> None:
     run = await record(tmp_path, model_path, usual_groups(1))
     async with run.replayer() as replayer:
-        assert await replay_dead_letters(replayer) == ("none", [])
+        assert await replay_dead_letters(replayer, RecordIndex(None)) == ("none", [])
 
 
 async def dead_letter(run: Recorded, value: bytes, offset: int) -> None:

@@ -4,6 +4,8 @@ import pytest
 
 from bus.history import BusHistory
 from bus.port import Outgoing
+from inspection.record_index.following import IndexFollower
+from inspection.record_index.store import RecordIndex
 from inspection.replay.history import HistoryReader
 from schemas.control import WeightsReady, control_key
 from schemas.errors import UserError
@@ -18,7 +20,7 @@ ZERO = "0" * 64
 
 
 def tracer(run: Recorded) -> HistoryReader:
-    return HistoryReader(BusHistory(run.scene.bus), RUN, run.algorithm.name)
+    return HistoryReader(IndexFollower(BusHistory(run.scene.bus), RUN, RecordIndex(None)), run.algorithm.name)
 
 
 async def send(run: Recorded, topic: str, message: object, key: str) -> None:

@@ -68,5 +68,10 @@ def test_show_prints_a_history_from_an_export(
     found = json.loads(capsys.readouterr().out)
     assert found["trajectory"]["trajectory_id"] == CULPRIT
     assert [event["what"] for event in found["events"]] == ["started", "finished", "appended", "trained", "reported"]
+    group = CULPRIT.rpartition("/")[0]
+    show(group, recorded_run.directory, recorded_run.export, json=False)
+    text = capsys.readouterr().out
+    assert text.startswith(f"{group}: ")
+    assert sum(f"{group}/" in line and "trained in step 13" in line for line in text.splitlines()) > 1
     with pytest.raises(UserError, match="not there"):
         show("nobody", recorded_run.directory, recorded_run.export, json=False)

@@ -96,7 +96,7 @@ class Crew:
         checkpoints = SimCheckpoints(self.place, setup.keep_checkpoints, before_write, pause)
 
         def open_policy(restored: RestoredCheckpoint | None) -> SimPolicy:
-            policy = SimPolicy(self.shelf, checkpoints, chance, setup.bad_gradient)
+            policy = SimPolicy(self.shelf, checkpoints, chance, setup.bad_gradient, setup.out_of_memory)
             if isinstance(restored, SimRestored):
                 policy.contents = list(restored.state.saved.contents)
                 policy.step = restored.state.manifest.step

@@ -59,6 +59,7 @@ class Setup:
     harm: Harm
     sampling: SamplingFaults = NO_FAULTS
     bad_gradient: float = 0.0
+    out_of_memory: float = 0.0
     failing_fetch: float = 0.0
     workers: int = 2
     slots: int = 4
@@ -124,8 +125,8 @@ SCENARIOS: dict[str, Scenario] = {
     "poison": Scenario(
         LOSSY,
         Harm(poison=3, repeat_record=2, kill_trainer=1),
-        SamplingFaults(engine=0.02, abort=0.05, reward_error=0.08, no_reward=0.05),
-        {"bad_gradient": 0.15, "failing_fetch": 0.2},
+        SamplingFaults(engine=0.02, abort=0.05, reward_error=0.08, no_reward=0.05, refused=0.05),
+        {"bad_gradient": 0.15, "failing_fetch": 0.2, "out_of_memory": 0.1},
     ),
     "retention": Scenario(  # the dispatcher is not told of groups that were deleted, and may wait for them for ever
         CALM,
