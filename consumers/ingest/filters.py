@@ -206,8 +206,8 @@ class StalenessRule:
         """Whether weights from before the run began anew sampled some of its tokens, or had it in hand."""
         spans = trajectory.version_spans
         # A completion without tokens is as old as the weights that it was admitted with.
-        oldest = min((span.version.lineage for span in spans), default=trajectory.admitted_version.lineage)
-        return oldest <= self.orphans_through
+        lineages = [span.version.lineage for span in spans] or [trajectory.admitted_version.lineage]
+        return min(lineages) <= self.orphans_through
 
     def is_orphan(self, trajectory: Trajectory) -> bool:
         """Whether weights that were lost in a crash sampled some of its tokens."""
