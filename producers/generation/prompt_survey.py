@@ -1,15 +1,15 @@
 """How many of a data set's prompts a worker would refuse, and why: counted beforehand, by the worker's own rule."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from producers.generation.engines.port import Tokenizer, encoded
 from schemas.errors import PromptRefused
 from schemas.trajectories import Prompt
 
 
-class RefusedPrompts(NamedTuple):
+@dataclass(frozen=True)
+class RefusedPrompts:
     """How many prompts are refused for one cause, and the first of them with what was wrong with it."""
 
     count: int
@@ -50,5 +50,5 @@ def survey(tokenizer: Tokenizer, prompts: Iterable[Prompt], longest: int) -> Pro
             lengths[prompt.prompt_id] = len(encoded(tokenizer, prompt, longest))
         except PromptRefused as error:
             first = refused.get(error.cause, RefusedPrompts(0, prompt.prompt_id, str(error)))
-            refused[error.cause] = first._replace(count=first.count + 1)
+            refused[error.cause] = replace(first, count=first.count + 1)
     return PromptSurvey(lengths, refused)
