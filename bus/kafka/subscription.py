@@ -205,7 +205,8 @@ class KafkaSubscription:
 def _records(tp: KafkaPartition, batch: Iterable[ConsumerRecord]) -> list[Record]:
     return [
         Record(
-            *tp,
+            tp.topic,
+            tp.partition,
             raw.offset,
             None if raw.key is None else raw.key.decode(errors="replace"),
             raw.value,
