@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from consumers.training.checkpoints.catalogue import newest_model
 from settings.run_directory import RunDirectory
 from streamrl.init.smollm2 import NUM_HELD_OUT, answers, held_out_rows, judged
 
@@ -63,7 +64,7 @@ def measure(options: argparse.Namespace, task: Path) -> dict[str, Any]:
             code = run.wait()
     seconds = time.monotonic() - began
     directory = RunDirectory(task / "runs" / task.name)
-    checkpoint = directory.newest_checkpoint()
+    checkpoint = newest_model(directory.checkpoints, directory.path / "cache")
     if checkpoint is None:
         raise SystemExit(f"expected a checkpoint after {options.minutes:g} minutes, got none (exit code {code})")
     after = judge(checkpoint, options)

@@ -46,8 +46,11 @@ class History(Protocol):
         """All records of the topic, or only those within the offsets named by partition; ascending per partition."""
         ...
 
-    def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncIterator[Record]:
-        """The records of several topics within these offsets; ascending per partition, partitions in any order."""
+    def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncGenerator[Record, None]:
+        """The records of several topics within these offsets; ascending per partition, partitions in any order.
+
+        Whoever stops reading before the end closes the iterator (``contextlib.aclosing``).
+        """
         ...
 
     async def fetch(self, topic: str, positions: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:

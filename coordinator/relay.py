@@ -5,6 +5,7 @@ Invariant only_complete_versions_are_served: a version's files are visible once 
 
 import asyncio
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +84,7 @@ class Relay:
             try:
                 await site.start()
             except OSError as error:
-                raise UserError(
-                    f"expected a free port for the relay, got {self.settings.host}:{self.settings.port} in use "
-                    f"({error.strerror}); choose another with --relay.port"
-                ) from error
+                raise _taken(self.settings, error) from error
             log.info("relay ready", address=runner.addresses, store=self.store.root.name)
             await stop.wait()
         finally:
@@ -121,3 +119,25 @@ class Relay:
             raise web.HTTPNotFound(text=f"no {name!r} of version {version!r}; GET /weights lists what there is\n")
         # It answers Range by itself, so that a download that broke off goes on where it was.
         return web.FileResponse(path, headers={"Content-Type": "application/octet-stream"})
+
+
+def check_port(settings: RelaySettings) -> None:
+    """Refuse a port that is taken, before anything is started that would have to end again.
+
+    Raises:
+        UserError: somebody listens there, or the host is not this machine's.
+    """
+    try:
+        # As the relay itself will: a port that its predecessor has just left is free.
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        with socket.create_server((settings.host, settings.port), family=family):
+            pass
+    except OSError as error:
+        raise _taken(settings, error) from error
+
+
+def _taken(settings: RelaySettings, error: OSError) -> UserError:
+    return UserError(
+        f"expected a free port for the relay, got {settings.host}:{settings.port} in use "
+        f"({error.strerror}); choose another with --relay.port"
+    )

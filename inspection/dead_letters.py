@@ -38,6 +38,7 @@ from observability.record_index.following import IndexFollower
 from schemas.codec import Headers, decode, named_error
 from schemas.errors import Superseded, UserError, WireError
 from schemas.messages import Message
+from schemas.plain_text import plain_lines, plain_text
 from schemas.topics import DEAD_LETTERS, TRAJECTORIES
 
 ATTEMPTS = 6
@@ -293,7 +294,10 @@ def table_of(dead_letters: Sequence[DeadLetter]) -> Table:
         size = f"{dead_letter.size:,}" + (f" of {dead_letter.cut_from:,}" if dead_letter.cut_from else "")
         origin = str(dead_letter.origin or "?")
         table.add_row(
-            str(dead_letter.offset), time_of(dead_letter), origin, dead_letter.error_class, dead_letter.reason, size
+            str(dead_letter.offset),
+            time_of(dead_letter),
+            *map(plain_text, (origin, dead_letter.error_class, dead_letter.reason)),
+            size,
         )
     return table
 
@@ -406,7 +410,7 @@ def show_dead_letter(run: Path, export: Path | None, offset: int) -> int:
     dead_letter = _with_history(run, export, read)
     if dead_letter is None:
         raise UserError(f"expected a dead letter at offset {offset}, found none; `streamrl dlq ls` lists them")
-    print("\n".join(lines_of(dead_letter)))
+    print(plain_lines(lines_of(dead_letter)))
     return 0
 
 
@@ -438,7 +442,7 @@ def _write(run: Path, offsets: Collection[int] | None, *, dry_run: bool, force: 
     if missing:
         raise UserError(f"expected dead letters at {', '.join(map(str, missing))}, found none; nothing was sent")
     for line in retry_lines(outcomes):
-        print(line)
+        print(plain_text(line))
     counts = Counter(outcome.action for outcome in outcomes)
     print(", ".join(f"{count} {action.value}" for action, count in counts.items()) or "no dead letters")
     return SOME_REFUSED if counts[RetryAction.REFUSED] else 0

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -255,7 +255,7 @@ class SegmentHistory:
                     if ranges is None or _holds(ranges.get(record.partition), record.offset):
                         yield record
 
-    async def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncIterator[Record]:
+    async def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncGenerator[Record, None]:
         """The records of several topics within these offsets, topic by topic.
 
         Raises:

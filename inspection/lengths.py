@@ -13,6 +13,7 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from bus.history import History
 from bus.port import message_of
@@ -21,6 +22,7 @@ from inspection.source import history_of, open_run
 from producers.lengths.offline import TAILS, FitReport, fit_language_model, fit_trees
 from producers.lengths.predictor import ObservedCompletion
 from schemas.errors import UserError
+from schemas.plain_text import plain_text
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import FinishReason, Trajectory
 
@@ -110,7 +112,7 @@ def _show(fitted: FitReport, console: Console) -> None:
         judgement = fitted.scores[who].get(dataset)
         if judgement is not None:
             scores = (*judgement.recall, judgement.tau, judgement.coverage)
-            table.add_row(dataset, who, f"{judgement.completions:,}", *map(_number, scores))
+            table.add_row(Text(plain_text(dataset)), who, f"{judgement.completions:,}", *map(_number, scores))
     console.print(table)
 
 

@@ -46,10 +46,13 @@ def log_to_stderr() -> None:
     """Warnings and worse, as plain lines: standard output is the answer of a command and nothing else."""
     import structlog
 
+    from observability.log_lines import printable
+
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.format_exc_info,
+            printable,
             structlog.processors.LogfmtRenderer(key_order=["level", "event"]),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),

@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from schemas.control import OperatorCommand, WeightsReady, control_adapter
+from schemas.control import OperatorCommand, RunIdentity, WeightsReady, control_adapter
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.messages import Message
 from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
@@ -41,7 +41,17 @@ _ARRAY_16, _ARRAY_32, _MAP_16, _MAP_32 = 0xDC, 0xDD, 0xDE, 0xDF
 
 MESSAGES: dict[str, type[Message]] = {
     message.SCHEMA: message
-    for message in (WorkOrder, TokenChunk, Trajectory, StepReport, RefusedStep, SkipRecord, Heartbeat, OperatorCommand)
+    for message in (
+        WorkOrder,
+        TokenChunk,
+        Trajectory,
+        StepReport,
+        RefusedStep,
+        SkipRecord,
+        Heartbeat,
+        OperatorCommand,
+        RunIdentity,
+    )
 }
 # One schema for all control messages: their ``kind`` says which of the union it is, so a single validator reads them.
 CONTROL_SCHEMA = WeightsReady.SCHEMA

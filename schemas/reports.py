@@ -27,7 +27,8 @@ class Heartbeat(Message):
     ``orders``: by group id, for each order that the worker has taken and not delivered whole, the seconds since its
     last progress: a token of it, a finished sample, or, while a sample of it waits for its first token, a token of any
     other. None: this heartbeat does not say. ``kv_tokens``: tokens of context that the engine's key-value cache holds,
-    of all running completions together; None: its slots are the only bound.
+    of all running completions together; None: its slots are the only bound. ``run_id``: of the run that it works
+    for, as the control topic says; None before it has read that.
     """
 
     SCHEMA: ClassVar[str] = "heartbeat"
@@ -45,6 +46,7 @@ class Heartbeat(Message):
     tokens_per_s: Annotated[float, Field(ge=0)]
     orders: dict[ShortText, Annotated[float, Field(ge=0)]] | None = None
     kv_tokens: Annotated[int, Field(ge=1)] | None = None
+    run_id: ShortText | None = None
     sequence: Annotated[int, Field(ge=0)]
     sent_at: float
 
@@ -69,7 +71,8 @@ class StepReport(Message):
     (None: it began with the initial model) and ``parent_skips`` the number of the parent's skip rows that the
     checkpoint contains. So the steps that survive can be told from those that a crash undid, from the topic alone.
     ``digests``: xxh3-128, in hex, of each float32 tensor after the step, by its name on disk. ``prompt_cursor``: all
-    prompts trained or skipped so far lie below this position of the prompt source.
+    prompts trained or skipped so far lie below this position of the prompt source. ``run_id``: in a lineage's first
+    report, the run that it belongs to.
     """
 
     SCHEMA: ClassVar[str] = "step-report"
@@ -88,6 +91,7 @@ class StepReport(Message):
     parent_skips: Annotated[int, Field(ge=0)] = 0
     prompt_cursor: Annotated[int, Field(ge=0)] = 0
     finished: bool = False
+    run_id: ShortText | None = None
     sent_at: float
 
     @property
@@ -120,6 +124,8 @@ class RefusedStep(Message):
 class SkipReason(StrEnum):
     """Why an accepted trajectory has no gradient in the model."""
 
+    REFUSED = "refused"
+    OUT_OF_MEMORY = "out_of_memory"
     STALE = "stale"
     DUPLICATE = "duplicate"
     POISON = "poison"

@@ -1,4 +1,8 @@
-"""``python -m benchmarks.audit``: writes a run onto an embedded broker, audits it as a user would, and times it."""
+"""``python -m benchmarks.audit``: writes a run onto an embedded broker, audits it as a user would, and times it.
+
+Then the same run in memory, revealed bit by bit as if it went on: what each look takes of a processor, of a follower
+and of an audit of everything that is there.
+"""
 
 import argparse
 import asyncio
@@ -10,8 +14,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from benchmarks.audit.followed import following
 from benchmarks.audit.made_up import MadeUpRun
 from bus.embedded.cluster import start_cluster
 from bus.kafka.bus import KafkaBus
@@ -32,6 +37,7 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=100_000, help="trajectories")
     parser.add_argument("--tokens", type=int, default=200, help="tokens of each completion")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--looks", type=int, default=50, help="of a follower, until it has seen everything")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, start_cluster(Path(scratch) / "kafka", progress=print) as cluster:
@@ -41,7 +47,7 @@ def main() -> None:
         print(f"wrote {arguments.records} trajectories in {time.monotonic() - began:.1f} s")
         rounds = [_audit(directory, cluster.bootstrap_servers) for _ in range(arguments.rounds)]
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # the broker still runs, and is not in it
-    result = {
+    result: dict[str, Any] = {
         "records": arguments.records,
         "tokens": arguments.tokens,
         "seconds": sorted(each.seconds for each in rounds),
@@ -50,6 +56,7 @@ def main() -> None:
         "cpus": os.cpu_count(),
         "total": rounds[0].total,
     }
+    result["following"] = following(arguments.records, arguments.looks)
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

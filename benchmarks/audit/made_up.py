@@ -6,6 +6,7 @@ The bytes are those of real messages; only what they say is made up.
 from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,11 +31,24 @@ GROUP = 8
 GROUPS_PER_STEP = 32
 SKIPPED = 0.1
 UNDONE_STEPS = 3
+CHECKPOINT_EVERY = 5
+
+
+class Moment(NamedTuple):
+    """How far the run was after a step: trajectories that it needed, reports, rows, and its checkpoint, if any."""
+
+    trajectories: int
+    reports: int
+    rows: int
+    checkpoint: stored.CheckpointManifest | None
 
 
 @dataclass
 class MadeUpRun:
-    """``tokens``: of each completion. The run crashes in its middle, which undoes some steps."""
+    """``tokens``: of each completion. The run crashes in its middle, which undoes some steps.
+
+    ``moments``: what was there after each step, as it would have come about.
+    """
 
     bus: Bus
     run: str
@@ -42,6 +56,9 @@ class MadeUpRun:
     partitions: int
     tokens: int = 200
     random: Random = field(default_factory=lambda: Random(0))
+    moments: list[Moment] = field(default_factory=list)
+    _reports: int = 0
+    _rows: int = 0
 
     async def write(self) -> stored.CheckpointManifest:
         """Write everything; the manifest of the last checkpoint."""
@@ -86,6 +103,8 @@ class MadeUpRun:
             for ref in refs[begin : begin + size]:
                 done[ref.partition] = max(done[ref.partition], ref.offset + 1)
             begin += size
+            saved = self._manifest(version, tally, done) if version.number % CHECKPOINT_EVERY == 0 else None
+            self.moments.append(Moment(begin, self._reports, self._rows, saved))
         return self._manifest(version, tally, done)
 
     async def _crash(
@@ -115,6 +134,7 @@ class MadeUpRun:
             sent_at=0.0,
         )
         tally.add(row)
+        self._rows += 1
         await publisher.submit(Outgoing.of(SKIPS.full_name(self.run), row, key=ref.trajectory_id))
         return True
 
@@ -140,6 +160,7 @@ class MadeUpRun:
             parent_skips=parent_skips,
             sent_at=0.0,
         )
+        self._reports += 1
         await publisher.submit(Outgoing.of(STEPS.full_name(self.run), report, key=ALGORITHM))
 
     def _manifest(self, version: PolicyVersion, tally: SkipTally, done: Counter[int]) -> stored.CheckpointManifest:

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from consumers.training.checkpoints.storage import appearing_directory, sha256_of
+from schemas.errors import DiskFull, lacks_room
 from schemas.identifiers import PolicyVersion
 from schemas.weights import MANIFEST, WeightFile, WeightManifest, complete_versions
 
@@ -32,7 +34,25 @@ class WeightStore:
         """Write ``model.safetensors``, the text files (``config.json`` …) and the manifest; its sha256 in hex.
 
         Not synced to the disk: a restarted trainer publishes a new version in any case.
+
+        Raises:
+            DiskFull: the store's disk has no room for it.
         """
+        try:
+            return self._export(tensors, texts, version, step, now)
+        except (OSError, SafetensorError) as error:
+            if not lacks_room(error):
+                raise
+            needed = sum(tensor.nbytes for tensor in tensors.values())
+            raise DiskFull(
+                f"expected room for {needed / 1e6:,.1f} MB of weights in {self.root.absolute()} (version {version}), "
+                f"got: no space left on the device, {shutil.disk_usage(self.root).free / 1e6:,.1f} MB free; "
+                "make room, then start the same command again"
+            ) from error
+
+    def _export(
+        self, tensors: dict[str, Tensor], texts: Mapping[str, str], version: PolicyVersion, step: int, now: float
+    ) -> str:
         with appearing_directory(self.root / str(version)) as directory:
             save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
             for name, text in texts.items():

@@ -9,8 +9,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from consumers.training.checkpoints.catalogue import read_manifests
-from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
+import structlog
+
+from consumers.training.checkpoints.catalogue import newest_model, read_manifests
+from consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
 from inspection.report.page import differing_settings
 from inspection.report.record import RunRecord, StepTable, flat
 from schemas.errors import CheckpointError
@@ -21,6 +23,8 @@ from settings.tree import Settings
 MAX_CHANGES = 5
 """Changed settings that the line of a resumed run names: it has to stay one line."""
 
+log = structlog.get_logger()
+
 
 def resumed_step(settings: Settings) -> int:
     """The step that the trainer would go on from, by the newest sound manifest; 0: there is none of this run.
@@ -29,12 +33,32 @@ def resumed_step(settings: Settings) -> int:
         SettingsError: ``training.checkpoint_location`` names no storage that can be opened.
     """
     try:
-        newest = next(iter(read_manifests(_storage(settings))), None)
+        newest = next(iter(read_manifests(storage_of(settings))), None)
     except CheckpointError:
         return 0
     # A checkpoint location may be shared: one of another run or algorithm is none of ours.
     own = (settings.run.name, settings.algorithm.name)
     return newest.step if newest is not None and (newest.run, newest.algorithm) == own else 0
+
+
+def check_checkpoints(settings: Settings) -> None:
+    """Make sure that the storage of checkpoints answers: a trainer that cannot reach it would be restarted for nothing.
+
+    Raises:
+        SettingsError: it does not, or it cannot be opened.
+    """
+    check_storage(_location(settings))
+
+
+def final_model(settings: Settings) -> Path | None:
+    """The model of the newest checkpoint, wherever checkpoints are kept; None if it cannot be had, which is logged."""
+    if settings.evaluation.function is None:
+        return None  # nobody asks for it, and out of an object store it would have to be fetched
+    try:
+        return newest_model(_location(settings), settings.run.path / "cache")
+    except CheckpointError as error:
+        log.warning("the newest checkpoint cannot be evaluated", error=str(error))
+        return None
 
 
 def is_complete(settings: Settings, directory: RunDirectory, step: int) -> bool:
@@ -48,7 +72,7 @@ def is_complete(settings: Settings, directory: RunDirectory, step: int) -> bool:
     from consumers.training.checkpoints.store import CheckpointStore
 
     try:
-        restored = CheckpointStore(_storage(settings), settings.training.keep_checkpoints).newest()
+        restored = CheckpointStore(storage_of(settings), settings.training.keep_checkpoints).newest()
     except CheckpointError:
         return False
     return restored is not None and restored.state.manifest.step >= last
@@ -70,9 +94,17 @@ def resuming_line(settings: Settings, kept: Path, step: int) -> str:
     return f"going on from step {step}" + (f"; changed: {shown}" if changes else "")
 
 
-def _storage(settings: Settings) -> CheckpointStorage:
-    location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
-    return open_storage(location, settings.run.path / "cache")
+def storage_of(settings: Settings) -> CheckpointStorage:
+    """Where the run keeps its checkpoints.
+
+    Raises:
+        SettingsError: ``training.checkpoint_location`` names no storage that can be opened.
+    """
+    return open_storage(_location(settings), settings.run.path / "cache")
+
+
+def _location(settings: Settings) -> str | Path:
+    return settings.training.checkpoint_location or settings.run.path / "checkpoints"
 
 
 def _is_summarised(settings: Settings, directory: RunDirectory, step: int) -> bool:

@@ -7,26 +7,43 @@ the display and the summary, and ends when the trainer has taken the last step.
 import asyncio
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.topic_admin import apply_topics
+from consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
+from consumers.training.identity import IdentityFile, IdentityKeeper, here
+from coordinator.relay import check_port
 from deploy.local.evaluation import Evaluation, evaluate
-from deploy.local.resuming import complete_line, is_complete, resumed_step, resuming_line
+from deploy.local.logs import LogRotation
+from deploy.local.resuming import (
+    check_checkpoints,
+    complete_line,
+    final_model,
+    is_complete,
+    resumed_step,
+    resuming_line,
+    storage_of,
+)
 from deploy.local.supervisor import ChildSpec, Fleet, Supervisor
+from deploy.local.task_check import check_task
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
 from deploy.wiring.process import configure_logging
+from inspection.audit.following import closing_report
+from inspection.audit.report import AuditReport
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
 from inspection.environment import environment
@@ -36,14 +53,16 @@ from inspection.report.gathering import gather_topics
 from inspection.report.page import write_page
 from inspection.report.record import read_record
 from inspection.report.summary import build_summary, summary_lines, write_summary
+from inspection.source import PastRun
+from observability.metrics.tracking import check_installed
 from observability.record_index.entries import Fold
 from observability.record_index.following import IndexFollower
 from observability.run_state.feed import WHOLE_RUN, RunFeed
 from observability.run_state.state import RunState
-from producers.rewards.runner import RewardRunner
-from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError
-from settings.loading import as_toml
-from settings.run_directory import RunDirectory
+from producers.prompts.tables import check_path
+from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
+from settings.loading import as_toml, secret_variables
+from settings.run_directory import RunDirectory, named
 from settings.tree import Settings
 
 CLIENT_ID = "streamrl-run"
@@ -52,6 +71,8 @@ REFRESH_S = 0.5
 STOP_POLL_S = 0.2
 """An event loop cannot wait for a thread's event: how often it is looked at."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+AUDIT_EVERY_S = 30
+"""A line in the audit's log each time; the processor belongs to the run."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of each process: several thread pools, each as large as the machine, would slow each other down."""
 
@@ -67,65 +88,114 @@ class TrainingOutcome:
     seconds: float
     restarts: dict[str, int]
     finished: bool
+    audit: AuditReport | None = None
 
 
-def run_locally(settings: Settings, *, top: bool = False, stop: threading.Event | None = None) -> int:
+def run_locally(
+    settings: Settings, *, top: bool = False, stop: threading.Event | None = None, adopt: bool = False
+) -> int:
     """Train; the exit code is 0 if the last step was reached, 130 if the run was stopped. ``top``: with the live view.
 
     ``stop`` ends the run from another thread; without it SIGINT and SIGTERM do, which Python delivers to the main
-    thread alone. A complete run is left as it is.
+    thread alone. ``adopt`` takes over a run that is on the topics and not in the directory. A complete run is left as
+    it is, and a start that is refused writes nothing.
 
     Raises:
         UserError: something the user can correct, before or during the run.
         StreamRLError: a process could not be kept alive.
     """
     configure_logging()
+    settings = named(settings)
     directory = RunDirectory(settings.run.path)
+    check_checkpoints(settings)
     resumed = resumed_step(settings)
     # Before anything is written: a complete run keeps its files as they are, and a refused one leaves none.
     if is_complete(settings, directory, resumed):
         print(complete_line(settings, resumed))
         return 0
-    _check_task(settings)
-    directory.create()
+    for warning in _check_task(settings, resumed):
+        print(f"warning: {warning}")
+    directory.require_writable()
     engine, workers = settings.generation.engine, settings.run.workers
     print(f"run {settings.run.name}: engine {engine}, {workers} workers, in {directory.path}/")
-    if resumed:
-        # Before the configuration is replaced: the line compares the settings with those of the last start.
-        print(resuming_line(settings, directory.config, resumed))
-    directory.config.write_text(as_toml(settings))
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
+        asyncio.run(_hold(settings, address, adopt=adopt))
+        # Only now is this start the one that goes on: processes of a run under way read what is written here.
+        directory.create()
+        if resumed:
+            # Before the configuration is replaced: the line compares the settings with those of the last start.
+            print(resuming_line(settings, directory.config, resumed))
+        directory.write_config(as_toml(settings))
         before = _evaluated(settings, settings.model.path, "before")
         trained = asyncio.run(_train(settings, directory, address, top=top, stopped=stop))
     # A broker that was started here is down by now: an evaluation needs none.
-    after = _evaluated(settings, directory.newest_checkpoint(), "after") if trained.finished else None
-    _conclude(settings, directory, trained, resumed, before, after)
+    after = _evaluated(settings, final_model(settings), "after") if trained.finished else None
+    try:
+        _conclude(settings, directory, trained, resumed, before, after)
+    except OSError as error:
+        raise _not_concluded(directory, trained, error) from error
+    print(_going_on(directory, finished=trained.finished))
     return 0 if trained.finished else 130  # 128 + SIGINT, as a shell reports it
 
 
-def _check_task(settings: Settings) -> None:
-    """Refuse within a second what every worker would refuse after the broker and all processes were started.
+def _going_on(directory: RunDirectory, *, finished: bool) -> str:
+    command = f"streamrl run {shlex.quote(str(directory.config))}"
+    return f"for more steps: {command} --training.max_steps N" if finished else f"to go on: {command}"
+
+
+async def _hold(settings: Settings, address: str, *, adopt: bool) -> None:
+    """Take the name of the run, if it is this directory's to take, and make its topics.
 
     Raises:
-        ModelError: the model's path is no name on a hub, and there is no such directory.
-        RewardLoadError: a reward function cannot be loaded.
+        IdentityError: the topics belong to another run, or to lineages that this directory does not have.
+        BrokerError: no broker answers.
     """
+    kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
+    storage = storage_of(settings)
+
+    async def held() -> HeldCheckpoints:
+        return await asyncio.to_thread(held_in, storage)
+
+    keeper = IdentityKeeper(
+        KafkaBus(kafka),
+        settings.run.name,
+        IdentityFile(settings.run.path),
+        adopt=adopt,
+        # A broker that was started here, or found, needs not be named.
+        servers=settings.kafka.bootstrap_servers,
+        directory=settings.run.directory,
+        holder=here(settings.run.path),
+    )
+    # Before the topics are touched, which may be another's; and again when the name is taken.
+    await keeper.look(held)
+    partitions = settings.loop.trajectory_partitions
+    await apply_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
+    await keeper.hold(held)
+
+
+def _check_task(settings: Settings, resumed: int) -> list[str]:
+    """Refuse what would make the run pointless before the broker and all processes are started; what to warn of.
+
+    Raises:
+        SettingsError: a tracker's package is not installed.
+        ModelError: the model's path is no name on a hub, and there is no such directory.
+        DataError: there is no such file of prompts.
+        UserError: the relay's port is taken, no prompt could be sampled, or a reward function cannot be used.
+    """
+    check_installed(settings.tracking)
+    if settings.relay.port:
+        check_port(settings.relay)
+    if settings.data.path is not None:
+        check_path(settings.data.path)
     if settings.generation.engine == "emulated":
-        return
+        return []
     path = settings.model.path
     if not Path(path).is_dir() and not _HUB_NAME.fullmatch(path):
         raise ModelError(
             f"expected a model's directory at {path} (model.path), got none; set it to one, or to a hub's name"
         )
-    asyncio.run(_load_rewards(settings))
-
-
-async def _load_rewards(settings: Settings) -> None:
-    rewards = RewardRunner(settings.rewards)
-    try:
-        await rewards.start()
-    finally:
-        await rewards.close()
+    # A run that goes on has trained on this task; its workers refuse what has become of it meanwhile.
+    return [] if resumed else check_task(settings)
 
 
 def _evaluated(settings: Settings, model: object, when: str) -> Evaluation | None:
@@ -140,12 +210,15 @@ async def _train(
     settings: Settings, directory: RunDirectory, address: str, *, top: bool, stopped: threading.Event | None
 ) -> TrainingOutcome:
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
-    partitions = settings.loop.trajectory_partitions
-    await apply_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
     port = settings.relay.port or _free_port(settings.relay.host)
     # The children read the resolved file; what is known only now goes on their command lines, which win.
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
-    specs = child_specs(directory, settings.run.workers, overrides, ranker=settings.lengths.refit == "process")
+    # A file and a command line can be read by others; what is secret goes from environment to environment.
+    secrets = secret_variables(settings)
+    ranker = settings.lengths.refit == "process"
+    specs = child_specs(directory, settings.run.workers, overrides, secrets, ranker=ranker)
+    if settings.run.audit:
+        specs.append(audit_spec(directory, address, secrets))
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
     bus, state = KafkaBus(kafka), RunState(settings.run.name)
     connection = RunConnection(kafka, settings.run.name, settings)
@@ -155,14 +228,15 @@ async def _train(
     began = time.monotonic()
     fleet = None
     if settings.run.max_workers is not None:
-        spec_of = partial(worker_spec, directory, overrides)
+        spec_of = partial(worker_spec, directory, overrides, secrets)
         fleet = Fleet(bus, settings.run.name, supervisor, spec_of, settings.run.workers, settings.run.max_workers)
     progress: Progress = partial(show_progress, state, settings.training.max_steps, supervisor)
     if top:
-        progress = partial(watch, directory, address, progress)
+        progress = partial(watch, directory, address, secrets, progress)
+    rotation = LogRotation(directory.logs, settings.run.log_max_bytes, settings.run.log_backup_count)
     index = _index_follower(bus, settings, directory)
     try:
-        await _supervise(supervisor, feed, fleet, index, progress, stop)
+        await _supervise(supervisor, feed, index, [rotation, *([fleet] if fleet else [])], progress, stop)
     finally:
         if index is not None:
             await index.history.close()
@@ -170,7 +244,8 @@ async def _train(
     # Taken before the topics are read for the report, which is no time of the run.
     seconds = time.monotonic() - began
     topics = await _gathered_topics(bus, settings, directory)
-    return TrainingOutcome(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set())
+    audited = await _audited(bus, settings, directory) if settings.run.audit else None
+    return TrainingOutcome(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set(), audited)
 
 
 async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicDigest | None:
@@ -199,22 +274,33 @@ def _index_follower(bus: KafkaBus, settings: Settings, directory: RunDirectory) 
     return IndexFollower(history, settings.run.name, index)
 
 
+async def _audited(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> AuditReport | None:
+    """The audit at the end, from what the one beside the run knew; None if it cannot be had."""
+    from bus.history import BusHistory
+
+    try:
+        return await closing_report(PastRun(directory, settings), BusHistory(bus, client_id="audit"))
+    except (StreamRLError, OSError) as error:
+        log.warning("the run was not audited at its end; try streamrl audit", error=str(error))
+        return None
+
+
 async def _supervise(
     supervisor: Supervisor,
     feed: RunFeed,
-    fleet: Fleet | None,
     index: IndexFollower | None,
+    others: Sequence[LogRotation | Fleet],
     progress: Progress,
     stop: asyncio.Event,
 ) -> None:
     # The display stops last, so that its last line is of the state at the end.
     over, shown = asyncio.Event(), asyncio.Event()
-    watching = [asyncio.create_task(loop.run(over)) for loop in (feed, fleet, index) if loop is not None]
+    watching = [asyncio.create_task(loop.run(over)) for loop in (feed, index, *others) if loop is not None]
     showing = asyncio.ensure_future(progress(shown))
     try:
         await supervisor.run(stop)
     finally:
-        # ``read_to_end`` goes on from where the feed's loop stood, so that loop has to be over.
+        # What reads to the end goes on from where its loop stood, so that loop has to be over.
         over.set()
         results = [*await asyncio.gather(*watching, return_exceptions=True)]
         results += await asyncio.gather(feed.read_to_end(), return_exceptions=True)  # the summary wants the last step
@@ -282,6 +368,7 @@ def _conclude(
         before=before.metrics if before else {},
         after=after.metrics if after else {},
         restarts=sum(trained.restarts.values()),
+        audit=trained.audit,
     )
     # By this file a later start knows that the run is complete.
     write_summary(directory.summary, summary)
@@ -294,32 +381,58 @@ def _conclude(
     print(f"report: {directory.report}")
 
 
+def _not_concluded(directory: RunDirectory, trained: TrainingOutcome, error: OSError) -> UserError:
+    return UserError(
+        f"expected to write summary and report of step {trained.state.step} into {directory.path.absolute()}, "
+        f"got: {error.strerror or error}; make room there, then start the same command again: "
+        "checkpoints are whole, and no step is taken twice"
+    )
+
+
 def child_specs(
-    directory: RunDirectory, workers: int, overrides: Sequence[str], *, ranker: bool = False
+    directory: RunDirectory,
+    workers: int,
+    overrides: Sequence[str],
+    secrets: Mapping[str, str] = MappingProxyType({}),
+    *,
+    ranker: bool = False,
 ) -> list[ChildSpec]:
     """Coordinator, relay, trainer, workers, dispatcher, and the ranker if there is one.
 
-    The trainer is the one whose good end ends the run; without the ranker it goes on.
+    The trainer is the one whose good end ends the run; without the ranker it goes on. ``secrets``: variables that give
+    the processes what the resolved file does not.
     """
+    spec = partial(_spec, directory, overrides, secrets)
     return [
-        _spec(directory, overrides, "coordinator", "coordinator"),
-        _spec(directory, overrides, "relay", "relay"),
-        _spec(directory, overrides, "trainer", "trainer", essential=True),
-        *(worker_spec(directory, overrides, number) for number in range(workers)),
-        _spec(directory, overrides, "dispatcher", "dispatcher"),
-        *([_spec(directory, overrides, "ranker", "ranker", optional=True)] if ranker else []),
+        spec("coordinator", "coordinator"),
+        spec("relay", "relay"),
+        spec("trainer", "trainer", essential=True),
+        *(worker_spec(directory, overrides, secrets, number) for number in range(workers)),
+        spec("dispatcher", "dispatcher"),
+        *([spec("ranker", "ranker", optional=True)] if ranker else []),
     ]
 
 
-def worker_spec(directory: RunDirectory, overrides: Sequence[str], number: int) -> ChildSpec:
+def audit_spec(directory: RunDirectory, address: str, secrets: Mapping[str, str]) -> ChildSpec:
+    """An audit beside the run, which goes on without it."""
+    command = [sys.executable, "-P", "-m", "streamrl.cli.app", "audit", str(directory.path), "--follow"]
+    environment = {**ONE_THREAD, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": address, **secrets}
+    command += ["--interval", str(AUDIT_EVERY_S)]
+    return ChildSpec("audit", command, directory.logs / "audit.log", environment, optional=True)
+
+
+def worker_spec(
+    directory: RunDirectory, overrides: Sequence[str], secrets: Mapping[str, str], number: int
+) -> ChildSpec:
     """One generation worker; its id is the name of its process."""
     name = f"worker-{number}"
-    return _spec(directory, overrides, name, "worker", "--id", name)
+    return _spec(directory, overrides, secrets, name, "worker", "--id", name)
 
 
 def _spec(
     directory: RunDirectory,
     overrides: Sequence[str],
+    secrets: Mapping[str, str],
     name: str,
     role: str,
     *arguments: str,
@@ -329,4 +442,4 @@ def _spec(
     # -P: a settings.py in the working directory would be imported instead of our package of that name.
     command = [sys.executable, "-P", "-m", "streamrl.cli.app", role, str(directory.config), *arguments, *overrides]
     log_path = directory.logs / f"{name}.log"
-    return ChildSpec(name, command, log_path, ONE_THREAD, essential=essential, optional=optional)
+    return ChildSpec(name, command, log_path, ONE_THREAD | dict(secrets), essential=essential, optional=optional)

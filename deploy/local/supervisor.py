@@ -14,7 +14,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
@@ -25,8 +25,10 @@ import structlog
 from bus.embedded.process import die_with_parent
 from bus.port import Bus, Outgoing, Publisher, Subscription, message_of
 from schemas.control import FleetTarget, OperatorCommand
-from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
+from schemas.errors import DataLossRefused, DiskFull, StreamRLError, Superseded, UserError
+from schemas.plain_text import plain_text
 from schemas.topics import COMMANDS, CONTROL
+from settings.loading import without_settings
 
 TRANSIENT_S = 6.0
 """Least delay after what may be a transient error: a Kafka broker takes some seconds to come back."""
@@ -42,7 +44,7 @@ ASK_AGAIN_S = 10.0
 log = structlog.get_logger()
 
 _BY_EXIT_CODE: dict[int, type[StreamRLError]] = {
-    error.exit_code: error for error in (UserError, Superseded, DataLossRefused)
+    error.exit_code: error for error in (UserError, Superseded, DataLossRefused, DiskFull)
 }
 
 
@@ -50,13 +52,14 @@ _BY_EXIT_CODE: dict[int, type[StreamRLError]] = {
 class ChildSpec:
     """What to start: a name unique in the run, the command, extra environment, and where output goes.
 
+    Settings are in the command's file; of our environment's, it gets only what ``environment`` has, such as secrets.
     ``essential``: the run is over when it ends well. ``optional``: the run goes on if it cannot be kept alive.
     """
 
     name: str
     command: Sequence[str]
     log_path: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
     essential: bool = False
     optional: bool = False
 
@@ -80,7 +83,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **spec.environment},
+                env=without_settings(os.environ) | spec.environment,
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # for a supervisor that is killed and can end nobody
             )
@@ -118,7 +121,8 @@ class Child:
         except OSError:
             return ""
         errors = [line for line in lines if _ERROR.search(line)]
-        return (errors or lines or [""])[-1]
+        # A process may print what a model or a reward function said.
+        return plain_text((errors or lines or [""])[-1])
 
     def _signal(self, number: signal.Signals) -> None:
         # Once it is reaped its pid may belong to a stranger.
@@ -283,13 +287,14 @@ class RestartPolicy:
     def decide(self, exit_code: int, ran_for_s: float) -> RestartDecision:
         """What to do after an exit.
 
-        A superseded process and one that refuses to lose data stay away. A user error is final at the first start; at
-        a later one the same settings worked before, so it may be transient, such as a broker that cannot be reached.
+        A superseded process, one that refuses to lose data and one without room on its disk stay away. A user error is
+        final at the first start; at a later one the same settings worked before, so it may be transient, such as a
+        broker that cannot be reached.
         """
         self.starts += 1
         if exit_code == 0:
             return RestartDecision.DONE
-        if exit_code in (Superseded.exit_code, DataLossRefused.exit_code):
+        if exit_code in (Superseded.exit_code, DataLossRefused.exit_code, DiskFull.exit_code):
             return RestartDecision.GIVE_UP
         if exit_code == UserError.exit_code and self.starts == 1:
             return RestartDecision.GIVE_UP
@@ -320,7 +325,7 @@ class Fleet:
     spec_of: Callable[[int], ChildSpec]
     initial: int
     most: int
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
     _present: dict[int, ChildSpec] = field(default_factory=dict)
     _leaving: dict[int, float] = field(default_factory=dict)
     _wanted: int = 0
@@ -392,6 +397,6 @@ class Fleet:
         name = self._present[number].name
         log.info("worker asked to leave", worker=name, wanted=self._wanted)
         command = OperatorCommand(
-            action="drain_worker", worker_id=name, reason="fewer workers are wanted", sent_at=self.clock()
+            action="drain_worker", worker_id=name, reason="fewer workers are wanted", sent_at=time.time()
         )
         await publisher.publish(Outgoing.of(COMMANDS.full_name(self.run_name), command, key=name))

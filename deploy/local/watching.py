@@ -20,6 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from observability.run_state.state import RunState
+from schemas.plain_text import plain_text
+from settings.loading import without_settings
 from settings.run_directory import RunDirectory
 
 LEAVING_S = 5.0
@@ -33,8 +35,11 @@ INTERRUPTED = 130
 Progress = Callable[[asyncio.Event], Awaitable[None]]
 
 
-async def watch(directory: RunDirectory, address: str, progress: Progress, stop: asyncio.Event) -> None:
-    """Show the live view, if there is a terminal; once it is left, or without one, the run's own progress.
+async def watch(
+    directory: RunDirectory, address: str, secrets: Mapping[str, str], progress: Progress, stop: asyncio.Event
+) -> None:
+    """Show the live view, if there is a terminal; once it is left, or without one, the run's own progress. ``secrets``:
+    the variables that give it what the resolved file does not.
 
     Consumes: nothing; the view reads the run's topics. Produces: what the two show.
     Waits for: the view's end, or the run's. On failure: a view that ends badly is left. On stop: ends the view.
@@ -43,7 +48,9 @@ async def watch(directory: RunDirectory, address: str, progress: Progress, stop:
     if is_screen():
         command = (sys.executable, "-P", "-m", "streamrl.cli.app", "top", str(directory.path))
         # In our session, unlike the roles: it needs the terminal that we have.
-        view = await asyncio.create_subprocess_exec(*command, f"--bootstrap-servers={address}")
+        view = await asyncio.create_subprocess_exec(
+            *command, f"--bootstrap-servers={address}", env=without_settings(os.environ) | dict(secrets)
+        )
         with printing_into(directory.logs / LOG):
             await _ended(view, stop)
         # In raw mode the terminal sends Ctrl-C as a key, to the view alone; so the run gets its signal from here.
@@ -112,7 +119,7 @@ def plain_line(state: RunState, max_steps: int, now: float) -> str:
     metrics, workers = state.metrics, state.living_workers(now)
     lag = " ".join(f"b{bucket}:{count}" for bucket, count in state.lag.items()) or "-"
     held = " ".join(f"{beat.worker_id}@{beat.version}" for beat in workers) or ("gone" if state.step else "none yet")
-    return (
+    return plain_text(
         f"step {state.step}/{max_steps}  reward {_reward(metrics)}  "
         f"{state.steps.trajectories_per_s():.0f} traj/s  {sum(beat.tokens_per_s for beat in workers):.0f} tok/s  "
         f"staleness {metrics.get('off_policy/mean', 0.0):.1f} (max {metrics.get('off_policy/max', 0.0):.0f})  "
@@ -135,7 +142,7 @@ def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now:
         table.add_column(column, justify="left" if column in ("worker", "state", "weights") else "right")
     for beat in state.living_workers(now):
         cells = (str(beat.version), str(beat.running), str(beat.waiting), f"{beat.tokens_per_s:.0f}")
-        table.add_row(beat.worker_id, beat.state.value, *cells)
+        table.add_row(Text(plain_text(beat.worker_id)), beat.state.value, *cells)
     lag = "  ".join(f"bucket {bucket}: {count}" for bucket, count in state.lag.items())
     return Group(head, table, Text(f"consumer lag  {lag or '-'}", style="dim"))
 

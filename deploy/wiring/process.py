@@ -14,26 +14,30 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 import uvloop
 
 from bus.kafka.bus import KafkaBus
+from consumers.training.identity import IdentityFile, refuse_other_run
 from deploy.wiring.broker import broker_of_others
 from deploy.wiring.context import ProcessContext
 from inspection.process import tune_garbage_collector
 from observability.background import BackgroundTask, background
 from observability.interceptor import BusObserver, observed
+from observability.log_lines import LibraryLines, forget_unwritten, line_printer, printable
 from observability.metrics.exporting import Metering, open_metering
 from observability.metrics.tracking import Tracker
 from observability.tracing.context import LoggedTraces
 from observability.tracing.role_tracers import Tracing, open_tracing
 from schemas.errors import SettingsError
 from schemas.identifiers import is_plain_name
+from settings.run_directory import require_name
 from settings.tree import Settings
 
 if TYPE_CHECKING:
@@ -41,16 +45,20 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+JOINING = ("coordinator", "dispatcher", "ranker")
+"""Roles that would fence or lead those of another run of the same name. A worker learns whose run it is from the
+control topic, which it follows; a relay takes no part, and the trainer holds the run."""
 EXIT_CODE = 70
 """Of a process that its watchdog ended: EX_SOFTWARE of sysexits.h."""
 
 
-def run_role(role: str, settings: Settings, worker_id: str) -> None:
-    """Run a role until it ends, SIGTERM or Ctrl-C, on a broker that is there.
+def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = False) -> None:
+    """Run a role until it ends, SIGTERM or Ctrl-C, on a broker that is there. ``adopt``: see ``ProcessContext``.
 
     Raises:
         UserError: something the user can mend.
     """
+    require_name(settings, role)
     name = process_name(role, worker_id)
     logged = LoggedTraces()
     configure_logging(
@@ -69,11 +77,14 @@ def run_role(role: str, settings: Settings, worker_id: str) -> None:
         metering = stack.enter_context(
             open_metering(role, name, run.name, settings.metrics, settings.kafka, run.directory)
         )
-        built = build_role(role, settings, process_context(name, settings, watchdog, tracing, metering))
+        context = replace(process_context(name, settings, watchdog, tracing, metering), adopt=adopt)
+        built = build_role(role, settings, context)
         # After the imports and the building, since it takes what lives by now for permanent.
         tune_garbage_collector()
         tasks = [*(metering.tasks if metering is not None else ()), *_tracking(role, settings)]
-        uvloop.run(_until_stopped(built, watchdog, tasks))
+        joins = partial(refuse_other_run, context.bus, run.name, IdentityFile(run.path)) if role in JOINING else None
+        uvloop.run(_until_stopped(built, watchdog, tasks, joins))
+    forget_unwritten()
 
 
 def process_name(role: str, worker_id: str) -> str:
@@ -113,12 +124,19 @@ def _tracking(role: str, settings: Settings) -> list[BackgroundTask]:
     return [Tracker(KafkaBus(settings.kafka), settings.run.name, settings.tracking, folder, config).run]
 
 
-async def _until_stopped(role: "Role", watchdog: "Watchdog", tasks: Sequence[BackgroundTask]) -> None:
+async def _until_stopped(
+    role: "Role",
+    watchdog: "Watchdog",
+    tasks: Sequence[BackgroundTask],
+    joins: Callable[[], Awaitable[None]] | None = None,
+) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, stop)
     watching = asyncio.create_task(watchdog.watch())  # over the start of the role as well, which may hang too
     try:
+        if joins is not None:
+            await joins()
         async with background(tasks):
             await role.run(stop)
     finally:
@@ -189,7 +207,7 @@ class Watchdog:
 
 
 def configure_logging(names: Mapping[str, str] | None = None, traces: structlog.typing.Processor | None = None) -> None:
-    """Structured lines on standard output: coloured for a terminal, logfmt otherwise; libraries from WARNING on.
+    """Structured lines on standard output, coloured for a terminal; of libraries what is a warning or worse, throttled.
 
     ``names`` stand in every line, of whatever thread or task, unless the line itself has another value for them.
     ``traces`` adds the trace of what a line is about.
@@ -209,12 +227,14 @@ def configure_logging(names: Mapping[str, str] | None = None, traces: structlog.
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,
+            printable,
             renderer,
         ],
+        logger_factory=line_printer,
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         cache_logger_on_first_use=True,
     )
-    logging.basicConfig(level=logging.WARNING, format="timestamp=%(asctime)s level=%(levelname)s event=%(message)r")
+    logging.basicConfig(level=logging.WARNING, handlers=[LibraryLines()])
     # A group's coordinator is looked up before the broker has one; the client tries again by itself.
     logging.getLogger("aiokafka.consumer.group_coordinator").setLevel(logging.CRITICAL)
 

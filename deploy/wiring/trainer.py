@@ -1,8 +1,9 @@
 """Builds the trainer: its policy (in torch, or emulated), where it computes, and where its checkpoints go."""
 
-from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
+from consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.checkpoints.store import VerifiedCheckpoint as RestoredTensors
+from consumers.training.identity import IdentityFile
 from consumers.training.ports import OpenCompute, OpenPolicy, Policy, RestoredCheckpoint
 from consumers.training.trainer import Trainer
 from deploy.wiring.context import ProcessContext
@@ -10,8 +11,13 @@ from settings.tree import Settings
 
 
 def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
-    """The trainer of the run's directory; it goes on from the newest checkpoint there."""
+    """The trainer of the run's directory; it goes on from the newest checkpoint if that directory holds the run.
+
+    Raises:
+        SettingsError: checkpoints cannot be kept where the settings say.
+    """
     location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
+    check_storage(location)
     place = open_storage(location, settings.run.path / "cache")
     checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
     if settings.training.backend == "emulated":
@@ -31,6 +37,9 @@ def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
         open_compute=open_compute,
         checkpoints=checkpoints,
         run_dir=settings.run.path,
+        identity=IdentityFile(settings.run.path),
+        adopt=context.adopt,
+        servers=settings.kafka.bootstrap_servers,
     )
 
 

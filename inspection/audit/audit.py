@@ -8,6 +8,7 @@ row within these ends refers to lies within them.
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 
 from bus.history import Extent, History
 from bus.port import Record, TopicPartition
@@ -56,7 +57,7 @@ async def audit(
         )
     index = AuditIndex(steps_begin=_begins(ends[STEPS]), skips_begin=_begins(ends[SKIPS]))
     index.hold(ends[TRAJECTORIES])
-    await _read(history, held, _handlers(run, index), progress)
+    await _read(history, held, handlers_of(run, index), progress)
     # Retention may have deleted records while they were read: what is gone by now counts as expired, not as unknown.
     index.hold(_of(TRAJECTORIES, run, await history.extents(TRAJECTORIES.full_name(run))))
     report = check_balance(run, index, [manifest for manifest in manifests if manifest.run == run])
@@ -71,7 +72,8 @@ def _begins(extents: dict[int, Extent]) -> bool:
     return all(extent.first == 0 for extent in extents.values())
 
 
-def _handlers(run: str, index: AuditIndex) -> dict[str, Handler]:
+def handlers_of(run: str, index: AuditIndex) -> dict[str, Handler]:
+    """What takes the records of each topic, by its full name."""
     handlers: dict[Topic, Handler] = {
         STEPS: index.add_step,
         SKIPS: index.add_skip,
@@ -80,6 +82,12 @@ def _handlers(run: str, index: AuditIndex) -> dict[str, Handler]:
         DEAD_LETTERS: index.add_dead_letter,
     }
     return {topic.full_name(run): handler for topic, handler in handlers.items()}
+
+
+def unreadable(record: Record, error: WireError) -> DataError:
+    """Ends an audit: passed over, an unreadable report or row would make the records that it names look lost."""
+    where = f"{record.topic}[{record.partition}]@{record.offset}"
+    return DataError(f"expected a step report or skip row at {where}, got: {error}")
 
 
 async def _read(
@@ -91,15 +99,15 @@ async def _read(
     for topic, total in totals.items():
         progress(topic, 0, total)
     done: Counter[str] = Counter()
-    async for record in history.within(held):
-        try:
-            handlers[record.topic](record)
-        # Passed over, an unreadable report or row would make the records it names look lost.
-        except WireError as error:
-            where = f"{record.topic}[{record.partition}]@{record.offset}"
-            raise DataError(f"expected a step report or skip row at {where}, got: {error}") from error
-        done[record.topic] += 1
-        if done[record.topic] % PROGRESS_EVERY == 0:
-            progress(record.topic, done[record.topic], totals[record.topic])
+    # Closed also if a record ends the audit: a connection that is left open keeps the event loop from closing.
+    async with aclosing(history.within(held)) as records:
+        async for record in records:
+            try:
+                handlers[record.topic](record)
+            except WireError as error:
+                raise unreadable(record, error) from error
+            done[record.topic] += 1
+            if done[record.topic] % PROGRESS_EVERY == 0:
+                progress(record.topic, done[record.topic], totals[record.topic])
     for topic, total in totals.items():
         progress(topic, total, total)

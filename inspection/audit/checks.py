@@ -13,25 +13,22 @@ Invariants, each with a test of its name:
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from consumers.ingest.rejections import chained, end_of
+from consumers.ingest.rejections import chained
 from consumers.training.checkpoints.manifest import CheckpointManifest
-from inspection.audit.index import (
-    PARTITION_SHIFT,
-    REASONS,
-    TRAINED,
-    AlgorithmIndex,
-    AuditIndex,
-    LineageChain,
-    Mask,
-    surviving_chain,
-)
+from inspection.audit.columns import PARTITION_SHIFT, Ints, Mask, keys_of
+from inspection.audit.index import REASONS, TRAINED, AlgorithmIndex, AuditIndex, LineageChain, surviving_chain
+from inspection.audit.lineages import check_lineages, counted_steps
 from inspection.audit.report import AlgorithmBalance, AuditReport, UndoneByCrash, Violation, ViolationKind
+from inspection.audit.rows import RowContent, RowSum
+from inspection.audit.settled import SettledRecords
 from inspection.audit.table import EXPIRED_RANGE, PENDING, AuditTable, ProducedRecords
+from inspection.audit.waiting import HashesSeen, explain_pending
+from schemas.identifiers import PolicyVersion
 from schemas.reports import SkipRecord
 
 _SEVERITY = tuple(ViolationKind)
@@ -47,65 +44,113 @@ class NewestCheckpoint:
     violations: tuple[Violation, ...] = ()
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """A report, and what it was made from: a table and the newest checkpoint of each algorithm."""
+
+    report: AuditReport
+    produced: ProducedRecords
+    tables: dict[str, tuple[AuditTable, NewestCheckpoint]]
+
+
 def check_balance(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest]) -> AuditReport:
     """The report on a run. ``manifests``: its checkpoints as they were before the topics were read."""
-    produced = ProducedRecords(index.produced, index.held)
-    names = sorted({*index.algorithms, *(manifest.algorithm for manifest in manifests)})
+    return judge(run, index, manifests, SettledRecords()).report
+
+
+def judge(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest], settled: SettledRecords) -> Judgement:
+    """The judgement on all records: those of the index, and those that are settled and break no rule."""
+    produced = ProducedRecords(index.produced, index.held, index.missed)
+    names = algorithms_of(index, manifests)
     # Hash 0 is a record without a readable name, and no trajectory of its own.
     hashes = np.unique(produced.hashes[produced.hashes != 0])
     ordered = np.fromiter(index.ordered, dtype=np.uint64, count=len(index.ordered))
-    return AuditReport(
+    ordered = ordered[~settled.ordered.holds(ordered)]
+    seen = HashesSeen(hashes, settled)
+    balances, tables = [], {}
+    for name in names:
+        table = table_of(name, index, produced)
+        newest = newest_checkpoint(table.index, table.chain, name, manifests)
+        balances.append(_balance_of(table, newest, index, settled, seen))
+        tables[name] = table, newest
+    report = AuditReport(
         run=run,
-        produced=len(produced),
-        distinct=len(hashes),
-        undecodable=int(np.count_nonzero(produced.hashes == 0)),
-        expired=sum(extent.first for extent in index.held.values()),
+        produced=len(produced) + settled.records,
+        distinct=len(settled.produced) + int(np.count_nonzero(~settled.produced.holds(hashes))),
+        undecodable=int(np.count_nonzero(produced.hashes == 0)) + settled.nameless,
+        expired=sum(extent.first for extent in index.held.values())
+        + sum(extent.end - extent.first for missed in index.missed.values() for extent in missed),
         orders=index.orders,
-        ordered=len(ordered),
-        ordered_unproduced=int(np.count_nonzero(~np.isin(ordered, hashes))),
+        ordered=len(settled.ordered) + len(ordered),
+        ordered_unproduced=int(np.count_nonzero(~seen.on_topic(ordered))),
         dead_letters=dict(sorted(index.dead_letters.items())),
-        algorithms=tuple(_balance_of(name, index, produced, manifests) for name in names),
+        algorithms=tuple(balances),
     )
+    return Judgement(report, produced, tables)
+
+
+def algorithms_of(index: AuditIndex, manifests: Iterable[CheckpointManifest]) -> list[str]:
+    """All that have reported anything, or have a checkpoint."""
+    return sorted({*index.algorithms, *(manifest.algorithm for manifest in manifests)})
+
+
+def table_of(name: str, index: AuditIndex, produced: ProducedRecords) -> AuditTable:
+    """One algorithm's entries, by the chain of its lineages."""
+    own = index.algorithms.get(name, AlgorithmIndex())
+    return AuditTable(name, own, surviving_chain(own.lineage_starts, beginning_is_held=index.steps_begin), produced)
 
 
 def _balance_of(
-    name: str, index: AuditIndex, produced: ProducedRecords, manifests: Iterable[CheckpointManifest]
+    table: AuditTable, newest: NewestCheckpoint, index: AuditIndex, settled: SettledRecords, seen: HashesSeen
 ) -> AlgorithmBalance:
-    own = index.algorithms.get(name, AlgorithmIndex())
-    chain = surviving_chain(own.lineage_starts, beginning_is_held=index.steps_begin)
-    table = AuditTable(name, own, chain, produced)
-    newest = newest_checkpoint(table, manifests)
+    name, own, chain, produced = table.algorithm, table.index, table.chain, table.produced
     violations = [*check_references(table), *check_lineages(table), *newest.violations]
-    forgotten = 0
+    forgotten: Mask = np.zeros(len(produced), dtype=np.bool_)
     if newest.manifest is not None:
         found, forgotten = check_checkpoint(
-            table, newest.manifest, rows_are_held=index.skips_begin, steps_are_held=index.steps_begin
+            table, newest.manifest, settled, rows_are_held=index.skips_begin, steps_are_held=index.steps_begin
         )
         violations = found + violations
-    here = ~table.expired
+    here, before = ~table.expired, settled.fates(name)
+    # The frontier calls the forgotten ones finished: nobody waits for them, though nothing held says their fate.
+    pending = (table.fates == PENDING) & ~forgotten
+    trained = table.codes == TRAINED
+    counted = counted_steps(own, chain)
+    undone = _undone(table, counted)
     return AlgorithmBalance(
         algorithm=name,
-        produced=len(produced),
-        trained=int(np.count_nonzero(here & (table.codes == TRAINED))),
-        skipped=_skipped(table),
-        # The frontier calls the forgotten ones finished: nobody waits for them, though nothing held says their fate.
-        pending=int(np.count_nonzero(table.fates == PENDING)) - forgotten,
-        expired_trained=int(np.count_nonzero(~here & (table.codes == TRAINED))),
-        expired_skipped=int(np.count_nonzero(~here & (table.codes != TRAINED))),
-        expired_fates=forgotten,
-        steps=len(counted_steps(own, chain)),
+        produced=len(produced) + settled.records,
+        trained=int(np.count_nonzero(here & trained)) + before.codes[TRAINED],
+        skipped=_skipped(table, before.codes),
+        pending=int(np.count_nonzero(pending)),
+        expired_trained=int(np.count_nonzero(~here & trained)) + before.expired[TRAINED],
+        expired_skipped=int(np.count_nonzero(~here & ~trained)) + before.expired.total() - before.expired[TRAINED],
+        expired_fates=int(np.count_nonzero(forgotten)),
+        steps=len(counted),
         refused_steps=own.refused_steps,
         lineages=tuple(link.lineage for link in chain.links),
         checkpoint=str(newest.manifest.policy_version) if newest.manifest else None,
-        undone=_undone(table),
-        notes=tuple(_notes(index, newest, forgotten)),
+        undone=replace(undone, trained=undone.trained + before.undone_trained, rows=undone.rows + before.undone_rows),
+        waiting=explain_pending(table, pending, index, settled, seen),
+        finished=_has_finished(own, chain),
+        notes=tuple(_notes(index, newest, int(np.count_nonzero(forgotten)))),
         violations=tuple(sorted(violations, key=lambda violation: _SEVERITY.index(violation.kind))),
     )
 
 
-def _skipped(table: AuditTable) -> dict[str, int]:
+def _has_finished(own: AlgorithmIndex, chain: LineageChain) -> bool:
+    """Whether nothing came after a report that called itself the last one."""
+    newest = chain.newest
+    start = own.lineage_starts.get(newest)
+    steps = [step.number for step in own.steps if step.lineage == newest]
+    last = max(steps) if steps else start.step if start else None
+    return last is not None and PolicyVersion(newest, last) in own.last_steps
+
+
+def _skipped(table: AuditTable, before: Counter[int]) -> dict[str, int]:
     codes = table.codes[~table.expired & (table.codes != TRAINED)]
     counts = Counter({REASONS[code - 1].value: int(count) for code, count in zip(*_counted(codes), strict=True)})
+    counts.update({REASONS[code - 1].value: count for code, count in before.items() if code != TRAINED})
     # A range names no single record, so it is not among ``codes``: the held records that it covers are counted.
     counts[REASONS[EXPIRED_RANGE - 1].value] += int(np.count_nonzero(table.fates == EXPIRED_RANGE))
     return dict(sorted((+counts).items()))
@@ -116,11 +161,10 @@ def _counted(codes: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> tuple[list[
     return values.tolist(), counts.tolist()
 
 
-def _undone(table: AuditTable) -> UndoneByCrash:
+def _undone(table: AuditTable, counted: dict[int, set[int]]) -> UndoneByCrash:
     trained = table.all_codes == TRAINED
     lost = ~table.counted
     surviving = {link.lineage for link in table.chain.links}
-    counted = counted_steps(table.index, table.chain)
     return UndoneByCrash(
         lineages=len(table.index.lineage_starts.keys() - surviving),
         steps=len(table.index.steps) - sum(len(lineages) for lineages in counted.values()),
@@ -143,65 +187,6 @@ def _notes(index: AuditIndex, newest: NewestCheckpoint, forgotten: int) -> Itera
         yield "no announced checkpoint yet: nothing is compared with a frontier"
 
 
-def check_lineages(table: AuditTable) -> list[Violation]:
-    """All violations of lineages, steps and rows as such."""
-    return [*_broken_chain(table), *_gaps(table), *_conflicts(table)]
-
-
-def counted_steps(own: AlgorithmIndex, chain: LineageChain) -> dict[int, set[int]]:
-    """Surviving step numbers, with the lineages that took them."""
-    found: dict[int, set[int]] = {}
-    for version in own.steps:
-        link = chain.link(version.lineage)
-        # ``holds_step`` includes the step that a lineage started from, which its parent took.
-        if link is not None and link.holds_step(version.number) and link.after != version.number:
-            found.setdefault(version.number, set()).add(version.lineage)
-    return found
-
-
-def _broken_chain(table: AuditTable) -> list[Violation]:
-    broken = table.chain.broken
-    if not broken:
-        return []
-    return [Violation(ViolationKind.BROKEN_CHAIN, table.algorithm, len(broken), None, None, None, broken[0].problem)]
-
-
-def _gaps(table: AuditTable) -> list[Violation]:
-    missing: list[tuple[int, int]] = []
-    for link in table.chain.links:
-        reported = {step.number for step in table.index.steps if step.lineage == link.lineage}
-        reported = {number for number in reported if link.holds_step(number)}
-        # Without its start only gaps behind the first step left can be seen; of the newest, those before its last one.
-        begin = min(reported, default=0) if link.after is None else link.after + 1
-        end = link.until if link.until is not None else max(reported, default=begin - 1)
-        missing += [(link.lineage, number) for number in range(begin, end + 1) if number not in reported]
-    if not missing:
-        return []
-    lineage, number = missing[0]
-    name, partition, offset = _trained_after(table, lineage, number)
-    detail = f"step {lineage}-{number} is missing"
-    return [Violation(ViolationKind.STEP_GAP, table.algorithm, len(missing), name, partition, offset, detail)]
-
-
-def _trained_after(table: AuditTable, lineage: int, number: int) -> tuple[str | None, int | None, int | None]:
-    """The first record trained behind a gap."""
-    behind = (table.all_codes == TRAINED) & (table.all_lineages == lineage) & (table.all_numbers > number)
-    found = np.flatnonzero(table.counted & behind)
-    if not len(found):
-        return None, None, None
-    entries, index = table.index.entries, int(found[0])
-    return entries.names[index], entries.partitions[index], entries.offsets[index]
-
-
-def _conflicts(table: AuditTable) -> list[Violation]:
-    conflicts = table.index.conflicts
-    if not conflicts:
-        return []
-    detail, ref = conflicts[0]
-    name, partition, offset = (ref.trajectory_id or None, ref.partition, ref.offset) if ref else (None, None, None)
-    return [Violation(ViolationKind.CONFLICT, table.algorithm, len(conflicts), name, partition, offset, detail)]
-
-
 def check_references(table: AuditTable) -> list[Violation]:
     """All violations of single records."""
     return [
@@ -216,8 +201,7 @@ def _second_fates(table: AuditTable) -> list[Violation]:
     """Positions that more than one counted entry names, by what the entries say."""
     # Sorted by position, the entries of one record are neighbours: a run of equal keys begins at ``begins``, has
     # ``sizes`` entries, and ``trained_in`` of them are steps.
-    order = np.argsort(table.keys, kind="stable")
-    keys, trained = table.keys[order], table.codes[order] == TRAINED
+    keys, trained = table.keys, table.codes == TRAINED
     # The first key always begins a run, hence the case of no keys. reduceat sums trained[begins[i]:begins[i + 1]].
     begins = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1]))) if len(keys) else np.zeros(0, np.int64)
     sizes = np.diff(np.append(begins, len(keys)))
@@ -233,15 +217,15 @@ def _second_fates(table: AuditTable) -> list[Violation]:
             begin, size = int(begins[offending[0]]), int(sizes[offending[0]])
             which = np.zeros(len(keys), dtype=np.bool_)
             # Marks one entry of each run, so that the violation counts records and not entries.
-            which[order[begins[offending]]] = True
-            sources = " and ".join(table.source(int(position)) for position in order[begin : begin + size][:4])
+            which[begins[offending]] = True
+            sources = " and ".join(table.source(position) for position in range(begin, begin + min(size, 4)))
             found += table.violation(kind, which, f"by {sources}")
     return found
 
 
 def _same_name_trained_twice(table: AuditTable) -> list[Violation]:
     """One trajectory in two records, both trained; the same record twice was found already."""
-    hashes = table.index.entries.names.hashes()[table.chosen]
+    hashes = table.chosen_hashes
     positions = np.flatnonzero((table.codes == TRAINED) & (hashes != 0))
     # One entry per position, or a record that two steps trained would pass for two records of one name.
     _, first = np.unique(table.keys[positions], return_index=True)
@@ -253,7 +237,9 @@ def _same_name_trained_twice(table: AuditTable) -> list[Violation]:
         return []
     which = np.zeros(len(hashes), dtype=np.bool_)
     which[positions[order[again]]] = True
-    one, other = (int(positions[order[index]]) for index in (again[0], again[0] + 1))
+    # Of the record that is named, the first by position, and its neighbour of the same name.
+    first = again[np.argmin(positions[order[again]])]
+    one, other = (int(positions[order[index]]) for index in (first, first + 1))
     detail = f"two records of it, by {table.source(one)} and {table.source(other)}"
     return table.violation(ViolationKind.TRAINED_TWICE, which, detail)
 
@@ -266,92 +252,94 @@ def _unknown_records(table: AuditTable) -> list[Violation]:
 def _wrong_records(table: AuditTable) -> list[Violation]:
     """A name of None fits any record: it was not decoded."""
     known = table.at >= 0
-    reported = table.index.entries.names.hashes()[table.chosen]
+    reported = table.chosen_hashes
     differs: Mask = np.zeros(len(table.at), dtype=np.bool_)
     differs[known] = table.produced.hashes[table.at[known]] != reported[known]
     # A skip row may name nobody (hash 0), since undecodable records are skipped too; a step names all that it trained.
     wrong = differs & ((reported != 0) | (table.codes == TRAINED))
     if not np.any(wrong):
         return []
-    first = np.flatnonzero(wrong)
-    position = int(first[np.argmin(table.keys[first])])
+    position = int(np.flatnonzero(wrong)[0])
     holds = table.produced.name(int(table.at[position])) or "undecodable bytes"
     return table.violation(ViolationKind.WRONG_RECORD, wrong, f"by {table.source(position)}, the record holds {holds}")
 
 
-def newest_checkpoint(table: AuditTable, manifests: Iterable[CheckpointManifest]) -> NewestCheckpoint:
-    """Choose among the checkpoints of the table's algorithm; those that a crash undid are passed over."""
-    reported = max((step for step in table.index.steps if step.lineage == table.chain.newest), default=None)
-    start = table.index.lineage_starts.get(table.chain.newest)
+def newest_checkpoint(
+    own: AlgorithmIndex, chain: LineageChain, algorithm: str, manifests: Iterable[CheckpointManifest]
+) -> NewestCheckpoint:
+    """Choose among the checkpoints of one algorithm; those that a crash undid are passed over."""
+    reported = max((step for step in own.steps if step.lineage == chain.newest), default=None)
+    start = own.lineage_starts.get(chain.newest)
     # A lineage that has only announced itself stands at the step it went on from.
     last = reported.number if reported else start.step if start else 0
     announced, ahead = [], []
     for manifest in manifests:
-        version, link = manifest.policy_version, table.chain.link(manifest.policy_version.lineage)
-        if manifest.algorithm != table.algorithm:
+        version, link = manifest.policy_version, chain.link(manifest.policy_version.lineage)
+        if manifest.algorithm != algorithm:
             continue
-        if version.lineage > table.chain.newest or (version.lineage == table.chain.newest and version.number > last):
+        if version.lineage > chain.newest or (version.lineage == chain.newest and version.number > last):
             ahead.append(manifest)
         elif link is not None and link.holds_step(version.number):
             announced.append(manifest)
     newest = max(announced, key=lambda manifest: manifest.policy_version, default=None)
     first_ahead = min(ahead, key=lambda manifest: manifest.policy_version, default=None)
     # A trainer writes the checkpoint before it publishes the report: one checkpoint, of the next step, may be ahead.
-    if first_ahead is None or first_ahead.policy_version == (table.chain.newest, last + 1):
+    if first_ahead is None or first_ahead.policy_version == (chain.newest, last + 1):
         return NewestCheckpoint(newest, first_ahead)
-    detail = f"checkpoint {first_ahead.policy_version}, newest report {table.chain.newest}-{last}"
-    violation = Violation(ViolationKind.UNREPORTED_CHECKPOINT, table.algorithm, len(ahead), None, None, None, detail)
+    detail = f"checkpoint {first_ahead.policy_version}, newest report {chain.newest}-{last}"
+    violation = Violation(ViolationKind.UNREPORTED_CHECKPOINT, algorithm, len(ahead), None, None, None, detail)
     return NewestCheckpoint(newest, None, (violation,))
 
 
 def check_checkpoint(
-    table: AuditTable, manifest: CheckpointManifest, *, rows_are_held: bool, steps_are_held: bool
-) -> tuple[list[Violation], int]:
-    """All violations against one checkpoint, and how many finished records have a fate whose report or row is deleted.
+    table: AuditTable,
+    manifest: CheckpointManifest,
+    settled: SettledRecords,
+    *,
+    rows_are_held: bool,
+    steps_are_held: bool,
+) -> tuple[list[Violation], Mask]:
+    """All violations against one checkpoint, and which finished records have a fate whose report or row is deleted.
 
     ``rows_are_held``, ``steps_are_held``: whether the topics still hold their first records; if not, a finished record
     without a fate proves nothing.
     """
     produced, name, version = table.produced, table.algorithm, f"checkpoint {manifest.policy_version}"
-    finished, orphans = _finished(table, manifest)
+    finished, orphans = _finished(table, manifest, settled)
     contained = _contained(table, manifest)
     # Finished without a fate is lost; finished with a fate that came after the checkpoint was called finished early.
     unexplained = finished & (table.fates == PENDING)
     early = finished & (table.fates != PENDING) & ~contained
     violations = orphans
-    forgotten = 0
-    if rows_are_held and steps_are_held:
+    proven = rows_are_held and steps_are_held
+    if proven:
         violations += produced.violation(ViolationKind.LOST, name, unexplained, version)
-    else:
-        forgotten = int(np.count_nonzero(unexplained))
     violations += produced.violation(ViolationKind.FINISHED_EARLY, name, early, version)
     violations += produced.violation(ViolationKind.NOT_FINISHED, name, contained & ~finished, version)
     if rows_are_held:
-        violations += _check_rows(table, manifest)
-    return violations, forgotten
+        violations += _check_rows(table, manifest, settled)
+    return violations, unexplained & (not proven)
 
 
-def _finished(table: AuditTable, manifest: CheckpointManifest) -> tuple[Mask, list[Violation]]:
+def _finished(table: AuditTable, manifest: CheckpointManifest, settled: SettledRecords) -> tuple[Mask, list[Violation]]:
     produced = table.produced
     finished: Mask = np.zeros(len(produced), dtype=np.bool_)
     problems: list[tuple[int, int, str | None, str]] = []
-    for text, content in manifest.frontier.items():
-        partition, frontier = int(text), _as_frontier(content)
+    for partition, frontier in frontiers_of(manifest).items():
         # Keys sort by partition first: a partition is the slice from its offset 0 up to the next one's.
         begin, end = np.searchsorted(produced.keys, [partition << PARTITION_SHIFT, (partition + 1) << PARTITION_SHIFT])
         offsets = produced.keys[begin:end] - (partition << PARTITION_SHIFT)
-        low, done = frontier
-        # A frontier per partition: all below ``low`` are finished, and those of ``done`` above it.
-        finished[begin:end] = (offsets < low) | np.isin(offsets, np.array(done, dtype=np.int64))
+        finished[begin:end] = frontier.finished(offsets)
         extent = produced.held.get(partition)
-        beyond = max([low, *(offset + 1 for offset in done)])
+        beyond = max([frontier.low, *(offset + 1 for offset in frontier.done)])
         if beyond > (extent.end if extent else 0):
             problem = f"it has finished records up to offset {beyond}, the log ends at {extent.end if extent else 0}"
             problems.append((partition, beyond - 1, None, problem))
     for text, anchor in manifest.anchors.items():
         keys = np.array([(int(text) << PARTITION_SHIFT) | anchor.offset], dtype=np.int64)
         index = int(produced.find(keys)[0])
-        held = (produced.name(index) or "") if index >= 0 else None
+        there, name = (True, produced.name(index)) if index >= 0 else settled.record_at(int(keys[0]))
+        held = (name or "") if there else None
         # Another name at the same offset: the topic was made anew, and the frontier's offsets mean other records.
         if not produced.expired(keys)[0] and held != anchor.trajectory_id:
             problem = f"the log holds {held or 'no such record'} at its anchor: was the topic made anew?"
@@ -364,18 +352,42 @@ def _finished(table: AuditTable, manifest: CheckpointManifest) -> tuple[Mask, li
     ]
 
 
-def _as_frontier(content: Any) -> tuple[int, list[int]]:
-    return int(content["low"]), [int(offset) for offset in content["done"]]
+class PartitionFrontier(NamedTuple):
+    """What a checkpoint calls finished in one partition: all below ``low``, and those of ``done`` above it."""
+
+    low: int
+    done: list[int]
+
+    @classmethod
+    def of(cls, content: Any) -> "PartitionFrontier":
+        """As the manifest holds it."""
+        return cls(int(content["low"]), [int(offset) for offset in content["done"]])
+
+    def finished(self, offsets: Ints) -> Mask:
+        """Which of these are finished."""
+        finished: Mask = (offsets < self.low) | np.isin(offsets, np.array(self.done, dtype=np.int64))
+        return finished
 
 
-def _contained(table: AuditTable, manifest: CheckpointManifest) -> Mask:
-    """Which produced records were trained or skipped before the checkpoint, by what the topics say."""
+def frontiers_of(manifest: CheckpointManifest) -> dict[int, PartitionFrontier]:
+    """The checkpoint's frontier by partition."""
+    return {int(partition): PartitionFrontier.of(content) for partition, content in manifest.frontier.items()}
+
+
+def is_contained(table: AuditTable, manifest: CheckpointManifest) -> Mask:
+    """Which of all entries were made before the checkpoint."""
     lineage, number = manifest.policy_version
     numbers, lineages = table.all_numbers, table.all_lineages
     # The checkpoint holds its lineage's steps up to its own number, and skip rows up to the tally's count.
     limit = np.where(table.all_codes == TRAINED, number, manifest.skips.count)
     # Older lineages need no limit here: ``counted`` has cut each where its child went on, which was before.
-    before = (lineages < lineage) | ((lineages == lineage) & (numbers <= limit))
+    before: Mask = (lineages < lineage) | ((lineages == lineage) & (numbers <= limit))
+    return before
+
+
+def _contained(table: AuditTable, manifest: CheckpointManifest) -> Mask:
+    """Which produced records were trained or skipped before the checkpoint, by what the topics say."""
+    before = is_contained(table, manifest)
     contained: Mask = np.zeros(len(table.produced), dtype=np.bool_)
     known = table.at >= 0
     contained[table.at[known & before[table.chosen]]] = True
@@ -385,29 +397,37 @@ def _contained(table: AuditTable, manifest: CheckpointManifest) -> Mask:
     return contained
 
 
-def _check_rows(table: AuditTable, manifest: CheckpointManifest) -> list[Violation]:
+def _check_rows(table: AuditTable, manifest: CheckpointManifest, settled: SettledRecords) -> list[Violation]:
     """The rows of the chain up to the checkpoint, one after the other: all there, and hashed to what it says."""
-    # The rolling hash goes on from parent to child: it can only be recomputed from the first lineage's first row.
-    rolling, reasons = "", Counter[str]()
+    # The rolling hash goes on from parent to child: it can only be computed from the first lineage's first row. Rows do
+    # not change, so what was summed up for an earlier checkpoint of the same lineages holds.
+    own, total = table.index, RowSum(0, "", Counter())
+    before: tuple[int, ...] = ()
     for link in table.chain.links:
         if link.lineage > manifest.lineage:
             break
         count = manifest.skips.count if link.lineage == manifest.lineage else link.rows or 0
-        for sequence in range(1, count + 1):
-            index = table.index.rows.get((link.lineage, sequence))
-            if index is None:
+        known = own.row_sums.get((*before, link.lineage))
+        total = known if known is not None and known.rows <= count else RowSum(0, total.hash, total.reasons)
+        rolling, reasons = total.hash, Counter(total.reasons)
+        for sequence in range(total.rows + 1, count + 1):
+            row = own.rows.get(link.lineage, sequence)
+            if row is None:
                 detail = f"row {sequence} of lineage {link.lineage}"
                 return [Violation(ViolationKind.SKIP_ROW_MISSING, table.algorithm, 1, None, None, None, detail)]
-            row = _row(table, index)
-            rolling = chained(rolling, row)
-            reasons[row.reason.value] += end_of(row) - row.offset
+            rolling = chained(rolling, _as_record(link.lineage, sequence, row))
+            reasons[REASONS[row.code - 1].value] += row.end - row.offset
+        total = own.row_sums[*before, link.lineage] = RowSum(count, rolling, reasons)
+        before = (*before, link.lineage, count)
     # Unary plus drops zero counts, so that a reason listed without a row equals one that is not listed.
-    if rolling == manifest.skips.hash and +reasons == +Counter(manifest.skips.by_reason):
+    if total.hash == manifest.skips.hash and +total.reasons == +Counter(manifest.skips.by_reason):
         return []
-    return [_mismatch(table, manifest, reasons, rolling)]
+    return [_mismatch(table, manifest, settled, total.reasons, total.hash)]
 
 
-def _mismatch(table: AuditTable, manifest: CheckpointManifest, reasons: Counter[str], rolling: str) -> Violation:
+def _mismatch(
+    table: AuditTable, manifest: CheckpointManifest, settled: SettledRecords, reasons: Counter[str], rolling: str
+) -> Violation:
     # Counts that differ name a reason to look at; with equal counts and another hash, rows differ in place or order.
     wanted = Counter(manifest.skips.by_reason)
     differing = sorted(reason for reason in {*reasons, *wanted} if reasons[reason] != wanted[reason])
@@ -418,33 +438,39 @@ def _mismatch(table: AuditTable, manifest: CheckpointManifest, reasons: Counter[
         detail = (
             f"hash {rolling or 'of no row'}, checkpoint {manifest.policy_version} has {manifest.skips.hash or 'none'}"
         )
-    which = _first_row_of(table, differing)
+    which = _first_row_of(table, settled, differing)
     return Violation(ViolationKind.SKIP_MISMATCH, table.algorithm, 1, *which, detail)
 
 
-def _first_row_of(table: AuditTable, reasons: Sequence[str]) -> tuple[str | None, int | None, int | None]:
+def _first_row_of(
+    table: AuditTable, settled: SettledRecords, reasons: Sequence[str]
+) -> tuple[str | None, int | None, int | None]:
     """Where to start looking: the first counted row of a reason that differs."""
-    codes = [code for code, reason in enumerate(REASONS, start=1) if reason.value in reasons]
-    found = np.flatnonzero(table.counted & np.isin(table.all_codes, codes))
-    if not len(found):
-        return None, None, None
-    index, entries = int(found[0]), table.index.entries
-    return entries.names[index], entries.partitions[index], entries.offsets[index]
+    codes = {code for code, reason in enumerate(REASONS, start=1) if reason.value in reasons}
+    for link in table.chain.links:
+        if (found := table.index.rows.first_of(link.lineage, link.rows, codes)) is not None:
+            sequence, row = found
+            wanted = (table.all_codes == row.code) & (table.all_lineages == link.lineage)
+            at = np.flatnonzero(wanted & (table.all_numbers == sequence))
+            # A settled row named its record as the record was named.
+            key = int(keys_of(np.array([row.partition]), np.array([row.offset]))[0])
+            name = table.index.entries.names[int(at[0])] if len(at) else settled.record_at(key)[1]
+            return name, row.partition, row.offset
+    return None, None, None
 
 
-def _row(table: AuditTable, index: int) -> SkipRecord:
+def _as_record(lineage: int, sequence: int, content: RowContent) -> SkipRecord:
     """As much of a row as its hash is about."""
-    entries = table.index.entries
     return SkipRecord.model_construct(
-        algorithm=table.algorithm,
+        algorithm="",
         trajectory_id=None,
         group_id=None,
         step=0,
         sent_at=0.0,
-        lineage=entries.lineages[index],
-        sequence=entries.numbers[index],
-        reason=REASONS[entries.codes[index] - 1],
-        partition=entries.partitions[index],
-        offset=entries.offsets[index],
-        end_offset=entries.ends[index],
+        lineage=lineage,
+        sequence=sequence,
+        reason=REASONS[content.code - 1],
+        partition=content.partition,
+        offset=content.offset,
+        end_offset=content.end,
     )

@@ -11,19 +11,18 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
-from consumers.training.checkpoints.catalogue import read_manifests
-from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.audit import audit
-from inspection.audit.report import AlgorithmBalance, AuditReport
+from inspection.audit.following import NOT_BALANCED, checkpoints_of
+from inspection.audit.report import AlgorithmBalance, AuditReport, Waiting
 from inspection.export import ALL, USUAL, Exporter, ExportManifest, Format, SegmentHistory
 from inspection.process import tune_garbage_collector
 from inspection.source import PastRun, history_of, open_run
 from schemas.errors import UserError
+from schemas.plain_text import plain_text
 from schemas.topics import Topic
 
-NOT_BALANCED = 4
-"""Exit code of an audit that found violations."""
 WIDTH = 100
 """Columns of the table where standard output is no terminal, so that a log or a file has whole lines."""
 
@@ -64,15 +63,6 @@ def audit_history(run: PastRun | None, export: Path | None) -> AuditReport:
     ):
         # A callable, because the audit decides when checkpoints are listed: before it fixes the ends of the topics.
         return uvloop.run(audit(history, run.name, lambda: checkpoints_of(run), progress))
-
-
-def checkpoints_of(run: PastRun) -> list[CheckpointManifest]:
-    """The manifests of a run's checkpoints, newest first; they are read without any tensor.
-
-    Raises:
-        CheckpointError: their place cannot be read.
-    """
-    return read_manifests(run.settings.training.checkpoint_location or run.directory.checkpoints)
 
 
 def export_run(run: Path, to: Path | None, encoding: Format, topics: Sequence[str]) -> int:
@@ -120,13 +110,17 @@ def _print_progress(line: str) -> None:
 
 def print_report(report: AuditReport, console: Console) -> None:
     """Print the report. Its first line says whether the accounts add up, and if not, what breaks them first."""
-    # Lines quote names as they stand on the topic: brackets in them are no Rich markup, and a line stays one line.
-    console.print(headline(report), soft_wrap=True, markup=False, highlight=False)
+
+    def say(line: str) -> None:
+        # Lines quote names as they stand on the topic: brackets in them are no Rich markup, and a line stays one line.
+        console.print(plain_text(line), soft_wrap=True, markup=False, highlight=False)
+
+    say(headline(report))
     for violation in report.violations[1:]:
-        console.print(str(violation), soft_wrap=True, markup=False, highlight=False)
+        say(str(violation))
     console.print(_table(report))
     for line in _facts(report):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(line)
 
 
 def headline(report: AuditReport) -> str:
@@ -143,13 +137,13 @@ def _table(report: AuditReport) -> Table:
     table.add_column("")
     columns = report.algorithms
     for own in columns:
-        table.add_column(own.algorithm, justify="right")
+        table.add_column(Text(plain_text(own.algorithm)), justify="right")
     table.add_column("total", justify="right")
 
     def row(name: str, figures: Iterable[int], *, indent: bool = False) -> None:
         numbers = list(figures)
         shown = [f"{number:,}" for number in (*numbers, sum(numbers))]
-        table.add_row(f"  {name}" if indent else name, *shown)
+        table.add_row(Text(plain_text(f"  {name}" if indent else name)), *shown)
 
     # No trainer has said anything and there is no checkpoint: whatever was produced is pending.
     if not columns:
@@ -162,6 +156,9 @@ def _table(report: AuditReport) -> Table:
     for reason in sorted({reason for own in columns for reason in own.skipped}):
         row(reason, (own.skipped.get(reason, 0) for own in columns), indent=True)
     row("+ pending", (own.pending for own in columns))
+    for name in (reason.name.lower() for reason in Waiting):
+        if any(own.waiting.get(name) for own in columns):
+            row(name, (own.waiting.get(name, 0) for own in columns), indent=True)
     if any(own.expired_fates for own in columns):
         row("+ forgotten by the topics", (own.expired_fates for own in columns))
     return table
@@ -201,6 +198,9 @@ def _facts_of(own: AlgorithmBalance) -> Iterable[str]:
             f"{own.algorithm}: of records that retention has deleted since: {own.expired_trained} trained, "
             f"{own.expired_skipped} skipped"
         )
+    for reason in Waiting:
+        if count := own.waiting.get(reason.name.lower()):
+            yield f"{own.algorithm}: pending {reason.name.lower()} {count:,}: {reason.value}"
     for note in own.notes:
         yield f"{own.algorithm}: {note}"
 

@@ -1,7 +1,7 @@
 """Indexes the topics of a run, record by record and in any order, keeping only what the balance needs.
 
 A run may hold tens of millions of trajectories, so of a trajectory only the id in its header is read, and what is kept
-are columns of plain numbers and one text buffer: about 100 bytes a record.
+are columns (``columns.py``).
 
 Repeats count once: of a step report by its version, of a skip row by its lineage and sequence. A repeat with other
 contents is kept as a conflict.
@@ -11,29 +11,22 @@ without groups that names its parent. Of an ancestor, what counts is what the ch
 on: steps up to the parent's number, skip rows up to ``parent_skips``.
 """
 
-from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from bus.history import Extent
 from bus.port import Record
+from inspection.audit.columns import RecordEntries, RecordPositions, hash_of
+from inspection.audit.rows import RowContent, RowSum, SkipRows
 from observability.record_index.entries import fields_of, trajectory_id_of
 from schemas.codec import named_error
 from schemas.errors import DataError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
-
-Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
-
-PARTITION_SHIFT = 44
-"""A position as one number: partition × 2⁴⁴ + offset. Leaves 19 bits for partitions; 2⁴⁴ offsets last for decades."""
 
 TRAINED = 0
 REASONS = tuple(SkipReason)
@@ -53,95 +46,10 @@ def ordered_ids_of(record: Record) -> list[str]:
     return [f"{group}/{index}" for index in indices]
 
 
-def keys_of(partitions: Ints, offsets: Ints) -> Ints:
-    """Positions as single numbers that sort by partition, then offset."""
-    return (partitions << PARTITION_SHIFT) | offsets
-
-
-def position_of(key: int) -> tuple[int, int]:
-    """Partition and offset of such a number."""
-    return int(key) >> PARTITION_SHIFT, int(key) & ((1 << PARTITION_SHIFT) - 1)
-
-
-def as_ints(column: "array[int]") -> Ints:
-    """A copy of a column as numpy array."""
-    return np.array(column, dtype=np.int64)
-
-
-class NameTable:
-    """A list of texts, None among them; ``hashes`` (8 bytes each) compare them without decoding."""
-
-    def __init__(self) -> None:
-        # All texts in one buffer, text i at [ends[i - 1], ends[i]): a str each would cost tens of bytes more.
-        self._text = bytearray()
-        self._ends: array[int] = array("Q")
-        self._hashes: array[int] = array("Q")
-
-    def append(self, name: str | None) -> None:
-        """Add a text; an empty one counts as None."""
-        # A lone surrogate has no UTF-8 form: replaced, it still tells names apart well enough, and does not raise.
-        content = (name or "").encode(errors="replace")
-        self._text += content
-        self._ends.append(len(self._text))
-        # 0 stands for None; that a text hashes to it has a chance of 2⁻⁶⁴.
-        self._hashes.append(xxhash.xxh3_64_intdigest(content) if content else 0)
-
-    def __getitem__(self, index: int) -> str | None:
-        begin = self._ends[index - 1] if index else 0
-        return self._text[begin : self._ends[index]].decode() or None
-
-    def hashes(self) -> NDArray[np.uint64]:
-        """One number a text, 0 for None."""
-        return np.array(self._hashes, dtype=np.uint64)
-
-
-def _column() -> "array[int]":
-    # 8 bytes a value in one block; a list would hold a pointer and an object of 28 bytes for each.
-    return array("q")
-
-
-@dataclass
-class RecordPositions:
-    """Records of the trajectories topic: partition, offset and trajectory id of each."""
-
-    partitions: "array[int]" = field(default_factory=_column)
-    offsets: "array[int]" = field(default_factory=_column)
-    names: NameTable = field(default_factory=NameTable)
-
-    def add_position(self, partition: int, offset: int, name: str | None) -> None:
-        """Add a row."""
-        self.partitions.append(partition)
-        self.offsets.append(offset)
-        self.names.append(name)
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def keys(self) -> Ints:
-        """The positions as single numbers, in the order of the rows."""
-        return keys_of(as_ints(self.partitions), as_ints(self.offsets))
-
-
-@dataclass
-class RecordEntries(RecordPositions):
-    """What became of records: code 0 is trained, others name a skip reason.
-
-    ``numbers``: the step of a trained record, the sequence of a skip row; ``ends``: the offset after the last record
-    that a row stands for.
-    """
-
-    codes: "array[int]" = field(default_factory=_column)
-    lineages: "array[int]" = field(default_factory=_column)
-    numbers: "array[int]" = field(default_factory=_column)
-    ends: "array[int]" = field(default_factory=_column)
-
-    def add(self, code: int, lineage: int, number: int, position: Sequence[int], end: int, name: str | None) -> None:
-        """Add a row; ``position`` is partition and offset."""
-        self.add_position(position[0], position[1], name)
-        self.codes.append(code)
-        self.lineages.append(lineage)
-        self.numbers.append(number)
-        self.ends.append(end)
+def _sample_of(name: str) -> str:
+    index = name.rpartition("/")[2]
+    # More digits than any group has samples: an order with damaged fields must not make us look for billions.
+    return index if index.isdecimal() and len(index) <= 4 else ""
 
 
 class LineageStart(NamedTuple):
@@ -238,33 +146,65 @@ def _problem(start: LineageStart, until: int | None) -> str | None:
     return None
 
 
+class Conflict(NamedTuple):
+    """One version or row that was written with two contents: of which lineage and number, and a record of it."""
+
+    lineage: int
+    number: int
+    detail: str
+    ref: RecordRef | None
+
+
+@dataclass
+class ConflictTally:
+    """How many there are, and the one of the lowest lineage and number, whatever order they were found in."""
+
+    count: int = 0
+    first: Conflict | None = None
+
+    def add(self, conflict: Conflict) -> None:
+        """Count one more."""
+        self.count += 1
+        if self.first is None or conflict[:3] < self.first[:3]:
+            self.first = conflict
+
+
 @dataclass
 class AlgorithmIndex:
-    """What one algorithm's trainer reported. ``steps``: fingerprints of the reports with groups, by version."""
+    """What one algorithm's trainer reported.
+
+    ``steps``: fingerprints of the reports with groups, by version; ``last_steps``: versions whose reports say that the
+    run reached its end with them; ``row_sums``: what checks have summed up of the rows, by the lineages before.
+    """
 
     entries: RecordEntries = field(default_factory=RecordEntries)
     lineage_starts: dict[int, LineageStart] = field(default_factory=dict)
-    steps: dict[PolicyVersion, str] = field(default_factory=dict)
-    rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    steps: dict[PolicyVersion, bytes] = field(default_factory=dict)
+    rows: SkipRows = field(default_factory=SkipRows)
     refused_steps: int = 0
-    conflicts: list[tuple[str, RecordRef | None]] = field(default_factory=list)
+    conflicts: ConflictTally = field(default_factory=ConflictTally)
+    last_steps: set[PolicyVersion] = field(default_factory=set)
+    row_sums: dict[tuple[int, ...], RowSum] = field(default_factory=dict)
 
     def add_report(self, report: StepReport) -> None:
         """Add a step, or the start of a lineage."""
         version = report.version
+        if report.finished:
+            self.last_steps.add(version)
         # A lineage announces itself by a report without groups; sent again it is equal, and no conflict.
         if not report.group_ids and not report.micro_batches:
             start = LineageStart(version.lineage, version.number, report.parent, report.parent_skips)
             if self.lineage_starts.setdefault(version.lineage, start) != start:
-                self.conflicts.append((f"lineage {version.lineage} began twice, differently", None))
+                detail = f"lineage {version.lineage} began twice, differently"
+                self.conflicts.add(Conflict(version.lineage, version.number, detail, None))
             return
         refs = report.trained_refs
         # Only what the balance is about, groups and records; 16 bytes are kept rather than the report.
-        fingerprint = xxhash.xxh3_128_hexdigest(repr((report.group_ids, refs)).encode(errors="replace"))
+        fingerprint = xxhash.xxh3_128_digest(repr((report.group_ids, refs)).encode(errors="replace"))
         if version in self.steps:
             if self.steps[version] != fingerprint:
-                first = refs[0] if refs else None
-                self.conflicts.append((f"step {version} was reported twice, with other records", first))
+                detail = f"step {version} was reported twice, with other records"
+                self.conflicts.add(Conflict(version.lineage, version.number, detail, refs[0] if refs else None))
             return
         self.steps[version] = fingerprint
         for ref in refs:
@@ -273,26 +213,26 @@ class AlgorithmIndex:
 
     def add_row(self, row: SkipRecord) -> None:
         """Add a skip row."""
-        code, end = CODE_OF[row.reason], row.end_offset or row.offset + 1
-        # Maps to the index of the row's entry, which is the next one to be added only if the row is new.
-        known = self.rows.setdefault((row.lineage, row.sequence), len(self.entries))
-        entries = self.entries
-        if known == len(entries):
-            entries.add(code, row.lineage, row.sequence, (row.partition, row.offset), end, row.trajectory_id)
-            return
-        before = entries.codes[known], entries.partitions[known], entries.offsets[known], entries.ends[known]
-        if before != (code, row.partition, row.offset, end):
+        content = RowContent(CODE_OF[row.reason], row.partition, row.offset, row.end_offset or row.offset + 1)
+        known = self.rows.add(row.lineage, row.sequence, content)
+        if known is None:
+            position = row.partition, row.offset
+            self.entries.add(content.code, row.lineage, row.sequence, position, content.end, row.trajectory_id)
+        elif known != content:
             ref = RecordRef(row.trajectory_id or "", row.partition, row.offset)
-            self.conflicts.append((f"row {row.sequence} of lineage {row.lineage} was written twice, differently", ref))
+            detail = f"row {row.sequence} of lineage {row.lineage} was written twice, differently"
+            self.conflicts.add(Conflict(row.lineage, row.sequence, detail, ref))
 
 
 @dataclass
 class AuditIndex:
-    """The whole run. ``held``: extents of the trajectories topic; the flags say whether a topic still holds its first
-    record, so that what is missing cannot have expired.
+    """The whole run. ``held``: extents of the trajectories topic, and ``missed`` the offsets within them that were
+    deleted unread; the flags say whether a topic was read from its first record on, so that what is missing cannot have
+    expired. ``samples``: of the largest group that was ordered.
     """
 
     held: dict[int, Extent] = field(default_factory=dict)
+    missed: dict[int, list[Extent]] = field(default_factory=dict)
     steps_begin: bool = True
     skips_begin: bool = True
     produced: RecordPositions = field(default_factory=RecordPositions)
@@ -300,6 +240,7 @@ class AuditIndex:
     algorithms: dict[str, AlgorithmIndex] = field(default_factory=dict)
     ordered: set[int] = field(default_factory=set)
     orders: int = 0
+    samples: int = 0
     dead_letters: Counter[str] = field(default_factory=Counter)
 
     def of(self, algorithm: str) -> AlgorithmIndex:
@@ -344,7 +285,9 @@ class AuditIndex:
         """A record of the work-orders topic."""
         self.orders += 1
         # A number a name instead of its text; the same hash as ``NameTable`` keeps, so that both can be compared.
-        self.ordered.update(xxhash.xxh3_64_intdigest(name.encode()) for name in ordered_ids_of(record))
+        names = ordered_ids_of(record)
+        self.ordered.update(hash_of(name) for name in names)
+        self.samples = max([self.samples, *(int(index) + 1 for name in names if (index := _sample_of(name)))])
 
     def add_dead_letter(self, record: Record) -> None:
         """A record of the dead-letters topic."""

@@ -69,7 +69,9 @@ class Violation:
             name = " a record without a readable name" if where else ""
         more = f" ({self.count} in all)" if self.count > 1 else ""
         detail = f"; {self.detail}" if self.detail else ""
-        return f"{self.kind.value}:{name}{where}{more}: {EXPLANATIONS[self.kind]}{detail} [{self.algorithm}]"
+        said = f"{self.kind.value}:{name}{where}{more}: {EXPLANATIONS[self.kind]}{detail} [{self.algorithm}]"
+        # Names come from the topics: an escape sequence among them must not reach a terminal.
+        return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in said)
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,24 @@ class UndoneByCrash:
     rows: int = 0
 
 
+class Waiting(StrEnum):
+    """Why a record is pending, as far as the topics tell; of several reasons the first."""
+
+    UNDONE = "trained or skipped, and undone by a crash: it is taken again"
+    COPY = "a copy of a trained trajectory, which is skipped once it is read"
+    UNFINISHED_GROUP = "its group has samples that are not on the topic yet"
+    READ = "read, in a whole group that waits for its step"
+    BEHIND = "behind everything trained or skipped in its partition: not read yet, or just read"
+
+
 @dataclass(frozen=True)
 class AlgorithmBalance:
     """Records of the trajectories topic by what became of them in one algorithm.
 
     ``trained`` and ``skipped`` count what the surviving lineages reported; ``expired_*`` those of them that retention
     has deleted since, which are in no other figure. ``expired_fates``: finished records whose report or row is deleted.
+    ``waiting``: the pending records by ``Waiting``'s names. ``finished``: the trainer has said that the run reached its
+    end.
     """
 
     algorithm: str
@@ -103,6 +117,8 @@ class AlgorithmBalance:
     lineages: tuple[int, ...]
     checkpoint: str | None
     undone: UndoneByCrash
+    waiting: dict[str, int] = field(default_factory=dict)
+    finished: bool = False
     notes: tuple[str, ...] = ()
     violations: tuple[Violation, ...] = ()
 
@@ -146,6 +162,11 @@ class AuditReport:
     def is_balanced(self) -> bool:
         """Whether every algorithm's accounts add up."""
         return all(each.is_balanced for each in self.algorithms)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every algorithm's trainer has said that the run reached its end."""
+        return bool(self.algorithms) and all(each.finished for each in self.algorithms)
 
     def timed(self, seconds: float) -> Self:
         """The same, with how long it took."""

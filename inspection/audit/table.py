@@ -4,25 +4,15 @@ Counted is what the surviving chain contains. A skip row for a range of records 
 unread names no single record, and is kept apart in ``ranges``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from bus.history import Extent
-from inspection.audit.index import (
-    CODE_OF,
-    PARTITION_SHIFT,
-    TRAINED,
-    AlgorithmIndex,
-    Ints,
-    LineageChain,
-    Mask,
-    RecordPositions,
-    as_ints,
-    position_of,
-)
+from inspection.audit.columns import PARTITION_SHIFT, Hashes, Ints, Mask, RecordPositions, as_ints, position_of
+from inspection.audit.index import CODE_OF, TRAINED, AlgorithmIndex, LineageChain
 from inspection.audit.report import Violation, ViolationKind
 from schemas.reports import SkipReason
 
@@ -34,7 +24,9 @@ EXPIRED_RANGE = CODE_OF[SkipReason.RETENTION_EXPIRED]
 class ProducedRecords:
     """The records that the topic holds, sorted by position; ``keys`` [N], ``hashes`` of their ids [N]."""
 
-    def __init__(self, positions: RecordPositions, held: Mapping[int, Extent]) -> None:
+    def __init__(
+        self, positions: RecordPositions, held: Mapping[int, Extent], missed: Mapping[int, Sequence[Extent]]
+    ) -> None:
         keys = positions.keys()
         # Partitions are read in any order; sorted, ``find`` is a binary search and a partition is a slice.
         order = np.argsort(keys, kind="stable")
@@ -45,7 +37,7 @@ class ProducedRecords:
         self.keys = keys[self.order]
         self.names = positions.names
         self.hashes = positions.names.hashes()[self.order]
-        self._first = first
+        self._first, self._missed = first, missed
 
     @staticmethod
     def _first_held(held: Mapping[int, Extent]) -> Ints:
@@ -68,8 +60,13 @@ class ProducedRecords:
         return len(self.keys)
 
     def expired(self, keys: Ints) -> Mask:
-        """Which positions lie below the first offset that is held: retention has deleted those records."""
-        return self._below(self._first, keys)
+        """Which positions lie where retention deleted the records before they were read."""
+        expired = self._below(self._first, keys)
+        for partition, extents in self._missed.items():
+            base = partition << PARTITION_SHIFT
+            for extent in extents:
+                expired |= (keys >= base + extent.first) & (keys < base + extent.end)
+        return expired
 
     def find(self, keys: Ints) -> Ints:
         """Index of the record at each position, -1 where there is none."""
@@ -123,6 +120,11 @@ class AuditTable:
         return as_ints(self.index.entries.numbers)
 
     @cached_property
+    def all_hashes(self) -> Hashes:
+        """Hashes of the names of all entries."""
+        return self.index.entries.names.hashes()
+
+    @cached_property
     def counted(self) -> Mask:
         """Which of all entries the surviving chain contains."""
         counted = np.zeros(len(self.index.entries), dtype=np.bool_)
@@ -141,8 +143,11 @@ class AuditTable:
 
     @cached_property
     def chosen(self) -> Ints:
-        """Indices of counted entries that name one record each."""
-        return np.flatnonzero(self.counted & (self.all_codes != EXPIRED_RANGE))
+        """Indices of counted entries that name one record each, by record and then by who names it."""
+        found = np.flatnonzero(self.counted & (self.all_codes != EXPIRED_RANGE))
+        # Sorted by what they say, so that nothing depends on the order in which topics were read.
+        columns = self.all_hashes, self.all_codes, self.all_numbers, self.all_lineages, self.index.entries.keys()
+        return found[np.lexsort([column[found] for column in columns])]
 
     @cached_property
     def ranges(self) -> Ints:
@@ -158,6 +163,21 @@ class AuditTable:
     def keys(self) -> Ints:
         """The record's position."""
         return self.index.entries.keys()[self.chosen]
+
+    @cached_property
+    def lineages(self) -> Ints:
+        """The lineage that says so."""
+        return self.all_lineages[self.chosen]
+
+    @cached_property
+    def numbers(self) -> Ints:
+        """Its step, or the number of its row."""
+        return self.all_numbers[self.chosen]
+
+    @cached_property
+    def chosen_hashes(self) -> Hashes:
+        """Hash of the name that it gives the record."""
+        return self.all_hashes[self.chosen]
 
     @cached_property
     def at(self) -> Ints:
@@ -207,8 +227,7 @@ class AuditTable:
         positions = np.flatnonzero(which)
         if not len(positions):
             return []
-        # Entries stand in the order of the topics that reported them, which says nothing of the records' positions.
-        first = int(positions[np.argmin(self.keys[positions])])
+        first = int(positions[0])
         text = detail or f"by {self.source(first)}"
         partition, offset = position_of(self.keys[first])
         return [Violation(kind, self.algorithm, len(positions), self.name(first), partition, offset, text)]

@@ -27,6 +27,7 @@ from inspection.diagnostics.checks import (
 from inspection.diagnostics.connect import CLIENT_ID, RunConnection, connect, runs_of
 from inspection.source import open_run
 from schemas.errors import BusError, SettingsError, UserError
+from schemas.plain_text import plain_text
 from settings.tree import Settings
 
 
@@ -36,7 +37,7 @@ def run_doctor(where: Path | None, run: str, servers: str | None, *, as_json: bo
     for each in _findings(where, run, servers):
         findings.append(each)
         if not as_json:
-            print(each.line, flush=True)
+            print(plain_text(each.line, keep="\n"), flush=True)
     if as_json:
         print(json.dumps(as_rows(findings)))
     else:

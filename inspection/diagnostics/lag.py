@@ -21,6 +21,7 @@ from bus.port import TopicPartition
 from inspection.diagnostics.connect import CLIENT_ID, RunConnection
 from inspection.diagnostics.tail import newest_records
 from observability.run_state.state import LAG_PREFIX, RunState
+from schemas.plain_text import plain_lines
 from schemas.topics import STEPS, TRAJECTORIES
 
 NEXT_WITHIN = 50
@@ -41,7 +42,7 @@ def show_lag(connection: RunConnection, interval_s: float, *, as_json: bool) -> 
     if as_json:
         print(json.dumps([lag_json(lag) for lag in lags]))
     else:
-        print("\n".join(line for lag in lags for line in lag_lines(lag)))
+        print(plain_lines(line for lag in lags for line in lag_lines(lag)))
     return 0
 
 

@@ -18,6 +18,7 @@ from schemas.control import (
     WorkerClaimed,
 )
 from schemas.messages import Message
+from schemas.plain_text import plain_text
 from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
 from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
 
@@ -31,7 +32,7 @@ def line_of(shown: ShownRecord) -> str:
     record = shown.record
     # As of the record, in local time: that is what is compared with other logs.
     time = datetime.fromtimestamp(record.timestamp).astimezone().strftime("%H:%M:%S.%f")[:-3]
-    return f"{time} {record.partition}@{record.offset} {_plain(_said(shown))}"
+    return f"{time} {record.partition}@{record.offset} {plain_text(_said(shown))}"
 
 
 def _said(shown: ShownRecord) -> str:
@@ -126,11 +127,6 @@ def _metrics(metrics: dict[str, float]) -> str:
 def _head(text: str) -> str:
     # Quoted, so that it is seen where a stranger's text begins and ends within the line.
     return repr(text[:HEAD] + ("…" if len(text) > HEAD else ""))
-
-
-def _plain(text: str) -> str:
-    # Escape sequences and line breaks come out as what they are written with.
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def json_of(shown: ShownRecord) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from inspection.diagnostics.tail import newest_records
 from observability.run_state.aggregates import NO_VERSION
 from observability.run_state.state import RunState, is_alive
 from schemas.identifiers import PolicyVersion
+from schemas.plain_text import plain_lines
 from schemas.reports import Heartbeat, WorkerState
 from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, STEPS, TRAJECTORIES
 
@@ -45,7 +46,7 @@ def show_status(connection: RunConnection, *, as_json: bool) -> int:
         UserError: no such run, or no broker.
     """
     status = uvloop.run(_status(connection))
-    print(json.dumps(status_json(status)) if as_json else "\n".join(status_lines(status)))
+    print(json.dumps(status_json(status)) if as_json else plain_lines(status_lines(status)))
     return 0
 
 
@@ -190,7 +191,7 @@ def _worker(beat: Heartbeat, now: float) -> str:
     state = beat.state.value
     # Who has said that it stops is expected to be silent.
     if beat.state is not WorkerState.STOPPED and not is_alive(beat, now):
-        state = f"silent for {now - beat.sent_at:.0f} s"
+        state = f"silent for {max(0.0, now - beat.sent_at):.0f} s"
     return (
         f"{beat.worker_id:<16} {state:<10} v{beat.version!s:<8} {beat.running:>4} running {beat.waiting:>4} waiting "
         f"of {beat.capacity:<4} {beat.tokens_per_s:>8.0f} tokens/s  {beat.engine}"

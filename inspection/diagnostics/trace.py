@@ -17,6 +17,7 @@ from observability.tracing.span_files import (
     spans_with,
 )
 from schemas.errors import UserError
+from schemas.plain_text import plain_text
 
 GROUP = "streamrl.group_id"
 NAME_WIDTH, PROCESS_WIDTH = 28, 12
@@ -45,10 +46,10 @@ def show_trace(name: str, where: Path | None, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(span) for part in (spans, *steps) for span in part]))
         return
-    print(f"trace {spans[0].trace}")
+    print(plain_text(f"trace {spans[0].trace}"))
     for part in (spans, *steps):
         for node in span_tree(part):
-            print(_line(node, spans[0].start_ns))
+            print(plain_text(_line(node, spans[0].start_ns)))
 
 
 def find(folder: Path, name: str) -> tuple[list[ExportedSpan], list[list[ExportedSpan]]]:

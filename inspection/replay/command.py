@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import structlog
-
 from bus.history import History
 from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
@@ -29,6 +27,7 @@ from inspection.replay.view import as_json, bisection_lines, dead_letter_lines, 
 from inspection.source import PastRun, history_of, open_run
 from observability.record_index.store import RecordIndex
 from schemas.errors import SettingsError, UserError
+from schemas.plain_text import plain_lines
 from settings.layers import from_arguments, merged
 from settings.loading import validated
 from settings.tree import Settings
@@ -85,7 +84,7 @@ class ReplaySession:
 
     def show(self, value: object, lines: list[str]) -> None:
         """Print a result."""
-        print(as_json(value) if self.request.json else "\n".join(lines))
+        print(as_json(value) if self.request.json else plain_lines(lines))
 
 
 def replay(request: ReplayRequest) -> int:
@@ -133,11 +132,6 @@ def replay_steps(request: ReplayRequest) -> list[StepReplay]:
 def print_progress(line: str) -> None:
     """Progress."""
     print(line, file=sys.stderr, flush=True)
-
-
-def log_to_stderr() -> None:
-    """Keep standard output for results."""
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 async def replay_with(request: ReplayRequest, run: PastRun, history: History, scratch: Path) -> int:

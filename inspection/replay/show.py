@@ -21,6 +21,7 @@ from inspection.source import PastRun, history_of, open_run
 from observability.record_index.following import IndexFollower
 from observability.record_index.store import RecordIndex
 from schemas.identifiers import PolicyVersion
+from schemas.plain_text import plain_lines
 from schemas.trajectories import Trajectory
 
 STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
@@ -103,7 +104,7 @@ def history_text(history: TrajectoryHistory, piece: Piece) -> Text:
     """Everything; ``piece`` gives a token's text. Without colours it still says which version sampled which tokens."""
     trajectory = history.trajectory
     styles = _styles(trajectory)
-    text = Text("\n".join(_head(trajectory)) + "\n\n")
+    text = Text(plain_lines(_head(trajectory)) + "\n\n")
     text.append(f"tokens, with log-probs at temperature {number(trajectory.temperature)}; versions: ")
     for version, style in styles.items():
         text.append(f"{version} ", style)
@@ -112,7 +113,7 @@ def history_text(history: TrajectoryHistory, piece: Piece) -> Text:
     text.append("\n")
     for line in _token_lines(trajectory, piece, styles):
         text.append_text(line).append("\n")
-    return text.append("\n" + "\n".join([*_rewards(trajectory), "", *_records(history), "", *_events(history)]))
+    return text.append("\n" + plain_lines([*_rewards(trajectory), "", *_records(history), "", *_events(history)]))
 
 
 def pieces_of(model_path: str) -> Piece:
@@ -152,6 +153,7 @@ def _token_lines(trajectory: Trajectory, piece: Piece, styles: dict[PolicyVersio
         line = Text("  ").append(f"[{span.version}]", f"bold {style}")
         for index in range(span.start, span.end):
             trained = bool(trajectory.loss_mask[index])
+            # Its own quotes show where a token begins and ends; ``repr`` writes out what is not printable.
             shown = f"{piece(int(trajectory.token_ids[index]))!r} {trajectory.logprobs[index]:.2f}"
             line.append("  ").append(shown if trained else f"({shown})", style if trained else f"{UNTRAINED} {style}")
         lines.append(line)

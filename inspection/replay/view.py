@@ -12,6 +12,7 @@ from inspection.replay.comparing import TrajectoryContribution
 from inspection.replay.dead_letters import ReplayedDeadLetter
 from inspection.replay.results import BisectionResult, GradientOutlier, RebuiltStep, StepReplay, WhatIf
 from inspection.replay.steps import StepLog, describe_attempts
+from schemas.plain_text import plain_json
 
 LARGEST = 12
 """Rows of a ranking that are printed; ``--json`` has all."""
@@ -198,8 +199,8 @@ def dead_letter_lines(version: str, dead_letters: Sequence[ReplayedDeadLetter]) 
 
 def as_json(value: Any) -> str:
     """One JSON text; numbers that are not finite become the strings ``inf``, ``-inf`` and ``nan``."""
-    # Prompts and completions in their own script rather than in escapes.
-    return json.dumps(plain(value), ensure_ascii=False)
+    # Prompts and completions in their own script rather than in escapes, all but what a terminal would obey.
+    return plain_json(json.dumps(plain(value), ensure_ascii=False))
 
 
 def plain(value: Any) -> Any:

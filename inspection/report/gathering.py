@@ -199,12 +199,19 @@ def _union(ascending: Sequence[tuple[float, float]], gap: float) -> Iterator[tup
 
 
 def adoptions(log: Path) -> tuple[tuple[float, str], ...]:
-    """What a worker's log file says of weights it adopted; nothing if there is no such file."""
+    """What a worker's log file and its numbered copies say of weights it adopted; nothing if there is no such file."""
+    copies = [path for path in log.parent.glob(f"{log.name}.*") if path.suffix[1:].isdecimal()]
+    # The highest number is the oldest.
+    files = [*sorted(copies, key=lambda path: int(path.suffix[1:]), reverse=True), log]
+    return tuple(found for file in files for found in _adoptions_in(file))
+
+
+def _adoptions_in(file: Path) -> list[tuple[float, str]]:
     try:
-        with log.open(encoding="utf-8", errors="replace") as lines:
-            return tuple(found for line in lines if (found := _adoption(line)) is not None)
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            return [found for line in lines if (found := _adoption(line)) is not None]
     except OSError:
-        return ()
+        return []
 
 
 def _adoption(line: str) -> tuple[float, str] | None:

@@ -32,7 +32,6 @@ from inspection.terminal.drawing import (
     draw_head,
     draw_rows,
     head_of_rows,
-    plain,
     preview,
     row_of,
     whole,
@@ -42,6 +41,7 @@ from observability.run_state.pace import OFTEN_S
 from observability.run_state.snapshot import SECTIONS
 from observability.run_state.state import RunState
 from schemas.errors import StreamRLError
+from schemas.plain_text import plain_text
 from schemas.trajectories import Trajectory
 
 INTERRUPTED = 130
@@ -229,7 +229,7 @@ class Trajectories(Container):
         try:
             told = whole(await self.read(row["place"]), row["place"], row["fate"], command)
         except StreamRLError as error:
-            told = preview(row).append(f"\n{plain(str(error))}", BAD)
+            told = preview(row).append(f"\n{plain_text(str(error))}", BAD)
         # Another row may have been chosen while this one was read.
         if self.opened == row["place"]:
             self._tell(told)

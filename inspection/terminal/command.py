@@ -20,12 +20,13 @@ from bus.kafka.connection import advised
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
 from inspection.process import tune_garbage_collector
-from inspection.terminal.drawing import plain, short
+from inspection.terminal.drawing import short
 from observability.run_state.feed import RunFeed
 from observability.run_state.pace import Pace
 from observability.run_state.snapshot import snapshot
 from observability.run_state.state import RunState
 from schemas.errors import BusUnavailable, UserError
+from schemas.plain_text import plain_text
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import Trajectory
 
@@ -200,10 +201,12 @@ def line_of(state: RunState, now: float) -> str:
     loop, lag = found["loop"], found["lag"]
     rates, metrics = loop["rates"], loop["metrics"]
     behind = " ".join(f"b{bucket}:{count}" for bucket, count in zip(lag["buckets"], lag["lag"], strict=True))
-    held = " ".join(f"{plain(each['id'])}@{each['version']}" for each in found["workers"] if each["state"] != "stopped")
+    held = " ".join(
+        f"{plain_text(each['id'])}@{each['version']}" for each in found["workers"] if each["state"] != "stopped"
+    )
     skips = " ".join(f"{reason}:{count}" for reason, count in sorted(loop["skips"].items()))
     parts = (
-        f"{plain(state.run)} {loop['health']}",
+        f"{plain_text(state.run)} {loop['health']}",
         f"step {loop['step']}",
         f"reward {short(metrics.get('reward'))}",
         f"{short(rates['trajectories'])} traj/s",

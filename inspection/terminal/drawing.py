@@ -13,6 +13,7 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from schemas.plain_text import plain_text
 from schemas.trajectories import Trajectory
 
 Draw = Callable[[Mapping[str, Any], int, int], Text]
@@ -40,12 +41,6 @@ SHOWN_CHARACTERS = 20_000
 """Of one text; more would make the screen slow to scroll."""
 Column = float | None
 _RUNS = re.compile("█+|[^█]+")
-
-
-def plain(text: str) -> str:
-    """Without characters that a terminal would obey or that have no width of their own."""
-    # A completion may hold escape sequences, which would move the cursor or colour the screen.
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def fitted(text: str, width: int, *, right: bool = False) -> str:
@@ -178,14 +173,14 @@ def draw_head(data: Mapping[str, Any], width: int, _height: int = 1) -> Text:
     loop = data["loop"]
     reward, age = loop["metrics"].get("reward"), loop["step_age"]
     parts = [
-        (f" {plain(loop['run'])}", "bold"),
+        (f" {plain_text(loop['run'])}", "bold"),
         (f"● {loop['health']}", HEALTHS.get(loop["health"], WARN)),
         (f"step {loop['step']}", "bold"),
         ("" if reward is None else f"reward {short(reward)}", GOOD),
         (f"{loop['workers']} workers", ""),
         (f"weights {loop['announced']}", ""),
         ("" if age is None else f"last step {age:.0f} s ago", MUTED),
-        (plain(loop["algorithm"]), MUTED),
+        (plain_text(loop["algorithm"]), MUTED),
     ]
     text = Text()
     for told, style in parts:
@@ -202,7 +197,9 @@ def draw_events(data: Mapping[str, Any], width: int, height: int) -> Text:
         return nothing("nothing happened yet", width)
     rows = []
     for _, at, level, told, times in reversed(events[-height:] if height else []):
-        row = Text.assemble((time.strftime("%H:%M:%S ", time.localtime(at)), MUTED), (plain(told), EVENT_LEVELS[level]))
+        row = Text.assemble(
+            (time.strftime("%H:%M:%S ", time.localtime(at)), MUTED), (plain_text(told), EVENT_LEVELS[level])
+        )
         rows.append(row.append(f"  ×{times}" if times > 1 else "", "bold"))
     return lines(rows, width, height)
 
@@ -230,9 +227,9 @@ def row_of(row: Mapping[str, Any], width: int) -> Text:
     text = Text(no_wrap=True)
     for name, size in _columns(width).items():
         style = "" if name != "fate" else GOOD if fate.startswith("trained") else WARN if "skip" in fate else MUTED
-        text.append(fitted(plain(str(cells[name])), size, right=name in NUMBERS), style).append(" ")
+        text.append(fitted(plain_text(str(cells[name])), size, right=name in NUMBERS), style).append(" ")
     if width - text.cell_len > 8:
-        text.append(plain(row["text"][:120]), MUTED)
+        text.append(plain_text(row["text"][:120]), MUTED)
     text.rstrip()
     text.truncate(max(0, width), overflow="ellipsis")
     return text
@@ -254,9 +251,11 @@ def draw_rows(data: Mapping[str, Any], width: int, height: int) -> Text:
 
 def preview(row: Mapping[str, Any]) -> Text:
     """What is known of a trajectory without reading its record again."""
-    text = Text.assemble((plain(row["id"]), "bold"), ("  at ", MUTED), row["place"], ("  ", ""), (row["fate"], ACCENT))
+    text = Text.assemble(
+        (plain_text(row["id"]), "bold"), ("  at ", MUTED), row["place"], ("  ", ""), (row["fate"], ACCENT)
+    )
     facts = f"{row['worker']}, bucket {row['bucket']}, {row['seconds']:.1f} s, ended by {row['finish']}"
-    text.append(f"\n{plain(facts)}", MUTED)
+    text.append(f"\n{plain_text(facts)}", MUTED)
     text.append(f"\n{row['length']} tokens, {row['predicted']} predicted; weights {' to '.join(row['versions'])}")
     text.append(f"\nreward {short(row['reward'])}\n\n", "bold").append(_paragraphs(row["text"]))
     return text.append("\n\nEnter reads the whole record: prompt, text, reward parts, versions", MUTED)
@@ -265,9 +264,9 @@ def preview(row: Mapping[str, Any]) -> Text:
 def whole(trajectory: Trajectory, place: str, fate: str, command: str) -> Text:
     """Prompt, completion, reward parts and the weights of every stretch of tokens."""
     count = len(trajectory.token_ids)
-    text = Text.assemble((plain(trajectory.trajectory_id), "bold"), ("  at ", MUTED), place, "  ", (fate, ACCENT))
+    text = Text.assemble((plain_text(trajectory.trajectory_id), "bold"), ("  at ", MUTED), place, "  ", (fate, ACCENT))
     text.append(
-        f"\nsample {trajectory.sample_index + 1} of {trajectory.num_generations}, {plain(trajectory.worker_id)}, "
+        f"\nsample {trajectory.sample_index + 1} of {trajectory.num_generations}, {plain_text(trajectory.worker_id)}, "
         f"bucket {trajectory.bucket}, ended by {trajectory.finish_reason.value}, "
         f"{trajectory.finished_at - trajectory.started_at:.1f} s",
         MUTED,
@@ -275,9 +274,9 @@ def whole(trajectory: Trajectory, place: str, fate: str, command: str) -> Text:
     text.append(f"\n{count} tokens, {trajectory.predicted_length} predicted")
     _part(text, "rewards")
     for name, value in sorted(trajectory.rewards.items()):
-        text.append(f"\n  {plain(name)} ").append(short(value), f"bold {GOOD if value else WARN}")
+        text.append(f"\n  {plain_text(name)} ").append(short(value), f"bold {GOOD if value else WARN}")
     for name, error in sorted(trajectory.reward_errors.items()):
-        text.append(f"\n  {plain(name)} failed: {plain(str(error))}", BAD)
+        text.append(f"\n  {plain_text(name)} failed: {plain_text(str(error))}", BAD)
     _part(text, "weights by token")
     # Colours repeat; what matters is that neighbours differ.
     for number, span in enumerate(trajectory.version_spans):
@@ -296,4 +295,4 @@ def _part(text: Text, title: str) -> None:
 
 def _paragraphs(text: str) -> str:
     cut = text[:SHOWN_CHARACTERS] + ("…" if len(text) > SHOWN_CHARACTERS else "")
-    return "\n".join(plain(line) for line in cut.split("\n"))
+    return "\n".join(plain_text(line) for line in cut.split("\n"))

@@ -24,10 +24,10 @@ from inspection.terminal.drawing import (
     inked,
     lines,
     nothing,
-    plain,
     short,
 )
 from observability.run_state.aggregates import PER_DOUBLING, WITHIN
+from schemas.plain_text import plain_text
 
 SHADES = "░▒▓█"
 CELL, TALLEST = 2, 2
@@ -256,7 +256,7 @@ def draw_workers(data: Mapping[str, Any], width: int, height: int) -> Text:
     workers = data["workers"]
     if not workers:
         return nothing("no worker was heard of yet", width)
-    name = min(NAME, max(6, *(cell_len(plain(worker["id"])) for worker in workers)))
+    name = min(NAME, max(6, *(cell_len(plain_text(worker["id"])) for worker in workers)))
     # 26 cells: weights (11), slots (9), tokens a second (6). Without room for the state, the name has its colour.
     state = STATE if width >= name + 1 + STATE + 26 else 0
     room = min(WIDEST_BAR, width - name - 1 - state - 26)
@@ -275,7 +275,7 @@ def _worker(worker: Mapping[str, Any], name: int, state: int, room: int) -> Text
     version = worker["version"] + (f" −{behind}" if behind else "")
     capacity = max(1, worker["capacity"])
     style = STATES.get(worker["state"], "")
-    row = Text(no_wrap=True).append(fitted(plain(worker["id"]), name), "" if state else style).append(" ")
+    row = Text(no_wrap=True).append(fitted(plain_text(worker["id"]), name), "" if state else style).append(" ")
     if state:
         row.append(fitted(worker["state"], state), style)
     row.append(fitted(version, 11), GOOD if behind == 0 else WARN if behind < 3 else BAD)
@@ -305,7 +305,7 @@ def draw_split(data: Mapping[str, Any], width: int, height: int) -> Text:
 
 
 def _stacked(row: Mapping[str, Any], room: int) -> Text:
-    text = Text(fitted(plain(row["name"]), 12))
+    text = Text(fitted(plain_text(row["name"]), 12))
     drawn, share_so_far = 0, 0.0
     for kind in (kind for kind in KINDS if kind in row["shares"]):
         share_so_far += row["shares"][kind]

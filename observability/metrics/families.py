@@ -107,7 +107,17 @@ _RELAY = (
     Family("relay_requests", "counter", "Requests answered.", ("status",)),
     Family("weight_transfer_bytes", "counter", "Bytes of weights that workers were sent."),
 )
-FAMILIES: tuple[Family, ...] = (*_EVERYWHERE, *_TRAINER, *_WORKER, *_DISPATCHER, *_COORDINATOR, *_RELAY)
+_AUDIT = (
+    Family("audit_balanced", "gauge", "1 while every trajectory has exactly one fate, else 0.", ("algorithm",)),
+    Family("audit_problems", "counter", "Violations that were found.", ("algorithm", "kind")),
+    Family("audit_trained_trajectories", "gauge", "Trained, by the surviving lineages.", ("algorithm",)),
+    Family("audit_skipped_trajectories", "gauge", "Skipped, by the surviving lineages.", ("algorithm",)),
+    Family("audit_pending_trajectories", "gauge", "On the topic and without a fate.", ("algorithm",)),
+    Family("audit_lag_records", "gauge", "Records that the audit has still to read."),
+    Family("audit_duration_seconds", "gauge", "Reading and judging what was new, the last time."),
+    Family("last_audit_timestamp_seconds", "gauge", "When it last came to its end, since the epoch."),
+)
+FAMILIES: tuple[Family, ...] = (*_EVERYWHERE, *_TRAINER, *_WORKER, *_DISPATCHER, *_COORDINATOR, *_RELAY, *_AUDIT)
 BY_NAME = {family.name: family for family in FAMILIES}
 
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)

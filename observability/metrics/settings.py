@@ -16,7 +16,8 @@ class MetricsSettings(Section):
             ge=0,
             le=65_000,
             description="0: no endpoints. Else the coordinator's port; relay +1, trainer +2, dispatcher +3, ranker "
-            "+4, workers from +5 on; the next free one if taken. <run.directory>/.prometheus/*.json tell Prometheus.",
+            "+4, audit +5, workers from +6 on; the next free one if taken. "
+            "<run.directory>/.prometheus/*.json tell Prometheus.",
         ),
     ] = 0
     host: Annotated[str, Field(description="Address to listen on; 0.0.0.0 in containers.")] = "127.0.0.1"

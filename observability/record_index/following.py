@@ -137,7 +137,7 @@ class IndexFollower:
         anchored = {tp: known[tp] for tp, extent in ranges.items() if tp in known and known[tp].anchor == extent.first}
         total = sum(extent.end - extent.first for extent in ranges.values())
         done = 0
-        async with aclosing(self.history.within(ranges)) as records:  # type: ignore[type-var]
+        async with aclosing(self.history.within(ranges)) as records:
             async for record in records:
                 tp = TopicPartition(record.topic, record.partition)
                 done += 1

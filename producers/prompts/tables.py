@@ -68,6 +68,7 @@ def open_table(settings: DataSettings, path: str) -> Table:
     Raises:
         DataError: there is none, or it cannot be read.
     """
+    check_path(path)
     place = Path(path).expanduser()
     name = plain_name(path)
     if place.is_dir():
@@ -77,10 +78,19 @@ def open_table(settings: DataSettings, path: str) -> Table:
         if place.suffix.lower() == ".jsonl":
             return _jsonl(place, settings.split, name)
         return open_file(place, settings.split, name)
-    # data/train.jsonl could be a name on the hub but for its ending; more likely that file is missing.
-    if builder_of(place) or not HUB_ID.fullmatch(path):
-        raise DataError(f"expected a file, a directory or a data set of the hub at data.path, got {path}: no such file")
     return open_hub(path, settings.subset, settings.split, name)
+
+
+def check_path(path: str) -> None:
+    """Refuse at once what is neither there nor a name on the hub.
+
+    Raises:
+        DataError: there is no such file.
+    """
+    place = Path(path).expanduser()
+    # data/train.jsonl could be a name on the hub but for its ending; more likely that file is missing.
+    if not place.exists() and (builder_of(place) or not HUB_ID.fullmatch(path)):
+        raise DataError(f"expected a file, a directory or a data set of the hub at data.path, got {path}: no such file")
 
 
 def plain_name(path: str) -> str:
@@ -205,8 +215,9 @@ class ArrowTable:
         """All rows; about half a million a second with the columns of a prompt."""
         # Only what is needed is decoded: images and long texts stay on disk.
         wanted = self._dataset
-        if columns is not None:
-            wanted = wanted.select_columns([name for name in wanted.column_names if name in columns])
+        # Where none of them is there, all are: a table of no columns would have no rows.
+        if columns is not None and (names := [name for name in wanted.column_names if name in columns]):
+            wanted = wanted.select_columns(names)
         for batch in wanted.iter(SCAN_ROWS) if wanted.column_names else ():
             yield from batch.to_pylist()
 

@@ -2,11 +2,13 @@
 
 import os
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 import typer
 
-from schemas.errors import StreamRLError
+from schemas.errors import DiskFull, StreamRLError, lacks_room
+from schemas.plain_text import plain_text
 from streamrl.cli import inspect, operate, plan, run
 
 app = typer.Typer(
@@ -27,29 +29,42 @@ def main() -> None:
     try:
         app()
     except StreamRLError as error:
-        _end(error, error.exit_code)
+        _end(error)
+    except OSError as error:
+        if not lacks_room(error):
+            raise
+        _end(_without_room(error))
     except ExceptionGroup as group:
         ours = _first_of_ours(group)
         if ours is None:
             raise
-        _end(ours, ours.exit_code)
+        _end(ours)
 
 
 def _first_of_ours(group: BaseExceptionGroup[BaseException]) -> StreamRLError | None:
     for error in group.exceptions:
         if isinstance(error, StreamRLError):
             return error
+        if isinstance(error, OSError) and lacks_room(error):
+            return _without_room(error)
         if isinstance(error, BaseExceptionGroup) and (found := _first_of_ours(error)) is not None:
             return found
     return None
 
 
-def _end(error: StreamRLError, code: int) -> NoReturn:
+def _without_room(error: OSError) -> DiskFull:
+    where = f"for {error.filename}" if error.filename else "on the disk that this process writes to"
+    return DiskFull(f"expected room {where}, got: {error.strerror}; make room, then start the same command again")
+
+
+def _end(error: StreamRLError) -> NoReturn:
     if os.environ.get("STREAMRL_DEBUG"):
         raise error
-    text = " ".join(str(error).split())
-    print(f"error: {text}", file=sys.stderr)
-    sys.exit(code)
+    text = plain_text(" ".join(str(error).split()))
+    # What is full may be the disk that standard error is sent to.
+    with suppress(OSError):
+        print(f"error: {text}", file=sys.stderr)
+    sys.exit(DiskFull.exit_code if lacks_room(error) else error.exit_code)
 
 
 if __name__ == "__main__":

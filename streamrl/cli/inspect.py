@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from inspection.process import DISPLAY_NICENESS, log_to_stderr, lower_priority, use_one_thread
+from inspection.process import DISPLAY_NICENESS, NICENESS, log_to_stderr, lower_priority, use_one_thread
+from schemas.errors import UserError
 
 PastRun = Annotated[
     Path, typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file.")
@@ -32,13 +33,34 @@ def audit(
     export: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Audit exported segments instead of a broker's topics.")
     ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Beside the run until it is finished, reading only what is new.")
+    ] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="With --follow: seconds between two lines.")] = 10.0,
+    fail_fast: Annotated[
+        bool, typer.Option("--fail-fast", help="With --follow: end with exit code 4 as soon as it does not hold.")
+    ] = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65_000, help="With --follow: serve figures for Prometheus here, or at the next port."),
+    ] = None,
 ) -> None:
     """Prove produced = trained + skipped(reason) + pending.
 
     From topics and checkpoints alone, also while the run goes on. Exit code 4 if that does not hold; the first line
-    then names the first trajectory that breaks it.
+    then names the first trajectory that breaks it. With --follow what was seen is kept in the run's directory, and
+    holds when the topics have forgotten it.
     """
-    _give_way_to(run)
+    if follow and (run is None or export is not None):
+        raise UserError("expected a run to follow, got none; name its directory or its name, and no --export")
+    # At the lowest priority a follower beside a run that leaves nothing would be minutes behind, and warn as late.
+    _give_way_to(run, DISPLAY_NICENESS if follow else NICENESS)
+    if follow and run is not None:
+        from inspection.audit.following import FollowOptions, follow_run
+
+        log_to_stderr()
+        options = FollowOptions(interval, as_json=as_json, fail_fast=fail_fast, metrics_port=metrics_port)
+        raise typer.Exit(follow_run(run, options))
     from inspection.audit.command import audit_run
 
     # Here and below: standard output is the result alone, so that it can be piped.
@@ -47,7 +69,7 @@ def audit(
     raise typer.Exit(audit_run(run, export, as_json=as_json))
 
 
-def _give_way_to(run: Path | None) -> None:
+def _give_way_to(run: Path | None, niceness: int) -> None:
     """Before anything heavy is imported: half of a short audit's work is its imports.
 
     Not where a run's own broker has to be started first: it would inherit that, and be slow to come on a busy machine.
@@ -58,7 +80,7 @@ def _give_way_to(run: Path | None) -> None:
     if run is None or (directory := directory_of(run)) is None:
         return
     if own_broker(directory) is not None or not nodes_of(directory):
-        lower_priority()
+        lower_priority(niceness)
 
 
 # `streamrl dlq`: the records that no decoder took.
@@ -210,7 +232,7 @@ def replay(
     From what topics and checkpoints hold, in memory. Without a step: list what there is. Exit code 1 if a step does not
     come out bit-equal on the CPU.
     """
-    from inspection.replay.command import ReplayRequest, log_to_stderr, step_range
+    from inspection.replay.command import ReplayRequest, step_range
     from inspection.replay.command import replay as carry_out
 
     log_to_stderr()
@@ -252,6 +274,7 @@ def show(
     """
     from inspection.replay.show import show as carry_out
 
+    log_to_stderr()
     carry_out(trajectory, run, export, json=json)
 
 

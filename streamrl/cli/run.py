@@ -1,5 +1,8 @@
 """Commands that start something: a task's files, a whole run, the demo, and each process by itself."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,9 +32,19 @@ def worker(
     _run("worker", context, worker_id)
 
 
-def trainer(context: typer.Context) -> None:
+Adopt = Annotated[
+    bool,
+    typer.Option(
+        "--adopt",
+        help="Take over the run of this name that the topics hold and this directory does not: from the newest "
+        "checkpoint here, or else anew, skipping what was sampled before.",
+    ),
+]
+
+
+def trainer(context: typer.Context, adopt: Adopt = False) -> None:
     """The trainer: trajectories in, weights out."""
-    _run("trainer", context)
+    _run("trainer", context, adopt=adopt)
 
 
 def coordinator(context: typer.Context) -> None:
@@ -60,13 +73,13 @@ def ranker(context: typer.Context) -> None:
     _run("ranker", context)
 
 
-def _run(role: str, context: typer.Context, worker_id: str = "") -> None:
+def _run(role: str, context: typer.Context, worker_id: str = "", *, adopt: bool = False) -> None:
     # Within the command, here and below: ``--help``, which loads this module, stays instant without such imports.
     config, overrides = split(context.args)
     from deploy.wiring.process import run_role
     from settings.loading import load_settings
 
-    run_role(role, load_settings(config, overrides), worker_id)
+    run_role(role, load_settings(config, overrides), worker_id, adopt=adopt)
 
 
 # Files for a task of one's own.
@@ -88,7 +101,6 @@ def init(
     """
     import shlex
     import shutil
-    import sys
 
     from streamrl.init.examples import CONFIG, write_example
 
@@ -122,7 +134,7 @@ def show(context: typer.Context, json: Annotated[bool, typer.Option("--json", he
     path, overrides = split(context.args)
     from settings.loading import as_toml, load_settings
 
-    settings = load_settings(path, overrides)
+    settings = load_settings(path, overrides, to_look=True)
     # The TOML ends with a line break of its own.
     print(settings.model_dump_json(indent=2) if json else as_toml(settings), end="\n" if json else "")
 
@@ -151,7 +163,7 @@ def explain(
     from settings.loading import load_settings
 
     # Without either there is no configuration whose value could be told, so none is loaded.
-    print("\n".join(lines(key, load_settings(path, overrides) if path or overrides else None)))
+    print("\n".join(lines(key, load_settings(path, overrides, to_look=True) if path or overrides else None)))
 
 
 Top = Annotated[
@@ -166,6 +178,7 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and start nothing; exit code 2 if a check fails.")
     ] = False,
+    adopt: Adopt = False,
 ) -> None:
     """Train: start everything that a run needs on this machine.
 
@@ -174,10 +187,22 @@ def run(
     config, overrides = split(context.args)
     if dry_run:
         raise typer.Exit(_dry_run(config, overrides))
-    from deploy.local.run import run_locally
-    from settings.loading import load_settings
+    with _saying_that_it_stopped():
+        from deploy.local.run import run_locally
+        from settings.loading import load_settings
 
-    raise typer.Exit(run_locally(load_settings(config, overrides), top=top))
+        code = run_locally(load_settings(config, overrides), top=top, adopt=adopt)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _saying_that_it_stopped() -> Iterator[None]:
+    """Ctrl-C while nothing of a run has begun, or its end is being written; in between the run has its own answer."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        raise  # which ends the command with 130
 
 
 def _dry_run(config: Path | None, overrides: list[str]) -> int:
@@ -198,7 +223,9 @@ def demo(
     It finds out that working sums out pays, with two workers and one trainer.
     """
     _config, overrides = split(context.args)  # the demo's own recipe takes the place of a file
-    from deploy.local.run import run_locally
-    from streamrl.demo.recipe import demo_settings
+    with _saying_that_it_stopped():
+        from deploy.local.run import run_locally
+        from streamrl.demo.recipe import demo_settings
 
-    raise typer.Exit(run_locally(demo_settings(engine, seed, overrides, progress=print), top=top))
+        code = run_locally(demo_settings(engine, seed, overrides, progress=print), top=top)
+    raise typer.Exit(code)

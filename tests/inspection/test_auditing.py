@@ -180,3 +180,33 @@ async def test_an_audit_reads_topics_in_the_order_in_which_they_refer_to_each_ot
 
     await audit(Asked(await _filled(busy_world(0))), RUN, listed)  # type: ignore[arg-type]
     assert asked[:4] == ["checkpoints", *(topic.full_name(RUN) for topic in (STEPS, SKIPS, TRAJECTORIES))]
+
+
+async def test_an_audit_that_a_record_ends_lets_go_of_the_topics(monkeypatch: pytest.MonkeyPatch) -> None:
+    bus = await _filled(busy_world(1))
+    publisher = await bus.publisher("p")
+    unnumbered = SkipRecord.model_validate(
+        {"algorithm": "grpo", "reason": "stale", "trajectory_id": None, "group_id": None}
+        | {"partition": 0, "offset": 0, "step": 1, "sent_at": 0.0}
+    )
+    await publisher.publish(Outgoing.of(SKIPS.full_name(RUN), unnumbered, key=None))
+    held: list[Subscription] = []
+    subscribe, let_go = bus.subscribe, list[Subscription]()
+
+    async def noted(*arguments: object, **options: object) -> Subscription:
+        subscription = await subscribe(*arguments, **options)  # type: ignore[arg-type]
+        close = subscription.close
+
+        async def closing() -> None:
+            let_go.append(subscription)
+            await close()
+
+        monkeypatch.setattr(subscription, "close", closing)
+        held.append(subscription)
+        return subscription
+
+    monkeypatch.setattr(bus, "subscribe", noted)
+    with pytest.raises(DataError, match="expected numbered skip rows"):
+        await audit(BusHistory(bus), RUN, list, lambda *_: None)
+    assert held
+    assert let_go == held, "a connection to a broker that stays open keeps uvloop from closing: the command hangs"

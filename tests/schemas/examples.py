@@ -2,7 +2,15 @@
 
 import numpy as np
 
-from schemas.control import DrainWorker, FlowControl, OperatorCommand, RunFinished, WeightsReady, WorkerClaimed
+from schemas.control import (
+    DrainWorker,
+    FlowControl,
+    OperatorCommand,
+    RunFinished,
+    RunIdentity,
+    WeightsReady,
+    WorkerClaimed,
+)
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
 from schemas.reports import Heartbeat, RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport, WorkerState
@@ -98,6 +106,12 @@ def examples() -> dict[str, Message]:
         ),
         "trajectory": trajectory(),
         "trajectory-empty": trajectory(0, finish_reason=FinishReason.ABORT, prompt_token_ids=np.zeros(0, np.int32)),
+        "trajectory-refused": trajectory(
+            0,
+            finish_reason=FinishReason.ABORT,
+            prompt_token_ids=np.zeros(0, np.int32),
+            refusal="longer than 127 tokens",
+        ),
         "step-report": StepReport(
             algorithm="grpo",
             step=4,
@@ -145,6 +159,14 @@ def examples() -> dict[str, Message]:
             tokens_per_s=99.5,
             sequence=7,
             sent_at=1_795_000_005.0,
+        ),
+        "run-identity": RunIdentity(
+            run_id="0f6ad1c2-7a53-4f3e-9d0e-1b7a4f1c2d3e",
+            adoptions=1,
+            lineages_before=3,
+            orphans_through=3,
+            holder="host-a:/data/runs/demo",
+            since=1_795_000_010.0,
         ),
         "operator-command": OperatorCommand(
             action="drain_worker", worker_id="worker-1", reason="maintenance", sent_at=1_795_000_006.0

@@ -109,6 +109,54 @@ def read_manifests(storage: CheckpointStorage | str | Path) -> list[CheckpointMa
     return [entry.manifest for entry in entries if entry.manifest is not None]
 
 
+@dataclass(frozen=True)
+class HeldCheckpoints:
+    """What a place knows of its run. ``lineage``: the newest one claimed or checkpointed; 0: none."""
+
+    place: str
+    lineage: int = 0
+    newest: CheckpointManifest | None = None
+
+    @property
+    def run_id(self) -> str | None:
+        """Of the run that the newest checkpoint belongs to, if it says so."""
+        return self.newest.run_id if self.newest is not None else None
+
+
+def held_in(storage: CheckpointStorage) -> HeldCheckpoints:
+    """What is claimed and kept in a place. Reads only.
+
+    Raises:
+        CheckpointError: the storage cannot be read.
+    """
+    manifests = read_manifests(storage)
+    try:
+        claims = storage.claims()
+    except OSError as error:
+        raise CheckpointError(f"expected to read the lineage claims in {storage}, got: {error}") from error
+    lineage = max([0, *claims, *(manifest.lineage for manifest in manifests)])
+    return HeldCheckpoints(str(storage), lineage, next(iter(manifests), None))
+
+
+def newest_model(location: str | Path, cache: Path) -> Path | None:
+    """The directory of the newest checkpoint by lineage and step, for ``from_pretrained``; None if there is none.
+
+    Out of an object store it comes into ``cache``. Its files are not verified.
+
+    Raises:
+        CheckpointError: the storage cannot be read.
+        SettingsError: the text names no storage.
+    """
+    storage = open_storage(location, cache)
+    for manifest in read_manifests(storage):
+        slot = storage.slot(manifest.lineage, manifest.step)
+        try:
+            return storage.fetch(slot, manifest)
+        except OSError as error:
+            raise CheckpointError(f"expected to fetch {storage.address(slot)}, got: {error}") from error
+    return None
+
+
 def superfluous(entries: Iterable[CheckpointEntry], written: CheckpointManifest, keep: int) -> list[Slot]:
     """What may go after ``written``: abandoned futures, all but the newest ``keep``, and damaged ones around them.
 

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -146,18 +146,34 @@ class CheckpointStorage(Protocol):
         """As text that opens it again."""
 
 
-def open_storage(location: str | Path, cache: Path) -> CheckpointStorage:
+def open_storage(location: str | Path, cache: Path, patience: timedelta | None = None) -> CheckpointStorage:
     """A directory, or a URL of an object store: ``s3://bucket/prefix``, ``gs://…``, ``az://…``, ``memory://name``.
 
     Endpoint and credentials come from the usual environment (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` …). ``cache``
-    takes the files that go to or come from an object store. ``memory://`` lives as long as the process.
+    takes the files that go to or come from an object store. ``memory://`` lives as long as the process. ``patience``:
+    how long a request is tried again.
 
     Raises:
         SettingsError: the URL names no store that is known, or lacks something that the store needs.
     """
     if isinstance(location, str) and REMOTE.fullmatch(location):
-        return open_objects(location, cache)
+        return open_objects(location, cache, patience or RETRY)
     return LocalStorage(Path(location))
+
+
+def check_storage(location: str | Path) -> None:
+    """Make sure that checkpoints can be kept there, before anything relies on it; an object store is asked for a list.
+
+    Raises:
+        SettingsError: it cannot be opened, does not answer, or does not let us in.
+    """
+    try:
+        open_storage(location, Path(), CHECK_PATIENCE).claims()
+    except OSError as error:
+        raise SettingsError(
+            f"expected training.checkpoint_location = {str(location)!r} to let us list it, got: {error}; "
+            "check the address, the network, and the credentials in the environment (AWS_..., GOOGLE_..., AZURE_...)"
+        ) from error
 
 
 CLAIMS = "lineages"
@@ -289,13 +305,15 @@ LEAST_PART, MOST_PARTS = 8 << 20, 9_000
 """Bytes of a part of an upload, and how many there may be: S3 takes 10,000 parts of one object."""
 RETRY = timedelta(seconds=60)
 """How long a request is tried again: a checkpoint may be late, but the trainer waits for it."""
+CHECK_PATIENCE = timedelta(seconds=5)
+"""The same of a first question, for whose answer somebody may wait at a terminal."""
 CHECKPOINT = re.compile(r"lineage_([0-9]+)/step_([0-9]+)/(.+)")
 RESTORED = "restored"
 MEMORY = "memory://"
 _memories: dict[str, MemoryStore] = {}  # by URL: opened again in this process, it is the same store
 
 
-def open_objects(url: str, cache: Path) -> "ObjectStorage":
+def open_objects(url: str, cache: Path, patience: timedelta) -> "ObjectStorage":
     """The storage of a URL; plain HTTP is allowed to this machine only, unless ``AWS_ALLOW_HTTP`` is ``true``.
 
     Raises:
@@ -304,7 +322,7 @@ def open_objects(url: str, cache: Path) -> "ObjectStorage":
     if url.startswith(MEMORY):
         return ObjectStorage(_memories.setdefault(url.rstrip("/"), MemoryStore()), url, cache)
     options: ClientConfig = {"allow_http": True} if _may_be_plain() else {}
-    retry: RetryConfig = {"retry_timeout": RETRY}
+    retry: RetryConfig = {"retry_timeout": patience}
     try:
         if not url.startswith(SCHEMES):
             raise ValueError("no such kind of store")
@@ -355,10 +373,10 @@ class ObjectStorage:
         return True
 
     def clear_leftovers(self) -> None:
-        """Delete uploads without a manifest, and what is in the cache."""
-        self._sweep(None)
+        """Delete what is in the cache, and uploads without a manifest."""
         for path in (*self.cache.glob(f"{TEMPORARY}*"), self.cache / RESTORED):
             shutil.rmtree(path, ignore_errors=True)
+        self._sweep(None)  # last: not everybody may delete
 
     def slot(self, lineage: int, step: int) -> Slot:
         """A place of its own for every lineage and step."""
@@ -393,8 +411,10 @@ class ObjectStorage:
     def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> None:
         """Upload the files, then create the manifest; what failed attempts of this lineage left goes first."""
         # Without its manifest the slot's earlier files are an upload that never ended, and the sweep takes them.
-        self._delete([_manifest_key(slot)])
-        self._sweep(f"lineage_{slot.lineage}")
+        if self.manifest(slot) is not None:
+            self._delete([_manifest_key(slot)])
+        with suppress(OSError):  # who may not delete may write: what stays is named in no manifest
+            self._sweep(f"lineage_{slot.lineage}")
         for file in manifest.files:
             part = max(LEAST_PART, file.size // MOST_PARTS)
             with _as_os_error():

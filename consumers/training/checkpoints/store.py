@@ -12,11 +12,12 @@ Invariants:
 - a_superseded_writer_publishes_nothing: the lineage is checked right before the manifest becomes visible.
 """
 
+import errno
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from consumers.training.checkpoints.catalogue import Lineage, claim_lineage, read_entries, read_manifests, superfluous
+from consumers.training.checkpoints.catalogue import (
+    HeldCheckpoints,
+    Lineage,
+    claim_lineage,
+    held_in,
+    read_entries,
+    read_manifests,
+    superfluous,
+)
 from consumers.training.checkpoints.manifest import MANIFEST, STATE, CheckpointFile, CheckpointManifest, decode_manifest
 from consumers.training.checkpoints.storage import CheckpointStorage, sha256_of
 from schemas.errors import CheckpointError
@@ -75,6 +84,15 @@ class CheckpointStore:
 
     storage: CheckpointStorage
     keep: int
+    _untidy: list[Exception] = field(default_factory=list, compare=False, repr=False)
+
+    def held(self) -> HeldCheckpoints:
+        """What is claimed and kept here.
+
+        Raises:
+            CheckpointError: the storage cannot be read.
+        """
+        return held_in(self.storage)
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
         """Take the run over: the next number, greater than that of every claim and every checkpoint.
@@ -87,7 +105,7 @@ class CheckpointStore:
         lineage = claim_lineage(self.storage, at_least=max(at_least, newest + 1), now=now)
         # Only under the claim: what looks left over may be an older trainer's that is at it still, and which is
         # superseded from now on.
-        self.storage.clear_leftovers()
+        self._tidy(self.storage.clear_leftovers)
         return lineage
 
     def write(self, state: TrainerState, write_model: Callable[[Path], Any], lineage: Lineage) -> str:
@@ -178,12 +196,26 @@ class CheckpointStore:
         return restored
 
     def _forget_old(self, written: CheckpointManifest) -> None:
-        """Housekeeping: a failure is not worth losing the step for."""
-        try:
+        def remove() -> None:
             for slot in superfluous(read_entries(self.storage), written, self.keep):
                 self.storage.remove(slot)
+
+        self._tidy(remove)
+
+    def _tidy(self, remove: Callable[[], None]) -> None:
+        """A failure is not worth losing a step for, and is told once: who may not delete may not do so later either."""
+        try:
+            remove()
         except (OSError, CheckpointError) as error:
-            log.warning("old checkpoints stay for now", storage=str(self.storage), problem=str(error))
+            if not self._untidy:
+                log.warning(
+                    "what is not needed any more stays in the checkpoint storage, and is not told of again",
+                    storage=str(self.storage),
+                    problem=str(error),
+                )
+            self._untidy.append(error)
+        else:
+            self._untidy.clear()
 
     def _needed(self, state: TrainerState) -> int:
         """Bytes of the state, and of the model as in the newest checkpoint."""
@@ -197,7 +229,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"expected {needed} bytes free in {self.storage.scratch} for a checkpoint, got {free}; "
                 "make room; earlier checkpoints are as they were"
-            )
+            ) from OSError(errno.ENOSPC, "too little room")
 
     def _free(self) -> int:
         # Before the first checkpoint the directory is not there; its nearest parent is on the disk it will be on.

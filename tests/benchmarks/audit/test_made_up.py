@@ -1,6 +1,7 @@
 from pathlib import Path
 
 from benchmarks.audit.__main__ import CONFIG, RUN
+from benchmarks.audit.followed import following
 from benchmarks.audit.made_up import MadeUpRun
 from bus.history import BusHistory
 from bus.memory import MemoryBus
@@ -28,3 +29,11 @@ def test_its_configuration_is_one_of_a_run(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text(CONFIG)
     assert load_settings(config, []).run.name == RUN
+
+
+def test_following_it_costs_less_than_auditing_it_again_and_again() -> None:
+    found = following(records=6000, looks=10)
+    assert found["looks"] >= 10
+    # The two are compared look by look; how much dearer the whole audit is grows with the run.
+    assert found["follower_look_cpu_ms"]["median"] > 0
+    assert found["state_bytes_per_record"] > 0

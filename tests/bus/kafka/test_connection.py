@@ -2,15 +2,27 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from aiokafka.conn import AIOKafkaConnection
 from structlog.testing import capture_logs
 
 from bus.kafka import connection
 from bus.kafka.bus import KafkaBus
 from bus.kafka.connection import BrokerAvailability, advised
 from bus.kafka.settings import KafkaSettings
-from schemas.errors import BrokerError, BusError, BusUnavailable, StreamRLError, TopicMissing, UserError
+from schemas.errors import (
+    BrokerError,
+    BusError,
+    BusUnavailable,
+    SettingsError,
+    StreamRLError,
+    TopicMissing,
+    UserError,
+)
+from schemas.secrets import MASK
+from tests.pipeline.secure_broker import certified
 
 
 @pytest.fixture
@@ -64,6 +76,27 @@ async def test_unreadable_certificates_are_named() -> None:
         {"bootstrap_servers": "127.0.0.1:1", "security_protocol": "SSL", "ssl_cafile": "no/such/file.pem"}
     )
     with pytest.raises(BrokerError, match=r"kafka\.ssl_"):
+        await _open("publisher", settings)
+
+
+def test_a_key_with_a_pass_phrase_opens_with_the_right_one_and_never_asks(tmp_path: Path) -> None:
+    key, authority = certified(tmp_path, "phrase")
+    given = {"bootstrap_servers": "b:1", "security_protocol": "SSL", "ssl_certfile": key, "ssl_keyfile": key}
+    given["ssl_cafile"] = authority
+    assert connection.client_options(KafkaSettings.model_validate(given | {"ssl_key_password": "phrase"}), "c")
+    for wrong in ({}, {"ssl_key_password": "canary"}):
+        with pytest.raises(
+            BrokerError, match="for a key with a pass phrase, STREAMRL_KAFKA__SSL_KEY_PASSWORD"
+        ) as caught:
+            connection.client_options(KafkaSettings.model_validate(given | wrong), "c")
+        assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize("password", [None, MASK])
+async def test_a_password_that_is_not_there_is_named_with_its_variable(password: str | None) -> None:
+    given = {"bootstrap_servers": "127.0.0.1:1", "security_protocol": "SASL_PLAINTEXT", "sasl_plain_username": "me"}
+    settings = KafkaSettings.model_validate(given | {"sasl_plain_password": password})
+    with pytest.raises(SettingsError, match=r"kafka\.sasl_plain_password.* set STREAMRL_KAFKA__SASL_PLAIN_PASSWORD"):
         await _open("publisher", settings)
 
 
@@ -129,3 +162,26 @@ async def test_a_client_that_ignores_its_end_is_left_to_itself(monkeypatch: pyte
     assert not client.done.is_set()
     client.released.set()
     await client.done.wait()
+
+
+@pytest.mark.kafka
+async def test_a_client_that_is_not_wanted_any_more_leaves_no_connection_open(
+    bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As aiokafka asks its first broker for metadata: cancelled just then, it would forget that connection."""
+    asked, send, open_ones = asyncio.Event(), AIOKafkaConnection.send, list[AIOKafkaConnection]()
+
+    def noted(self: AIOKafkaConnection, request: object, *arguments: object, **options: object) -> object:
+        if "Metadata" in type(request).__name__:
+            open_ones.append(self)
+            asked.set()
+        return send(self, request, *arguments, **options)
+
+    monkeypatch.setattr(AIOKafkaConnection, "send", noted)
+    opening = asyncio.create_task(_open("subscription", KafkaSettings(bootstrap_servers=bootstrap_servers)))
+    await asked.wait()
+    opening.cancel()
+    with suppress(asyncio.CancelledError):
+        await opening
+    assert open_ones
+    assert not any(connection.connected() for connection in open_ones)

@@ -38,6 +38,7 @@ def test_the_delay_is_a_quarter_more_or_less_at_random() -> None:
         (2, RestartDecision.GIVE_UP),
         (3, RestartDecision.GIVE_UP),
         (4, RestartDecision.GIVE_UP),
+        (5, RestartDecision.GIVE_UP),
         (70, RestartDecision.RESTART),
     ],
 )

@@ -1,19 +1,26 @@
 """Where a start of a run begins, on checkpoints that are really there."""
 
 import json
+import uuid
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bus.memory import MemoryBus
+from consumers.training.checkpoints import storage
 from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
-from deploy.local.resuming import complete_line, is_complete, resumed_step, resuming_line
+from deploy.local.resuming import complete_line, final_model, is_complete, resumed_step, resuming_line
 from deploy.local.run import run_locally
+from deploy.wiring.context import ProcessContext
+from deploy.wiring.trainer import build_trainer
+from schemas.errors import SettingsError
 from settings.loading import as_toml, validated
 from settings.run_directory import RunDirectory
 from settings.tree import Settings
-from tests.consumers.training.checkpoints.scene import write
+from tests.consumers.training.checkpoints.scene import s3_environment, write
 
 
 def settings_of(tmp_path: Path, *, max_steps: int = 100, **sections: Any) -> Settings:
@@ -110,3 +117,43 @@ def test_a_run_that_goes_on_names_a_handful_of_changed_settings(tmp_path: Path) 
     assert line.endswith(" and 1 more")
     kept.write_text("= not TOML")
     assert resuming_line(settings, kept, 60) == "going on from step 60"
+
+
+def test_the_evaluation_after_is_of_the_newest_lineage_wherever_checkpoints_are_kept(tmp_path: Path) -> None:
+    judged = {"function": "a:b"}
+    checkpointed(tmp_path, 100, 40)
+    local = settings_of(tmp_path, evaluation=judged)
+    found = final_model(local)
+    assert found == RunDirectory(tmp_path / "r").checkpoints / "step_40"
+    assert final_model(settings_of(tmp_path)) is None, "nobody asks for it"
+    url = f"memory://{uuid.uuid4().hex}"
+    place = open_storage(url, tmp_path / "elsewhere")
+    write(place, 100, CheckpointStore(place, 3).claim_lineage(now=0.0))
+    training = {"training": {"max_steps": 100, "checkpoint_location": url}}
+    remote = validated(local.model_dump(exclude_unset=True) | training)
+    model = final_model(remote)
+    assert model is not None
+    assert (model / "model.safetensors").is_file()
+    directory = RunDirectory(tmp_path / "r")
+    write_summary(directory, 100, score_after=1.0)
+    assert is_complete(remote, directory, resumed_step(remote))
+
+
+@pytest.mark.parametrize("what", ["run", "trainer"])
+def test_an_object_store_out_of_reach_is_refused_before_anything_is_written(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_environment("http://127.0.0.1:1").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(storage, "CHECK_PATIENCE", timedelta(seconds=0.1))
+    settings = settings_of(tmp_path)
+    settings = validated(
+        settings.model_dump(exclude_unset=True) | {"training": {"checkpoint_location": "s3://bucket/x"}}
+    )
+    with pytest.raises(SettingsError, match="s3://bucket/x") as caught:
+        if what == "run":
+            run_locally(settings)
+        else:
+            build_trainer(settings, ProcessContext("trainer", MemoryBus(), lambda _name: None))
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "r").exists()

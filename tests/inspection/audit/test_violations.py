@@ -9,6 +9,7 @@ from bus.port import Outgoing
 from consumers.training.checkpoints.manifest import KnownRecord
 from inspection.audit.checks import check_balance
 from inspection.audit.report import EXPLANATIONS, AuditReport, ViolationKind
+from inspection.audit.rows import RowContent
 from schemas.codec import decode, encode
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
@@ -233,7 +234,8 @@ def the_tally_hash_differs(world: World) -> Planted:
 def a_step_was_never_reported(world: World) -> Planted:
     gap, after = surviving_steps(world)[2:4]
     change(world, STEPS, lambda m: None if m.version == gap.version else m)  # type: ignore[attr-defined]
-    return Planted(ViolationKind.STEP_GAP, refs_of(after)[0].trajectory_id, world.audit())
+    first = min(refs_of(after), key=lambda ref: (ref.partition, ref.offset))
+    return Planted(ViolationKind.STEP_GAP, first.trajectory_id, world.audit())
 
 
 def a_lineage_never_announced_itself(world: World) -> Planted:
@@ -354,7 +356,8 @@ def test_with_forgotten_steps_a_finished_record_proves_nothing() -> None:
     for i in keep:
         e = own.entries
         if e.codes[i]:
-            fresh.rows[e.lineages[i], e.numbers[i]] = len(fresh.entries)
+            content = RowContent(e.codes[i], e.partitions[i], e.offsets[i], e.ends[i])
+            fresh.rows.add(e.lineages[i], e.numbers[i], content)
         fresh.entries.add(
             e.codes[i], e.lineages[i], e.numbers[i], (e.partitions[i], e.offsets[i]), e.ends[i], e.names[i]
         )

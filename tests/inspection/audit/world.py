@@ -21,8 +21,8 @@ from schemas.codec import encode, headers_of
 from schemas.identifiers import PolicyVersion, group_id_of
 from schemas.messages import Message
 from schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
-from schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
-from schemas.trajectories import Trajectory
+from schemas.topics import SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from schemas.trajectories import Trajectory, WorkOrder
 
 RUN = "made-up"
 ALGORITHM = "grpo"
@@ -50,11 +50,12 @@ class SimulatedLineage:
 
 @dataclass
 class Saved:
-    """A checkpoint with what a restart takes from it."""
+    """A checkpoint with what a restart takes from it; ``after``: how many records were written before it."""
 
     manifest: CheckpointManifest
     current: SimulatedLineage
     report: StepReport | None
+    after: int = 0
 
 
 @dataclass
@@ -84,6 +85,13 @@ class World:
         record = Outgoing(TRAJECTORIES.full_name(RUN), value, name, partition, headers_of(Trajectory))
         self.written.append((TRAJECTORIES, record))
         return partition, len(self.log[partition]) - 1
+
+    def order(self, group_id: str, sample: int) -> None:
+        """A work order for one sample: as much of it as an audit looks at."""
+        header = msgpack.packb({"group_id": group_id, "sample_indices": [sample]})
+        value = len(header).to_bytes(4, "little") + header
+        record = Outgoing(WORK_ORDERS.full_name(RUN), value, group_id, 0, headers_of(WorkOrder))
+        self.written.append((WORK_ORDERS, record))
 
     def ref(self, position: Position) -> RecordRef:
         return RecordRef(self.log[position[0]][position[1]] or "", *position)
@@ -164,7 +172,7 @@ class World:
             config_hash="",
             created_at=1.0,
         )
-        self.saved.append(Saved(manifest, self._copy(current), self.last_report))
+        self.saved.append(Saved(manifest, self._copy(current), self.last_report, len(self.written)))
 
     def _anchors(self) -> dict[str, stored.KnownRecord]:
         found = {}
@@ -222,6 +230,8 @@ class World:
             index.add_step(record)
         for record in self.records(SKIPS):
             index.add_skip(record)
+        for record in self.records(WORK_ORDERS):
+            index.add_order(record)
         for record in self.records(TRAJECTORIES):
             if record.offset >= first:
                 index.add_trajectory(record)

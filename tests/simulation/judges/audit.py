@@ -1,14 +1,26 @@
-"""Puts what a world left behind before the production audit, which must find the books in balance."""
+"""Puts what a world left behind before the production audit, which must find the books in balance, and its follower.
+
+The follower is shown the world as it came about, in portions, and must agree with the audit at the end of each.
+"""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bus.history import Extent
 from consumers.training.checkpoints.catalogue import read_manifests
+from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.checks import check_balance
 from inspection.audit.index import AuditIndex
 from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from tests.inspection.audit.followed import FollowedHistory, RevealedHistory
 from tests.simulation.bus.broker import Broker, Log, committed
 from tests.simulation.history import Problem
 from tests.simulation.worlds.crew import RUN
 from tests.simulation.worlds.world import World
+
+PORTIONS = 4
+SEGMENT = 10
+"""Records that are packed together: few, so that a short run has several to unpack."""
 
 
 def audit(world: World) -> list[Problem]:
@@ -28,11 +40,35 @@ def audit(world: World) -> list[Problem]:
             for record in committed(log):
                 if record.offset >= log.first:
                     take(record)
-    verdict = check_balance(RUN, books, read_manifests(world.crew.place))
+    manifests = read_manifests(world.crew.place)
+    verdict = check_balance(RUN, books, manifests)
     found = [Problem("audit", str(each)) for balanced in verdict.algorithms for each in balanced.violations]
     if not found and not verdict.is_balanced:
         found.append(Problem("audit", f"not in balance: {verdict}"))
-    return found
+    return found + _followed(broker, manifests, list(takers))
+
+
+def _followed(broker: Broker, manifests: list[CheckpointManifest], topics: list[Topic]) -> list[Problem]:
+    logs = [log for topic in topics for log in _logs(broker, topic)]
+    # An audit that begins after the deletion knows less than one that has followed from the beginning.
+    if any(log.first for log in logs):
+        return []
+    records = sorted((record for log in logs for record in committed(log)), key=lambda record: record.timestamp)
+    history = RevealedHistory(records, [log.tp for log in logs])
+    with TemporaryDirectory() as folder:
+        followed = FollowedHistory(RUN, history, Path(folder) / "audit.sqlite", SEGMENT)
+        for portion in range(1, PORTIONS + 1):
+            history.visible = len(records) * portion // PORTIONS
+            now = records[history.visible - 1].timestamp if history.visible else 0.0
+            # Of those that are left; what else there was then, nobody knows.
+            followed.manifests = [each for each in manifests if each.created_at <= now or portion == PORTIONS]
+            if followed.advance() != followed.whole():
+                return [Problem("audit", f"the follower disagrees after {history.visible} of {len(records)} records")]
+            followed.delete_what_was_read(1.0)
+            if portion == PORTIONS // 2:
+                followed.restart()
+        followed.close()
+    return []
 
 
 def _logs(broker: Broker, topic: Topic) -> list[Log]:

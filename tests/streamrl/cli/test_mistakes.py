@@ -1,10 +1,14 @@
 """What users do wrong, and the one line that each mistake ends in: no traceback, exit code 2."""
 
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from schemas.errors import CheckpointError
 from streamrl.cli import app
 
 EMULATED = """
@@ -186,3 +190,82 @@ def test_a_dry_run_names_a_missing_model_and_a_missing_reward_and_goes_on(
     assert "ok    disk" in out
     assert ended(["run", "my.toml", "--dry-run", "--rewards.functions=['mine:score']"], monkeypatch) == 2
     assert "score: TypeError: score() missing 1 required positional argument: 'level'" in capsys.readouterr().out
+
+
+def test_a_run_is_refused_before_anything_is_started_or_written(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "my.toml").write_text(EMULATED)
+
+    def never(*_arguments: object, **_options: object) -> None:
+        raise AssertionError("no broker is to be started")
+
+    monkeypatch.setattr("deploy.local.run.broker_for", never)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert ended(["run", "my.toml", f"--relay.port={port}"], monkeypatch) == 2
+    assert f"127.0.0.1:{port} in use" in capsys.readouterr().err
+    assert ended(["run", "my.toml", "--data.path=absent.jsonl"], monkeypatch) == 2
+    assert "absent.jsonl: no such file" in capsys.readouterr().err
+    assert not (directory / "runs").exists()
+
+
+def test_a_full_disk_is_one_line_and_an_exit_code_of_its_own(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "my.toml").write_text(EMULATED)
+    (directory / "runs" / "trial").mkdir(parents=True)
+    (directory / "runs" / "trial" / "config.resolved.toml").symlink_to("/dev/full")
+    assert ended(["run", "my.toml"], monkeypatch) == 5
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: expected room")
+    assert "No space left on device; make room" in line
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_library_that_finds_no_room_is_one_line_as_well(
+    wrapped: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full() -> None:
+        try:
+            Path("/dev/full").write_bytes(b"x")
+        except OSError as error:
+            if wrapped:
+                raise ExceptionGroup("tasks", [error]) from None
+            raise CheckpointError("expected to write a checkpoint of about 7 bytes to runs/x, got: no room") from error
+
+    monkeypatch.setattr(app, "app", full)
+    assert ended([], monkeypatch) == 5
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: expected ")
+
+
+def test_what_an_error_quotes_is_not_obeyed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(["config", "explain", "loop.\x1b]0;owned\x07"], monkeypatch) == 2
+    assert capsys.readouterr().err.replace("\n", "").isprintable()
+
+
+INTERRUPTED = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["streamrl", "run", "my.toml"]
+from streamrl.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "streamrl.cli.run", "deploy.local.run", "numpy"])
+def test_ctrl_c_while_the_command_is_loaded_leaves_no_traceback(module: str, directory: Path) -> None:
+    (directory / "my.toml").write_text(EMULATED)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(module=module)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr in ("", "stopped\n")
+    assert not (directory / "runs").exists()

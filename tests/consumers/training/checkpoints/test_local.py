@@ -1,4 +1,5 @@
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,3 +107,34 @@ def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(
     monkeypatch.setattr(Path, "rename", note_rename)
     write(local_storage.open(), 4, lineage)
     assert unsynced == [[]]
+
+
+def test_the_old_checkpoint_goes_when_the_name_of_the_new_one_is_on_the_disk(
+    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(local_storage.open(), 4, claimed(local_storage))
+    lineage = claimed(local_storage)
+    done: list[str] = []
+    fsync, rename, rmtree = os.fsync, Path.rename, shutil.rmtree
+
+    def note_sync(descriptor: int) -> None:
+        fsync(descriptor)
+        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+
+    def note_rename(path: Path, target: Path) -> Path:
+        done.append(f"rename to {target.name}")
+        return rename(path, target)
+
+    def note_removal(path: Path, **options: bool) -> None:
+        if path.exists():
+            done.append(f"remove {path.name}")
+        rmtree(path, **options)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    monkeypatch.setattr(shutil, "rmtree", note_removal)
+    write(local_storage.open(), 4, lineage, PolicyVersion(1, 2))
+    named = done.index("rename to step_4")
+    # A rename is on the disk once the directory is that holds the name: before that a power failure undoes it.
+    assert done[named - 1] == "rename to .tmp-old-step_4"
+    assert done[named + 1 : named + 3] == ["sync checkpoints", "remove .tmp-old-step_4"]

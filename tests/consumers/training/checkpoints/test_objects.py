@@ -1,14 +1,30 @@
+import json
+from datetime import timedelta
 from pathlib import Path
 
 import obstore
 import pytest
+from obstore.exceptions import PermissionDeniedError
+from structlog.testing import capture_logs
 
-from consumers.training.checkpoints.catalogue import Lineage
-from consumers.training.checkpoints.storage import ObjectStorage, open_storage
+from consumers.training.checkpoints import storage as storage_module
+from consumers.training.checkpoints.catalogue import Lineage, newest_model
+from consumers.training.checkpoints.storage import ObjectStorage, check_storage, open_storage
 from consumers.training.checkpoints.store import CheckpointStore
-from schemas.errors import CheckpointError
+from schemas.errors import CheckpointError, SettingsError
 from schemas.identifiers import PolicyVersion
-from tests.consumers.training.checkpoints.scene import Storage, newest, state_of, versions, write, write_model
+from tests.consumers.training.checkpoints.scene import (
+    Storage,
+    newest,
+    s3_environment,
+    state_of,
+    versions,
+    write,
+    write_model,
+)
+
+NO_KEY = {"private_key": "", "private_key_id": "", "client_email": ""}
+"""Of a service account that nobody asks for a signature."""
 
 
 def claimed(storage: Storage) -> Lineage:
@@ -116,3 +132,61 @@ def test_plain_http_beyond_this_machine_takes_an_explicit_word(
 def test_a_memory_location_is_the_same_for_all_who_open_it(memory_storage: Storage, tmp_path: Path) -> None:
     write(memory_storage.open(), 2, claimed(memory_storage))
     assert newest(open_storage(f"{memory_storage.url}/", tmp_path)) == (1, 2)
+
+
+def test_who_may_not_delete_trains_on_and_is_told_once(s3_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(_store: object, key: str) -> None:
+        raise PermissionDeniedError(f"AccessDenied: not authorized to perform s3:DeleteObject on {key}\n\nmore")
+
+    write(s3_storage.open(), 2, claimed(s3_storage))
+    s3_storage.put(1, 3, "model.safetensors", b"an upload that never ended")
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        patch.setattr(obstore, "delete", denied)
+        store = CheckpointStore(s3_storage.open(), 1)
+        lineage = store.claim_lineage(now=0.0)
+        for step in (3, 4, 5):
+            store.write(state_of(lineage.number, step, PolicyVersion(1, 2)), write_model, lineage)
+    assert lineage.number == 2
+    (told,) = logs
+    assert "s3:DeleteObject" in told["problem"]
+    assert "\n" not in told["problem"]
+    assert newest(s3_storage.open()) == (2, 5)
+    assert versions(s3_storage.open()) == [(2, 5), (2, 4), (2, 3), (1, 2)]
+    write(s3_storage.open(), 6, lineage, PolicyVersion(1, 2), keep=1)
+    assert versions(s3_storage.open()) == [(2, 6)], "who may delete again does"
+
+
+@pytest.mark.parametrize("location", ["s3://bucket/x", "gs://bucket/x"])
+def test_a_store_that_cannot_be_reached_is_the_users_to_mend(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3_environment("http://127.0.0.1:1").items():
+        monkeypatch.setenv(name, value)
+    account = json.dumps({"gcs_base_url": "http://127.0.0.1:1", "disable_oauth": True} | NO_KEY)
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", account)
+    monkeypatch.setattr(storage_module, "CHECK_PATIENCE", timedelta(seconds=0.1))
+    with pytest.raises(SettingsError, match=r"\Aexpected training.checkpoint_location = .* check .* credentials.*\Z"):
+        check_storage(location)
+
+
+def test_a_store_without_credentials_is_the_users_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    # Where a machine of Amazon's would give credentials; here nothing listens.
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(storage_module, "CHECK_PATIENCE", timedelta(seconds=0.1))
+    with pytest.raises(SettingsError, match=r"s3://bucket/x.*127.0.0.1:1.*credentials"):
+        check_storage("s3://bucket/x")
+
+
+def test_a_store_that_answers_passes(s3_storage: Storage, tmp_path: Path) -> None:
+    check_storage(s3_storage.url)
+    check_storage(tmp_path / "not" / "there" / "yet")
+
+
+def test_the_newest_model_is_that_of_the_newest_lineage(storage: Storage, tmp_path: Path) -> None:
+    assert newest_model(storage.url, tmp_path / "c") is None
+    write(storage.open(), 6, claimed(storage))
+    write(storage.open(), 4, claimed(storage), PolicyVersion(1, 2), keep=5)
+    found = newest_model(storage.url, tmp_path / "c")
+    assert found is not None
+    assert found.name == "step_4"
+    assert (found / "model.safetensors").exists()

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from consumers.training.weight_export import WeightStore
+from schemas.errors import DiskFull
 from schemas.identifiers import PolicyVersion
 from schemas.weights import WeightManifest
 
@@ -54,3 +55,15 @@ def test_four_megabytes_take_less_than_20_milliseconds_of_work(tmp_path: Path) -
         export(store, number, tensors)
         times.append(time.thread_time() - began)
     assert min(times) < 0.02
+
+
+def test_a_full_disk_says_where_and_how_much_is_needed(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path / "weights", keep=2)
+    tensors = {"w": torch.zeros(250_000)}
+    with pytest.raises(
+        DiskFull, match=r"room for 1\.0 MB of weights in .*/weights \(version 1-7\).* MB free; make room"
+    ):
+        store.export(tensors, {"/dev/full": "{}"}, PolicyVersion(1, 7), 7, 0.0)
+    assert store.versions() == []
+    with pytest.raises(FileNotFoundError):
+        store.export(tensors, {"not/there": "{}"}, PolicyVersion(1, 7), 7, 0.0)

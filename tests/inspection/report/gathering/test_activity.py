@@ -23,3 +23,6 @@ def test_adoptions_are_read_from_a_log_file(tmp_path: Path) -> None:
     )
     assert adoptions(log) == ((10.5, "1-7"),)
     assert adoptions(tmp_path / "absent.log") == ()
+    (tmp_path / "w.log.1").write_text(log.read_text().replace("10.5Z", "09Z").replace("1-7", "1-6"))
+    (tmp_path / "w.log.10").write_text(log.read_text().replace("10.5Z", "01Z").replace("1-7", "1-5"))
+    assert adoptions(log) == ((1.0, "1-5"), (9.0, "1-6"), (10.5, "1-7")), "of rotated logs, the oldest first"

@@ -2,7 +2,8 @@ import pytest
 from rich.cells import cell_len
 from rich.text import Text
 
-from inspection.terminal.drawing import bar, columns_of, first_that_fits, fitted, inked, lines, plain, resampled, short
+from inspection.terminal.drawing import bar, columns_of, first_that_fits, fitted, inked, lines, resampled, short
+from schemas.plain_text import plain_text
 
 
 def test_nothing_is_wider_than_asked() -> None:
@@ -41,7 +42,7 @@ def test_as_many_values_as_columns() -> None:
 
 
 def test_what_a_terminal_would_obey_is_spelt_out() -> None:
-    assert plain("a\x1b[2Jb\u202e\n") == "a\\x1b[2Jb\\u202e\\n"
+    assert plain_text("a\x1b[2Jb\u202e\n") == "a\\x1b[2Jb\\u202e\\n"
 
 
 def test_the_longest_wording_that_fits_is_taken() -> None:

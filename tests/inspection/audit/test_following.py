@@ -1,0 +1,187 @@
+"""`streamrl audit --follow` on a bus in memory: what it tells, keeps, serves, and how it ends."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from bus.history import BusHistory
+from bus.memory import MemoryBus
+from bus.port import Outgoing
+from consumers.training.checkpoints.manifest import MANIFEST, STATE, encode_manifest
+from inspection.audit.following import NOT_BALANCED, AuditMeter, Following, FollowOptions, closing_report
+from inspection.source import PastRun
+from observability.metrics.families import Meters
+from schemas.errors import BusUnavailable, DataError
+from schemas.topics import CATALOGUE, STEPS
+from settings.loading import load_settings
+from settings.run_directory import RunDirectory
+from tests.inspection.audit.test_balance import busy_world
+from tests.inspection.audit.test_violations import change, trained_and_skipped
+from tests.inspection.audit.world import RUN, World
+
+SOON = 0.01
+
+
+class Scene:
+    """A run's directory, and its topics on a bus, to which a world is written bit by bit."""
+
+    def __init__(self, folder: Path, world: World) -> None:
+        self.world, self.bus = world, MemoryBus()
+        directory = RunDirectory(folder / RUN)
+        directory.create()
+        directory.config.write_text(f'[run]\nname = "{RUN}"\n[model]\npath = "absent"\n[data]\npath = "absent"\n')
+        self.past = PastRun(directory, load_settings(directory.config, []))
+        for topic in CATALOGUE:
+            self.bus.create_topic(topic.full_name(RUN), topic.partition_count(3))
+        self.written, self.said = 0, list[str]()
+        self.meters = Meters(RUN)
+
+    async def write(self, until: int | None = None) -> None:
+        publisher = await self.bus.publisher("p")
+        for _, out in self.world.written[self.written : until]:
+            await publisher.publish(out)
+        self.written = len(self.world.written) if until is None else until
+        for saved in self.world.saved:
+            if saved.after <= self.written:
+                state = self.past.directory.checkpoints / f"step_{saved.manifest.step}" / STATE
+                state.mkdir(parents=True, exist_ok=True)
+                (state / MANIFEST).write_bytes(encode_manifest(saved.manifest))
+
+    def following(self, options: FollowOptions, history: BusHistory | None = None) -> Following:
+        history = history or BusHistory(self.bus)
+        return Following(self.past, history, options, AuditMeter(self.meters), say=self.said.append)
+
+    def figure(self, name: str, **labels: str) -> float | None:
+        return self.meters.registry.get_sample_value(name, {"run": RUN, **labels})
+
+
+def finished(world: World) -> World:
+    """The same world, in which the last report says that it was the last."""
+    world.checkpoint()
+    last = world.last_report
+    change(world, STEPS, lambda message: message.replace(finished=True) if message == last else message)
+    return world
+
+
+async def until(condition: "asyncio.Future[int] | None", said: list[str], text: str) -> None:
+    async with asyncio.timeout(20):
+        while not any(text in line for line in said):
+            assert condition is None or not condition.done()
+            await asyncio.sleep(SOON)
+
+
+async def test_it_ends_with_0_when_the_run_is_finished_and_balanced(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, finished(busy_world(1)))
+    await scene.write(300)
+    following = scene.following(FollowOptions(SOON))
+    running = asyncio.ensure_future(following.run(asyncio.Event()))
+    await until(running, scene.said, "; 0 new")
+    await scene.write()
+    async with asyncio.timeout(20):
+        assert await running == 0
+    following.close()
+    assert all(" balanced: " in line for line in scene.said[:-1])
+    assert "skipped + " in scene.said[0]
+    assert scene.said[-1].endswith("the run is finished")
+    assert scene.figure("streamrl_audit_balanced", algorithm="grpo") == 1
+    assert scene.figure("streamrl_audit_lag_records") == 0
+    pending = scene.figure("streamrl_audit_pending_trajectories", algorithm="grpo")
+    assert pending == len(scene.world.pending())
+    # What it knows is in the run's directory: the next one reads nothing again.
+    again = scene.following(FollowOptions(SOON))
+    assert (await again.round()).is_balanced
+    again.close()
+    assert again.new_records == 0
+
+
+async def test_it_ends_with_4_as_soon_as_the_books_do_not_balance(tmp_path: Path) -> None:
+    world = busy_world(1)
+    good = len(world.written)
+    planted = trained_and_skipped(world)
+    scene = Scene(tmp_path, world)
+    await scene.write(good)
+    following = scene.following(FollowOptions(SOON, fail_fast=True))
+    running = asyncio.ensure_future(following.run(asyncio.Event()))
+    await until(running, scene.said, " balanced: ")
+    await scene.write()
+    async with asyncio.timeout(20):
+        assert await running == NOT_BALANCED
+    following.close()
+    assert "NOT BALANCED, 1 problems: " in scene.said[-2]
+    assert planted.name is not None
+    assert f"two_fates: {planted.name} at partition" in scene.said[-1]
+    assert scene.figure("streamrl_audit_balanced", algorithm="grpo") == 0
+    assert scene.figure("streamrl_audit_problems_total", algorithm="grpo", kind="two_fates") == 1
+
+
+async def test_a_stop_keeps_what_was_read_and_the_verdict_is_the_exit_code(tmp_path: Path) -> None:
+    scene, stop = Scene(tmp_path, busy_world(0)), asyncio.Event()
+    await scene.write()
+    following = scene.following(FollowOptions(60.0, as_json=True))
+    running = asyncio.ensure_future(following.run(stop))
+    await until(running, scene.said, '"balanced": true')
+    stop.set()
+    async with asyncio.timeout(5):
+        assert await running == 0
+    following.close()
+    told = json.loads(scene.said[0])
+    assert told["new_records"] == len(scene.world.written)
+    assert told["algorithms"]["grpo"]["trained"] == len(scene.world.current.trained)
+    report = await closing_report(scene.past, BusHistory(scene.bus))
+    assert report.is_balanced
+    assert report.produced == told["produced"]
+
+
+async def test_a_broker_that_is_away_for_a_while_is_asked_again(tmp_path: Path) -> None:
+    scene, stop = Scene(tmp_path, busy_world(0)), asyncio.Event()
+    away = False
+
+    class Flaky(BusHistory):
+        async def extents(self, *topics: str):  # type: ignore[no-untyped-def]
+            if away:
+                raise BusUnavailable("no broker answers")
+            return await super().extents(*topics)
+
+    await scene.write()
+    following = scene.following(FollowOptions(SOON), Flaky(scene.bus))
+    running = asyncio.ensure_future(following.run(stop))
+    await until(running, scene.said, "; 0 new")
+    away = True
+    await until(running, scene.said, "trying again: no broker answers")
+    away = False
+    scene.said.clear()
+    await until(running, scene.said, " balanced: ")
+    stop.set()
+    assert await running == 0
+    following.close()
+
+
+async def test_topics_made_anew_are_followed_from_their_beginning(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, busy_world(0))
+    await scene.write()
+    following = scene.following(FollowOptions(SOON))
+    await following.round()
+    following.close()
+    other = Scene(tmp_path / "other", busy_world(1))
+    await other.write()
+    anew = Following(other.past, BusHistory(other.bus), FollowOptions(SOON), None, say=scene.said.append)
+    anew.close()
+    other.past.directory.audit.write_bytes(scene.past.directory.audit.read_bytes())
+    anew = Following(other.past, BusHistory(other.bus), FollowOptions(SOON), None, say=scene.said.append)
+    report = await anew.round()
+    anew.close()
+    assert report.is_balanced
+    assert report.produced == sum(map(len, other.world.log.values()))
+    assert "made anew; begun anew" in scene.said[-1]
+
+
+async def test_a_record_that_does_not_decode_ends_it(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, busy_world(0))
+    await scene.write()
+    await (await scene.bus.publisher("p")).publish(Outgoing(STEPS.full_name(RUN), b"?", None, 0))
+    following = scene.following(FollowOptions(SOON))
+    with pytest.raises(DataError, match=r"steps\[0\]@"):
+        await following.run(asyncio.Event())
+    following.close()
