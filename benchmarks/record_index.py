@@ -26,12 +26,11 @@ from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.topic_admin import apply_topics
 from bus.port import Outgoing
-from inspection.audit.index import trajectory_id_of
 from inspection.process import tune_garbage_collector
-from inspection.record_index.entries import Fold
-from inspection.record_index.following import IndexFollower
-from inspection.record_index.store import RecordIndex
 from inspection.replay.history import HistoryReader, TrajectoryHistory
+from observability.record_index.entries import Fold, trajectory_id_of
+from observability.record_index.following import IndexFollower
+from observability.record_index.store import RecordIndex
 from schemas.identifiers import make_group_id, make_trajectory_id
 from schemas.topics import TRAJECTORIES, WORK_ORDERS
 

@@ -31,9 +31,10 @@ from rich.table import Table
 
 from bus.history import BusHistory, History
 from bus.port import Bus, Outgoing, Record, TransactionalPublisher
-from inspection.record_index.entries import RETRY_OF, RefKind, number
-from inspection.record_index.following import IndexFollower, index_of
+from inspection.opening import index_of
 from inspection.source import broker_of, history_of, open_run
+from observability.record_index.entries import RETRY_OF, RefKind, number
+from observability.record_index.following import IndexFollower
 from schemas.codec import Headers, decode, named_error
 from schemas.errors import Superseded, UserError, WireError
 from schemas.messages import Message

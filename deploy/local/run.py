@@ -47,8 +47,7 @@ from inspection.audit.report import AuditReport
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
 from inspection.environment import environment
-from inspection.record_index.entries import Fold
-from inspection.record_index.following import IndexFollower, open_index
+from inspection.opening import open_index
 from inspection.report.facts import RunFacts, TopicDigest, write_facts
 from inspection.report.gathering import gather_topics
 from inspection.report.page import write_page
@@ -56,6 +55,8 @@ from inspection.report.record import read_record
 from inspection.report.summary import build_summary, summary_lines, write_summary
 from inspection.source import PastRun
 from observability.metrics.tracking import check_installed
+from observability.record_index.entries import Fold
+from observability.record_index.following import IndexFollower
 from observability.run_state.feed import WHOLE_RUN, RunFeed
 from observability.run_state.state import RunState
 from producers.prompts.tables import check_path

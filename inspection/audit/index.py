@@ -11,20 +11,19 @@ without groups that names its parent. Of an ancestor, what counts is what the ch
 on: steps up to the parent's number, skip rows up to ``parent_skips``.
 """
 
-import struct
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgpack
 import xxhash
 
 from bus.history import Extent
 from bus.port import Record
 from inspection.audit.columns import RecordEntries, RecordPositions, hash_of
 from inspection.audit.rows import RowContent, RowSum, SkipRows
-from schemas.codec import MAX_HEADER_BYTES, named_error
+from observability.record_index.entries import fields_of, trajectory_id_of
+from schemas.codec import named_error
 from schemas.errors import DataError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
@@ -34,26 +33,13 @@ REASONS = tuple(SkipReason)
 CODE_OF = {reason: code for code, reason in enumerate(REASONS, start=1)}
 """Codes of ``RecordEntries``: 0 is trained, the others are skip reasons in their declared order."""
 
-_PREFIX = struct.Struct("<I")
-"""A frame begins with the length of its msgpack header."""
-_NAME_LIMIT = 256
-"""Longer than any id that the producers make: what is longer stands in damaged bytes."""
 _ORDER_LIMIT = 4 << 20
 """A work order's header holds its prompt, which may be long; a trajectory's own limit is the codec's."""
 
 
-def trajectory_id_of(record: Record) -> str | None:
-    """The trajectory's id; None if the bytes do not begin as a trajectory's do.
-
-    The rest is not decoded, so an id may be found in a record that the reader refuses.
-    """
-    name = _fields(record, b"trajectory", ("trajectory_id",), MAX_HEADER_BYTES).get("trajectory_id")
-    return name if isinstance(name, str) and 0 < len(name) <= _NAME_LIMIT else None
-
-
 def ordered_ids_of(record: Record) -> list[str]:
     """Ids of the trajectories that a work order asks for; none if it is no work order."""
-    fields = _fields(record, b"work-order", ("group_id", "sample_indices"), _ORDER_LIMIT)
+    fields = fields_of(record, b"work-order", ("group_id", "sample_indices"), _ORDER_LIMIT)
     group, indices = fields.get("group_id"), fields.get("sample_indices")
     if not isinstance(group, str) or not isinstance(indices, list):
         return []
@@ -64,32 +50,6 @@ def _sample_of(name: str) -> str:
     index = name.rpartition("/")[2]
     # More digits than any group has samples: an order with damaged fields must not make us look for billions.
     return index if index.isdecimal() and len(index) <= 4 else ""
-
-
-def _fields(record: Record, schema: bytes, wanted: Collection[str], limit: int) -> dict[str, Any]:
-    value = record.value
-    if value is None or len(value) < _PREFIX.size or ("schema", schema) not in record.headers:
-        return {}
-    (size,) = _PREFIX.unpack_from(value)
-    # In damaged bytes the length may be anything up to 4 GiB; nothing is allocated on its word.
-    if size > min(limit, len(value) - _PREFIX.size):
-        return {}
-    unpacker = msgpack.Unpacker(max_buffer_size=limit, strict_map_key=True)
-    unpacker.feed(memoryview(value)[_PREFIX.size : _PREFIX.size + size])
-    found: dict[str, Any] = {}
-    # The header is one map; reading it key by key skips the long values, and stops at the last field wanted.
-    try:
-        for _ in range(unpacker.read_map_header()):
-            if (name := unpacker.unpack()) in wanted:
-                found[name] = unpacker.unpack()
-                if len(found) == len(wanted):
-                    break
-            else:
-                unpacker.skip()
-    # All that damaged bytes make msgpack raise: such a record counts as undecodable, and the audit goes on.
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError):
-        return {}
-    return found
 
 
 class LineageStart(NamedTuple):

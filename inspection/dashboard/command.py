@@ -13,9 +13,10 @@ from inspection.dashboard.records import CLIENT_ID, PLAIN, DashboardContext
 from inspection.dashboard.server import build_app
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
+from inspection.opening import open_index
 from inspection.process import tune_garbage_collector
-from inspection.record_index.following import FOLLOW_EVERY_S, open_index
 from inspection.replay.show import Piece, pieces_of
+from observability.record_index.following import FOLLOW_EVERY_S
 from observability.run_state.pace import Pace
 from observability.run_state.state import RunState
 from schemas.errors import UserError

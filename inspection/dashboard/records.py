@@ -14,11 +14,11 @@ from typing import Any
 from bus.history import BusHistory, Extent, KeptHistory
 from bus.port import Bus
 from inspection.dead_letters import DeadLetter, as_json, dead_letter_of, retry
-from inspection.record_index.entries import Fold
-from inspection.record_index.following import IndexFollower
-from inspection.record_index.store import RecordIndex
 from inspection.replay.history import GroupHistory, GroupSample, HistoryReader, TrajectoryHistory
 from inspection.replay.show import Piece
+from observability.record_index.entries import Fold
+from observability.record_index.following import IndexFollower
+from observability.record_index.store import RecordIndex
 from observability.run_state.state import RunState
 from schemas.errors import StreamRLError, UserError
 from schemas.topics import DEAD_LETTERS

@@ -16,8 +16,7 @@ from bus.history import History
 from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.policy import ComputeThread
-from inspection.record_index.following import index_of
-from inspection.record_index.store import RecordIndex
+from inspection.opening import index_of
 from inspection.replay.attribution import find_gradient_outliers
 from inspection.replay.dead_letters import replay_dead_letters
 from inspection.replay.replayer import Replayer, ReplayOptions
@@ -26,6 +25,7 @@ from inspection.replay.scratch_policy import StepConfig, StoredRestorePoints, Va
 from inspection.replay.steps import Step, StepLog, refs_of, refused_step, steps_between
 from inspection.replay.view import as_json, bisection_lines, dead_letter_lines, overview, replay_lines, step_line
 from inspection.source import PastRun, history_of, open_run
+from observability.record_index.store import RecordIndex
 from schemas.errors import SettingsError, UserError
 from schemas.plain_text import plain_lines
 from settings.layers import from_arguments, merged

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from bus.port import Record
 from consumers.batching.micro_batches import Group, Sample
 from consumers.ingest.filters import weighted_reward
-from inspection.record_index.entries import Kind
-from inspection.record_index.following import IndexFollower
-from inspection.record_index.store import RecordIndex
 from inspection.replay.comparing import TrajectoryContribution, measure_contributions
 from inspection.replay.replayer import Replayer
 from inspection.replay.scratch_policy import ScratchPolicy
 from inspection.replay.steps import rebatched
+from observability.record_index.entries import Kind
+from observability.record_index.following import IndexFollower
+from observability.record_index.store import RecordIndex
 from schemas.errors import MalformedFrame, WireError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef

@@ -17,11 +17,10 @@ from datetime import UTC, datetime
 
 from bus.history import History
 from bus.port import Position, Record, message_of
-from inspection.audit.index import trajectory_id_of
-from inspection.record_index.entries import Kind, RefKind, joined_name, split_name
-from inspection.record_index.following import IndexFollower
-from inspection.record_index.store import Place, RecordIndex
 from inspection.replay.steps import Lineages
+from observability.record_index.entries import Kind, RefKind, joined_name, split_name, trajectory_id_of
+from observability.record_index.following import IndexFollower
+from observability.record_index.store import Place, RecordIndex
 from schemas.codec import named_error
 from schemas.errors import UserError, WireError
 from schemas.identifiers import PolicyVersion
@@ -310,7 +309,7 @@ class HistoryReader:
     def _judged(
         self, positions: set[tuple[int, int]], group: str, records: Mapping[Position, Record], judging: list[Position]
     ) -> _Judged:
-        lineages = Lineages(self._index.lineage_starts(self.algorithm), self._index.last_steps(self.algorithm))
+        lineages = Lineages.of(self._index.first_reports(self.algorithm), self._index.last_steps(self.algorithm))
         there = [records[position] for position in sorted(set(judging)) if position in records]
         fates, events, trained = dict.fromkeys(positions, PENDING), list[HistoryEvent](), None
         for record, report in self._reports(there, group):

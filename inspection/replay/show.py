@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.text import Text
 
 from bus.history import History
-from inspection.record_index.following import IndexFollower, index_of
-from inspection.record_index.store import RecordIndex
+from inspection.opening import index_of
 from inspection.replay.history import GroupHistory, HistoryReader, TrajectoryHistory
 from inspection.replay.view import as_json, columns, number
 from inspection.source import PastRun, history_of, open_run
+from observability.record_index.following import IndexFollower
+from observability.record_index.store import RecordIndex
 from schemas.identifiers import PolicyVersion
 from schemas.plain_text import plain_lines
 from schemas.trajectories import Trajectory

@@ -21,6 +21,7 @@ from consumers.batching.micro_batches import Group, MicroBatch, MicroBatcher, Sa
 from consumers.batching.settings import BatchingSettings
 from consumers.ingest.filters import weighted_reward
 from inspection.audit.index import LineageLink, LineageStart, surviving_chain
+from observability.record_index.entries import StepKind, StepRow
 from schemas.errors import UserError, WireError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef, RefusedStep, SkipRecord, StepReport
@@ -60,6 +61,19 @@ class Lineages:
 
     lineage_starts: dict[int, LineageStart] = field(default_factory=dict)
     last_steps: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, first_reports: Iterable[StepRow], last_steps: dict[int, int]) -> "Lineages":
+        """As the index of records has them."""
+        starts = {}
+        for row in first_reports:
+            if row.kind == StepKind.STEP:
+                starts[row.lineage] = LineageStart(row.lineage, row.step - 1, None, 0)
+            else:
+                known = row.parent_lineage is not None and row.parent_number is not None
+                parent = PolicyVersion(row.parent_lineage or 0, row.parent_number or 0) if known else None
+                starts[row.lineage] = LineageStart(row.lineage, row.step, parent, row.parent_skips)
+        return cls(starts, last_steps)
 
     @property
     def newest(self) -> int:

@@ -21,8 +21,8 @@ from inspection.dead_letters import (
     retry,
     retry_lines,
 )
-from inspection.record_index.following import IndexFollower
-from inspection.record_index.store import RecordIndex
+from observability.record_index.following import IndexFollower
+from observability.record_index.store import RecordIndex
 from schemas.codec import Headers, encode, headers_of
 from schemas.errors import UserError
 from schemas.topics import DEAD_LETTERS, TRAJECTORIES

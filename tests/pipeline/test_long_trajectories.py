@@ -19,10 +19,10 @@ from consumers.ingest.settings import IngestSettings
 from inspection.dashboard.records import SHOWN_TOKENS, history_json
 from inspection.dead_letters import read_dead_letters
 from inspection.export import ALL, Exporter, SegmentHistory
-from inspection.record_index.following import IndexFollower
-from inspection.record_index.store import RecordIndex
 from inspection.replay.history import HistoryReader
 from inspection.tables import trajectory_table
+from observability.record_index.following import IndexFollower
+from observability.record_index.store import RecordIndex
 from observability.run_state.trajectory_summary import PREVIEW, summary_of
 from schemas.settings import LoopSettings
 from schemas.topics import CATALOGUE, DEAD_LETTERS, TRAJECTORIES

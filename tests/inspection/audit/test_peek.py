@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from bus.port import Record
 from inspection.audit.columns import NameTable, keys_of, position_of
-from inspection.audit.index import ordered_ids_of, trajectory_id_of
+from inspection.audit.index import ordered_ids_of
+from observability.record_index.entries import trajectory_id_of
 from schemas.codec import encode, headers_of
 from schemas.trajectories import Trajectory
 from tests.consumers.factories import trajectory

@@ -1,8 +1,8 @@
 from pathlib import Path
 
 from bus.port import Outgoing
-from inspection.record_index.store import RecordIndex
 from inspection.replay.dead_letters import replay_dead_letters
+from observability.record_index.store import RecordIndex
 from schemas.codec import encode, headers_of
 from schemas.topics import DEAD_LETTERS, TRAJECTORIES
 from schemas.trajectories import Trajectory

@@ -4,9 +4,9 @@ import pytest
 
 from bus.history import BusHistory
 from bus.port import Outgoing
-from inspection.record_index.following import IndexFollower
-from inspection.record_index.store import RecordIndex
 from inspection.replay.history import HistoryReader
+from observability.record_index.following import IndexFollower
+from observability.record_index.store import RecordIndex
 from schemas.control import WeightsReady, control_key
 from schemas.errors import UserError
 from schemas.identifiers import PolicyVersion

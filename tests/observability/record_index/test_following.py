@@ -7,16 +7,17 @@ from hypothesis import strategies as st
 
 from bus.history import BusHistory
 from bus.port import Record
-from inspection.record_index import following
-from inspection.record_index.entries import Kind, RefKind
-from inspection.record_index.following import IndexFollower, open_index
-from inspection.record_index.store import RecordIndex
+from inspection.opening import open_index
 from inspection.replay.history import GroupHistory, TrajectoryHistory
+from observability.record_index import following
+from observability.record_index.entries import Kind, RefKind
+from observability.record_index.following import IndexFollower
+from observability.record_index.store import RecordIndex
 from schemas.errors import BusError, UserError
 from schemas.reports import SkipReason
 from schemas.topics import TRAJECTORIES
 from tests.inspection.audit.world import RUN
-from tests.inspection.record_index.written import TOPIC, WrittenRun, fates_of, found_by
+from tests.observability.record_index.written import TOPIC, WrittenRun, fates_of, found_by
 
 PRODUCE, DAMAGE, TRAIN, SKIP, SAVE, CRASH, READ, KILL = range(8)
 CHOICES = st.tuples(

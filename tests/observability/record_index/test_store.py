@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from bus.port import TopicPartition
-from inspection.record_index.entries import Kind, NamedRow, Rows, WeightsRow
-from inspection.record_index.store import Place, ReadPosition, RecordIndex
+from observability.record_index.entries import Kind, NamedRow, Rows, WeightsRow
+from observability.record_index.store import Place, ReadPosition, RecordIndex
 from schemas.identifiers import PolicyVersion
 
 TP = TopicPartition("r.trajectories", 0)

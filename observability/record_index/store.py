@@ -18,8 +18,7 @@ from typing import NamedTuple, Self
 import structlog
 
 from bus.port import TopicPartition
-from inspection.audit.index import LineageStart
-from inspection.record_index.entries import Kind, RefKind, RefRow, Rows, StepKind, WeightsRow
+from observability.record_index.entries import Kind, RefKind, RefRow, Rows, StepKind, StepRow, WeightsRow
 from schemas.identifiers import PolicyVersion
 
 FORMAT = 1
@@ -230,21 +229,14 @@ class RecordIndex:
             found += [RefRow(kind, *position, *row) for row in rows]
         return found
 
-    def lineage_starts(self, algorithm: str) -> dict[int, LineageStart]:
-        """How each lineage began; where its announcement is gone, by the first step that is left of it."""
+    def first_reports(self, algorithm: str) -> list[StepRow]:
+        """The first report of each lineage: its announcement, or where that is gone, the first step that is left."""
         rows = self._database.execute(
-            "SELECT kind, lineage, step, parent_lineage, parent_version, parent_skips FROM steps WHERE position IN "
+            "SELECT * FROM steps WHERE position IN "
             "(SELECT min(position) FROM steps WHERE algorithm = ? AND kind != ? GROUP BY lineage)",
             (algorithm, StepKind.REFUSED),
         )
-        found: dict[int, LineageStart] = {}
-        for kind, lineage, step, *parent, skips in rows:
-            if kind == StepKind.STEP:
-                found[lineage] = LineageStart(lineage, step - 1, None, 0)
-            else:
-                version = None if parent[0] is None else PolicyVersion(*parent)
-                found[lineage] = LineageStart(lineage, step, version, skips)
-        return found
+        return [StepRow(*row) for row in rows]
 
     def last_steps(self, algorithm: str) -> dict[int, int]:
         """The last step of each lineage that took one."""

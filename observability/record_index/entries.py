@@ -4,15 +4,15 @@ Of a trajectory only the id is read, which is the first field of its frame, and 
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgpack
 import xxhash
 
 from bus.port import Record, message_of
-from inspection.audit.index import trajectory_id_of
 from schemas.codec import MAX_HEADER_BYTES, Headers
 from schemas.control import WeightsReady
 from schemas.identifiers import group_id_of
@@ -27,6 +27,8 @@ _PREFIX = struct.Struct("<I")
 _MAP_16, _STR_8 = 0xDE, 0xD9
 _FIRST_FIELD = b"\xadtrajectory_id"
 """As msgpack writes the name of a trajectory's first field."""
+_NAME_LIMIT = 256
+"""Longer than any id that the producers make: what is longer stands in damaged bytes."""
 _SAMPLE_DIGITS = 9
 _MARKED_BYTES = 256
 """Of a value, in the mark by which its record is known again: a frame begins with its id."""
@@ -147,6 +149,42 @@ def name_of(record: Record) -> str | None:
             except UnicodeDecodeError:
                 return None
     return trajectory_id_of(record)
+
+
+def trajectory_id_of(record: Record) -> str | None:
+    """The trajectory's id; None if the bytes do not begin as a trajectory's do.
+
+    The rest is not decoded, so an id may be found in a record that the reader refuses.
+    """
+    name = fields_of(record, b"trajectory", ("trajectory_id",), MAX_HEADER_BYTES).get("trajectory_id")
+    return name if isinstance(name, str) and 0 < len(name) <= _NAME_LIMIT else None
+
+
+def fields_of(record: Record, schema: bytes, wanted: Collection[str], limit: int) -> dict[str, Any]:
+    """These fields of a frame's header, without the rest; empty if the bytes do not begin as such a frame does."""
+    value = record.value
+    if value is None or len(value) < _PREFIX.size or ("schema", schema) not in record.headers:
+        return {}
+    (size,) = _PREFIX.unpack_from(value)
+    # In damaged bytes the length may be anything up to 4 GiB; nothing is allocated on its word.
+    if size > min(limit, len(value) - _PREFIX.size):
+        return {}
+    unpacker = msgpack.Unpacker(max_buffer_size=limit, strict_map_key=True)
+    unpacker.feed(memoryview(value)[_PREFIX.size : _PREFIX.size + size])
+    found: dict[str, Any] = {}
+    # The header is one map; reading it key by key skips the long values, and stops at the last field wanted.
+    try:
+        for _ in range(unpacker.read_map_header()):
+            if (name := unpacker.unpack()) in wanted:
+                found[name] = unpacker.unpack()
+                if len(found) == len(wanted):
+                    break
+            else:
+                unpacker.skip()
+    # All that damaged bytes make msgpack raise: such a record counts as undecodable, and the audit goes on.
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError):
+        return {}
+    return found
 
 
 def position_in(content: bytes | None) -> tuple[int, int] | None:

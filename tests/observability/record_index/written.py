@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from bus.history import BusHistory
 from bus.memory import MemoryBus
 from bus.port import Outgoing, Record
-from inspection.record_index.following import IndexFollower
-from inspection.record_index.store import RecordIndex
 from inspection.replay.history import PENDING, GroupHistory, HistoryReader, TrajectoryHistory
+from observability.record_index.following import IndexFollower
+from observability.record_index.store import RecordIndex
 from schemas.codec import encode, headers_of
 from schemas.topics import CATALOGUE, DEAD_LETTERS, TRAJECTORIES
 from tests.consumers.factories import trajectory

@@ -12,20 +12,15 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import structlog
-import xxhash
 
-from bus.embedded.runtime import cache_root
 from bus.history import Extent, History
 from bus.port import Record, TopicPartition
-from inspection.record_index.entries import Fold, Rows, mark_of
-from inspection.record_index.store import ReadPosition, RecordIndex
-from inspection.source import PastRun
+from observability.record_index.entries import Fold, Rows, mark_of
+from observability.record_index.store import ReadPosition, RecordIndex
 from schemas.errors import BusError, BusUnavailable, DataLossRefused, UserError
 from schemas.topics import TRAJECTORIES
-from settings.run_directory import RunDirectory
 
 CHUNK = 4000
 """Records a transaction: some milliseconds of writing, and what is read again at most when a process is killed."""
@@ -44,29 +39,6 @@ class _Overtaken(Exception):
 
 class _OtherLog(Exception):
     """A partition does not hold what was indexed."""
-
-
-def index_of(run: PastRun) -> RecordIndex:
-    """The index of a run whose directory is here."""
-    return open_index(run.directory.path, run.settings.kafka.bootstrap_servers or "", run.name)
-
-
-def open_index(directory: Path | None, address: str, run: str) -> RecordIndex:
-    """A run's index: in its directory, if that is here; else in the cache, for the broker at this address.
-
-    In memory where neither can be written.
-    """
-    cached = cache_root() / "indexes" / f"{run}-{xxhash.xxh3_64_hexdigest(f'{address}/{run}'.encode())}.sqlite"
-    # A run's directory is never made by who only looks at it.
-    own = [RunDirectory(directory).record_index] if directory is not None and directory.is_dir() else []
-    for path in (*own, cached):
-        try:
-            if path is cached:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            return RecordIndex(path)
-        except (OSError, sqlite3.OperationalError) as error:
-            log.debug("an index cannot be kept here", path=str(path), error=str(error))
-    return RecordIndex(None)
 
 
 @dataclass

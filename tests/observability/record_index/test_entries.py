@@ -6,8 +6,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bus.port import Record
-from inspection.audit.index import trajectory_id_of
-from inspection.record_index.entries import WHOLE_GROUP, joined_name, name_of, position_in, split_name
+from observability.record_index.entries import (
+    WHOLE_GROUP,
+    joined_name,
+    name_of,
+    position_in,
+    split_name,
+    trajectory_id_of,
+)
 from schemas.codec import encode, headers_of
 from schemas.trajectories import Trajectory
 from tests.consumers.factories import trajectory
