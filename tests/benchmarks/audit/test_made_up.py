@@ -34,4 +34,4 @@ def test_its_configuration_is_one_of_a_run(tmp_path: Path) -> None:
 def test_a_follower_of_it_agrees_with_the_audit_while_it_is_timed() -> None:
     found = following(records=6000, looks=10)  # compares their reports at every fifth look
     assert found["looks"] >= 5
-    assert 0 < found["state_bytes_per_record"] < 100
+    assert found["not_settled"] > 0  # too few for a segment
