@@ -352,14 +352,14 @@ def _finished(table: AuditTable, manifest: CheckpointManifest, settled: SettledR
     ]
 
 
-class PartitionFrontier(NamedTuple):
+class FinishedOffsets(NamedTuple):
     """What a checkpoint calls finished in one partition: all below ``low``, and those of ``done`` above it."""
 
     low: int
     done: list[int]
 
     @classmethod
-    def of(cls, content: Any) -> "PartitionFrontier":
+    def of(cls, content: Any) -> "FinishedOffsets":
         """As the manifest holds it."""
         return cls(int(content["low"]), [int(offset) for offset in content["done"]])
 
@@ -369,9 +369,9 @@ class PartitionFrontier(NamedTuple):
         return finished
 
 
-def frontiers_of(manifest: CheckpointManifest) -> dict[int, PartitionFrontier]:
+def frontiers_of(manifest: CheckpointManifest) -> dict[int, FinishedOffsets]:
     """The checkpoint's frontier by partition."""
-    return {int(partition): PartitionFrontier.of(content) for partition, content in manifest.frontier.items()}
+    return {int(partition): FinishedOffsets.of(content) for partition, content in manifest.frontier.items()}
 
 
 def is_contained(table: AuditTable, manifest: CheckpointManifest) -> Mask:

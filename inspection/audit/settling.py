@@ -13,9 +13,9 @@ import numpy as np
 
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.checks import (
+    FinishedOffsets,
     Judgement,
     NewestCheckpoint,
-    PartitionFrontier,
     algorithms_of,
     frontiers_of,
     is_contained,
@@ -85,7 +85,7 @@ def _contains(manifest: CheckpointManifest, fates: SettledFates) -> bool:
     )
 
 
-def _finishes(frontiers: Mapping[int, PartitionFrontier], segment: SettledSegment) -> bool:
+def _finishes(frontiers: Mapping[int, FinishedOffsets], segment: SettledSegment) -> bool:
     """Whether the checkpoint's frontiers call all of them finished."""
     for begin, end in zip(segment.begins.tolist(), segment.ends.tolist(), strict=True):
         partition, base = begin >> PARTITION_SHIFT, begin >> PARTITION_SHIFT << PARTITION_SHIFT
@@ -96,7 +96,7 @@ def _finishes(frontiers: Mapping[int, PartitionFrontier], segment: SettledSegmen
     return True
 
 
-NOTHING = PartitionFrontier(0, [])
+NOTHING = FinishedOffsets(0, [])
 """Of a partition that the checkpoint does not name."""
 
 

@@ -31,9 +31,7 @@ def test_its_configuration_is_one_of_a_run(tmp_path: Path) -> None:
     assert load_settings(config, []).run.name == RUN
 
 
-def test_following_it_costs_less_than_auditing_it_again_and_again() -> None:
-    found = following(records=6000, looks=10)
-    assert found["looks"] >= 10
-    # The two are compared look by look; how much dearer the whole audit is grows with the run.
-    assert found["follower_look_cpu_ms"]["median"] > 0
-    assert found["state_bytes_per_record"] > 0
+def test_a_follower_of_it_agrees_with_the_audit_while_it_is_timed() -> None:
+    found = following(records=6000, looks=10)  # compares their reports at every fifth look
+    assert found["looks"] >= 5
+    assert found["not_settled"] > 0  # too few for a segment
