@@ -253,6 +253,7 @@ class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
             os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts the tests in the background may ignore it
 sys.meta_path.insert(0, Interrupt())
 sys.argv = ["streamrl", "run", "my.toml"]
 from streamrl.__main__ import main
@@ -263,9 +264,8 @@ main()
 @pytest.mark.parametrize("module", ["typer", "streamrl.cli.run", "deploy.local.run", "numpy"])
 def test_ctrl_c_while_the_command_is_loaded_leaves_no_traceback(module: str, directory: Path) -> None:
     (directory / "my.toml").write_text(EMULATED)
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED.format(module=module)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", INTERRUPTED.format(module=module)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 130, done.stderr
     assert done.stderr in ("", "stopped\n")
     assert not (directory / "runs").exists()
