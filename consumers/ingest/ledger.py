@@ -94,6 +94,12 @@ class Ledger:
         self._trained = 0
         self._skipped = 0
 
+    def move(self, frontier: Frontier, known_records: Mapping[int, KnownRecord]) -> None:
+        """Go on with another topic, before any record was read."""
+        assert not self._read, "records that were read keep their offsets"
+        self.frontier = frontier
+        self.known_records = dict(known_records)
+
     def counts(self) -> RecordCounts:
         """The sums so far."""
         return RecordCounts(self._read, self._trained, self._skipped, len(self._pending))

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from consumers.training.checkpoints.catalogue import read_manifests
+from consumers.training.checkpoints.catalogue import next_start
 from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
 from inspection.report.page import differing_settings
 from inspection.report.record import RunRecord, StepTable, flat
@@ -23,13 +23,13 @@ MAX_CHANGES = 5
 
 
 def resumed_step(settings: Settings) -> int:
-    """The step that the trainer would go on from, by the newest sound manifest; 0: there is none of this run.
+    """The step that the trainer would go on from, by sound manifests; 0: there is none of this run.
 
     Raises:
         SettingsError: ``training.checkpoint_location`` names no storage that can be opened.
     """
     try:
-        newest = next(iter(read_manifests(_storage(settings))), None)
+        newest = next_start(_storage(settings))
     except CheckpointError:
         return 0
     # A checkpoint location may be shared: one of another run or algorithm is none of ours.

@@ -21,6 +21,7 @@ import numpy as np
 from consumers.ingest.rejections import chained, end_of
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.index import (
+    CARRIED,
     PARTITION_SHIFT,
     REASONS,
     TRAINED,
@@ -28,9 +29,10 @@ from inspection.audit.index import (
     AuditIndex,
     LineageChain,
     Mask,
+    as_ints,
     surviving_chain,
 )
-from inspection.audit.report import AlgorithmBalance, AuditReport, UndoneByCrash, Violation, ViolationKind
+from inspection.audit.report import AlgorithmBalance, AuditReport, UndoneWork, Violation, ViolationKind
 from inspection.audit.table import EXPIRED_RANGE, PENDING, AuditTable, ProducedRecords
 from schemas.reports import SkipRecord
 
@@ -82,6 +84,7 @@ def _balance_of(
             table, newest.manifest, rows_are_held=index.skips_begin, steps_are_held=index.steps_begin
         )
         violations = found + violations
+    undone, rolled_back = _undone(table)
     here = ~table.expired
     return AlgorithmBalance(
         algorithm=name,
@@ -91,20 +94,22 @@ def _balance_of(
         # The frontier calls the forgotten ones finished: nobody waits for them, though nothing held says their fate.
         pending=int(np.count_nonzero(table.fates == PENDING)) - forgotten,
         expired_trained=int(np.count_nonzero(~here & (table.codes == TRAINED))),
-        expired_skipped=int(np.count_nonzero(~here & (table.codes != TRAINED))),
+        expired_skipped=int(np.count_nonzero(~here & (table.codes != TRAINED) & (table.codes != CARRIED))),
         expired_fates=forgotten,
         steps=len(counted_steps(own, chain)),
         refused_steps=own.refused_steps,
         lineages=tuple(link.lineage for link in chain.links),
         checkpoint=str(newest.manifest.policy_version) if newest.manifest else None,
-        undone=_undone(table),
-        notes=tuple(_notes(index, newest, forgotten)),
+        undone=undone,
+        rolled_back=rolled_back,
+        carried_over=int(np.count_nonzero(here & (table.codes == CARRIED))),
+        notes=tuple(_notes(index, table, newest, forgotten)),
         violations=tuple(sorted(violations, key=lambda violation: _SEVERITY.index(violation.kind))),
     )
 
 
 def _skipped(table: AuditTable) -> dict[str, int]:
-    codes = table.codes[~table.expired & (table.codes != TRAINED)]
+    codes = table.codes[~table.expired & (table.codes != TRAINED) & (table.codes != CARRIED)]
     counts = Counter({REASONS[code - 1].value: int(count) for code, count in zip(*_counted(codes), strict=True)})
     # A range names no single record, so it is not among ``codes``: the held records that it covers are counted.
     counts[REASONS[EXPIRED_RANGE - 1].value] += int(np.count_nonzero(table.fates == EXPIRED_RANGE))
@@ -116,21 +121,72 @@ def _counted(codes: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> tuple[list[
     return values.tolist(), counts.tolist()
 
 
-def _undone(table: AuditTable) -> UndoneByCrash:
-    trained = table.all_codes == TRAINED
-    lost = ~table.counted
+def _undone(table: AuditTable) -> tuple[UndoneWork, UndoneWork]:
+    """What crashes undid, and what an operator did."""
+    starts, entries = table.index.lineage_starts, table.index.entries
     surviving = {link.lineage for link in table.chain.links}
+    # Before the first lineage of the chain, if it came from another cluster, all that there is tells of that one.
+    first = table.chain.links[0].lineage if table.chain.links else 0
+    begin = first if first in starts and starts[first].carried_parts else 0
+    trained = table.all_codes == TRAINED
+    # A lineage above the newest of the chain has rows and no report within the ends yet; it is not undone by that.
+    known = trained | (table.all_lineages <= table.chain.newest)
+    lost = ~table.counted & known & (table.all_lineages >= begin)
+    by_operator = lost & _undone_by_operator(table)
     counted = counted_steps(table.index, table.chain)
-    return UndoneByCrash(
-        lineages=len(table.index.lineage_starts.keys() - surviving),
-        steps=len(table.index.steps) - sum(len(lineages) for lineages in counted.values()),
-        trained=int(np.count_nonzero(lost & trained)),
-        # A lineage above the newest of the chain has rows and no report within the ends yet; it is not undone by that.
-        rows=int(np.count_nonzero(lost & ~trained & (table.all_lineages <= table.chain.newest))),
+    gone = [v for v in table.index.steps if v.lineage >= begin and v.lineage not in counted.get(v.number, set())]
+    # A step is undone by whoever undid its records; one without records is nobody's.
+    names = set(
+        zip(
+            *(as_ints(column)[by_operator & trained].tolist() for column in (entries.lineages, entries.numbers)),
+            strict=True,
+        )
+    )
+    rolled_steps = sum(version in names for version in gone)
+    whole = [lineage for lineage in starts if lineage not in surviving and lineage >= begin]
+    rolled = [each for each in whole if any(start.lineage > each and start.undoes >= each for start in starts.values())]
+    rows = lost & ~trained & (table.all_codes != CARRIED)
+    return (
+        UndoneWork(
+            lineages=len(whole) - len(rolled),
+            steps=len(gone) - rolled_steps,
+            trained=int(np.count_nonzero(lost & trained & ~by_operator)),
+            rows=int(np.count_nonzero(rows & ~by_operator)),
+        ),
+        UndoneWork(
+            lineages=len(rolled),
+            steps=rolled_steps,
+            trained=int(np.count_nonzero(by_operator & trained)),
+            rows=int(np.count_nonzero(rows & by_operator)),
+        ),
     )
 
 
-def _notes(index: AuditIndex, newest: NewestCheckpoint, forgotten: int) -> Iterable[str]:
+def _undone_by_operator(table: AuditTable) -> Mask:
+    """Which entries were undone last by a lineage that went on from where an operator wanted it to."""
+    starts = table.index.lineage_starts
+    undone: Mask = np.zeros(len(table.index.entries), dtype=np.bool_)
+    if not any(start.undoes for start in starts.values()):
+        return undone
+    is_lost = undone.copy()
+    # From lineage to lineage as they came: what one leaves out that the one before had, it undoes.
+    for number in sorted(starts):
+        chain = surviving_chain({n: start for n, start in starts.items() if n <= number}, beginning_is_held=False)
+        kept, older = table.counted_in(chain), table.all_lineages < number
+        undone &= ~kept
+        newly = older & ~kept & ~is_lost
+        undone |= newly & (table.all_lineages <= starts[number].undoes)
+        is_lost = (is_lost | newly) & ~kept
+    return undone
+
+
+def _notes(index: AuditIndex, table: AuditTable, newest: NewestCheckpoint, forgotten: int) -> Iterable[str]:
+    for link in table.chain.links:
+        for part in sorted(table.index.carried.get(link.lineage, {}).values(), key=lambda each: each.part)[:1]:
+            yield (
+                f"lineage {link.lineage} went on with another cluster: {part.missing} known trajectories are not on its "
+                f"topic, and at most {part.unknown} finished records are not known by name"
+            )
     if not index.steps_begin:
         yield "the steps topic has lost its beginning to retention: what was trained there is not known"
     if not index.skips_begin:
@@ -145,7 +201,7 @@ def _notes(index: AuditIndex, newest: NewestCheckpoint, forgotten: int) -> Itera
 
 def check_lineages(table: AuditTable) -> list[Violation]:
     """All violations of lineages, steps and rows as such."""
-    return [*_broken_chain(table), *_gaps(table), *_conflicts(table)]
+    return [*_broken_chain(table), *_carried_gaps(table), *_gaps(table), *_conflicts(table)]
 
 
 def counted_steps(own: AlgorithmIndex, chain: LineageChain) -> dict[int, set[int]]:
@@ -164,6 +220,21 @@ def _broken_chain(table: AuditTable) -> list[Violation]:
     if not broken:
         return []
     return [Violation(ViolationKind.BROKEN_CHAIN, table.algorithm, len(broken), None, None, None, broken[0].problem)]
+
+
+def _carried_gaps(table: AuditTable) -> list[Violation]:
+    """What was finished on another cluster is told in parts, all of them before the lineage's first report."""
+    missing = [
+        (link.lineage, part)
+        for link in table.chain.links
+        if (start := table.index.lineage_starts.get(link.lineage)) is not None
+        for part in range(start.carried_parts)
+        if part not in table.index.carried.get(link.lineage, {})
+    ]
+    if not missing:
+        return []
+    detail = f"lineage {missing[0][0]} does not tell which records it carried over: part {missing[0][1]} is missing"
+    return [Violation(ViolationKind.BROKEN_CHAIN, table.algorithm, len(missing), None, None, None, detail)]
 
 
 def _gaps(table: AuditTable) -> list[Violation]:
@@ -390,6 +461,9 @@ def _check_rows(table: AuditTable, manifest: CheckpointManifest) -> list[Violati
     # The rolling hash goes on from parent to child: it can only be recomputed from the first lineage's first row.
     rolling, reasons = "", Counter[str]()
     for link in table.chain.links:
+        # Rows from before another cluster need not be here: what they came to is told.
+        for part in list(table.index.carried.get(link.lineage, {}).values())[:1]:
+            rolling, reasons = part.skips_hash, Counter(part.skips_by_reason)
         if link.lineage > manifest.lineage:
             break
         count = manifest.skips.count if link.lineage == manifest.lineage else link.rows or 0

@@ -8,7 +8,8 @@ contents is kept as a conflict.
 
 Only the chain of surviving lineages counts: the newest and its ancestors by parent. A lineage starts with a step report
 without groups that names its parent. Of an ancestor, what counts is what the checkpoint held from which its child went
-on: steps up to the parent's number, skip rows up to ``parent_skips``.
+on: steps up to the parent's number, skip rows up to ``parent_skips``. A lineage that went on with another cluster's
+topic is the first of its chain: it says itself which records were finished before; older ones speak of other offsets.
 """
 
 import struct
@@ -28,7 +29,7 @@ from bus.port import Record
 from schemas.codec import MAX_HEADER_BYTES, named_error
 from schemas.errors import DataError
 from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
+from schemas.reports import CarriedOver, RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -39,7 +40,9 @@ PARTITION_SHIFT = 44
 TRAINED = 0
 REASONS = tuple(SkipReason)
 CODE_OF = {reason: code for code, reason in enumerate(REASONS, start=1)}
-"""Codes of ``RecordEntries``: 0 is trained, the others are skip reasons in their declared order."""
+"""Codes of ``RecordEntries``: 0 is trained, the others are skip reasons as they are declared, and then ``CARRIED``."""
+CARRIED = len(REASONS) + 1
+"""Finished on another cluster, before the lineage that says so."""
 
 _PREFIX = struct.Struct("<I")
 """A frame begins with the length of its msgpack header."""
@@ -164,7 +167,7 @@ class RecordPositions:
 
 @dataclass
 class RecordEntries(RecordPositions):
-    """What became of records: code 0 is trained, others name a skip reason.
+    """What became of records: code 0 is trained, others name a skip reason, or that it was finished elsewhere.
 
     ``numbers``: the step of a trained record, the sequence of a skip row; ``ends``: the offset after the last record
     that a row stands for.
@@ -185,12 +188,17 @@ class RecordEntries(RecordPositions):
 
 
 class LineageStart(NamedTuple):
-    """The first report of a lineage: at which step it began, and from which version it went on."""
+    """The first report of a lineage: at which step it began, and from which version it went on.
+
+    ``undoes`` and ``carried_parts``: see ``StepReport``.
+    """
 
     lineage: int
     step: int
     parent: PolicyVersion | None
     parent_skips: int
+    undoes: int = 0
+    carried_parts: int = 0
 
 
 class LineageLink(NamedTuple):
@@ -258,8 +266,9 @@ def surviving_chain(lineage_starts: Mapping[int, LineageStart], *, beginning_is_
         problem = _problem(start, until)
         if problem:
             broken.append(BrokenLineageLink(lineage, problem))
-        # Only an older parent is followed, so that a wrong report cannot make this walk go round for ever.
-        if start.parent is None or start.parent.lineage >= lineage:
+        # Only an older parent is followed, so that a wrong report cannot make this walk go round for ever; and none
+        # whose records are of another cluster.
+        if start.parent is None or start.parent.lineage >= lineage or start.carried_parts:
             break
         lineage, until, rows = start.parent.lineage, start.parent.number, start.parent_skips
     return LineageChain(tuple(reversed(links)), tuple(broken))
@@ -288,13 +297,32 @@ class AlgorithmIndex:
     rows: dict[tuple[int, int], int] = field(default_factory=dict)
     refused_steps: int = 0
     conflicts: list[tuple[str, RecordRef | None]] = field(default_factory=list)
+    carried: dict[int, dict[int, CarriedOver]] = field(default_factory=dict)
+
+    def add_carried(self, message: CarriedOver) -> None:
+        """Add records that were finished on another cluster; a part that was sent again is the same."""
+        parts = self.carried.setdefault(message.lineage, {})
+        if message.part in parts:
+            return
+        # Without the records, which are among the entries from here on.
+        parts[message.part] = message.replace(records=())
+        for ref in message.records:
+            position = (ref.partition, ref.offset)
+            self.entries.add(CARRIED, message.lineage, 0, position, ref.offset + 1, ref.trajectory_id)
 
     def add_report(self, report: StepReport) -> None:
         """Add a step, or the start of a lineage."""
         version = report.version
         # A lineage announces itself by a report without groups; sent again it is equal, and no conflict.
         if not report.group_ids and not report.micro_batches:
-            start = LineageStart(version.lineage, version.number, report.parent, report.parent_skips)
+            start = LineageStart(
+                version.lineage,
+                version.number,
+                report.parent,
+                report.parent_skips,
+                report.undoes,
+                report.carried_parts,
+            )
             if self.lineage_starts.setdefault(version.lineage, start) != start:
                 self.conflicts.append((f"lineage {version.lineage} began twice, differently", None))
             return
@@ -361,6 +389,8 @@ class AuditIndex:
         message = record.message()
         if isinstance(message, StepReport):
             self.of(message.algorithm).add_report(message)
+        elif isinstance(message, CarriedOver):
+            self.of(message.algorithm).add_carried(message)
         elif isinstance(message, RefusedStep):
             self.of(message.algorithm).refused_steps += 1
 

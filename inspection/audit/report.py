@@ -1,7 +1,7 @@
 """The result of an audit, as data that prints as JSON.
 
 The accounting identity, per algorithm: produced = trained + skipped + pending (+ ``expired_fates``, finished records
-whose report or skip row retention has deleted).
+whose report or skip row retention has deleted; + ``carried_over``, those that were finished on another cluster).
 """
 
 from collections.abc import Iterable
@@ -73,8 +73,8 @@ class Violation:
 
 
 @dataclass(frozen=True)
-class UndoneByCrash:
-    """What crashes took back: it was reported, and no surviving lineage contains it."""
+class UndoneWork:
+    """What crashes, or an operator, took back: it was reported, and no surviving lineage contains it."""
 
     lineages: int = 0
     steps: int = 0
@@ -88,6 +88,7 @@ class AlgorithmBalance:
 
     ``trained`` and ``skipped`` count what the surviving lineages reported; ``expired_*`` those of them that retention
     has deleted since, which are in no other figure. ``expired_fates``: finished records whose report or row is deleted.
+    ``undone``: by crashes; ``rolled_back``: by an operator. ``carried_over``: finished on another cluster.
     """
 
     algorithm: str
@@ -102,7 +103,9 @@ class AlgorithmBalance:
     refused_steps: int
     lineages: tuple[int, ...]
     checkpoint: str | None
-    undone: UndoneByCrash
+    undone: UndoneWork
+    rolled_back: UndoneWork = UndoneWork()
+    carried_over: int = 0
     notes: tuple[str, ...] = ()
     violations: tuple[Violation, ...] = ()
 
@@ -116,7 +119,7 @@ class AlgorithmBalance:
         """Whether every record has exactly one fate."""
         # produced = trained + skipped + expired_fates + pending. The sum alone proves little: in it a lost record still
         # counts as pending.
-        fates = self.trained + self.skipped_in_all + self.expired_fates
+        fates = self.trained + self.skipped_in_all + self.expired_fates + self.carried_over
         return not self.violations and self.produced == fates + self.pending
 
 

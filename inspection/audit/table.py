@@ -12,6 +12,7 @@ import numpy as np
 
 from bus.history import Extent
 from inspection.audit.index import (
+    CARRIED,
     CODE_OF,
     PARTITION_SHIFT,
     TRAINED,
@@ -125,10 +126,14 @@ class AuditTable:
     @cached_property
     def counted(self) -> Mask:
         """Which of all entries the surviving chain contains."""
+        return self.counted_in(self.chain)
+
+    def counted_in(self, chain: LineageChain) -> Mask:
+        """Which of all entries a chain contains."""
         counted = np.zeros(len(self.index.entries), dtype=np.bool_)
         trained, numbers = self.all_codes == TRAINED, self.all_numbers
         # Steps are bounded by step number, skip rows by sequence: both are in ``numbers``, told apart by the code.
-        for link in self.chain.links:
+        for link in chain.links:
             steps, rows = trained.copy(), ~trained
             if link.after is not None:
                 steps &= numbers > link.after
@@ -200,6 +205,8 @@ class AuditTable:
         lineage, number = int(self.all_lineages[index]), int(self.all_numbers[index])
         if self.all_codes[index] == TRAINED:
             return f"step {lineage}-{number}"
+        if self.all_codes[index] == CARRIED:
+            return f"the cluster before lineage {lineage}"
         return f"row {number} of lineage {lineage}"
 
     def violation(self, kind: ViolationKind, which: Mask, detail: str = "") -> list[Violation]:

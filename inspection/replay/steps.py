@@ -72,7 +72,9 @@ class StepLog:
             # The announcement comes before the steps on the topic; if it is held, it is known by now and stays.
             self.lineage_starts.setdefault(lineage, LineageStart(lineage, step - 1, None, 0))
         else:
-            self.lineage_starts.setdefault(lineage, LineageStart(lineage, step, message.parent, message.parent_skips))
+            carried = message.carried_parts
+            start = LineageStart(lineage, step, message.parent, message.parent_skips, message.undoes, carried)
+            self.lineage_starts.setdefault(lineage, start)
 
     @property
     def newest(self) -> int:

@@ -64,6 +64,31 @@ class MemoryPlace:
         """Places with a manifest; the others are uploads that never ended."""
         return [self.slots_by_name[name] for name, pieces in self.pieces.items() if "manifest" in pieces]
 
+    def aside(self, slot: Slot, lineage: int) -> Slot:
+        """Nothing is kept aside here."""
+        return slot
+
+    def set_aside(self, slot: Slot, lineage: int) -> None:
+        """Nothing is kept aside here."""
+
+    def contents(self, slot: Slot, path: str) -> Iterator[bytes]:
+        """There are no files."""
+        raise AssertionError("a simulated checkpoint has no files")
+
+    def note(self, name: str) -> bytes | None:
+        """Nobody pins or restores here."""
+
+    def notes(self, folder: str) -> list[str]:
+        """Nobody pins or restores here."""
+        return []
+
+    def put_note(self, name: str, content: bytes) -> None:
+        """Nobody pins or restores here."""
+        raise AssertionError("a simulated run has no operator")
+
+    def remove_note(self, name: str) -> None:
+        """Nobody pins or restores here."""
+
     def damage_newest(self) -> bool:
         """Change a byte of the newest manifest, if there is an older checkpoint to fall back on."""
         manifests = read_manifests(self)
@@ -169,6 +194,7 @@ class SimRestored:
     """A verified checkpoint."""
 
     state: SimState
+    undoes: int = 0
 
 
 @dataclass
