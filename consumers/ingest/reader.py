@@ -465,7 +465,7 @@ def _trajectory_id(record: Record) -> str | None:
 def _recreated(tp: TopicPartition, expected: str, got: str) -> str:
     return (
         f"expected {expected} in {tp.topic}/{tp.partition}, as the checkpoint says, got {got}: the topic was deleted "
-        "and recreated, or this is another broker; restore the topic or name the right broker; for a mirror or a backup "
+        "and recreated, or this is another broker; restore the topic or name the right broker; for a mirror or backup "
         "with the same trajectories, give --ingest.translate_offsets true; or begin a new run from the checkpoint's "
         "model (--model.path) under another name"
     )

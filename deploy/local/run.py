@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -142,7 +142,13 @@ async def _train(
     port = settings.relay.port or _free_port(settings.relay.host)
     # The children read the resolved file; what is known only now goes on their command lines, which win.
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
-    specs = child_specs(directory, settings.run.workers, overrides, ranker=settings.lengths.refit == "process")
+    specs = child_specs(
+        directory,
+        settings.run.workers,
+        overrides,
+        ranker=settings.lengths.refit == "process",
+        standbys=settings.run.standby_trainers,
+    )
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
     bus, state = KafkaBus(kafka), RunState(settings.run.name)
     connection = RunConnection(kafka, settings.run.name, settings)
@@ -266,20 +272,28 @@ def _conclude(
 
 
 def child_specs(
-    directory: RunDirectory, workers: int, overrides: Sequence[str], *, ranker: bool = False
+    directory: RunDirectory, workers: int, overrides: Sequence[str], *, ranker: bool = False, standbys: int = 0
 ) -> list[ChildSpec]:
-    """Coordinator, relay, trainer, workers, dispatcher, and the ranker if there is one.
+    """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher, and the ranker if there is one.
 
-    The trainer is the one whose good end ends the run; without the ranker it goes on.
+    A trainer is what ends the run by its good end; without the ranker it goes on.
     """
+    standing_by = [_trainer_spec(directory, overrides, f"standby-{number}") for number in range(standbys)]
     return [
-        _spec(directory, overrides, "coordinator", "coordinator"),
+        replace(_spec(directory, overrides, "coordinator", "coordinator"), is_single=True),
         _spec(directory, overrides, "relay", "relay"),
-        _spec(directory, overrides, "trainer", "trainer", essential=True),
+        _trainer_spec(directory, overrides, "trainer"),
+        *(replace(spec, command=spec.standby) for spec in standing_by),
         *(worker_spec(directory, overrides, number) for number in range(workers)),
-        _spec(directory, overrides, "dispatcher", "dispatcher"),
+        replace(_spec(directory, overrides, "dispatcher", "dispatcher"), is_single=True),
         *([_spec(directory, overrides, "ranker", "ranker", optional=True)] if ranker else []),
     ]
+
+
+def _trainer_spec(directory: RunDirectory, overrides: Sequence[str], name: str) -> ChildSpec:
+    """A trainer that leads; started again while another does, it stands by."""
+    standby = _spec(directory, overrides, name, "trainer", "--standby").command
+    return replace(_spec(directory, overrides, name, "trainer", essential=True), standby=standby)
 
 
 def worker_spec(directory: RunDirectory, overrides: Sequence[str], number: int) -> ChildSpec:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+TAKE_OVER = signal.SIGURG
+"""What a supervisor sends to a standby when the leader died. By default it is ignored, also by one that is starting."""
 EXIT_CODE = 70
 """Of a process that its watchdog ended: EX_SOFTWARE of sysexits.h."""
 
@@ -117,6 +119,10 @@ async def _until_stopped(role: "Role", watchdog: "Watchdog", tasks: Sequence[Bac
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, stop)
+    from deploy.wiring.build import StandbyRole
+
+    if isinstance(role, StandbyRole):
+        asyncio.get_running_loop().add_signal_handler(TAKE_OVER, role.take_over)
     watching = asyncio.create_task(watchdog.watch())  # over the start of the role as well, which may hang too
     try:
         async with background(tasks):

@@ -1,9 +1,17 @@
-"""Builds the trainer: its policy (in torch, or emulated), where it computes, and where its checkpoints go."""
+"""Builds the trainer: its policy (in torch, or emulated), where it computes, and where its checkpoints go.
 
+And the standby, which is the same trainer with everything loaded in advance.
+"""
+
+from dataclasses import replace
+
+from consumers.training.checkpoints.catalogue import next_start
+from consumers.training.checkpoints.marks import read_rollback
 from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.checkpoints.store import VerifiedCheckpoint as RestoredTensors
 from consumers.training.ports import OpenCompute, OpenPolicy, Policy, RestoredCheckpoint
+from consumers.training.standby import LeadingTrainer, Prefetch, StandbyTrainer
 from consumers.training.trainer import Trainer
 from deploy.wiring.context import ProcessContext
 from settings.tree import Settings
@@ -11,8 +19,7 @@ from settings.tree import Settings
 
 def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
     """The trainer of the run's directory; it goes on from the newest checkpoint there."""
-    location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
-    place = open_storage(location, settings.run.path / "cache")
+    place = _storage(settings, "cache")
     checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
     if settings.training.backend == "emulated":
         open_policy, open_compute = _emulated_trainer(settings, checkpoints)
@@ -32,6 +39,30 @@ def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
         checkpoints=checkpoints,
         run_dir=settings.run.path,
     )
+
+
+def build_leading(settings: Settings, context: ProcessContext) -> LeadingTrainer:
+    """The trainer, with its sign of life."""
+    return LeadingTrainer(build_trainer(settings, context))
+
+
+def build_standby(settings: Settings, context: ProcessContext) -> StandbyTrainer:
+    """One that stands by for it, on this machine or another."""
+    trainer = build_trainer(settings, context)
+    # A folder of its own: whoever takes the run over empties that of the trainer.
+    place = _storage(settings, "cache-standby")
+    prefetch = Prefetch(
+        CheckpointStore(place, settings.training.keep_checkpoints),
+        trainer.open_policy,
+        lambda: (next_start(place), read_rollback(place)),
+    )
+    trainer = replace(trainer, checkpoints=prefetch, open_policy=prefetch.open_policy)
+    return StandbyTrainer(trainer, prefetch, settings.training.takeover_after_s)
+
+
+def _storage(settings: Settings, cache: str) -> CheckpointStorage:
+    location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
+    return open_storage(location, settings.run.path / cache)
 
 
 def _in_torch(settings: Settings, place: CheckpointStorage) -> tuple[OpenPolicy, OpenCompute]:

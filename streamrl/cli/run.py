@@ -29,9 +29,14 @@ def worker(
     _run("worker", context, worker_id)
 
 
-def trainer(context: typer.Context) -> None:
+def trainer(
+    context: typer.Context,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Load everything, and take over when the leading trainer falls silent.")
+    ] = False,
+) -> None:
     """The trainer: trajectories in, weights out."""
-    _run("trainer", context)
+    _run("standby" if standby else "trainer", context)
 
 
 def coordinator(context: typer.Context) -> None:
