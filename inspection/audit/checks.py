@@ -29,11 +29,11 @@ from inspection.audit.index import (
     AuditIndex,
     LineageChain,
     Mask,
-    as_ints,
     surviving_chain,
 )
-from inspection.audit.report import AlgorithmBalance, AuditReport, UndoneWork, Violation, ViolationKind
+from inspection.audit.report import AlgorithmBalance, AuditReport, Violation, ViolationKind
 from inspection.audit.table import EXPIRED_RANGE, PENDING, AuditTable, ProducedRecords
+from inspection.audit.undone import undone_work
 from schemas.reports import SkipRecord
 
 _SEVERITY = tuple(ViolationKind)
@@ -84,7 +84,7 @@ def _balance_of(
             table, newest.manifest, rows_are_held=index.skips_begin, steps_are_held=index.steps_begin
         )
         violations = found + violations
-    undone, rolled_back = _undone(table)
+    undone, rolled_back = undone_work(table, counted_steps(own, chain))
     here = ~table.expired
     return AlgorithmBalance(
         algorithm=name,
@@ -119,65 +119,6 @@ def _skipped(table: AuditTable) -> dict[str, int]:
 def _counted(codes: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> tuple[list[int], list[int]]:
     values, counts = np.unique(codes, return_counts=True)
     return values.tolist(), counts.tolist()
-
-
-def _undone(table: AuditTable) -> tuple[UndoneWork, UndoneWork]:
-    """What crashes undid, and what an operator did."""
-    starts, entries = table.index.lineage_starts, table.index.entries
-    surviving = {link.lineage for link in table.chain.links}
-    # Before the first lineage of the chain, if it came from another cluster, all that there is tells of that one.
-    first = table.chain.links[0].lineage if table.chain.links else 0
-    begin = first if first in starts and starts[first].carried_parts else 0
-    trained = table.all_codes == TRAINED
-    # A lineage above the newest of the chain has rows and no report within the ends yet; it is not undone by that.
-    known = trained | (table.all_lineages <= table.chain.newest)
-    lost = ~table.counted & known & (table.all_lineages >= begin)
-    by_operator = lost & _undone_by_operator(table)
-    counted = counted_steps(table.index, table.chain)
-    gone = [v for v in table.index.steps if v.lineage >= begin and v.lineage not in counted.get(v.number, set())]
-    # A step is undone by whoever undid its records; one without records is nobody's.
-    names = set(
-        zip(
-            *(as_ints(column)[by_operator & trained].tolist() for column in (entries.lineages, entries.numbers)),
-            strict=True,
-        )
-    )
-    rolled_steps = sum(version in names for version in gone)
-    whole = [lineage for lineage in starts if lineage not in surviving and lineage >= begin]
-    rolled = [each for each in whole if any(start.lineage > each and start.undoes >= each for start in starts.values())]
-    rows = lost & ~trained & (table.all_codes != CARRIED)
-    return (
-        UndoneWork(
-            lineages=len(whole) - len(rolled),
-            steps=len(gone) - rolled_steps,
-            trained=int(np.count_nonzero(lost & trained & ~by_operator)),
-            rows=int(np.count_nonzero(rows & ~by_operator)),
-        ),
-        UndoneWork(
-            lineages=len(rolled),
-            steps=rolled_steps,
-            trained=int(np.count_nonzero(by_operator & trained)),
-            rows=int(np.count_nonzero(rows & by_operator)),
-        ),
-    )
-
-
-def _undone_by_operator(table: AuditTable) -> Mask:
-    """Which entries were undone last by a lineage that went on from where an operator wanted it to."""
-    starts = table.index.lineage_starts
-    undone: Mask = np.zeros(len(table.index.entries), dtype=np.bool_)
-    if not any(start.undoes for start in starts.values()):
-        return undone
-    is_lost = undone.copy()
-    # From lineage to lineage as they came: what one leaves out that the one before had, it undoes.
-    for number in sorted(starts):
-        chain = surviving_chain({n: start for n, start in starts.items() if n <= number}, beginning_is_held=False)
-        kept, older = table.counted_in(chain), table.all_lineages < number
-        undone &= ~kept
-        newly = older & ~kept & ~is_lost
-        undone |= newly & (table.all_lineages <= starts[number].undoes)
-        is_lost = (is_lost | newly) & ~kept
-    return undone
 
 
 def _notes(index: AuditIndex, table: AuditTable, newest: NewestCheckpoint, forgotten: int) -> Iterable[str]:
