@@ -1,4 +1,4 @@
-"""What was reported and no surviving lineage contains: undone by crashes, or by an operator who had it go back. Pure."""
+"""What was reported and no surviving lineage contains: undone by crashes, or by an operator who went back. Pure."""
 
 from collections.abc import Collection, Mapping
 
