@@ -45,7 +45,7 @@ class ControlAnnouncer:
     publisher: TransactionalPublisher
     run: str
     relays: tuple[str, ...]
-    clock: Callable[[], float]
+    time_of_day: Callable[[], float]
     next_sequence: int = 0
     on_tick: Callable[[], None] = lambda: None
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -87,7 +87,7 @@ class ControlAnnouncer:
         await self._commit(self._numbered(RunFinished, step=step, reason=reason))
 
     def _numbered(self, kind: type[Kind], **fields: Any) -> Kind:
-        message = kind(sequence=self.next_sequence, sent_at=self.clock(), **fields)
+        message = kind(sequence=self.next_sequence, sent_at=self.time_of_day(), **fields)
         self.next_sequence += 1
         return message
 

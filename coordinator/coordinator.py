@@ -44,16 +44,18 @@ class FleetScaling:
 class Coordinator:
     """One per run; a second one supersedes the first. ``on_tick`` is told, by name, of every turn of a loop.
 
-    ``scaling``: None where the number of workers stays as it is.
+    ``scaling``: None where the number of workers stays as it is. Who is there is judged by ``clock``, which is
+    monotonic, and by when heartbeats arrive; ``time_of_day`` is only written into messages.
     """
 
     bus: Bus
     run_name: str
     settings: CoordinatorSettings
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
     client_id: str = "coordinator"
     on_tick: Callable[[str], None] = lambda name: None
     scaling: FleetScaling | None = None
+    time_of_day: Callable[[], float] = time.time
 
     async def run(self, stop: asyncio.Event) -> None:
         """Announce weights, flow and wanted workers until stopped.
@@ -122,7 +124,7 @@ class CoordinatorSession:
             publisher=publisher,
             run=coordinator.run_name,
             relays=settings.relays,
-            clock=coordinator.clock,
+            time_of_day=coordinator.time_of_day,
             next_sequence=state.next_sequence,
             on_tick=coordinator.tick_all,
         )
@@ -198,9 +200,9 @@ class CoordinatorSession:
         while not stop.is_set():
             self.coordinator.on_tick(LOOPS[1])
             for record in await others.poll(timeout_s=POLL_S):
-                # Until caught up, heartbeats are old ones: they count from when they were sent.
-                now = self.coordinator.clock()
-                await self._handle(record, now if caught_up else min(record.timestamp, now))
+                # Old heartbeats too count from now on: their time stamps are of other clocks, and one time-out from now
+                # whoever is gone is missed.
+                await self._handle(record, self.coordinator.clock())
             # Judged by a part of the heartbeats, the id could go to an incarnation that was followed by another.
             caught_up = caught_up or all(at >= ends[tp] for tp, at in (await others.positions()).items())
             if caught_up:

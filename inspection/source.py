@@ -92,10 +92,10 @@ def open_run(path: Path) -> PastRun:
 
     # A configuration that a person wrote, rather than the resolved one in the run's directory.
     if path.is_file() and path.name != RunDirectory(path).config.name:
-        settings = load_settings(path, [])
+        settings = load_settings(path, [], to_look=True)
         return PastRun(RunDirectory(settings.run.path), settings)
     if (directory := directory_of(path)) is not None:
-        return PastRun(directory, load_settings(directory.config, []))
+        return PastRun(directory, load_settings(directory.config, [], to_look=True))
     config = RunDirectory(path).config.name
     raise UserError(f"expected a run's directory with {config}, or its name under {RUNS}/, got {no_run(path)}")
 

@@ -172,7 +172,7 @@ def _emulated(settings: Settings, scratch: Path, chunk_tokens: int) -> Settings:
     patience = {} if chunk_tokens else {"order_timeout_s": LONGEST_S}
     return settings.model_copy(
         update={
-            "run": changed("run", directory=scratch),
+            "run": changed("run", directory=scratch, name=settings.run.name or "plan"),
             "algorithm": changed("algorithm", dynamic_sampling=False),
             "generation": changed("generation", engine="emulated", stream_tokens=False),
             "training": changed("training", backend="emulated"),
@@ -217,7 +217,7 @@ class _Parts:
         """Until the trainer ends; a role that ends before it has failed."""
         name, stop = self.settings.run.name, asyncio.Event()
         trainer, dispatcher = self._trainer(), self._dispatcher()
-        coordinator = Coordinator(self.bus, name, self.settings.coordinator, self.clock)
+        coordinator = Coordinator(self.bus, name, self.settings.coordinator, self.clock, time_of_day=self.clock)
         workers = [self._worker(number) for number in range(self.settings.run.workers)]
         others = [asyncio.create_task(coordinator.run(stop)), asyncio.create_task(dispatcher.run(stop))]
         others += [asyncio.create_task(worker.run(stop)) for worker in workers]
@@ -265,6 +265,7 @@ class _Parts:
             source=self.pipeline.source or open_source(settings.data, run_seed=settings.run.seed),
             predictor=build_predictor(settings.lengths, settings.loop, lengths),
             clock=self.clock,
+            time_of_day=self.clock,
             curve=decode_curve(settings),
             curves=worker_curves(settings),
             # How far back the oldest checkpoint that is kept may lie.

@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from schemas.control import OperatorCommand, WeightsReady, control_adapter
+from schemas.control import OperatorCommand, RunIdentity, WeightsReady, control_adapter
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, SkipRecord, StepReport, TrainerBeat
@@ -52,6 +52,7 @@ MESSAGES: dict[str, type[Message]] = {
         Heartbeat,
         TrainerBeat,
         OperatorCommand,
+        RunIdentity,
     )
 }
 # One schema for all control messages: their ``kind`` says which of the union it is, so a single validator reads them.

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
 
+from schemas.errors import IdentityError
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
 from schemas.trajectories import ShortText
@@ -71,6 +72,54 @@ class RunFinished(Control):
     kind: Literal["run_finished"] = "run_finished"
     step: Annotated[int, Field(ge=0)]
     reason: ShortText = ""
+
+
+class RunIdentity(Message):
+    """Which run the topics of a name belong to, and which directory holds it; the trainer's side writes it, unnumbered.
+
+    ``run_id``: a UUID. ``adoptions``: how often another directory has taken the run over; whoever knows a smaller
+    number holds it no longer. ``lineages_before``: all lineages up to this one were on the topics when it was last
+    taken over, and its trainers claim higher ones. ``orphans_through``: what the weights of these lineages sampled is
+    skipped, since the run went on without them. ``holder``: host and directory, for people.
+    """
+
+    SCHEMA: ClassVar[str] = "run-identity"
+
+    run_id: ShortText
+    adoptions: Annotated[int, Field(ge=0)] = 0
+    lineages_before: Annotated[int, Field(ge=0)] = 0
+    orphans_through: Annotated[int, Field(ge=0)] = 0
+    holder: ShortText = ""
+    since: float
+
+    def is_held_like(self, other: "RunIdentity") -> bool:
+        """Whether both are of the same run in the same hands."""
+        mine, theirs = ((one.run_id, one.adoptions, one.holder, one.since) for one in (self, other))
+        return mine == theirs
+
+    def succeeds(self, other: "RunIdentity") -> bool:
+        """Whether this is the next one to hold the same run."""
+        return (self.run_id, self.adoptions) == (other.run_id, other.adoptions + 1)
+
+
+IDENTITY_KEY = "identity"
+"""Compaction key of the identity on the control topic: the last one holds."""
+
+
+def refuse_stranger(run: str, expected: str | None, found: RunIdentity) -> None:
+    """Make sure that a process whose directory is of one run does not join another of the same name.
+
+    ``expected`` None: the directory says nothing, as on another machine.
+
+    Raises:
+        IdentityError: the topics are those of another run.
+    """
+    if expected is not None and expected != found.run_id:
+        raise IdentityError(
+            f"expected the topics of run {run} to belong to {expected}, as the run's directory says, got those of "
+            f"{found.run_id} (held by {found.holder or 'an unknown directory'}): start this process in the directory "
+            "of that run, or give it the other run's name with --run.name"
+        )
 
 
 ControlMessage = Annotated[

@@ -6,7 +6,9 @@ StreamRLError
 │   ├── BrokerError        no broker, or one that does not answer
 │   ├── ModelError         a model or tokenizer that cannot be loaded
 │   ├── DataError          a data set or prompt file
-│   ├── BadInput           so many bad records or rewards that what writes them must be mended
+│   ├── IdentityError      the topics of the run's name belong to another run, or to a life that this directory lost
+│   ├── BadInput           so many bad records, prompts or rewards that what writes them must be mended
+│   ├── OutOfMemory        a micro-batch, or a single sample, that the device's memory does not hold
 │   └── RewardLoadError    a reward function that cannot be imported
 ├── WireError              bytes that are not one of our messages; they go to dead-letters
 │   ├── MalformedFrame
@@ -20,6 +22,7 @@ StreamRLError
 │   └── ChecksumMismatch
 ├── CheckpointError        a checkpoint that is incomplete or does not verify
 ├── EngineError            generation failed
+│   └── PromptRefused      not the engine's fault: this prompt cannot be sampled
 ├── LifecycleError         an illegal move in a state machine: our own mistake
 ├── Superseded             a newer holder of the same role exists, exit code 3
 └── DataLossRefused        going on would lose data, exit code 4
@@ -56,8 +59,23 @@ class DataError(UserError):
     """A data set or prompt file that cannot be read."""
 
 
+class IdentityError(UserError):
+    """The topics of the run's name belong to another run, or to a life of it that its directory does not have."""
+
+
 class BadInput(UserError):
     """Too much of what arrives is bad, so that the fault lies with what writes it: a reward function, or a stranger."""
+
+
+class OutOfMemory(UserError):
+    """The device's memory does not hold what is to be computed.
+
+    ``gradient_lost``: the gradient gathered so far may contain a part of it, and has to be made anew.
+    """
+
+    def __init__(self, message: str, *, gradient_lost: bool = False) -> None:
+        super().__init__(message)
+        self.gradient_lost = gradient_lost
 
 
 class RewardLoadError(UserError):
@@ -110,6 +128,17 @@ class CheckpointError(StreamRLError):
 
 class EngineError(StreamRLError):
     """The generation engine failed."""
+
+
+class PromptRefused(EngineError):
+    """A prompt that cannot be sampled, however often it is tried: what is wrong with it, not with the engine.
+
+    ``cause``: what all such prompts have in common, to count them by, such as "longer than 127 tokens".
+    """
+
+    def __init__(self, cause: str, detail: str) -> None:
+        super().__init__(detail)
+        self.cause = cause
 
 
 class LifecycleError(StreamRLError):

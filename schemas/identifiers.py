@@ -63,6 +63,13 @@ def group_id_of(trajectory_id: str) -> str:
     return trajectory_id.rpartition("/")[0]
 
 
+def sample_index_of(trajectory_id: str) -> int | None:
+    """Which sample of its group a trajectory is; none where the text is no trajectory id."""
+    index = trajectory_id.rpartition("/")[2]
+    # Of 4096 at most, so a few digits; and only as we write them.
+    return int(index) if len(index) <= 9 and index.isascii() and index.isdecimal() and "/" in trajectory_id else None
+
+
 def partition_of_worker(worker_id: str) -> int:
     """Partition of the work-orders topic that a worker reads.
 

@@ -27,7 +27,8 @@ class Heartbeat(Message):
     ``orders``: by group id, for each order that the worker has taken and not delivered whole, the seconds since its
     last progress: a token of it, a finished sample, or, while a sample of it waits for its first token, a token of any
     other. None: this heartbeat does not say. ``kv_tokens``: tokens of context that the engine's key-value cache holds,
-    of all running completions together; None: its slots are the only bound.
+    of all running completions together; None: its slots are the only bound. ``run_id``: of the run that it works
+    for, as the control topic says; None before it has read that.
     """
 
     SCHEMA: ClassVar[str] = "heartbeat"
@@ -45,6 +46,7 @@ class Heartbeat(Message):
     tokens_per_s: Annotated[float, Field(ge=0)]
     orders: dict[ShortText, Annotated[float, Field(ge=0)]] | None = None
     kv_tokens: Annotated[int, Field(ge=1)] | None = None
+    run_id: ShortText | None = None
     sequence: Annotated[int, Field(ge=0)]
     sent_at: float
 
@@ -87,7 +89,8 @@ class StepReport(Message):
     ``carried_parts``: so many ``CarriedOver`` of the lineage stand before this report; what older lineages say of
     records is about another cluster then.
     ``digests``: xxh3-128, in hex, of each float32 tensor after the step, by its name on disk. ``prompt_cursor``: all
-    prompts trained or skipped so far lie below this position of the prompt source.
+    prompts trained or skipped so far lie below this position of the prompt source. ``run_id``: in a lineage's first
+    report, the run that it belongs to.
     """
 
     SCHEMA: ClassVar[str] = "step-report"
@@ -108,6 +111,7 @@ class StepReport(Message):
     carried_parts: Annotated[int, Field(ge=0)] = 0
     prompt_cursor: Annotated[int, Field(ge=0)] = 0
     finished: bool = False
+    run_id: ShortText | None = None
     sent_at: float
 
     @property
@@ -121,9 +125,8 @@ class CarriedOver(Message):
 
     Sent before the first report of a ``lineage`` that goes on with a topic of other offsets: the trajectories that its
     checkpoint knows as trained or skipped, where they stand now. ``part`` numbers the messages of a lineage from 0.
-    ``missing``: known trajectories that this topic does not hold; ``unknown``: records, at most, that were finished and
-    whose names the checkpoint does not know, so that they count as new should they be here. ``skips_hash`` and
-    ``skips_by_reason``: of the checkpoint's skip rows, from which those of the lineage are counted on.
+    ``absent``: finished records, at most, that were not found on this topic. ``skips_hash`` and ``skips_by_reason``: of
+    the checkpoint's skip rows, from which those of the lineage are counted on.
     """
 
     SCHEMA: ClassVar[str] = "carried-over"
@@ -133,8 +136,7 @@ class CarriedOver(Message):
     lineage: Annotated[int, Field(ge=1)]
     part: Annotated[int, Field(ge=0)]
     records: tuple[RecordRef, ...]
-    missing: Annotated[int, Field(ge=0)]
-    unknown: Annotated[int, Field(ge=0)]
+    absent: Annotated[int, Field(ge=0)]
     skips_hash: str = ""
     skips_by_reason: dict[str, int] = Field(default_factory=dict)
     sent_at: float
@@ -164,6 +166,8 @@ class RefusedStep(Message):
 class SkipReason(StrEnum):
     """Why an accepted trajectory has no gradient in the model."""
 
+    REFUSED = "refused"
+    OUT_OF_MEMORY = "out_of_memory"
     STALE = "stale"
     DUPLICATE = "duplicate"
     POISON = "poison"

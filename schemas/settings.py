@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from schemas.secrets import is_secret
 from schemas.trajectories import SamplingParams, StopStrings
 
 UNSET = "none"
@@ -13,16 +14,21 @@ UNSET = "none"
 class Section(BaseModel):
     """A section of the configuration: frozen, and closed against unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    # Without the input in its text: an error may be logged by whoever meets it, and the input may be a secret.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod
     def _unset(cls, values: Any) -> Any:
-        """TOML and command lines have no null: the word stands for it where a setting may be unset."""
+        """TOML and command lines have no null: the word stands for it where a setting may be unset.
+
+        Any word may be a secret; for one, the empty text does: a variable that is passed on though nobody set it.
+        """
         if not isinstance(values, dict):
             return values
-        optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
-        return {name: None if value == UNSET and name in optional else value for name, value in values.items()}
+        optional = {name: field for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
+        unset = {name: "" if is_secret(field.annotation) else UNSET for name, field in optional.items()}
+        return {name: None if name in unset and value == unset[name] else value for name, value in values.items()}
 
 
 class LoopSettings(Section):

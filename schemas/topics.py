@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from schemas.control import OperatorCommand, WeightsReady
+from schemas.control import OperatorCommand, RunIdentity, WeightsReady
 from schemas.identifiers import WORK_ORDER_PARTITIONS
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, SkipRecord, StepReport, TrainerBeat
@@ -140,12 +140,13 @@ STEPS = Topic(
 CONTROL = Topic(
     name="control",
     message=WeightsReady,
+    also=(RunIdentity,),
     key="what the order is about",
     partitions=1,
     cleanup_policy="compact",
     retention_ms=-1,  # without an end: the last message of each key has to stay
     max_message_bytes=_room_for(WeightsReady),
-    writers=("coordinator",),
+    writers=("coordinator", "trainer"),
     readers=("worker", "dispatcher", "trainer", "relay"),
 )
 COMMANDS = Topic(

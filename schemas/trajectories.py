@@ -101,7 +101,8 @@ class WorkOrder(Message):
     ``sample_indices`` names the samples still wanted (all of them at first, the missing ones after a worker was
     lost); ``partition`` is where every trajectory of the group goes; ``position`` is the prompt cursor's value that
     gave this prompt, so that a restarted dispatcher can go on behind the largest one; ``due_step`` is the earliest
-    optimizer step that may train the group, 0 for any.
+    optimizer step that may train the group, 0 for any; ``incarnation`` is the worker's process that it is for, so that
+    a restarted dispatcher knows which orders went to a process that is no more (none: of an older writer).
     """
 
     SCHEMA: ClassVar[str] = "work-order"
@@ -118,6 +119,7 @@ class WorkOrder(Message):
     partition: Annotated[int, Field(ge=0)]
     attempt: Annotated[int, Field(ge=0)] = 0
     due_step: Annotated[int, Field(ge=0)] = 0
+    incarnation: ShortText | None = None
     admitted_version: PolicyVersion
     created_at: float
 
@@ -161,7 +163,8 @@ class Trajectory(Message):
     behaviour policy at the sampling temperature over the whole vocabulary, as the trainer computes its own: top-p,
     top-k and min-p decide what can be sampled, not what is recorded; ``loss_mask`` uint8 (T). ``completion_text`` is
     what rewards see: without special tokens, and without the stop string unless it was asked for. Times are seconds
-    since the epoch. ``position``: of the prompt in the prompt source. ``due_step``: the earliest optimizer step that
+    since the epoch. ``refusal``: why no worker can sample the prompt, in few words that all such prompts share; empty:
+    it can be sampled. ``position``: of the prompt in the prompt source. ``due_step``: the earliest optimizer step that
     may train it, 0 for any.
     """
 
@@ -181,6 +184,7 @@ class Trajectory(Message):
     loss_mask: UInt8Array  # [T], 1: counts in the loss
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
+    refusal: ShortText = ""
     prompt_text: LongText
     completion_text: LongText
     rewards: dict[str, float | None]
@@ -242,11 +246,12 @@ SHOWN_CHARACTERS = 1000
 
 
 def aborted_trajectory(
-    order: WorkOrder, sample_index: int, reason: str, *, rewards: Iterable[str], now: float
+    order: WorkOrder, sample_index: int, reason: str, *, rewards: Iterable[str], now: float, refusal: str = ""
 ) -> Trajectory:
     """The record of a sample that was never made, with the reason in place of each reward: it completes its group.
 
     ``rewards``: names of the reward functions; the reason is told under ``generation`` where none is known.
+    ``refusal``: see ``Trajectory``.
     """
     names = tuple(rewards)
     return Trajectory(
@@ -257,6 +262,7 @@ def aborted_trajectory(
         loss_mask=[],
         version_spans=(),
         finish_reason=FinishReason.ABORT,
+        refusal=refusal,
         prompt_text=order.prompt.text[:SHOWN_CHARACTERS],
         completion_text="",
         rewards=dict.fromkeys(names),

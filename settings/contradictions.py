@@ -76,7 +76,7 @@ RULES = (
         lambda settings: f'kafka.security_protocol = "{settings.kafka.security_protocol}"',
     ),
     ExclusionRule(
-        ("kafka.ssl_cafile", "kafka.ssl_certfile", "kafka.ssl_keyfile"),
+        ("kafka.ssl_cafile", "kafka.ssl_certfile", "kafka.ssl_keyfile", "kafka.ssl_key_password"),
         ("kafka.security_protocol",),
         lambda settings: settings.kafka.security_protocol.endswith("SSL"),
         lambda settings: f'kafka.security_protocol = "{settings.kafka.security_protocol}"',

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from schemas.errors import SettingsError
-from settings.keys import REMOVED, RENAMED, keys_in, suggestion
-from settings.layers import ENV_PREFIX, Key
+from schemas.secrets import variable_of
+from settings.keys import REMOVED, RENAMED, Key, keys_in, secret_keys, suggestion
 from settings.tree import Settings
 
 _BOUNDS = {
@@ -47,8 +47,10 @@ def explain(key: str, settings: Settings | None = None) -> list[str]:
     lines = [key, f"  {description_of(path)}", f"  {_shape(path)}"]
     if settings is not None:
         lines.append(f"  here: {_shown(value_at(settings, path))}")
-    variable = ENV_PREFIX + "__".join(path).upper()
-    lines.append(f"  set it as {name} in [{'.'.join(sections)}], {variable}, or --{key}")
+    if path in secret_keys():
+        lines.append(f"  set it as {variable_of(path)}, or as {name} in [{'.'.join(sections)}]; it is shown nowhere")
+    else:
+        lines.append(f"  set it as {name} in [{'.'.join(sections)}], {variable_of(path)}, or --{key}")
     return lines
 
 

@@ -2,12 +2,16 @@
 
 import difflib
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 
-from settings.layers import Key
+from schemas.secrets import is_secret
 from settings.tree import Settings
+
+Key = tuple[str, ...]
+"""``loop.mode`` as ``("loop", "mode")``."""
 
 RENAMED = {
     "intake": "ingest",
@@ -59,6 +63,20 @@ def known_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[
             yield from known_keys(section, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
+
+
+@cache
+def secret_keys() -> frozenset[Key]:
+    """The settings whose values nobody may see."""
+    return frozenset(_secret_keys(Settings, ()))
+
+
+def _secret_keys(model: type[BaseModel], section: Key) -> Iterator[Key]:
+    for name, field in model.model_fields.items():
+        if inner := _section(field.annotation):
+            yield from _secret_keys(inner, (*section, name))
+        elif is_secret(field.annotation):
+            yield (*section, name)
 
 
 def keys_in(section: Key) -> list[str]:

@@ -1,6 +1,7 @@
 """The layers that settings come from, as nested dictionaries: TOML file, environment, command line. Later ones win.
 
-Which layer gave a key, and on which line, is kept for error messages. Knows no setting by name.
+Which layer gave a key, and on which line, is kept for error messages. Knows no setting by name, but which are secrets:
+those are text as it stands, and no error shows what was given for one.
 """
 
 import os
@@ -12,11 +13,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from schemas.errors import SettingsError
+from schemas.secrets import ENV_PREFIX, variable_of
+from settings.keys import Key, secret_keys
 
-ENV_PREFIX = "STREAMRL_"
 Tree = dict[str, Any]
-Key = tuple[str, ...]
-"""``loop.mode`` as ``("loop", "mode")``."""
 
 # A table's header and a key of a TOML line. tomllib keeps no line numbers, so they are looked for in the text.
 _HEADER = re.compile(r"\s*\[+\s*([^\]]+?)\s*\]+")
@@ -57,7 +57,7 @@ class SettingsLayers:
             case 2:
                 return f" (--{'.'.join(key)})"
             case 1:
-                return f" ({ENV_PREFIX}{'__'.join(key).upper()})"
+                return f" ({variable_of(key)})"
             case 0 if self.config is not None:
                 # Read once more: lines are wanted only for an error, and tomllib has thrown them away.
                 line = line_of(self.config.read_text(), key)
@@ -84,10 +84,14 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Tree:
     """Read ``STREAMRL_SECTION__KEY=value``; variables without a double underscore are not settings."""
     tree: Tree = {}
     for name, text in environ.items():
-        # Others with our prefix, such as STREAMRL_CACHE, are no settings.
-        if name.startswith(ENV_PREFIX) and "__" in name:
+        if is_variable(name):
             _put(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), text)
     return tree
+
+
+def is_variable(name: str) -> bool:
+    """Whether a variable of the environment is a setting; others with our prefix, such as STREAMRL_CACHE, are none."""
+    return name.startswith(ENV_PREFIX) and "__" in name
 
 
 def from_arguments(arguments: Iterable[str]) -> Tree:
@@ -97,20 +101,31 @@ def from_arguments(arguments: Iterable[str]) -> Tree:
         SettingsError: something else stands there, or a value is missing.
     """
     tree: Tree = {}
-    rest = iter(arguments)
+    rest, before = iter(arguments), ""
     for argument in rest:
         # Every key has a section, so an option without a dot is a misspelt one of the command's own.
         if not argument.startswith("--") or "." not in argument.split("=")[0]:
-            raise SettingsError(f"expected --section.key value, got {argument!r}; see --help for the other options")
+            got = f"a word that is not shown, after {before}" if is_secret_option(before) else repr(argument)
+            raise SettingsError(f"expected --section.key value, got {got}; see --help for the other options")
+        before = argument.partition("=")[0]
         path, equals, text = argument.removeprefix("--").partition("=")
         if not equals:
             following = next(rest, None)
             if following is None:
                 raise SettingsError(f"expected a value after {argument}, got the end of the line")
             text = following
-        # Dashes are usual in options; no key of ours has one.
-        _put(tree, path.replace("-", "_").split("."), text)
+        _put(tree, _path(path), text)
     return tree
+
+
+def is_secret_option(option: str) -> bool:
+    """Whether ``--section.key`` or ``--section.key=value`` gives a secret."""
+    return tuple(_path(option.removeprefix("--").partition("=")[0])) in secret_keys()
+
+
+def _path(option: str) -> list[str]:
+    # Dashes are usual in options; no key of ours has one.
+    return option.replace("-", "_").split(".")
 
 
 def merged(*layers: Tree) -> Tree:
@@ -125,13 +140,14 @@ def merged(*layers: Tree) -> Tree:
 
 
 def _put(tree: Tree, path: list[str], text: str) -> None:
+    value = text if tuple(path) in secret_keys() else _value(text)
     for part in path[:-1]:
         node = tree.setdefault(part, {})
         # As in "--loop.mode=stream --loop.mode.x=1": a value stands where the section should be.
         if not isinstance(node, dict):
             raise SettingsError(f"expected a section at {'.'.join(path)}, got a value")
         tree = node
-    tree[path[-1]] = _value(text)
+    tree[path[-1]] = value
 
 
 def _value(text: str) -> Any:

@@ -2,6 +2,9 @@
 
 An error is one line: the key, where it came from (file and line, variable or option), and what is expected. Sections
 that contradict each other are refused.
+
+Invariant no_secret_is_written: the TOML has a mask in its place, no error shows a value that may be one, and processes
+get secrets through their environment.
 """
 
 import os
@@ -12,15 +15,22 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from schemas.errors import SettingsError
+from schemas.secrets import ENV_PREFIX, refuse_mask, variable_of
 from schemas.settings import UNSET
 from settings.contradictions import meaningless_keys, refuse_contradictions
-from settings.keys import REMOVED, RENAMED, known_keys, suggestion
-from settings.layers import ENV_PREFIX, SettingsLayers, Tree, merged
+from settings.explaining import value_at
+from settings.keys import REMOVED, RENAMED, Key, known_keys, secret_keys, suggestion
+from settings.layers import SettingsLayers, Tree, is_variable, merged
 from settings.tree import Settings
 
 
-def load_settings(config: Path | None, arguments: Sequence[str], defaults: Tree | None = None) -> Settings:
+def load_settings(
+    config: Path | None, arguments: Sequence[str], defaults: Tree | None = None, *, to_look: bool = False
+) -> Settings:
     """Settings from defaults, TOML file, environment and command line, later ones winning.
+
+    ``to_look``: for who reads what a run left, and may need no secret for it: one whose mask alone is there is refused
+    only where it is used.
 
     Raises:
         SettingsError: an unknown key, a wrong value, or sections that contradict each other.
@@ -31,6 +41,9 @@ def load_settings(config: Path | None, arguments: Sequence[str], defaults: Tree 
     settings = validated(merged(defaults or {}, *given.layers), given)
     # On the typed tree, since a rule asks for values after defaults; but only what was given can contradict.
     refuse_contradictions(settings, given)
+    if not to_look:
+        for key in secret_keys():
+            refuse_mask(value_at(settings, key), *key, origin=given.origin(key))
     return settings
 
 
@@ -48,8 +61,22 @@ def validated(tree: Tree, given: SettingsLayers | None = None) -> Settings:
     return settings
 
 
+def secret_variables(settings: Settings) -> dict[str, str]:
+    """The environment variables that give the secrets of these settings to a process that reads the rest in a file."""
+    secrets = {key: value_at(settings, key) for key in secret_keys()}
+    return {variable_of(key): secret.get_secret_value() for key, secret in secrets.items() if secret is not None}
+
+
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without any setting, for a process that has all of them from elsewhere, or that runs others' code.
+
+    A variable that went into a resolved file would stand above it once more, and above the command line that beat it.
+    """
+    return {name: value for name, value in environ.items() if not is_variable(name)}
+
+
 def as_toml(settings: Settings) -> str:
-    """The resolved tree as TOML; reading it back gives the same run.
+    """The resolved tree as TOML; reading it back, with the secrets in the environment, gives the same run.
 
     What is unset by default is left out, and so is what other settings make meaningless.
     """
@@ -93,21 +120,28 @@ def _explain_error(error: ValidationError, given: SettingsLayers | None) -> str:
         case "missing":
             return f"expected a value for {key}, got none; set it in the file or with --{key} ...{more}"
         case "model_type":
-            return f"expected a section [{key}], got {first['input']!r:.200}{origin}{more}"
+            return f"expected a section [{key}], got {_got(location, first['input'])}{origin}{more}"
         case "value_error":
             return f"setting {key}: {message}{origin}{more}"
         case "tuple_type" if isinstance(first["input"], str):
             message = f"expected a list such as '[\"{first['input']:.200}\"]', got {first['input']!r:.200}"
             return f"setting {key}: {message}{origin}{more}"
         case _:
-            return f"setting {key}: {message}, got {first['input']!r:.200}{origin}{more}"
+            return f"setting {key}: {message}, got {_got(location, first['input'])}{origin}{more}"
+
+
+def _got(location: Key, value: object) -> str:
+    """A value for an error's text, or only its kind if it is a secret or may have one in it."""
+    if any(location[: len(key)] == key or key[: len(location)] == location for key in secret_keys()):
+        return f"one that is not shown ({type(value).__name__})"
+    return f"{value!r:.200}"
 
 
 def _refuse_lone_underscores(environ: Mapping[str, str]) -> None:
     """A variable such as STREAMRL_LOOP_MODE is no setting, and its value would be ignored silently."""
     names = {f"{ENV_PREFIX}{key.replace('.', '_')}".upper(): key for key in known_keys()}
     for name in environ.keys() & names.keys():
-        right = ENV_PREFIX + names[name].replace(".", "__").upper()
+        right = variable_of(names[name].split("."))
         raise SettingsError(f"expected two underscores between section and key, got {name}; did you mean {right}?")
 
 

@@ -1,9 +1,52 @@
-"""What a run leaves behind, by name."""
+"""What a run leaves behind, by name, and what a run is called that was given none."""
 
+import os
+import re
+import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from schemas.errors import UserError
+from schemas.errors import SettingsError, UserError
+
+if TYPE_CHECKING:
+    from settings.tree import Settings
+STAMP = "%Y%m%d-%H%M%S"
+LONGEST_STEM = 40
+"""Characters of the directory's name: with the time and a number behind it, a run's name has at most 64."""
+
+
+def plain_run_name(directory: Path, longest: int = 64) -> str:
+    """The directory's name as a run may be called."""
+    plain = re.sub(r"[^a-z0-9._-]+", "-", directory.absolute().resolve().name.lower())
+    return re.sub(r"\.{2,}", ".", plain).strip("._-")[:longest].rstrip("._-") or "my-run"
+
+
+def named(settings: "Settings") -> "Settings":
+    """The same settings; a run without a name gets one of the working directory's name and the time, which is free."""
+    if settings.run.name:
+        return settings
+    stem = f"{plain_run_name(Path.cwd(), LONGEST_STEM)}-{time.strftime(STAMP)}"
+    names = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
+    name = next(name for name in names if not (settings.run.directory / name).exists())
+    return settings.model_copy(update={"run": settings.run.model_copy(update={"name": name})})
+
+
+def require_name(settings: "Settings", role: str) -> None:
+    """Make sure that a process by itself knows which run it belongs to.
+
+    Raises:
+        SettingsError: no name was given.
+    """
+    if not settings.run.name:
+        raise SettingsError(
+            f"expected run.name, got none: a {role} by itself joins a run by its name; name it with --run.name, or "
+            f"give {settings.run.directory}/NAME/{CONFIG}"
+        )
+
+
+CONFIG = "config.resolved.toml"
 
 
 @dataclass(frozen=True)
@@ -23,6 +66,30 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"expected a writable directory for the run, got {self.path}: {error.strerror}") from error
 
+    def require_writable(self) -> None:
+        """Make sure that the directory could be made and written into, and make nothing.
+
+        Raises:
+            UserError: it could not.
+        """
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            why = "Not a directory" if not there.is_dir() else "Permission denied"
+            raise UserError(f"expected a writable directory for the run, got {self.path}: {why}")
+
+    def write_config(self, text: str) -> None:
+        """Put the resolved settings in their place at once: a process that starts meanwhile reads the old or the new.
+
+        Raises:
+            UserError: the directory cannot be written.
+        """
+        new = self.config.with_name(f".{CONFIG}.new")
+        try:
+            new.write_text(text)
+            new.replace(self.config)
+        except OSError as error:
+            raise UserError(f"expected a writable directory for the run, got {self.path}: {error.strerror}") from error
+
     @property
     def logs(self) -> Path:
         """One log file per process."""
@@ -36,7 +103,7 @@ class RunDirectory:
     @property
     def config(self) -> Path:
         """The resolved settings; ``streamrl run`` on this file repeats the run."""
-        return self.path / "config.resolved.toml"
+        return self.path / CONFIG
 
     @property
     def metrics(self) -> Path:

@@ -19,6 +19,7 @@ from producers.generation.settings import GenerationSettings
 from producers.lengths.settings import LengthSettings
 from producers.prompts.settings import DataSettings
 from producers.rewards.settings import RewardSettings
+from schemas.errors import SettingsError
 from schemas.identifiers import is_plain_name
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve, DecodeSettings, DeviceProfile, TrainingCosts
 from schemas.settings import UNSET, LoopSettings, Section
@@ -29,7 +30,13 @@ from schemas.settings import UNSET, LoopSettings, Section
 class RunSettings(Section):
     """``[run]``."""
 
-    name: Annotated[str, Field(description="Prefix of the topics and name of the run's directory.")] = "run"
+    name: Annotated[
+        str,
+        Field(
+            description="Prefix of the topics and name of the run's directory; unset: `streamrl run` makes one of the "
+            "working directory's name and the time."
+        ),
+    ] = ""
     directory: Annotated[Path, Field(description="Where runs keep their directories.")] = Path("runs")
     seed: Annotated[int, Field(ge=0, description="Seed of prompts, sampling and training.")] = 0
     workers: Annotated[int, Field(ge=0, le=256, description="Generation workers that `streamrl run` starts.")] = 2
@@ -49,7 +56,7 @@ class RunSettings(Section):
     @field_validator("name")
     @classmethod
     def _plain(cls, name: str) -> str:
-        if not is_plain_name(name):
+        if name and not is_plain_name(name):
             raise ValueError(f"expected 1 to 64 of a-z, 0-9, '.', '_' and '-', got {name!r}")
         return name
 
@@ -61,7 +68,17 @@ class RunSettings(Section):
 
     @property
     def path(self) -> Path:
-        """The run's own directory."""
+        """The run's own directory.
+
+        Raises:
+            SettingsError: the run has no name.
+        """
+        if not self.name:
+            raise SettingsError(
+                "expected run.name, got none: a run that was started without one is named after its working directory "
+                f"and the time; name it with --run.name, or give the configuration in its directory under "
+                f"{self.directory}/"
+            )
         return self.directory / self.name
 
     @property

@@ -17,6 +17,7 @@ from schemas.errors import UserError
 from schemas.settings import UNSET
 from settings.layers import Tree, merged
 from settings.loading import load_settings, validated
+from settings.run_directory import named
 from settings.tree import Settings
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ Source = Settings | Mapping[str, Any] | str | Path | None
 T = TypeVar("T")
 
 
-def run(source: Source = None, /, *, top: bool = False, **overrides: Any) -> "Run":
+def run(source: Source = None, /, *, top: bool = False, adopt: bool = False, **overrides: Any) -> "Run":
     """Train on this machine, as `streamrl run` does, and return when the run is over.
 
     In a notebook, where an event loop runs already, it blocks its cell; Ctrl-C (or "interrupt") ends the run in an
@@ -38,6 +39,7 @@ def run(source: Source = None, /, *, top: bool = False, **overrides: Any) -> "Ru
     Args:
         source: a TOML file, a nested mapping of settings, or settings; None: what environment variables say.
         top: show the live view, on a terminal.
+        adopt: take over a run of this name that the topics hold and the directory does not.
         overrides: settings as ``section__key=value``, or a whole section as ``section={"key": value}``.
 
     Raises:
@@ -47,14 +49,15 @@ def run(source: Source = None, /, *, top: bool = False, **overrides: Any) -> "Ru
     """
     from deploy.local.run import run_locally
 
-    settings = settings_of(source, overrides)
+    # Named here, so that the directory is known when the run is over.
+    settings = named(settings_of(source, overrides))
     # Signal handlers can be set in the main thread only, and a loop cannot run within another one. Where either stands
     # in the way, the run gets a thread of its own and an event to be stopped by.
     if threading.current_thread() is threading.main_thread() and not _loop_runs():
-        return Run(settings.run.path, finished=run_locally(settings, top=top) == 0)
+        return Run(settings.run.path, finished=run_locally(settings, top=top, adopt=adopt) == 0)
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run_locally, settings, top=top, stop=stop)
+        running = pool.submit(run_locally, settings, top=top, stop=stop, adopt=adopt)
         try:
             code = running.result()
         except KeyboardInterrupt:  # raised here, in the main thread; the run's own thread hears nothing of it
@@ -71,7 +74,7 @@ async def run_async(source: Source = None, /, **overrides: Any) -> "Run":
     """
     from deploy.local.run import run_locally
 
-    settings, stop = settings_of(source, overrides), threading.Event()
+    settings, stop = named(settings_of(source, overrides)), threading.Event()
     running = asyncio.ensure_future(asyncio.to_thread(run_locally, settings, stop=stop))
     try:
         # A thread cannot be cancelled: unshielded, the future would be, and nobody could wait for the run to end.

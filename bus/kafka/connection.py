@@ -7,6 +7,7 @@ where its broker is gone; no error of the library leaves this folder but as one 
 import asyncio
 import contextlib
 import os
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -14,12 +15,21 @@ from typing import Any, Protocol, TypeVar
 import structlog
 from aiokafka import AIOKafkaProducer, errors
 from aiokafka.client import AIOKafkaClient
-from aiokafka.conn import collect_hosts
+from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.helpers import create_ssl_context
 
 from bus.kafka.aiokafka_internals import end_sender, inner_futures
 from bus.kafka.settings import KafkaSettings
-from schemas.errors import BrokerError, BusError, BusUnavailable, DataLossRefused, StreamRLError, TopicMissing
+from schemas.errors import (
+    BrokerError,
+    BusError,
+    BusUnavailable,
+    DataLossRefused,
+    SettingsError,
+    StreamRLError,
+    TopicMissing,
+)
+from schemas.secrets import revealed, variable_of
 
 # ``stop`` of a healthy client takes milliseconds. It may wait for ever for one whose broker is gone.
 CLOSE_TIMEOUT_S = 5.0
@@ -106,8 +116,19 @@ def address_of(settings: KafkaSettings) -> str:
 
 
 def client_options(settings: KafkaSettings, client_id: str) -> dict[str, Any]:
-    """Arguments that every client of aiokafka takes."""
-    password = settings.sasl_plain_password
+    """Arguments that every client of aiokafka takes.
+
+    Raises:
+        SettingsError: a password or pass phrase is missing, or only its mask is there.
+        BrokerError: a certificate or its key cannot be read.
+    """
+    if settings.security_protocol.startswith("SASL"):
+        for name in ("sasl_plain_username", "sasl_plain_password"):
+            if getattr(settings, name) is None:
+                raise SettingsError(
+                    f'expected a kafka.{name} with kafka.security_protocol = "{settings.security_protocol}", got none; '
+                    f"set {variable_of(('kafka', name))}"
+                )
     return {
         "bootstrap_servers": address_of(settings),
         "client_id": client_id,
@@ -116,19 +137,27 @@ def client_options(settings: KafkaSettings, client_id: str) -> dict[str, Any]:
         "ssl_context": _ssl_context(settings),
         "sasl_mechanism": settings.sasl_mechanism,
         "sasl_plain_username": settings.sasl_plain_username,
-        "sasl_plain_password": password.get_secret_value() if password else None,
+        "sasl_plain_password": revealed(settings.sasl_plain_password, "kafka", "sasl_plain_password"),
     }
 
 
 def _ssl_context(settings: KafkaSettings) -> Any:
     if "SSL" not in settings.security_protocol.split("_"):
         return None
+    pass_phrase = revealed(settings.ssl_key_password, "kafka", "ssl_key_password")
     try:
         return create_ssl_context(
-            cafile=settings.ssl_cafile, certfile=settings.ssl_certfile, keyfile=settings.ssl_keyfile
+            cafile=settings.ssl_cafile,
+            certfile=settings.ssl_certfile,
+            keyfile=settings.ssl_keyfile,
+            # An empty one in place of none, for which OpenSSL would ask at the terminal, and wait.
+            password=pass_phrase or "",
         )
     except OSError as error:
-        raise BrokerError(f"expected readable certificates in kafka.ssl_*, got {error}; check the paths") from error
+        raise BrokerError(
+            f"expected readable certificates in kafka.ssl_*, got {error}; check the paths and, for a key with a pass "
+            f"phrase, {variable_of(('kafka', 'ssl_key_password'))}"
+        ) from error
 
 
 class Startable(Protocol):
@@ -157,13 +186,16 @@ async def started(client: Client, settings: KafkaSettings, timeout_s: float | No
     try:
         # A time-out each: a transactional producer may take longer to start than a listener to be found.
         async with asyncio.timeout(settings.connect_timeout_ms / 1000):
-            await _find_listener(address)
+            await _find_listener(address, settings)
         async with asyncio.timeout(timeout_s or settings.connect_timeout_ms / 1000):
             await client.start()
     except (TimeoutError, OSError, errors.KafkaError) as error:
         await discard(client)
+        # Even one that refuses our password: a broker that starts again knows its SCRAM users only after a moment.
         if address in _reached:
             raise BusUnavailable(f"expected the broker at {address} to answer again, got {_cause(error)}") from error
+        if isinstance(error, _NOT_LET_IN):
+            raise BrokerError(_refused(settings, error)) from error
         raise BrokerUnreachable(
             f"expected a Kafka broker at {address}, got {_cause(error)}; start one with `streamrl kafka up`, or check "
             "kafka.bootstrap_servers, kafka.security_protocol and the address that the broker advertises"
@@ -173,6 +205,31 @@ async def started(client: Client, settings: KafkaSettings, timeout_s: float | No
         raise
     _reached.add(address)
     return client
+
+
+_NOT_LET_IN = (errors.SaslAuthenticationFailed, errors.UnsupportedSaslMechanismError, ssl.SSLCertVerificationError)
+
+
+def _refused(settings: KafkaSettings, error: Exception) -> str:
+    """One line about a broker that answers and does not let us in, or that we do not trust; never with the password."""
+    address, name = settings.bootstrap_servers, settings.sasl_plain_username
+    match error:
+        case ssl.SSLCertVerificationError():
+            return (
+                f"expected the broker at {address} to have a certificate that kafka.ssl_cafile vouches for, got: "
+                f"{error.verify_message}; set kafka.ssl_cafile to the certificate of who signed it"
+            )
+        case errors.UnsupportedSaslMechanismError():
+            return (
+                f'expected the broker at {address} to take kafka.sasl_mechanism = "{settings.sasl_mechanism}", got a '
+                "refusal; set it to one that the broker has"
+            )
+        case _:
+            return (
+                f"expected the broker at {address} to let kafka.sasl_plain_username {name!r} in, got a refusal of its "
+                f"password; set {variable_of(('kafka', 'sasl_plain_password'))} to the right one, or check "
+                f'kafka.sasl_mechanism ("{settings.sasl_mechanism}")'
+            )
 
 
 def _cause(error: Exception) -> str:
@@ -187,8 +244,11 @@ def _cause(error: Exception) -> str:
             return str(error)
 
 
-async def _find_listener(address: str) -> None:
-    """Find one listening socket before aiokafka tries, which would log every refusal as an error of its own."""
+async def _find_listener(address: str, settings: KafkaSettings) -> None:
+    """Find one broker that listens, and lets us in, before aiokafka's client tries.
+
+    It would log every refusal as an error of its own, and then raise one without the reason.
+    """
     try:
         hosts = [(host, port) for host, port, _ in collect_hosts(address)]
     except ValueError as error:
@@ -196,12 +256,17 @@ async def _find_listener(address: str) -> None:
     refusal: OSError | None = None
     for host, port in hosts:
         try:
-            _, writer = await asyncio.open_connection(host, port)
+            if settings.security_protocol == "PLAINTEXT" or address in _reached:
+                _, writer = await asyncio.open_connection(host, port)
+                writer.close()
+            else:
+                options = client_options(settings, "streamrl-login")
+                del options["bootstrap_servers"]
+                (await create_conn(host, port, **options)).close()
         except OSError as error:
             # Kept while the others are tried: one broker of a cluster is enough.
             refusal = error
         else:
-            writer.close()
             return
     raise refusal or OSError(f"no address in {address!r}")
 

@@ -64,11 +64,16 @@ class KafkaSettings(Section):
     sasl_mechanism: SaslMechanism = "PLAIN"
     sasl_plain_username: str | None = None
     sasl_plain_password: Annotated[
-        SecretStr | None, Field(description="Better given as STREAMRL_KAFKA__SASL_PLAIN_PASSWORD than in a file.")
+        SecretStr | None,
+        Field(description="Also for SCRAM. Better given as STREAMRL_KAFKA__SASL_PLAIN_PASSWORD than in a file."),
     ] = None
     ssl_cafile: Annotated[Path | None, Field(description="Certificates to trust; none: the system's.")] = None
     ssl_certfile: Annotated[Path | None, Field(description="Our own certificate.")] = None
     ssl_keyfile: Path | None = None
+    ssl_key_password: Annotated[
+        SecretStr | None,
+        Field(description="Its pass phrase. Better given as STREAMRL_KAFKA__SSL_KEY_PASSWORD."),
+    ] = None
 
     @property
     def writer_stall_s(self) -> float:

@@ -1,6 +1,7 @@
 """Makes a broker's topics match the catalogue: what differs is a plan of changes, and applying is carrying it out.
 
-Invariants: applying twice changes nothing the second time; nothing is ever deleted, shrunk or given fewer copies.
+Invariants: applying twice changes nothing the second time; applying deletes nothing, shrinks nothing and takes no
+copies away.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import for_code
 
-from bus.kafka.connection import client_options, discard, our_errors, started
+from bus.kafka.connection import client_options, discard, our_errors, partition_counts, started
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.subscription import ConsumerFactory
 from bus.port import TopicPartition
@@ -22,6 +23,7 @@ from schemas.topics import CATALOGUE, Topic
 
 READY_TIMEOUT_S = 30.0
 """Until new partitions have leaders; a cluster that just started takes seconds."""
+GONE_POLL_S = 0.2
 _CLIENT_ID = "streamrl-topics"
 _TOPIC_EXISTS = 36
 _SET_ON_TOPIC = 1
@@ -121,6 +123,42 @@ async def apply_topics(
     # One copy or three: to wait for leaders, only names and numbers of partitions matter.
     await _wait_for_leaders(named, _wanted(run, trajectory_partitions, 1))
     return plan.changes
+
+
+async def topics_of(settings: KafkaSettings, run: str) -> list[str]:
+    """Full names of the topics that a run has on the broker.
+
+    Raises:
+        BrokerError: no broker answers.
+    """
+    there = await partition_counts(settings, _CLIENT_ID)
+    return [name for topic in CATALOGUE if (name := topic.full_name(run)) in there]
+
+
+async def delete_topics(settings: KafkaSettings, run: str) -> list[str]:
+    """Delete a run's topics with all their records, and wait until they are gone; their names.
+
+    Raises:
+        BrokerError: no broker answers.
+        BusError: the broker refuses, or the topics are still there after a while.
+    """
+    names = await topics_of(settings, run)
+    if not names:
+        return []
+    admin = await _admin(settings)
+    try:
+        with our_errors(f"deleting the topics of run {run}"):
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                response = await admin.delete_topics(names)
+                for name, code, *_ in response.topic_error_codes:
+                    _refuse_error(code, f"deleting {name}")
+                # Answered before every broker has forgotten them; topics made anew meanwhile would be refused.
+                while True:
+                    if not await topics_of(settings, run):
+                        return names
+                    await asyncio.sleep(GONE_POLL_S)
+    finally:
+        await discard(admin)
 
 
 async def _admin(settings: KafkaSettings) -> AIOKafkaAdminClient:

@@ -5,18 +5,20 @@
 rows times S stay within the token budget; a sample over the budget stands alone. Padding is weighed against the fixed
 cost of a micro-batch (``CostModel``). Knows no torch.
 
-Invariant every_sample_is_in_exactly_one_micro_batch: between two flushes, what went in came out once.
+Invariant every_sample_is_in_exactly_one_micro_batch: between two flushes, what went in came out once,
+unless its group was dropped.
 """
 
 from bisect import insort
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from consumers.batching.settings import BatchingSettings
+from schemas.identifiers import group_id_of
 from schemas.reports import RecordRef
 from schemas.trajectories import Trajectory
 
@@ -94,10 +96,39 @@ class MicroBatch:
             refs=tuple(self.refs[row] for row in wanted),
         )
 
+    def halves(self) -> tuple["MicroBatch", "MicroBatch"]:
+        """The first and the second half of at least two rows."""
+        middle = len(self.refs) // 2
+        return self._repacked(range(middle)), self._repacked(range(middle, len(self.refs)))
+
+    def without(self, group_ids: Collection[str]) -> "MicroBatch | None":
+        """The rows of other groups; none if none are left."""
+        rows = [row for row, ref in enumerate(self.refs) if group_id_of(ref.trajectory_id) not in group_ids]
+        if len(rows) == len(self.refs):
+            return self
+        return self._repacked(rows) if rows else None
+
+    def _repacked(self, rows: Sequence[int]) -> "MicroBatch":
+        """These rows as ``collate`` would have packed them: no wider than the longest."""
+        part = self.take(rows)
+        width = int(part.lengths.max())
+        return replace(
+            part,
+            input_ids=part.input_ids[:, :width],
+            attention_mask=part.attention_mask[:, :width],
+            loss_mask=part.loss_mask[:, :width],
+            behaviour_logprobs=part.behaviour_logprobs[:, :width],
+        )
+
     @property
     def num_tokens(self) -> int:
         """Tokens without padding."""
         return int(self.lengths.sum())
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens with padding: B times S."""
+        return int(self.input_ids.size)
 
 
 def collate(samples: list[TrainingSample]) -> MicroBatch:
@@ -173,6 +204,11 @@ class MicroBatcher:
         rest = [self._collated(run) for run in runs]
         self.clear()
         return rest
+
+    def drop_group(self, group_id: str) -> None:
+        """Forget the samples of a group that are still held."""
+        self._held = [each for each in self._held if group_id_of(each.trajectory_id) != group_id]
+        self._tokens = -sum(each.minus_length for each in self._held)
 
     def clear(self) -> None:
         """Forget what is held."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import structlog
-from cachetools import FIFOCache
 
 from bus.port import Record
 from consumers.batching.micro_batches import Group, Sample
@@ -26,18 +25,12 @@ from schemas.trajectories import FinishReason, Trajectory
 
 log = structlog.get_logger()
 
-PartitionOffset = tuple[int, int]
-"""Partition and offset of a record."""
-MIN_REMEMBERED_GROUPS = 1_000
-REMEMBERED_ROUNDS = 8
-"""Groups whose names and ids are remembered: so many times what may be in flight, since a repeat that comes later than
-that is refused as stale; never fewer than a thousand, which cost a few megabytes."""
-
 
 class TrajectoryFilter:
     """The checks in their order: decodes, belongs to its group, no repeat, in time, fresh enough, rewarded.
 
-    ``finished``: ids of a checkpoint, with their places on the topic.
+    Invariant every_repeat_is_found: a sample of an open group is known there, one of a closed group in the ledger,
+    which forgets none; so a repeat is refused however late it comes, and however much was trained in between.
     """
 
     def __init__(
@@ -49,15 +42,11 @@ class TrajectoryFilter:
         current_version: Callable[[], PolicyVersion],
         ledger: Ledger,
         metrics: IngestMetrics,
-        finished: Mapping[str, PartitionOffset],
+        orphans_through: int = 0,
     ) -> None:
-        groups = max(MIN_REMEMBERED_GROUPS, REMEMBERED_ROUNDS * loop.max_groups_in_flight)
         # The version of this moment, before the lineage's first step, is its origin: it is asked for once.
-        self.rule = StalenessRule(loop.staleness_bound, settings.orphan_lineage, current_version())
-        self.dedupe = DedupeWindow(groups * loop.num_generations)
-        self.dedupe.restore(finished)
-        self.assembler = GroupAssembler(groups)
-        self.assembler.restore(finished)
+        self.rule = StalenessRule(loop.staleness_bound, settings.orphan_lineage, current_version(), orphans_through)
+        self.assembler = GroupAssembler()
         self._weights = reward_weights
         self._current_version = current_version
         self._ledger = ledger
@@ -65,6 +54,13 @@ class TrajectoryFilter:
         limit = settings.max_consecutive_poison
         self._undecodable = CircuitBreaker("undecodable records", limit, settings.max_undecodable_share)
         self._unrewarded = CircuitBreaker("trajectories without reward", limit, settings.max_unrewarded_share)
+        self._refused = CircuitBreaker(
+            "refused prompts",
+            limit,
+            settings.max_refused_share,
+            "mend the prompts or the model (streamrl run --dry-run says how many and why), "
+            "or raise ingest.max_refused_share and ingest.max_consecutive_poison",
+        )
 
     def process(self, record: Record) -> ClosedGroup | None:
         """Check a record that is new to the ledger; the group that it made whole, if any.
@@ -78,19 +74,31 @@ class TrajectoryFilter:
         self._metrics.observe_trajectory(trajectory)
         ref = RecordRef(trajectory.trajectory_id, record.partition, record.offset)
         # What is no sample of its group is finished at once. Everything from here on is finished with its group.
-        if (objection := self._objection(trajectory, ref)) is not None:
+        if (objection := self._objection(trajectory)) is not None:
             self._ledger.skip(Rejection(ref, *objection), trajectory.group_id)
             return None
         # After the repeats: the second copy of a sample that was accepted is a duplicate, not a latecomer.
-        if self.assembler.is_closed(trajectory.group_id):
+        if self._ledger.is_closed(trajectory.group_id):
             late = Rejection(ref, SkipReason.GROUP_INCOMPLETE, "its group was closed before it came")
-            self._ledger.skip_late(late, trajectory.group_id)
+            self._ledger.skip_late(late, trajectory.group_id, trajectory.sample_index)
             return None
         outcome = self._evaluate(trajectory, ref, len(record.value or b""))
         # A rejected sample still counts towards its group: only so is a group known to be whole.
         if isinstance(outcome, Rejection):
             self._ledger.release(ref)
         return self.assembler.add(trajectory, outcome)
+
+    def note_closed(self, closed: ClosedGroup) -> None:
+        """Judge the prompts by a whole group: of one that is refused, all samples are.
+
+        Raises:
+            BadInput: hardly any prompt can be sampled.
+        """
+        refused = [found for found in closed.rejections if found.reason is SkipReason.REFUSED]
+        if refused and len(refused) == len(closed.rejections) and not closed.group.samples:
+            self._refused.failed(refused[0].detail)
+        elif not refused:
+            self._refused.good()
 
     def close_outdated(self) -> list[ClosedGroup]:
         """Close the groups that nobody can be working on any more.
@@ -125,11 +133,10 @@ class TrajectoryFilter:
         self._undecodable.good()
         return message
 
-    def _objection(self, trajectory: Trajectory, ref: RecordRef) -> tuple[SkipReason, str] | None:
+    def _objection(self, trajectory: Trajectory) -> tuple[SkipReason, str] | None:
         """Why the record is no sample of its group, whatever it contains."""
         objection = self.assembler.objection(trajectory)
-        # Last, since it remembers the id: a record with a false name must not stand in the way of the true one.
-        if objection is None and not self.dedupe.accept(trajectory.trajectory_id, (ref.partition, ref.offset)):
+        if objection is None and self._ledger.has_sample(trajectory.group_id, trajectory.sample_index):
             return SkipReason.DUPLICATE, "this trajectory was accepted before"
         return objection
 
@@ -137,6 +144,9 @@ class TrajectoryFilter:
         # Age before rewards: what is too old does not count for the breaker, however its rewards failed.
         if (violation := self.rule.violation(trajectory, self._current_version())) is not None:
             return Rejection(ref, *violation)
+        if trajectory.refusal:
+            reason = next(iter(trajectory.reward_errors.values()), "no worker can sample it")
+            return Rejection(ref, SkipReason.REFUSED, f"{trajectory.refusal}: prompt {trajectory.prompt_id}: {reason}")
         if trajectory.finish_reason is FinishReason.ABORT:
             reason = next(iter(trajectory.reward_errors.values()), "the engine gave up on it")
             detail = f"generation was aborted after {len(trajectory.token_ids)} tokens: {reason}"
@@ -164,50 +174,40 @@ def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tup
     return sum(weights.get(name, 1.0) * value for name, value in given.items()), None
 
 
-class DedupeWindow:
-    """The last ``capacity`` accepted trajectory ids with their places on the topic, oldest first.
-
-    Exact as long as it holds more ids than can be in flight within the staleness bound: a later repeat of the same
-    tokens is refused as stale.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self.ids: FIFOCache[str, PartitionOffset] = FIFOCache(capacity)
-
-    def accept(self, trajectory_id: str, place: PartitionOffset) -> bool:
-        """Remember an id; false if it was accepted before, from whatever place."""
-        if trajectory_id in self.ids:
-            return False
-        self.ids[trajectory_id] = place
-        return True
-
-    def restore(self, ids: Mapping[str, PartitionOffset]) -> None:
-        """Start from the finished ids of a checkpoint: all of them, though the window may have been larger then."""
-        self.ids = FIFOCache(max(self._capacity, len(ids)))
-        self.ids.update({name: (int(place[0]), int(place[1])) for name, place in ids.items()})
-
-
 @dataclass(frozen=True)
 class StalenessRule:
     """``max_staleness`` in optimizer steps; ``orphan_lineage``: what becomes of samples of orphaned weights.
 
     ``origin``: the version with which this trainer started. Older lineages got past its number only after the
     checkpoint that it restored, so weights of theirs with a higher number are in no ancestry of the model.
+    ``orphans_through``: none of the weights of lineages up to this one is, since the run began anew after it.
     """
 
     max_staleness: int
     orphan_lineage: Literal["train", "skip"]
     origin: PolicyVersion
+    orphans_through: int = 0
 
     def violation(self, trajectory: Trajectory, current: PolicyVersion) -> tuple[SkipReason, str] | None:
         """Why the trajectory must be skipped, or none if it may be trained."""
+        if self.orphans_through and self.is_of_an_earlier_life(trajectory):
+            return (
+                SkipReason.ORPHAN_LINEAGE,
+                f"sampled by {trajectory.newest_version}, the run began anew after lineage {self.orphans_through}",
+            )
         age = staleness(trajectory, current)
         if age > self.max_staleness:
             return SkipReason.STALE, f"expected at most {self.max_staleness} steps of staleness, got {age}"
         if self.orphan_lineage == "skip" and self.is_orphan(trajectory):
             return SkipReason.ORPHAN_LINEAGE, f"sampled by {trajectory.newest_version}, trainer is at {current}"
         return None
+
+    def is_of_an_earlier_life(self, trajectory: Trajectory) -> bool:
+        """Whether weights from before the run began anew sampled some of its tokens, or had it in hand."""
+        spans = trajectory.version_spans
+        # A completion without tokens is as old as the weights that it was admitted with.
+        oldest = min((span.version.lineage for span in spans), default=trajectory.admitted_version.lineage)
+        return oldest <= self.orphans_through
 
     def is_orphan(self, trajectory: Trajectory) -> bool:
         """Whether weights that were lost in a crash sampled some of its tokens."""
@@ -239,6 +239,7 @@ class CircuitBreaker:
     fault: str
     max_consecutive: int
     max_share: float
+    advice: str = "mend what writes them, or raise the limits in [ingest]"
     consecutive: int = 0
     bad: int = 0
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=BREAKER_WINDOW))
@@ -262,7 +263,7 @@ class CircuitBreaker:
         if self.consecutive > self.max_consecutive or (seen >= BREAKER_MIN_SEEN and self.bad / seen > self.max_share):
             raise BadInput(
                 f"expected few {self.fault}, got {self.consecutive} in a row and {self.bad} among the last {seen}, "
-                f"the latest: {detail}; mend what writes them, or raise the limits in [ingest]"
+                f"the latest: {detail}; {self.advice}"
             )
 
     def _note(self, *, is_bad: bool) -> None:

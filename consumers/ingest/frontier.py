@@ -138,6 +138,11 @@ class Frontier:
         """Where reading goes on now, by partition."""
         return {number: found.position for number, found in sorted(self.partitions.items())}
 
+    def begin_at(self, offsets: Mapping[int, int]) -> None:
+        """Nothing below these offsets is of any concern; for a frontier of which nothing was read yet."""
+        for number, first in offsets.items():
+            self.partitions[number] = PartitionFrontier(low=first, position=first)
+
     def covering(self, partitions: int) -> "Frontier":
         """An independent copy in which partitions below this number that nothing is known of stand at offset 0.
 

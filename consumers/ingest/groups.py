@@ -10,13 +10,12 @@ Invariants:
 """
 
 import heapq
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from cachetools import FIFOCache
-
 from consumers.batching.micro_batches import Group, Sample
-from schemas.identifiers import group_id_of, make_trajectory_id
+from schemas.identifiers import make_trajectory_id
 from schemas.reports import RecordRef, SkipReason
 from schemas.trajectories import Trajectory
 
@@ -78,23 +77,10 @@ class _OpenGroup:
 
 
 class GroupAssembler:
-    """Groups under assembly; the names of the last ``capacity`` closed ones are remembered."""
+    """Groups under assembly. Those that were closed are known to the ledger."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self) -> None:
         self.open: dict[str, _OpenGroup] = {}
-        self._capacity = capacity
-        self._closed: FIFOCache[str, None] = FIFOCache(capacity)
-
-    def is_closed(self, group_id: str) -> bool:
-        """Whether the group is over, so that a sample of it comes late."""
-        return group_id in self._closed
-
-    def restore(self, trajectory_ids: Iterable[str]) -> None:
-        """The groups of finished trajectories are over: all records of a group are finished together."""
-        # All of them, though the window may have been larger when they were kept.
-        closed = dict.fromkeys(group_id_of(name) for name in trajectory_ids)
-        self._closed = FIFOCache(max(self._capacity, len(closed)))
-        self._closed.update(closed)
 
     def objection(self, trajectory: Trajectory) -> tuple[SkipReason, str] | None:
         """Why this sample cannot belong to its group, or none."""
@@ -134,7 +120,6 @@ class GroupAssembler:
 
     def _close(self, group_id: str) -> ClosedGroup:
         entry = self.open.pop(group_id)
-        self._closed[group_id] = None
         samples = tuple(entry.samples[index] for index in sorted(entry.samples))
         rejections = tuple(entry.rejections[index] for index in sorted(entry.rejections))
         return ClosedGroup(Group(group_id, entry.created_at, samples), rejections, entry.wanted, entry.position)
@@ -148,7 +133,8 @@ class ReadyGroups:
     """
 
     step: Callable[[], int]
-    _groups: list[tuple[int, float, str, Group]] = field(default_factory=list)
+    _groups: list[tuple[int, float, str, int, Group]] = field(default_factory=list)
+    _serial: Iterator[int] = field(default_factory=itertools.count)
 
     def __bool__(self) -> bool:
         """Whether there is a group that the step to come may train."""
@@ -157,8 +143,9 @@ class ReadyGroups:
 
     def add(self, group: Group) -> None:
         """A group was closed."""
-        # The id breaks ties, so that the heap never compares groups, which have no order.
-        heapq.heappush(self._groups, (group.due_step, group.created_at, group.group_id, group))
+        # The id breaks ties, and the serial number those of one id: groups have no order.
+        entry = (group.due_step, group.created_at, group.group_id, next(self._serial), group)
+        heapq.heappush(self._groups, entry)
 
     def pop(self) -> Group:
         """The next group; there must be one."""

@@ -4,6 +4,7 @@ Invariants, each with a test of its name:
 - every_record_has_one_outcome: read = trained + skipped + pending, and an outcome is final;
 - records_of_a_group_are_finished_together: rejected siblings are withheld until the group ends, so that a restart
   never finds a part of it;
+- every_sample_is_known_again: of a group that was closed, whether it is finished or not, and however long ago;
 - the_end_of_an_untrained_group_is_reported: with samples that never came, a row says that the whole group ended.
 """
 
@@ -15,11 +16,12 @@ from pydantic import Field
 
 from bus.port import Record
 from consumers.batching.micro_batches import Group
+from consumers.ingest.finished_groups import FinishedGroups
 from consumers.ingest.frontier import Frontier
 from consumers.ingest.groups import ClosedGroup, Rejection
 from consumers.ingest.rejections import RejectionWriter
 from schemas.errors import LifecycleError
-from schemas.identifiers import group_id_of
+from schemas.identifiers import group_id_of, sample_index_of
 from schemas.reports import RecordRef, SkipReason
 from schemas.trajectories import Part
 
@@ -46,11 +48,15 @@ class RecordCounts:
 
 @dataclass(slots=True)
 class _UnfinishedGroup:
-    """A closed group: how many of its usable samples are not finished, and the rows withheld until all are."""
+    """A closed group: how many of its usable samples are not finished, and the rows withheld until all are.
+
+    ``delivered``: indices of the samples that came.
+    """
 
     closed: ClosedGroup
     remaining: int
     withheld: list[Rejection]
+    delivered: set[int]
     is_trained: bool = False
 
     def rows(self, last: list[Rejection]) -> list[Rejection]:
@@ -71,6 +77,7 @@ class Ledger:
 
     ``frontier`` is the live one: what the weights in memory contain, and what was skipped; copy it to keep it.
     ``pending_bytes``: of trajectories held, in groups that are incomplete, ready, or handed out and not finished.
+    ``finished_groups``: all that have ended, as the frontier's companion: a checkpoint keeps both of one moment.
     ``prompt_cursor``: all prompts whose groups ended lie below this position of the prompt source.
     """
 
@@ -81,7 +88,9 @@ class Ledger:
         current_step: Callable[[], int],
         known_records: Mapping[int, KnownRecord] | None = None,
         prompt_cursor: int = 0,
+        finished_groups: FinishedGroups | None = None,
     ) -> None:
+        self.finished_groups = finished_groups or FinishedGroups()
         self.frontier = frontier
         self.rejections = rejections
         self.known_records = dict(known_records or {})
@@ -93,6 +102,11 @@ class Ledger:
         self._read = 0
         self._trained = 0
         self._skipped = 0
+
+    def is_finished(self, trajectory_id: str) -> bool:
+        """Whether the trajectory is known as one of a group that has ended."""
+        index = sample_index_of(trajectory_id)
+        return index is not None and self.finished_groups.has_sample(group_id_of(trajectory_id), index)
 
     def move(self, frontier: Frontier, known_records: Mapping[int, KnownRecord]) -> None:
         """Go on with another topic, before any record was read."""
@@ -138,15 +152,29 @@ class Ledger:
     def hold(self, closed: ClosedGroup) -> None:
         """A group was closed; its records are finished by ``mark_trained`` and ``mark_skipped``."""
         group = closed.group
-        self._unfinished[group.group_id] = _UnfinishedGroup(closed, len(group.samples), list(closed.rejections))
+        refs = (*(sample.ref for sample in group.samples), *(rejection.ref for rejection in closed.rejections))
+        delivered = {index for ref in refs if (index := sample_index_of(ref.trajectory_id)) is not None}
+        held = _UnfinishedGroup(closed, len(group.samples), list(closed.rejections), delivered)
+        self._unfinished[group.group_id] = held
 
-    def skip_late(self, rejection: Rejection, group_id: str) -> None:
+    def is_closed(self, group_id: str) -> bool:
+        """Whether the group is over, so that a sample of it comes late."""
+        return group_id in self._unfinished or group_id in self.finished_groups
+
+    def has_sample(self, group_id: str, index: int) -> bool:
+        """Whether this sample of a closed group came before."""
+        held = self._unfinished.get(group_id)
+        return self.finished_groups.has_sample(group_id, index) if held is None else index in held.delivered
+
+    def skip_late(self, rejection: Rejection, group_id: str, index: int) -> None:
         """A sample came after its group was closed: its row waits for the end of the group if that is to come."""
-        if group_id in self._unfinished:
+        if (held := self._unfinished.get(group_id)) is not None:
             self.release(rejection.ref)
-            self._unfinished[group_id].withheld.append(rejection)
+            held.withheld.append(rejection)
+            held.delivered.add(index)
         else:
             self.skip(rejection, group_id)
+            self.finished_groups.add_sample(group_id, index)
 
     def mark_skipped(self, group: Group, reason: SkipReason, detail: str) -> None:
         """Finish samples of a held group that are not trained: rows are written.
@@ -184,7 +212,9 @@ class Ledger:
                     self.skip(rejection, group_id)
 
     def _end(self, held: _UnfinishedGroup) -> None:
-        del self._unfinished[held.closed.group.group_id]
+        group_id = held.closed.group.group_id
+        del self._unfinished[group_id]
+        self.finished_groups.add(group_id, held.delivered, held.closed.wanted)
         self.prompt_cursor = max(self.prompt_cursor, held.closed.position + 1)
 
     def _held(self, group_id: str) -> _UnfinishedGroup:

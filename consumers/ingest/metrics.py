@@ -1,5 +1,6 @@
 """What reading measures: rates, lag per length bucket, latency."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,16 +28,17 @@ class IngestMetrics:
 
     loop: LoopSettings
     clock: Callable[[], float]
+    monotonic: Callable[[], float]
     records: int = 0
     bytes_read: int = 0
     latency_s: float = 0.0
     trajectories: int = 0
     since: float = field(init=False)
-    ask_again_at: float = 0.0
+    ask_again_at: float = -math.inf
     ends: dict[TopicPartition, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.since = self.clock()
+        self.since = self.monotonic()
 
     def observe_record(self, size: int) -> None:
         """A record was read."""
@@ -52,7 +54,7 @@ class IngestMetrics:
         self, *, lag: Mapping[TopicPartition, int], pending_bytes: int, skipped: Mapping[str, int], dead_letters: int
     ) -> dict[str, float]:
         """Metrics since the last call; the counters start again. Skips and dead letters count from the start."""
-        now = self.clock()
+        now = self.monotonic()
         elapsed = max(1e-3, now - self.since)
         found = {
             "kafka/records_per_s": self.records / elapsed,
@@ -73,13 +75,13 @@ class IngestMetrics:
 
         The answer to this question waits in line behind a read that the broker holds because it finds nothing.
         """
-        if self.clock() < self.ask_again_at:
+        if self.monotonic() < self.ask_again_at:
             return
         try:
             self.ends = await subscription.end_offsets()
-            self.ask_again_at = self.clock() + LOOK_S
+            self.ask_again_at = self.monotonic() + LOOK_S
         except BusError as error:
-            self.ask_again_at = self.clock() + SILENCE_S
+            self.ask_again_at = self.monotonic() + SILENCE_S
             log.warning("lag not known", error=str(error))
 
     def lag(self, positions: Mapping[TopicPartition, int], frontier: Frontier) -> dict[TopicPartition, int]:

@@ -19,7 +19,8 @@ import structlog
 
 from bus.port import Bus, Record, Subscription, TopicPartition
 from consumers.batching.micro_batches import Group
-from consumers.ingest.filters import PartitionOffset, TrajectoryFilter
+from consumers.ingest.filters import TrajectoryFilter
+from consumers.ingest.finished_groups import FinishedGroups
 from consumers.ingest.frontier import Frontier
 from consumers.ingest.groups import ClosedGroup, ReadyGroups, Rejection
 from consumers.ingest.ledger import KnownRecord, Ledger
@@ -48,10 +49,10 @@ COMPARE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class ReaderSnapshot:
-    """A reader's part of a checkpoint: finished records, the dedupe window, known records and skip rows."""
+    """A reader's part of a checkpoint: finished records and groups, known records and skip rows."""
 
     frontier: Frontier = field(default_factory=Frontier)
-    dedupe: Mapping[str, PartitionOffset] = field(default_factory=dict)
+    finished_groups: FinishedGroups = field(default_factory=FinishedGroups)
     known_records: Mapping[int, KnownRecord] = field(default_factory=dict)
     tally: SkipTally = field(default_factory=lambda: SkipTally(lineage=0))
     prompt_cursor: int = 0
@@ -62,6 +63,7 @@ class TrajectoryReader:
 
     ``current_version`` is asked for each trajectory; its first answer is where this lineage starts. Each sample of a
     group that was handed out is to be finished once, by ``ledger.mark_trained`` or ``ledger.mark_skipped``.
+    ``orphans_through``: what lineages up to this one sampled is skipped.
     """
 
     def __init__(
@@ -75,8 +77,12 @@ class TrajectoryReader:
         algorithm: str,
         current_version: Callable[[], PolicyVersion],
         start: ReaderSnapshot | None = None,
+        orphans_through: int = 0,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        # Where nothing of an earlier life is trained, what expired of it is no loss.
+        self._begins_anew = bool(orphans_through) and (start is None or not start.frontier.partitions)
         start = start or ReaderSnapshot()
         self._bus, self._settings, self._topic = bus, settings, TRAJECTORIES.full_name(run_name)
         self._opening = TopicOpening(
@@ -89,8 +95,9 @@ class TrajectoryReader:
             lambda: current_version().number,
             start.known_records,
             start.prompt_cursor,
+            start.finished_groups.copy(),
         )
-        self._metrics = IngestMetrics(loop, clock)
+        self._metrics = IngestMetrics(loop, clock, monotonic)
         self._filter = TrajectoryFilter(
             loop,
             settings,
@@ -98,7 +105,7 @@ class TrajectoryReader:
             current_version=current_version,
             ledger=self.ledger,
             metrics=self._metrics,
-            finished=start.dedupe,
+            orphans_through=orphans_through,
         )
         self._ready = ReadyGroups(lambda: current_version().number + 1)
         self._arrived = asyncio.Event()
@@ -169,16 +176,13 @@ class TrajectoryReader:
         """
         if not self._settings.translate_offsets or not await self._opening.is_elsewhere(self.ledger):
             return None
-        ledger, dedupe = self.ledger, self._filter.dedupe
-        finished = [name for name, at in dedupe.ids.items() if ledger.frontier.is_done(*at)]
-        found = await translate(self._bus, self._topic, self._opening.client_id, finished, ledger.frontier)
+        ledger, client_id = self.ledger, self._opening.client_id
+        found = await translate(self._bus, self._topic, client_id, ledger.is_finished, ledger.frontier)
         ledger.move(found.frontier, found.known_records)
-        dedupe.restore(found.all_places())
         log.warning(
             "going on with another cluster: finished trajectories were found by their names",
             found=len(found.carried),
-            missing=found.missing,
-            finished_without_known_name=found.unknown,
+            not_found_at_most=found.absent,
         )
         return found
 
@@ -187,8 +191,8 @@ class TrajectoryReader:
         ledger = self.ledger
         return ReaderSnapshot(
             frontier=ledger.frontier.copy(),
-            # Ids of unfinished records stay out: those records are read again, and must not be taken for repeats.
-            dedupe={name: at for name, at in self._filter.dedupe.ids.items() if ledger.frontier.is_done(*at)},
+            # Of groups that are not finished nothing is in it: their records are read again, and are no repeats then.
+            finished_groups=ledger.finished_groups.copy(),
             known_records=dict(ledger.known_records),
             tally=self._rejections.tally.copy(),
             prompt_cursor=ledger.prompt_cursor,
@@ -230,6 +234,8 @@ class TrajectoryReader:
             log.warning("offsets not committed; only lag displays are affected", error=str(error))
 
     async def _open(self) -> None:
+        if self._begins_anew:
+            await self._opening.begin_with_what_is_held(self.ledger)
         # The check comes first: on another topic the same offsets are other records, of which no row may be written.
         await self._opening.check(self.ledger)
         await self._rejections.open(self._bus, self._opening.client_id)
@@ -270,6 +276,7 @@ class TrajectoryReader:
         self._metrics.observe_record(len(record.value or b""))
         if (closed := self._filter.process(record)) is not None:
             self._close_group(closed)
+            self._filter.note_closed(closed)  # last, since it may raise: the group is on the books by then
 
     async def _reopen(self, failed: Subscription) -> None:
         """Go on behind records that were deleted while reading, if that is accepted."""
@@ -357,6 +364,15 @@ class TopicOpening:
                 log.error("records were deleted before they were trained", partition=partition, first=first, end=end)
                 ledger.record_loss(partition, first, end)
         raise AssertionError("unreachable: the last attempt raises or returns")
+
+    async def begin_with_what_is_held(self, ledger: Ledger) -> None:
+        """Let the frontier begin at the oldest records that there are.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+        begins, _ = await self._extents()
+        ledger.frontier.begin_at({tp.partition: first for tp, first in begins.items()})
 
     async def is_elsewhere(self, ledger: Ledger) -> bool:
         """Whether the topic is not the one that the checkpoint was taken of, or cannot be told to be.

@@ -30,7 +30,10 @@ class IngestSettings(Section):
         ),
     ] = False
     max_consecutive_poison: Annotated[
-        int, Field(ge=1, description="Most records in a row that may be undecodable or have no reward.")
+        int,
+        Field(
+            ge=1, description="Most records in a row that may be undecodable or have no reward, and prompts refused."
+        ),
     ] = 50
     max_undecodable_share: Annotated[
         float, Field(gt=0, le=1, description="Largest share of undecodable records among the last 1000.")
@@ -38,6 +41,10 @@ class IngestSettings(Section):
     max_unrewarded_share: Annotated[
         float, Field(gt=0, le=1, description="Largest share of failed rewards among the last 1000 trajectories.")
     ] = 0.2
+
+    max_refused_share: Annotated[
+        float, Field(gt=0, le=1, description="Largest share of prompts that no worker can sample, among the last 1000.")
+    ] = 0.9
 
     def should_pause(self, paused: bool, held_bytes: int, *, has_ready: bool) -> bool:
         """Whether reading is to pause: above the high mark, until below the low one, and only with a group ready."""

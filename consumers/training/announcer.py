@@ -35,8 +35,11 @@ async def nobody_else() -> None:
 class StepAnnouncer(Protocol):
     """One way to announce."""
 
-    def guard_with(self, check: Check) -> None:
-        """Ask from now on, before anything is risked, whether the lineage just claimed is still the newest."""
+    def guard_with(self, check: Check, elsewhere: Check = nobody_else) -> None:
+        """Ask from now on, before anything is risked, whether the lineage just claimed is still the newest.
+
+        ``check`` asks where it was claimed; ``elsewhere`` asks the topics, which trainers of other directories share.
+        """
         ...
 
     async def announce(self, records: Sequence[Outgoing], offsets: Offsets) -> None:
@@ -64,13 +67,14 @@ class TransactionalAnnouncer:
     group_id: str
     fence: TransactionalPublisher
     check: Check = field(default=nobody_else)
+    elsewhere: Check = field(default=nobody_else)
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     _is_open: bool = True
     _was_fenced: bool = False
 
-    def guard_with(self, check: Check) -> None:
+    def guard_with(self, check: Check, elsewhere: Check = nobody_else) -> None:
         """See ``StepAnnouncer``."""
-        self.check = check
+        self.check, self.elsewhere = check, elsewhere
 
     async def announce(self, records: Sequence[Outgoing], offsets: Offsets) -> None:
         """See ``StepAnnouncer``. After an unknown outcome the same records go into a new transaction."""
@@ -78,10 +82,8 @@ class TransactionalAnnouncer:
         while True:
             try:
                 await self._reopened()
-                await self.fence.commit(records, offsets=offsets, group_id=self.group_id)
-                return
-            except Superseded as error:
-                await self._settle_fencing(error)
+                if await self._commit(records, offsets):
+                    return
             except (DeliveryUnknown, BusUnavailable) as error:
                 failures += 1
                 if failures == ATTEMPTS:
@@ -91,11 +93,21 @@ class TransactionalAnnouncer:
                 # aborts what may still be open. That fences whoever holds the id, so the lineage is checked before.
                 await self._discard()
                 await self.pause(min(FIRST_PAUSE_S * 2 ** (failures - 1), LONGEST_PAUSE_S))
-                # After the pause, right before the id is opened again: another may have taken over meanwhile.
-                await self.check()
+
+    async def _commit(self, records: Sequence[Outgoing], offsets: Offsets) -> bool:
+        """False if the id is to be opened again first."""
+        try:
+            await self.fence.commit(records, offsets=offsets, group_id=self.group_id)
+        except Superseded as error:
+            await self._settle_fencing(error)
+            return False
+        return True
 
     async def _reopened(self) -> None:
         if not self._is_open:
+            # Right before the id is opened again, which fences whoever holds it: another may have taken over by now.
+            await self.check()
+            await self.elsewhere()
             self.fence = await self.bus.transactional(self.transactional_id)
             self._is_open = True  # only now: if no broker answers, the next attempt has to open it still
 
@@ -125,8 +137,8 @@ class PlainAnnouncer:
     publisher: Publisher
     check: Check = field(default=nobody_else)
 
-    def guard_with(self, check: Check) -> None:
-        """See ``StepAnnouncer``."""
+    def guard_with(self, check: Check, elsewhere: Check = nobody_else) -> None:
+        """See ``StepAnnouncer``. The topics are not asked: that would take longer than the announcement itself."""
         self.check = check
 
     async def announce(self, records: Sequence[Outgoing], offsets: Offsets) -> None:

@@ -10,6 +10,7 @@ from enum import StrEnum
 class Failpoint(StrEnum):
     """In the order in which a process passes them; each names what was just done."""
 
+    IDENTITY_HELD = "identity_held"
     FENCED = "fenced"
     LINEAGE_CLAIMED = "lineage_claimed"
     RESTORED = "restored"

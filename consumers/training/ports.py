@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from consumers.algorithms.advantages import ModelLimits
 from consumers.batching.micro_batches import MicroBatch
+from consumers.training.checkpoints.catalogue import HeldCheckpoints
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from schemas.identifiers import PolicyVersion
 
@@ -78,7 +79,11 @@ class RestoredCheckpoint(Protocol):
 class Checkpoints(Protocol):
     """Where checkpoints are kept. Its calls may block: they run where the policy computes."""
 
-    def claim_lineage(self, *, now: float) -> LineageClaim:
+    def held(self) -> HeldCheckpoints:
+        """What is claimed and kept there; reads only."""
+        ...
+
+    def claim_lineage(self, *, at_least: int = 1, now: float) -> LineageClaim:
         """Take the run over: the next number, greater than that of every claim and every checkpoint."""
         ...
 
@@ -105,7 +110,12 @@ class Policy(Protocol):
         ...
 
     def accumulate(self, batch: MicroBatch) -> None:
-        """Add the gradient of a micro-batch."""
+        """Add the gradient of a micro-batch.
+
+        Raises:
+            OutOfMemory: it does not fit, and counts for nothing. If ``gradient_lost``, what was gathered before has to
+                be gathered anew, after ``discard``.
+        """
         ...
 
     def discard(self) -> None:

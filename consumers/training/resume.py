@@ -10,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from consumers.ingest.finished_groups import FinishedGroups
 from consumers.ingest.frontier import Frontier
 from consumers.ingest.reader import ReaderSnapshot
 from consumers.ingest.rejections import SkipTally
@@ -35,8 +36,8 @@ def stream_fields(snapshot: ReaderSnapshot) -> dict[str, Any]:
 
 
 def reader_document(snapshot: ReaderSnapshot) -> dict[str, Any]:
-    """What of the snapshot is too large for the manifest: an id and a place for every sample of many groups."""
-    return {"dedupe": dict(snapshot.dedupe)}
+    """What of the snapshot is too large for the manifest: which groups have ended."""
+    return {"finished_groups": snapshot.finished_groups.to_json()}
 
 
 def reader_snapshot(manifest: CheckpointManifest | None, document: Mapping[str, Any], lineage: int) -> ReaderSnapshot:
@@ -47,11 +48,18 @@ def reader_snapshot(manifest: CheckpointManifest | None, document: Mapping[str, 
     before = SkipTally(manifest.lineage, skips.count, skips.hash, Counter(skips.by_reason))
     return ReaderSnapshot(
         frontier=Frontier.from_json(manifest.frontier),
-        dedupe={name: (int(place[0]), int(place[1])) for name, place in document.get("dedupe", {}).items()},
+        finished_groups=_finished_groups(document),
         known_records={int(number): record for number, record in manifest.anchors.items()},
         tally=before.succeeded_by(lineage),
         prompt_cursor=manifest.prompt_cursor,
     )
+
+
+def _finished_groups(document: Mapping[str, Any]) -> FinishedGroups:
+    if (found := document.get("finished_groups")) is not None:
+        return FinishedGroups.from_json(found)
+    # Of a checkpoint that an older version wrote: the last finished ids, each with its place on the topic.
+    return FinishedGroups.of_trajectories(document.get("dedupe", {}))
 
 
 def config_marks(sections: Mapping[str, Section]) -> str:

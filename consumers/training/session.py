@@ -6,9 +6,10 @@ The session is opened once and does whatever touches both the policy and the str
 - a_checkpoint_is_announced_after_it_is_written: its report is in it, so that a restart can announce it again.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
@@ -23,6 +24,7 @@ from consumers.ingest.translation import Translation
 from consumers.training.announcer import Announcements, open_announcer
 from consumers.training.checkpoints.manifest import CheckpointManifest, SkipSummary
 from consumers.training.failpoints import Failpoint, FailpointHook, no_failpoint
+from consumers.training.identity import IdentityKeeper, IdentityStore, MemoryIdentity, here
 from consumers.training.ports import (
     Checkpoints,
     Compute,
@@ -36,7 +38,7 @@ from consumers.training.resume import check_continues, config_marks, reader_docu
 from consumers.training.settings import TrainingSettings
 from consumers.training.step_report import Ancestry, PublishedWeights, carried_over, first_report
 from schemas.codec import encode, headers_of
-from schemas.errors import CheckpointError, SettingsError
+from schemas.errors import BusError, CheckpointError, SettingsError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RefusedStep, StepReport
 from schemas.settings import LoopSettings
@@ -52,8 +54,10 @@ OFFSETS_INTERVAL_S = 1.0
 class TrainerContext:
     """What a trainer is given: made once, and the same object for all that takes part in training.
 
-    ``run_dir`` gets ``metrics.jsonl``; ``failpoint`` is called at each failpoint. ``clock`` tells the time of day,
-    ``monotonic`` what a phase of a step took.
+    ``run_dir`` gets ``metrics.jsonl``, ``identity`` keeps which run that directory is of; with ``adopt`` the trainer
+    takes over a run that it finds on the topics and not here. ``servers``: the broker as the user named it.
+    ``failpoint`` is called at each failpoint. ``clock`` tells the time of day, ``monotonic`` what a phase of a step
+    took.
     """
 
     bus: Bus
@@ -68,6 +72,9 @@ class TrainerContext:
     open_compute: OpenCompute
     checkpoints: Checkpoints
     run_dir: Path | None = None
+    identity: IdentityStore = field(default_factory=MemoryIdentity)
+    adopt: bool = False
+    servers: str | None = None
     clock: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.perf_counter
     failpoint: FailpointHook = no_failpoint
@@ -99,6 +106,27 @@ class TrainerContext:
         )
 
 
+async def hold_run(context: TrainerContext, compute: Compute) -> IdentityKeeper:
+    """Make sure that this directory holds the run, before anything is written and before anybody is fenced.
+
+    Raises:
+        IdentityError: the topics belong to another run, or to lineages that this directory does not have.
+        BusUnavailable: no broker answers.
+    """
+    keeper = IdentityKeeper(
+        context.bus,
+        context.run_name,
+        context.identity,
+        adopt=context.adopt,
+        servers=context.servers,
+        clock=context.clock,
+        holder=here(context.run_dir or Path.cwd()),
+    )
+    await keeper.hold(lambda: compute(context.checkpoints.held))
+    context.failpoint(Failpoint.IDENTITY_HELD)
+    return keeper
+
+
 async def open_announcements(context: TrainerContext) -> Announcements:
     """The way to the steps topic. Opening its transactional id fences older trainers.
 
@@ -109,7 +137,9 @@ async def open_announcements(context: TrainerContext) -> Announcements:
     return Announcements(announcer, lambda: context.failpoint(Failpoint.ANNOUNCED))
 
 
-async def open_session(context: TrainerContext, compute: Compute, announcements: Announcements) -> "TrainerSession":
+async def open_session(
+    context: TrainerContext, compute: Compute, announcements: Announcements, keeper: IdentityKeeper
+) -> "TrainerSession":
     """Claim the next lineage, restore the newest checkpoint, open the policy, and announce where it goes on.
 
     In this order, so that an older trainer is kept out before anything is read that it might still change: Kafka has
@@ -121,9 +151,11 @@ async def open_session(context: TrainerContext, compute: Compute, announcements:
         Superseded: a newer trainer has taken over meanwhile.
     """
     context.failpoint(Failpoint.FENCED)
-    lineage = await compute(lambda: context.checkpoints.claim_lineage(now=context.clock()))
+    assert keeper.identity is not None, "the run is held before a lineage of it begins"
+    at_least = keeper.identity.lineages_before + 1
+    lineage = await compute(lambda: context.checkpoints.claim_lineage(at_least=at_least, now=context.clock()))
     # Before the first announcement: one that has to open its transactional id again fences whoever holds it then.
-    announcements.announcer.guard_with(lambda: compute(lineage.check))
+    announcements.announcer.guard_with(lambda: compute(lineage.check), lambda: keeper.check(lineage.number))
     context.failpoint(Failpoint.LINEAGE_CLAIMED)
     restored = await compute(context.checkpoints.newest)
     if restored is not None:
@@ -131,7 +163,7 @@ async def open_session(context: TrainerContext, compute: Compute, announcements:
     context.failpoint(Failpoint.RESTORED)
     policy = await compute(context.open_policy, restored)
     context.failpoint(Failpoint.POLICY_OPENED)
-    session = TrainerSession(context, compute, announcements, lineage, policy, restored)
+    session = TrainerSession(context, compute, announcements, keeper, lineage, policy, restored)
     await session.announce_start(restored, await session.reader.carry_over())
     log.info("trainer ready", version=str(session.version), resumed=restored is not None)
     return session
@@ -149,11 +181,15 @@ class TrainerSession:
         context: TrainerContext,
         compute: Compute,
         announcements: Announcements,
+        keeper: IdentityKeeper,
         lineage: LineageClaim,
         policy: Policy,
         restored: RestoredCheckpoint | None,
     ) -> None:
+        assert keeper.identity is not None, "the run is held before a session of it begins"
         manifest = restored.state.manifest if restored else None
+        self.keeper = keeper
+        self.run_id = keeper.identity.run_id
         self.context = context
         self.compute = compute
         self.announcements = announcements
@@ -173,14 +209,16 @@ class TrainerSession:
             algorithm=context.algorithm.name,
             current_version=lambda: self.version,  # asked for each record: it moves with every step
             start=reader_snapshot(manifest, restored.state.reader if restored else {}, lineage.number),
+            orphans_through=keeper.identity.orphans_through,
             clock=context.clock,
+            monotonic=context.monotonic,
         )
         self._skips = manifest.skips if manifest else SkipSummary()
         self._ancestry = Ancestry(None, 0)
         if restored is not None and manifest is not None:
             self._ancestry = Ancestry(manifest.policy_version, manifest.skips.count, restored.undoes)
         self._checkpointed_step = policy.step  # the one restored; at 0 the initial model serves
-        self._offsets_announced_at = 0.0
+        self._offsets_announced_at = -math.inf
 
     @property
     def is_finished(self) -> bool:
@@ -205,7 +243,7 @@ class TrainerSession:
         topic, weights = STEPS.full_name(self.context.run_name), await self.published_weights(sha256)
         parts = [] if carried is None else carried_over(name, self.lineage.number, carried, self._skips, clock())
         ancestry = replace(self._ancestry, carried_parts=len(parts))
-        first = first_report(name, weights, ancestry, self.reader.ledger.prompt_cursor, clock())
+        first = first_report(name, weights, ancestry, self.reader.ledger.prompt_cursor, self.run_id, clock())
         records = [Outgoing.of(topic, message, key=name) for message in (*parts, first)]
         if restored is not None and restored.state.report:
             # The crash may have come between the checkpoint and its announcement; readers ignore a repeat.
@@ -248,8 +286,9 @@ class TrainerSession:
         """
         try:
             await self.compute(self.lineage.check)
-        except CheckpointError as error:
-            log.warning("lineage claims not readable", error=str(error))
+            await self.keeper.check(self.lineage.number)
+        except (CheckpointError, BusError) as error:
+            log.warning("not known whether another trainer has taken over", error=str(error))
 
     async def announce(self, message: StepReport | RefusedStep) -> None:
         """Put a report on the steps topic, after those before it; goes on while the trainer does."""
@@ -258,9 +297,8 @@ class TrainerSession:
         await self.announcements.post([record], self.reader.offsets() if self._are_offsets_due() else {})
 
     def _are_offsets_due(self) -> bool:
-        now = self.context.clock()
-        # Below 0 the clock was set back; offsets must not stay away until it has caught up.
-        if 0 <= now - self._offsets_announced_at < OFFSETS_INTERVAL_S and not self.is_finished:
+        now = self.context.monotonic()
+        if now - self._offsets_announced_at < OFFSETS_INTERVAL_S and not self.is_finished:
             return False
         self._offsets_announced_at = now
         return True
@@ -309,6 +347,7 @@ class TrainerSession:
         context.failpoint(Failpoint.ROWS_SETTLED)
         manifest = CheckpointManifest(
             run=context.run_name,
+            run_id=self.run_id,
             algorithm=context.algorithm.name,
             lineage=self.lineage.number,
             parent=self._ancestry.parent,

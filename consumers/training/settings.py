@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from schemas.secrets import without_credentials
 from schemas.settings import Section
 
 
@@ -36,6 +37,7 @@ class TrainingSettings(Section):
     checkpoint_location: Annotated[
         str | None,
         Field(description="Directory or s3://, gs://, az:// URL for checkpoints; unset: in the run's own directory."),
+        AfterValidator(without_credentials),
     ] = None
     takeover_after_s: Annotated[
         float, Field(gt=0, description="A standby takes over when the leading trainer was not heard of for so long.")

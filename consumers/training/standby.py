@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 
 from bus.port import Outgoing, Subscription, message_of
+from consumers.training.checkpoints.catalogue import HeldCheckpoints
 from consumers.training.ports import Checkpoints, Compute, LineageClaim, OpenPolicy, Policy, RestoredCheckpoint
 from consumers.training.trainer import Trainer
 from schemas.errors import BusError, CheckpointError
@@ -106,9 +107,13 @@ class Prefetch:
             # Such as one that its trainer prunes while it is read; there is another try, and the start's own.
             log.warning("nothing loaded in advance", error=str(error))
 
-    def claim_lineage(self, *, now: float) -> LineageClaim:
+    def held(self) -> HeldCheckpoints:
         """See ``Checkpoints``."""
-        return self.checkpoints.claim_lineage(now=now)
+        return self.checkpoints.held()
+
+    def claim_lineage(self, *, at_least: int, now: float) -> LineageClaim:
+        """See ``Checkpoints``."""
+        return self.checkpoints.claim_lineage(at_least=at_least, now=now)
 
     def newest(self) -> RestoredCheckpoint | None:
         """See ``Checkpoints``; what is loaded was verified when it was."""

@@ -5,12 +5,16 @@ when the last micro-batch is in. Since a gradient is linear in its loss, the div
 adds the gradient of a plain sum, and ``finish_step`` multiplies the total by one number. Shapes: B rows of S tokens,
 of which A rows are active. Knows no bus and no files. Invariants:
 - accumulated_micro_batches_equal_one_batch: the step does not depend on how its batch was split;
+- what_does_not_fit_counts_for_nothing: after ``OutOfMemory`` sums and metrics are as before; the gradient too, unless
+  the error says that it is lost, since memory may run out when half of the layers have theirs;
 - a_bad_gradient_changes_nothing: NaN or infinity in loss or gradient, or a norm far above the recent ones, leaves
   weights, moments and step as they were.
 """
 
+import gc
 import math
 from collections import defaultdict, deque
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -18,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from consumers.algorithms.advantages import SCALE_EPSILON
-from consumers.algorithms.losses import BatchTotals, CompletionScorer, denominator, token_losses
+from consumers.algorithms.losses import BatchTotals, CompletionScorer, LossSums, denominator, token_losses
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import MicroBatch
 from consumers.training.ports import StepOutcome
 from consumers.training.settings import TrainingSettings
+from schemas.errors import OutOfMemory
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 RECENT_NORMS = "recent_grad_norms"
@@ -30,6 +35,16 @@ RECENT_STEPS = 50
 MIN_RECENT_STEPS = 10
 """Applied gradient norms whose median a new one is compared with, and how many of them that takes: at the beginning,
 and after a warm-up of few steps, norms change by much."""
+
+
+MAX_SAID = 300
+"""Characters of what an allocator says, which may list all of the device's memory."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; only CUDA's allocator has a class of its own for that."""
+    words = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
 
 def learning_rate_at(step: int, settings: TrainingSettings) -> float:
@@ -76,18 +91,50 @@ class PolicyLearner:
         """Add the un-normalised gradient of a micro-batch.
 
         Samples whose advantage is 0 have no gradient unless there is a KL term; they count, but are not computed.
+
+        Raises:
+            OutOfMemory: it does not fit; see what_does_not_fit_counts_for_nothing.
         """
         mask = torch.tensor(batch.loss_mask)  # float32 [B, S]
         mask[:, 0] = 0.0  # the first token has nothing before it to be predicted from
-        self._sequences += int((mask.sum(dim=1) > 0).sum())
-        self._tokens += int(mask.sum())
-        active = mask.sum(dim=1) > 0  # bool [B]
+        has_tokens = mask.sum(dim=1) > 0  # bool [B]
+        active = has_tokens
         if self._algorithm.beta == 0 and not self._training.compute_zero_advantage:
-            active &= torch.as_tensor(batch.advantages) != 0
-        if active.any():
-            self._backward(batch, mask, active)
+            active = has_tokens & (torch.as_tensor(batch.advantages) != 0)
+        if active.any() and (shortage := self._backward(batch, mask, active)) is not None:
+            # Raised out here, where no frame of the traceback holds activations; and what is free by now is given
+            # back, since pieces of what did not fit would stand in the way of what does.
+            if self.model.device.type == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()
+            raise shortage
+        self._sequences += int(has_tokens.sum())
+        self._tokens += int(mask.sum())
 
-    def _backward(self, batch: MicroBatch, mask: Tensor, active: Tensor) -> None:
+    def _backward(self, batch: MicroBatch, mask: Tensor, active: Tensor) -> OutOfMemory | None:
+        """Add the gradient of the active rows, or say that memory does not hold them."""
+        begun = False
+        try:
+            sums, mask = self._forward(batch, mask, active)
+            begun = True
+            sums.loss.backward()  # type: ignore[no-untyped-call]
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            said = (str(error).strip() or type(error).__name__).splitlines()[0][:MAX_SAID]
+            return OutOfMemory(
+                f"expected a micro-batch of {int(active.sum())} samples, {batch.num_tokens} tokens, to fit into "
+                f"memory, got: {said}; lower batching.token_budget or set training.gradient_checkpointing",
+                gradient_lost=begun,
+            )
+        self._loss += sums.loss.detach()
+        self._computed_tokens += int(mask.sum())
+        for name, value in sums.metrics.items():
+            self._sums[name].append(value)
+        return None
+
+    def _forward(self, batch: MicroBatch, mask: Tensor, active: Tensor) -> tuple[LossSums, Tensor]:
+        """Loss and metrics of the active rows as sums over their trained tokens, and the mask of these rows."""
         device = self.model.device
         # The longest of the rows that are left, which may be shorter than the micro-batch was padded to.
         width = int(torch.as_tensor(batch.lengths)[active].max())
@@ -104,11 +151,7 @@ class PolicyLearner:
         sums = token_losses(
             self._algorithm, logprobs, rows(batch.behaviour_logprobs), rows(batch.advantages), mask, reference
         )
-        sums.loss.backward()  # type: ignore[no-untyped-call]
-        self._loss += sums.loss.detach()
-        self._computed_tokens += int(mask.sum())
-        for name, value in {**sums.metrics, "entropy": entropy.detach()}.items():
-            self._sums[name].append(value)
+        return replace(sums, metrics={**sums.metrics, "entropy": entropy.detach()}), mask
 
     def _reference_logprobs(self, input_ids: Tensor, mask: Tensor, temperatures: Tensor) -> Tensor | None:
         if self._reference is None:

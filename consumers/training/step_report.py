@@ -20,9 +20,13 @@ class GatheredStep:
     version: PolicyVersion
     timer: StepTimer = field(default_factory=StepTimer)
     groups: list[Group] = field(default_factory=list)
+    credits: list[Credit] = field(default_factory=list)  # one a group
+    # Groups that memory does not hold: no row of theirs is to enter the gradient.
+    excluded: set[str] = field(default_factory=set)
     left_out: list[tuple[Group, str]] = field(default_factory=list)
     # In the order of computing: floating-point sums depend on it, and a replay compares bit by bit.
     micro_batches: list[tuple[RecordRef, ...]] = field(default_factory=list)
+    batches: list[MicroBatch] = field(default_factory=list)  # the same, as they were computed
     rewards: list[float] = field(default_factory=list)  # shaped, of all samples, left out or not
     tokens: int = 0  # prompts and completions, without padding
     metrics: StepMetrics = field(default_factory=StepMetrics)
@@ -31,6 +35,7 @@ class GatheredStep:
     def add(self, group: Group, credit: Credit) -> None:
         """A group is in; samples that stay out of the gradient are kept by what keeps them out."""
         self.groups.append(group)
+        self.credits.append(credit)
         self.rewards += credit.rewards.tolist()
         self.metrics.observe(group, credit, self.version)
         # A part of the group for each detail: ``mark_skipped`` gives all that it is handed the same one.
@@ -42,8 +47,26 @@ class GatheredStep:
     def add_trained(self, batch: MicroBatch, shards: int) -> None:
         """A micro-batch entered the gradient; ``shards``: partitions of a length bucket."""
         self.micro_batches.append(tuple(batch.refs))
+        self.batches.append(batch)
         self.tokens += batch.num_tokens
         self.padding.observe(batch, shards)
+
+    def exclude(self, group_id: str) -> Group:
+        """Take a group out, as if it had never been added; what its rows have brought into the gradient stays there."""
+        self.excluded.add(group_id)
+        taken = list(zip(self.groups, self.credits, strict=True))
+        self.groups, self.credits, self.left_out, self.rewards = [], [], [], []
+        self.metrics = StepMetrics()
+        for group, credit in taken:
+            if group.group_id != group_id:
+                self.add(group, credit)
+        return next(group for group, _ in taken if group.group_id == group_id)
+
+    def forget_gradient(self) -> list[MicroBatch]:
+        """Begin a new gradient; the micro-batches of the old one, in their order."""
+        batches = self.batches
+        self.batches, self.micro_batches, self.tokens, self.padding = [], [], 0, PaddingMetrics()
+        return batches
 
     @property
     def group_ids(self) -> tuple[str, ...]:
@@ -103,9 +126,9 @@ class Ancestry:
 
 
 def first_report(
-    algorithm: str, weights: PublishedWeights, ancestry: Ancestry, prompt_cursor: int, now: float
+    algorithm: str, weights: PublishedWeights, ancestry: Ancestry, prompt_cursor: int, run_id: str, now: float
 ) -> StepReport:
-    """That a lineage exists, and what it went on from."""
+    """That a lineage exists, of which run it is, and what it went on from."""
     return StepReport(
         algorithm=algorithm,
         step=weights.version.number,
@@ -121,6 +144,7 @@ def first_report(
         carried_parts=ancestry.carried_parts,
         prompt_cursor=prompt_cursor,
         finished=weights.is_last,
+        run_id=run_id,
         sent_at=now,
     )
 
@@ -137,8 +161,7 @@ def carried_over(algorithm: str, lineage: int, found: Translation, skips: SkipSu
             lineage=lineage,
             part=part,
             records=tuple(found.carried[begin : begin + CARRIED_A_MESSAGE]),
-            missing=found.missing,
-            unknown=found.unknown,
+            absent=found.absent,
             skips_hash=skips.hash,
             skips_by_reason=skips.by_reason,
             sent_at=now,

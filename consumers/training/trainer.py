@@ -1,8 +1,8 @@
 """The trainer's driver: groups in, weight versions and step reports out. Knows no torch, no threads and no files.
 
-A process begins so (``open_session``): fence older trainers in Kafka (by the transactional id), claim the next
-lineage, restore the newest checkpoint, open the policy, export its weights, announce the checkpoint's report again
-and then the lineage's first.
+A process begins so (``hold_run``, ``open_session``): make sure that its directory holds the run, fence older trainers
+in Kafka (by the transactional id), claim the next lineage, restore the newest checkpoint, open the policy, export its
+weights, announce the checkpoint's report again and then the lineage's first.
 
 One optimizer step, in this order:
  1. take a group, oldest first;
@@ -25,6 +25,8 @@ worth computing, and never let the device wait for a better one.
 """
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,13 +37,16 @@ from consumers.batching.micro_batches import Group, MicroBatch
 from consumers.training.failpoints import Failpoint
 from consumers.training.metrics import PhaseSpan, StepTimer, append_metrics, finite
 from consumers.training.ports import StepOutcome
-from consumers.training.session import TrainerContext, TrainerSession, open_announcements, open_session
+from consumers.training.session import TrainerContext, TrainerSession, hold_run, open_announcements, open_session
 from consumers.training.step_report import GatheredStep, refused_step, step_report
-from schemas.errors import StreamRLError
+from schemas.errors import OutOfMemory, StreamRLError
+from schemas.identifiers import group_id_of
 from schemas.reports import SkipReason
 
 log = structlog.get_logger()
 
+MAX_EXCLUDED = 8
+"""Groups of one step that memory may not hold: more, and hardly anything of such lengths can be trained there."""
 IDLE_S = 5.0
 """How long a trainer waits for a group before it asks whether another has taken over: rare enough for object stores."""
 
@@ -55,16 +60,18 @@ class Trainer(TrainerContext):
         """Train until the last step or until stopped.
 
         Consumes: trajectories, through the reader.
-        Produces: steps, skips and dead letters; weight versions, checkpoints, ``metrics.jsonl``.
+        Produces: steps, skips and dead letters; the run's identity on control; weight versions, checkpoints,
+            ``metrics.jsonl``.
         Waits for: groups of samples.
         On failure: raises; a restart goes on from the newest checkpoint under the next lineage.
         On stop: finishes the step if its batch is complete, drops its gradient otherwise, writes a checkpoint.
         """
         compute = self.open_compute()
         try:
+            keeper = await hold_run(self, compute)
             announcements = await open_announcements(self)
             try:
-                self.session = session = await open_session(self, compute, announcements)
+                self.session = session = await open_session(self, compute, announcements, keeper)
                 await self._read_and_train(session, stop)
             finally:
                 self.session = None
@@ -191,11 +198,17 @@ async def _metrics(session: TrainerSession, gathered: GatheredStep, learned: dic
     }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gatherer:
-    """Takes the groups of one step and adds up their gradients. Applies nothing, announces nothing."""
+    """Takes the groups of one step and adds up their gradients. Applies nothing, announces nothing.
+
+    A micro-batch that memory does not hold is split, since halves of a sum add up to it; the group of a sample that
+    does not fit by itself is skipped, and another one takes its place. ``too_large``: tokens, with padding, of the
+    smallest micro-batch that did not fit: such ones are split before they are tried.
+    """
 
     session: TrainerSession
+    too_large: float = math.inf
 
     async def gather(self, stop: asyncio.Event) -> GatheredStep | None:
         """A whole batch, its gradient gathered in the policy; none if stopped before that."""
@@ -217,8 +230,10 @@ class Gatherer:
             context.failpoint(Failpoint.GROUP_CREDITED)
             for batch in session.batcher.add(credit.training_samples):
                 await self._backward(gathered, batch)
-        for batch in session.batcher.flush():
-            await self._backward(gathered, batch)
+            if len(gathered.groups) == context.loop.groups_per_step:
+                # Inside, since a group may be found not to fit even now: then the step waits for another one.
+                for batch in session.batcher.flush():
+                    await self._backward(gathered, batch)
         context.failpoint(Failpoint.BATCH_GATHERED)
         return gathered
 
@@ -265,10 +280,59 @@ class Gatherer:
 
     async def _backward(self, gathered: GatheredStep, batch: MicroBatch) -> None:
         session = self.session
-        with gathered.timer.measure("forward_backward"):
-            await session.compute(session.policy.accumulate, batch)
-        gathered.add_trained(batch, session.context.loop.shards)
-        session.context.failpoint(Failpoint.GRADIENT_ADDED)
+        waiting = deque([batch])
+        while waiting:
+            part = waiting.popleft().without(gathered.excluded)
+            if part is None:
+                continue
+            if part.num_positions >= self.too_large and len(part.refs) > 1:
+                waiting.extendleft(reversed(part.halves()))
+                continue
+            with gathered.timer.measure("forward_backward"):
+                shortage = await self._attempt(part)
+            if shortage is None:
+                gathered.add_trained(part, session.context.loop.shards)
+                session.context.failpoint(Failpoint.GRADIENT_ADDED)
+                continue
+            must_begin_anew = shortage.gradient_lost
+            if len(part.refs) > 1:
+                self.too_large = part.num_positions
+                log.warning("micro-batch split, as all of this size will be", problem=str(shortage))
+                waiting.extendleft(reversed(part.halves()))
+            else:
+                # Its siblings may be in the gradient, which is a sum: to take them out, the others are added up again.
+                must_begin_anew |= self._exclude_group(gathered, part.refs[0].trajectory_id, shortage)
+            if must_begin_anew:
+                waiting.extendleft(reversed(gathered.forget_gradient()))
+                await session.compute(session.policy.discard)
+
+    async def _attempt(self, batch: MicroBatch) -> OutOfMemory | None:
+        """Why the micro-batch could not be added, if it does not fit."""
+        try:
+            await self.session.compute(self.session.policy.accumulate, batch)
+        except OutOfMemory as shortage:
+            return OutOfMemory(str(shortage), gradient_lost=shortage.gradient_lost)  # without the frames of the other
+        return None
+
+    def _exclude_group(self, gathered: GatheredStep, trajectory_id: str, shortage: OutOfMemory) -> bool:
+        """Skip the group of a sample that does not fit; whether the gradient contains some of it.
+
+        Raises:
+            OutOfMemory: so many groups do not fit that the run cannot go on like this.
+        """
+        session, group_id = self.session, group_id_of(trajectory_id)
+        group = gathered.exclude(group_id)
+        session.batcher.drop_group(group_id)
+        log.error("group skipped: one of its samples does not fit into memory", trajectory=trajectory_id)
+        detail = f"does not fit into memory: {trajectory_id}: {shortage}"
+        session.reader.ledger.mark_skipped(group, SkipReason.OUT_OF_MEMORY, detail)
+        session.context.failpoint(Failpoint.GROUP_SKIPPED)
+        if len(gathered.excluded) > MAX_EXCLUDED:
+            raise OutOfMemory(
+                f"expected samples that fit into the trainer's memory, got {len(gathered.excluded)} groups of one step "
+                f"that do not, the last one for {trajectory_id}: {shortage}, or lower loop.max_completion_length"
+            )
+        return any(group_id_of(ref.trajectory_id) == group_id for batch in gathered.batches for ref in batch.refs)
 
     async def _drop(self) -> None:
         session = self.session

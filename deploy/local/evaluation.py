@@ -4,6 +4,7 @@ So its memory, threads and failures are not those of the run.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from schemas.errors import UserError
 from schemas.import_path import load_function
+from settings.loading import without_settings
 
 TIMEOUT_S = 1800
 """Half an hour: an evaluation of a large model takes minutes; one that hangs must not hold the run up for ever."""
@@ -38,8 +40,10 @@ def evaluate(function: str, model: str | Path, seed: int) -> Evaluation:
         output = Path(scratch) / "evaluation.json"
         # The result travels in a file: whatever the user's function prints would mix with it on standard output.
         command = [sys.executable, "-P", "-m", "deploy.local.evaluation", function, str(model), str(seed), str(output)]
+        # The user's code judges what a model wrote: it gets no password of the broker.
+        how: dict[str, Any] = {"env": without_settings(os.environ), "timeout": TIMEOUT_S}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
         except subprocess.TimeoutExpired as error:
             raise UserError(f"expected {function} to return within {TIMEOUT_S} s, got nothing") from error
         if done.returncode != 0:

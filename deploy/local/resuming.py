@@ -29,7 +29,7 @@ def resumed_step(settings: Settings) -> int:
         SettingsError: ``training.checkpoint_location`` names no storage that can be opened.
     """
     try:
-        newest = next_start(_storage(settings))
+        newest = next_start(storage_of(settings))
     except CheckpointError:
         return 0
     # A checkpoint location may be shared: one of another run or algorithm is none of ours.
@@ -48,7 +48,7 @@ def is_complete(settings: Settings, directory: RunDirectory, step: int) -> bool:
     from consumers.training.checkpoints.store import CheckpointStore
 
     try:
-        restored = CheckpointStore(_storage(settings), settings.training.keep_checkpoints).newest()
+        restored = CheckpointStore(storage_of(settings), settings.training.keep_checkpoints).newest()
     except CheckpointError:
         return False
     return restored is not None and restored.state.manifest.step >= last
@@ -70,7 +70,12 @@ def resuming_line(settings: Settings, kept: Path, step: int) -> str:
     return f"going on from step {step}" + (f"; changed: {shown}" if changes else "")
 
 
-def _storage(settings: Settings) -> CheckpointStorage:
+def storage_of(settings: Settings) -> CheckpointStorage:
+    """Where the run keeps its checkpoints.
+
+    Raises:
+        SettingsError: ``training.checkpoint_location`` names no storage that can be opened.
+    """
     location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
     return open_storage(location, settings.run.path / "cache")
 

@@ -7,23 +7,28 @@ the display and the summary, and ends when the trainer has taken the last step.
 import asyncio
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.topic_admin import apply_topics
+from consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
+from consumers.training.identity import IdentityFile, IdentityKeeper, here
 from deploy.local.evaluation import Evaluation, evaluate
-from deploy.local.resuming import complete_line, is_complete, resumed_step, resuming_line
+from deploy.local.resuming import complete_line, is_complete, resumed_step, resuming_line, storage_of
 from deploy.local.supervisor import ChildSpec, Fleet, Supervisor
+from deploy.local.task_check import check_task
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
 from deploy.wiring.process import configure_logging
@@ -35,12 +40,12 @@ from inspection.report.gathering import gather_topics
 from inspection.report.page import write_page
 from inspection.report.record import read_record
 from inspection.report.summary import build_summary, summary_lines, write_summary
+from observability.metrics.tracking import check_installed
 from observability.run_state.feed import WHOLE_RUN, RunFeed
 from observability.run_state.state import RunState
-from producers.rewards.runner import RewardRunner
 from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError
-from settings.loading import as_toml
-from settings.run_directory import RunDirectory
+from settings.loading import as_toml, secret_variables
+from settings.run_directory import RunDirectory, named
 from settings.tree import Settings
 
 CLIENT_ID = "streamrl-run"
@@ -66,63 +71,102 @@ class TrainingOutcome:
     finished: bool
 
 
-def run_locally(settings: Settings, *, top: bool = False, stop: threading.Event | None = None) -> int:
+def run_locally(
+    settings: Settings, *, top: bool = False, stop: threading.Event | None = None, adopt: bool = False
+) -> int:
     """Train; the exit code is 0 if the last step was reached, 130 if the run was stopped. ``top``: with the live view.
 
     ``stop`` ends the run from another thread; without it SIGINT and SIGTERM do, which Python delivers to the main
-    thread alone. A complete run is left as it is.
+    thread alone. ``adopt`` takes over a run that is on the topics and not in the directory. A complete run is left as
+    it is, and a start that is refused writes nothing.
 
     Raises:
         UserError: something the user can correct, before or during the run.
         StreamRLError: a process could not be kept alive.
     """
     configure_logging()
+    settings = named(settings)
     directory = RunDirectory(settings.run.path)
     resumed = resumed_step(settings)
     # Before anything is written: a complete run keeps its files as they are, and a refused one leaves none.
     if is_complete(settings, directory, resumed):
         print(complete_line(settings, resumed))
         return 0
-    _check_task(settings)
-    directory.create()
+    for warning in _check_task(settings, resumed):
+        print(f"warning: {warning}")
+    directory.require_writable()
     engine, workers = settings.generation.engine, settings.run.workers
     print(f"run {settings.run.name}: engine {engine}, {workers} workers, in {directory.path}/")
-    if resumed:
-        # Before the configuration is replaced: the line compares the settings with those of the last start.
-        print(resuming_line(settings, directory.config, resumed))
-    directory.config.write_text(as_toml(settings))
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
+        asyncio.run(_hold(settings, address, adopt=adopt))
+        # Only now is this start the one that goes on: processes of a run under way read what is written here.
+        directory.create()
+        if resumed:
+            # Before the configuration is replaced: the line compares the settings with those of the last start.
+            print(resuming_line(settings, directory.config, resumed))
+        directory.write_config(as_toml(settings))
         before = _evaluated(settings, settings.model.path, "before")
         trained = asyncio.run(_train(settings, directory, address, top=top, stopped=stop))
     # A broker that was started here is down by now: an evaluation needs none.
     after = _evaluated(settings, directory.newest_checkpoint(), "after") if trained.finished else None
     _conclude(settings, directory, trained, resumed, before, after)
+    print(_going_on(directory, finished=trained.finished))
     return 0 if trained.finished else 130  # 128 + SIGINT, as a shell reports it
 
 
-def _check_task(settings: Settings) -> None:
-    """Refuse within a second what every worker would refuse after the broker and all processes were started.
+def _going_on(directory: RunDirectory, *, finished: bool) -> str:
+    command = f"streamrl run {shlex.quote(str(directory.config))}"
+    return f"for more steps: {command} --training.max_steps N" if finished else f"to go on: {command}"
+
+
+async def _hold(settings: Settings, address: str, *, adopt: bool) -> None:
+    """Take the name of the run, if it is this directory's to take, and make its topics.
 
     Raises:
-        ModelError: the model's path is no name on a hub, and there is no such directory.
-        RewardLoadError: a reward function cannot be loaded.
+        IdentityError: the topics belong to another run, or to lineages that this directory does not have.
+        BrokerError: no broker answers.
     """
+    kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
+    storage = storage_of(settings)
+
+    async def held() -> HeldCheckpoints:
+        return await asyncio.to_thread(held_in, storage)
+
+    keeper = IdentityKeeper(
+        KafkaBus(kafka),
+        settings.run.name,
+        IdentityFile(settings.run.path),
+        adopt=adopt,
+        # A broker that was started here, or found, needs not be named.
+        servers=settings.kafka.bootstrap_servers,
+        directory=settings.run.directory,
+        holder=here(settings.run.path),
+    )
+    # Before the topics are touched, which may be another's; and again when the name is taken.
+    await keeper.look(held)
+    partitions = settings.loop.trajectory_partitions
+    await apply_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
+    await keeper.hold(held)
+
+
+def _check_task(settings: Settings, resumed: int) -> list[str]:
+    """Refuse what would make the run pointless before the broker and all processes are started; what to warn of.
+
+    Raises:
+        SettingsError: a tracker's package is not installed.
+        ModelError: the model's path is no name on a hub, and there is no such directory.
+        UserError: no prompt could be sampled, or a reward function cannot be used.
+    """
+    check_installed(settings.tracking)
     if settings.generation.engine == "emulated":
-        return
+        return []
     path = settings.model.path
     if not Path(path).is_dir() and not _HUB_NAME.fullmatch(path):
         raise ModelError(
             f"expected a model's directory at {path} (model.path), got none; set it to one, or to a hub's name"
         )
-    asyncio.run(_load_rewards(settings))
-
-
-async def _load_rewards(settings: Settings) -> None:
-    rewards = RewardRunner(settings.rewards)
-    try:
-        await rewards.start()
-    finally:
-        await rewards.close()
+    # A run that goes on has trained on this task; its workers refuse what has become of it meanwhile.
+    return [] if resumed else check_task(settings)
 
 
 def _evaluated(settings: Settings, model: object, when: str) -> Evaluation | None:
@@ -137,18 +181,13 @@ async def _train(
     settings: Settings, directory: RunDirectory, address: str, *, top: bool, stopped: threading.Event | None
 ) -> TrainingOutcome:
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
-    partitions = settings.loop.trajectory_partitions
-    await apply_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
     port = settings.relay.port or _free_port(settings.relay.host)
     # The children read the resolved file; what is known only now goes on their command lines, which win.
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
-    specs = child_specs(
-        directory,
-        settings.run.workers,
-        overrides,
-        ranker=settings.lengths.refit == "process",
-        standbys=settings.run.standby_trainers,
-    )
+    # A file and a command line can be read by others; what is secret goes from environment to environment.
+    secrets = secret_variables(settings)
+    ranker, standbys = settings.lengths.refit == "process", settings.run.standby_trainers
+    specs = child_specs(directory, settings.run.workers, overrides, secrets, ranker=ranker, standbys=standbys)
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
     bus, state = KafkaBus(kafka), RunState(settings.run.name)
     connection = RunConnection(kafka, settings.run.name, settings)
@@ -158,11 +197,11 @@ async def _train(
     began = time.monotonic()
     fleet = None
     if settings.run.max_workers is not None:
-        spec_of = partial(worker_spec, directory, overrides)
+        spec_of = partial(worker_spec, directory, overrides, secrets)
         fleet = Fleet(bus, settings.run.name, supervisor, spec_of, settings.run.workers, settings.run.max_workers)
     progress: Progress = partial(show_progress, state, settings.training.max_steps, supervisor)
     if top:
-        progress = partial(watch, directory, address, progress)
+        progress = partial(watch, directory, address, secrets, progress)
     await _supervise(supervisor, feed, fleet, progress, stop)
     # Taken before the topics are read for the report, which is no time of the run.
     seconds = time.monotonic() - began
@@ -272,39 +311,52 @@ def _conclude(
 
 
 def child_specs(
-    directory: RunDirectory, workers: int, overrides: Sequence[str], *, ranker: bool = False, standbys: int = 0
+    directory: RunDirectory,
+    workers: int,
+    overrides: Sequence[str],
+    secrets: Mapping[str, str] = MappingProxyType({}),
+    *,
+    ranker: bool = False,
+    standbys: int = 0,
 ) -> list[ChildSpec]:
     """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher, and the ranker if there is one.
 
-    A trainer is what ends the run by its good end; without the ranker it goes on.
+    A trainer is what ends the run by its good end; without the ranker it goes on. ``secrets``: variables that give the
+    processes what the resolved file does not.
     """
-    standing_by = [_trainer_spec(directory, overrides, f"standby-{number}") for number in range(standbys)]
+    spec, trainer = (partial(make, directory, overrides, secrets) for make in (_spec, _trainer_spec))
+    standing_by = [trainer(f"standby-{number}") for number in range(standbys)]
     return [
-        replace(_spec(directory, overrides, "coordinator", "coordinator"), is_single=True),
-        _spec(directory, overrides, "relay", "relay"),
-        _trainer_spec(directory, overrides, "trainer"),
-        *(replace(spec, command=spec.standby) for spec in standing_by),
-        *(worker_spec(directory, overrides, number) for number in range(workers)),
-        replace(_spec(directory, overrides, "dispatcher", "dispatcher"), is_single=True),
-        *([_spec(directory, overrides, "ranker", "ranker", optional=True)] if ranker else []),
+        replace(spec("coordinator", "coordinator"), is_single=True),
+        spec("relay", "relay"),
+        trainer("trainer"),
+        *(replace(each, command=each.standby) for each in standing_by),
+        *(worker_spec(directory, overrides, secrets, number) for number in range(workers)),
+        replace(spec("dispatcher", "dispatcher"), is_single=True),
+        *([spec("ranker", "ranker", optional=True)] if ranker else []),
     ]
 
 
-def _trainer_spec(directory: RunDirectory, overrides: Sequence[str], name: str) -> ChildSpec:
+def _trainer_spec(
+    directory: RunDirectory, overrides: Sequence[str], secrets: Mapping[str, str], name: str
+) -> ChildSpec:
     """A trainer that leads; started again while another does, it stands by."""
-    standby = _spec(directory, overrides, name, "trainer", "--standby").command
-    return replace(_spec(directory, overrides, name, "trainer", essential=True), standby=standby)
+    standby = _spec(directory, overrides, secrets, name, "trainer", "--standby").command
+    return replace(_spec(directory, overrides, secrets, name, "trainer", essential=True), standby=standby)
 
 
-def worker_spec(directory: RunDirectory, overrides: Sequence[str], number: int) -> ChildSpec:
+def worker_spec(
+    directory: RunDirectory, overrides: Sequence[str], secrets: Mapping[str, str], number: int
+) -> ChildSpec:
     """One generation worker; its id is the name of its process."""
     name = f"worker-{number}"
-    return _spec(directory, overrides, name, "worker", "--id", name)
+    return _spec(directory, overrides, secrets, name, "worker", "--id", name)
 
 
 def _spec(
     directory: RunDirectory,
     overrides: Sequence[str],
+    secrets: Mapping[str, str],
     name: str,
     role: str,
     *arguments: str,
@@ -314,4 +366,4 @@ def _spec(
     # -P: a settings.py in the working directory would be imported instead of our package of that name.
     command = [sys.executable, "-P", "-m", "streamrl.cli.app", role, str(directory.config), *arguments, *overrides]
     log_path = directory.logs / f"{name}.log"
-    return ChildSpec(name, command, log_path, ONE_THREAD, essential=essential, optional=optional)
+    return ChildSpec(name, command, log_path, ONE_THREAD | dict(secrets), essential=essential, optional=optional)

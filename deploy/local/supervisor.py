@@ -16,7 +16,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import count
@@ -30,6 +30,7 @@ from deploy.wiring.process import TAKE_OVER
 from schemas.control import FleetTarget, OperatorCommand
 from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
 from schemas.topics import COMMANDS, CONTROL
+from settings.loading import without_settings
 
 TRANSIENT_S = 6.0
 """Least delay after what may be a transient error: a Kafka broker takes some seconds to come back."""
@@ -53,6 +54,7 @@ _BY_EXIT_CODE: dict[int, type[StreamRLError]] = {
 class ChildSpec:
     """What to start: a name unique in the run, the command, extra environment, and where output goes.
 
+    Settings are in the command's file; of our environment's, it gets only what ``environment`` has, such as secrets.
     ``essential``: the run is over when it ends well. ``optional``: the run goes on if it cannot be kept alive.
     ``standby``: the command under which it is started anew while another of its kind does the work. ``is_single``: if
     it is superseded too, the other supervisor has all of the run.
@@ -61,7 +63,7 @@ class ChildSpec:
     name: str
     command: Sequence[str]
     log_path: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
     essential: bool = False
     optional: bool = False
     standby: Sequence[str] = ()
@@ -87,7 +89,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **spec.environment},
+                env=without_settings(os.environ) | spec.environment,
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # for a supervisor that is killed and can end nobody
             )
@@ -354,7 +356,7 @@ class Fleet:
     spec_of: Callable[[int], ChildSpec]
     initial: int
     most: int
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
     _present: dict[int, ChildSpec] = field(default_factory=dict)
     _leaving: dict[int, float] = field(default_factory=dict)
     _wanted: int = 0
@@ -426,6 +428,6 @@ class Fleet:
         name = self._present[number].name
         log.info("worker asked to leave", worker=name, wanted=self._wanted)
         command = OperatorCommand(
-            action="drain_worker", worker_id=name, reason="fewer workers are wanted", sent_at=self.clock()
+            action="drain_worker", worker_id=name, reason="fewer workers are wanted", sent_at=time.time()
         )
         await publisher.publish(Outgoing.of(COMMANDS.full_name(self.run_name), command, key=name))

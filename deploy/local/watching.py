@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from observability.run_state.state import RunState
+from settings.loading import without_settings
 from settings.run_directory import RunDirectory
 
 LEAVING_S = 5.0
@@ -33,8 +34,11 @@ INTERRUPTED = 130
 Progress = Callable[[asyncio.Event], Awaitable[None]]
 
 
-async def watch(directory: RunDirectory, address: str, progress: Progress, stop: asyncio.Event) -> None:
-    """Show the live view, if there is a terminal; once it is left, or without one, the run's own progress.
+async def watch(
+    directory: RunDirectory, address: str, secrets: Mapping[str, str], progress: Progress, stop: asyncio.Event
+) -> None:
+    """Show the live view, if there is a terminal; once it is left, or without one, the run's own progress. ``secrets``:
+    the variables that give it what the resolved file does not.
 
     Consumes: nothing; the view reads the run's topics. Produces: what the two show.
     Waits for: the view's end, or the run's. On failure: a view that ends badly is left. On stop: ends the view.
@@ -43,7 +47,9 @@ async def watch(directory: RunDirectory, address: str, progress: Progress, stop:
     if is_screen():
         command = (sys.executable, "-P", "-m", "streamrl.cli.app", "top", str(directory.path))
         # In our session, unlike the roles: it needs the terminal that we have.
-        view = await asyncio.create_subprocess_exec(*command, f"--bootstrap-servers={address}")
+        view = await asyncio.create_subprocess_exec(
+            *command, f"--bootstrap-servers={address}", env=without_settings(os.environ) | dict(secrets)
+        )
         with printing_into(directory.logs / LOG):
             await _ended(view, stop)
         # In raw mode the terminal sends Ctrl-C as a key, to the view alone; so the run gets its signal from here.

@@ -13,10 +13,14 @@ from typing import Literal
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing
+from bus.port import Outgoing, message_of
+from inspection.diagnostics.connect import kafka_from_environment
+from inspection.source import nodes_of, own_broker
 from schemas.control import OperatorCommand
 from schemas.errors import SettingsError
-from schemas.topics import COMMANDS
+from schemas.reports import Heartbeat, WorkerState
+from schemas.topics import COMMANDS, HEARTBEATS
+from settings.run_directory import RunDirectory
 
 
 @contextmanager
@@ -73,6 +77,51 @@ def _left_running(progress: Callable[[str], None]) -> str | None:
     return found.bootstrap_servers
 
 
+@contextmanager
+def broker_with(servers: str | None, run: RunDirectory, progress: Callable[[str], None]) -> Iterator[KafkaSettings]:
+    """The broker that has the topics of a run: the named one, the run's own (started for this if it does not run), else
+    the one that `streamrl kafka up` left running.
+
+    Raises:
+        BrokerError: the run's own broker cannot be started.
+        SettingsError: none is named, and there is none of its own.
+    """
+    kafka = kafka_from_environment()
+    if address := servers or own_broker(run):
+        yield kafka.model_copy(update={"bootstrap_servers": address})
+    elif nodes := nodes_of(run):
+        from bus.embedded.cluster import start_cluster
+
+        with start_cluster(data_dir=run.kafka, nodes=len(nodes), progress=progress) as cluster:
+            yield kafka.model_copy(update={"bootstrap_servers": cluster.bootstrap_servers})
+    elif address := _left_running(progress):
+        yield kafka.model_copy(update={"bootstrap_servers": address})
+    else:
+        raise SettingsError(
+            f"expected a broker with the topics of the run, got none named, none in {run.kafka} and none of "
+            "`streamrl kafka up`; name it with --bootstrap-servers HOST:PORT"
+        )
+
+
+async def worker_heard(kafka: KafkaSettings, run: str, seconds: float) -> str | None:
+    """The id of a worker whose heartbeat comes within so many seconds, if one does: then the run is under way.
+
+    Raises:
+        BrokerError: no broker answers.
+    """
+    heard = await KafkaBus(kafka).subscribe([HEARTBEATS.full_name(run)], client_id="streamrl-operator", start="latest")
+    try:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while (left := end - loop.time()) > 0:
+            for record in await heard.poll(timeout_s=left):
+                if isinstance(beat := message_of(record), Heartbeat) and beat.state is not WorkerState.STOPPED:
+                    return beat.worker_id
+    finally:
+        await heard.close()
+    return None
+
+
 OperatorAction = Literal["pause", "resume", "drain", "drain_worker"]
 
 
@@ -83,7 +132,8 @@ def send_command(bootstrap_servers: str, run: str, action: OperatorAction, reaso
         BrokerError: no broker answers at that address.
     """
     command = OperatorCommand(action=action, worker_id=worker_id, reason=reason, sent_at=time.time())
-    asyncio.run(_publish(KafkaSettings(bootstrap_servers=bootstrap_servers), run, command))
+    kafka = kafka_from_environment().model_copy(update={"bootstrap_servers": bootstrap_servers})
+    asyncio.run(_publish(kafka, run, command))
 
 
 async def _publish(settings: KafkaSettings, run: str, command: OperatorCommand) -> None:

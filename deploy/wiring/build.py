@@ -8,6 +8,7 @@ import asyncio
 from functools import partial
 from typing import Protocol, runtime_checkable
 
+from consumers.training.identity import IdentityFile
 from coordinator.coordinator import Coordinator, FleetScaling
 from coordinator.relay import Relay, WeightsStore
 from coordinator.scaling import FleetBounds
@@ -173,6 +174,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> GenerationWorke
         # A folder for each worker: two downloads never write one file.
         weights_cache=settings.run.path / "workers" / context.name,
         on_tick=context.on_tick,
+        run_id=IdentityFile(settings.run.path).run_id,
     )
 
 

@@ -34,6 +34,7 @@ class ProcessContext:
         around_engine: what a worker puts around its engine.
         watch_status: given the dispatcher's status, to ask for it now and then.
         on_response: called by the relay with the status and the bytes of weights of each answer that begins.
+        adopt: a trainer takes over a run that it finds on the topics and not in its directory.
     """
 
     name: str
@@ -42,3 +43,4 @@ class ProcessContext:
     around_engine: "Callable[[Engine], Engine]" = _same
     watch_status: "Callable[[Callable[[], DispatcherStatus]], None]" = _ignore
     on_response: Callable[[int, int], None] = _ignore_response
+    adopt: bool = False

@@ -14,15 +14,17 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 import uvloop
 
 from bus.kafka.bus import KafkaBus
+from consumers.training.identity import IdentityFile, refuse_other_run
 from deploy.wiring.broker import broker_of_others
 from deploy.wiring.context import ProcessContext
 from inspection.process import tune_garbage_collector
@@ -34,6 +36,7 @@ from observability.tracing.context import LoggedTraces
 from observability.tracing.role_tracers import Tracing, open_tracing
 from schemas.errors import SettingsError
 from schemas.identifiers import is_plain_name
+from settings.run_directory import require_name
 from settings.tree import Settings
 
 if TYPE_CHECKING:
@@ -43,16 +46,20 @@ log = structlog.get_logger()
 
 TAKE_OVER = signal.SIGURG
 """What a supervisor sends to a standby when the leader died. By default it is ignored, also by one that is starting."""
+JOINING = ("coordinator", "dispatcher", "ranker")
+"""Roles that would fence or lead those of another run of the same name. A worker learns whose run it is from the
+control topic, which it follows; a relay takes no part, and the trainer holds the run."""
 EXIT_CODE = 70
 """Of a process that its watchdog ended: EX_SOFTWARE of sysexits.h."""
 
 
-def run_role(role: str, settings: Settings, worker_id: str) -> None:
-    """Run a role until it ends, SIGTERM or Ctrl-C, on a broker that is there.
+def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = False) -> None:
+    """Run a role until it ends, SIGTERM or Ctrl-C, on a broker that is there. ``adopt``: see ``ProcessContext``.
 
     Raises:
         UserError: something the user can mend.
     """
+    require_name(settings, role)
     name = process_name(role, worker_id)
     logged = LoggedTraces()
     configure_logging(
@@ -67,15 +74,18 @@ def run_role(role: str, settings: Settings, worker_id: str) -> None:
     # observers are opened before the role, which is built with them, and closed after it, with its last records
     with ExitStack() as stack:
         run = settings.run
-        tracing = stack.enter_context(open_tracing(role, name, run.name, settings.telemetry, run.path, logged))
+        kind = "trainer" if role == "standby" else role
+        tracing = stack.enter_context(open_tracing(kind, name, run.name, settings.telemetry, run.path, logged))
         metering = stack.enter_context(
-            open_metering(role, name, run.name, settings.metrics, settings.kafka, run.directory)
+            open_metering(kind, name, run.name, settings.metrics, settings.kafka, run.directory)
         )
-        built = build_role(role, settings, process_context(name, settings, watchdog, tracing, metering))
+        context = replace(process_context(name, settings, watchdog, tracing, metering), adopt=adopt)
+        built = build_role(role, settings, context)
         # After the imports and the building, since it takes what lives by now for permanent.
         tune_garbage_collector()
         tasks = [*(metering.tasks if metering is not None else ()), *_tracking(role, settings)]
-        uvloop.run(_until_stopped(built, watchdog, tasks))
+        joins = partial(refuse_other_run, context.bus, run.name, IdentityFile(run.path)) if role in JOINING else None
+        uvloop.run(_until_stopped(built, watchdog, tasks, joins))
 
 
 def process_name(role: str, worker_id: str) -> str:
@@ -115,7 +125,12 @@ def _tracking(role: str, settings: Settings) -> list[BackgroundTask]:
     return [Tracker(KafkaBus(settings.kafka), settings.run.name, settings.tracking, folder, config).run]
 
 
-async def _until_stopped(role: "Role", watchdog: "Watchdog", tasks: Sequence[BackgroundTask]) -> None:
+async def _until_stopped(
+    role: "Role",
+    watchdog: "Watchdog",
+    tasks: Sequence[BackgroundTask],
+    joins: Callable[[], Awaitable[None]] | None = None,
+) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, stop)
@@ -125,6 +140,8 @@ async def _until_stopped(role: "Role", watchdog: "Watchdog", tasks: Sequence[Bac
         asyncio.get_running_loop().add_signal_handler(TAKE_OVER, role.take_over)
     watching = asyncio.create_task(watchdog.watch())  # over the start of the role as well, which may hang too
     try:
+        if joins is not None:
+            await joins()
         async with background(tasks):
             await role.run(stop)
     finally:

@@ -10,6 +10,7 @@ from consumers.training.checkpoints.marks import read_rollback
 from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.checkpoints.store import VerifiedCheckpoint as RestoredTensors
+from consumers.training.identity import IdentityFile
 from consumers.training.ports import OpenCompute, OpenPolicy, Policy, RestoredCheckpoint
 from consumers.training.standby import LeadingTrainer, Prefetch, StandbyTrainer
 from consumers.training.trainer import Trainer
@@ -18,7 +19,7 @@ from settings.tree import Settings
 
 
 def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
-    """The trainer of the run's directory; it goes on from the newest checkpoint there."""
+    """The trainer of the run's directory; it goes on from the newest checkpoint if that directory holds the run."""
     place = _storage(settings, "cache")
     checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
     if settings.training.backend == "emulated":
@@ -38,6 +39,9 @@ def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
         open_compute=open_compute,
         checkpoints=checkpoints,
         run_dir=settings.run.path,
+        identity=IdentityFile(settings.run.path),
+        adopt=context.adopt,
+        servers=settings.kafka.bootstrap_servers,
     )
 
 

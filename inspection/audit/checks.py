@@ -125,8 +125,8 @@ def _notes(index: AuditIndex, table: AuditTable, newest: NewestCheckpoint, forgo
     for link in table.chain.links:
         for part in sorted(table.index.carried.get(link.lineage, {}).values(), key=lambda each: each.part)[:1]:
             yield (
-                f"lineage {link.lineage} went on with another cluster: {part.missing} known trajectories are not on "
-                f"its topic, and at most {part.unknown} finished records are not known by name"
+                f"lineage {link.lineage} went on with another cluster, on which at most {part.absent} finished "
+                "records were not found"
             )
     if not index.steps_begin:
         yield "the steps topic has lost its beginning to retention: what was trained there is not known"

@@ -121,7 +121,9 @@ async def check_clocks(connection: RunConnection) -> Finding:
     detail = f"{who} stamps records {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's clock"
     if abs(skew_s) <= TOLERATED_S:
         return ok("clocks", detail)
-    return warn("clocks", detail, "synchronise the clocks with NTP; leases, lag in seconds and retention rest on them")
+    return warn(
+        "clocks", detail, "synchronise the clocks with NTP; displays, lag in seconds and retention rest on them"
+    )
 
 
 async def _skew(connection: RunConnection) -> tuple[bool, float | None]:

@@ -125,7 +125,7 @@ def _without_broker(where: Path, past: PastRun) -> str:
 
 
 def _connect_to_broker(servers: str | None, run: str) -> RunConnection:
-    kafka = _kafka_from_environment()
+    kafka = kafka_from_environment()
     if address := servers or kafka.bootstrap_servers:
         return RunConnection(_at(kafka, address), run)
     for directory in _newest_first(RUNS):
@@ -140,14 +140,19 @@ def _connect_to_broker(servers: str | None, run: str) -> RunConnection:
     )
 
 
-def _kafka_from_environment() -> KafkaSettings:
-    # No configuration file is at hand: what a broker that is merely named asks for, such as a password, comes from the
-    # environment.
+def kafka_from_environment() -> KafkaSettings:
+    """How to talk to a broker that is merely named: without a configuration file, what it asks for, such as a password,
+    comes from the environment.
+
+    Raises:
+        SettingsError: a variable has a wrong value.
+    """
     try:
         return KafkaSettings.model_validate(from_environment().get("kafka", {}))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise SettingsError(f"setting kafka.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        key = ".".join(("kafka", *map(str, first["loc"])))
+        raise SettingsError(f"setting {key}: {first['msg'].removeprefix('Value error, ')}") from error
 
 
 def _at(kafka: KafkaSettings, address: str) -> KafkaSettings:

@@ -72,7 +72,7 @@ def known_fields(topic: Topic | None) -> set[str] | None:
     # Control messages are a union; the catalogue names one of them.
     if topic.message is WeightsReady:
         # ``Annotated[A | B, ...]``: its first argument is the union, whose arguments are the kinds.
-        kinds = get_args(get_args(ControlMessage)[0])
+        kinds = (*get_args(get_args(ControlMessage)[0]), *topic.also)
     for kind in kinds:
         properties = {name for name, value in vars(kind).items() if isinstance(value, property)}
         names |= set(kind.model_fields) | properties | set(_DERIVED.get(kind, {}))

@@ -7,8 +7,11 @@ from typing import Any
 
 from observability.run_state.aggregates import ENDS
 from observability.run_state.state import RunState
+from schemas.reports import SkipReason
 
 Summary = dict[str, Any]
+ORDINARY = frozenset({SkipReason.ZERO_ADVANTAGE, SkipReason.DUPLICATE})
+"""Skips that nobody need do anything about: groups of equal rewards, and what was sampled a second time."""
 
 
 def build_summary(
@@ -27,7 +30,8 @@ def build_summary(
     ``resumed_from``: the step of the checkpoint that it went on from, 0 for none. ``step_seconds``: the optimizer steps
     together, which rates are over. ``tokens_per_s``: of the completions that were trained. Rewards are means of the
     first and of the last five steps. ``staleness_*`` is in optimizer steps, the mean over trained tokens' oldest spans;
-    ``trainer_wait_share`` is the share of step time spent waiting for a batch. ``skipped``: trajectories, by reason.
+    ``trainer_wait_share`` is the share of step time spent waiting for a batch. ``skipped``: trajectories, by reason;
+    ``skip_causes``: those that somebody may want to do something about, by what they have in common, with one of them.
     """
     sums, newest = state.steps.sums(), state.steps.newest
     rewards = [reward for _, reward in state.steps.first_rewards], state.steps.last_rewards()
@@ -49,6 +53,10 @@ def build_summary(
         "reward_first": _mean(rewards[0]),
         "reward_last": _mean(rewards[1]),
         "skipped": state.skipped,
+        "skip_causes": {
+            reason: {"counts": dict(causes.counts.most_common()), "example": causes.example}
+            for reason, causes in sorted(state.skip_causes.items())
+        },
         "restarts": restarts,
     }
 
@@ -83,7 +91,21 @@ def summary_lines(summary: Summary) -> list[str]:
         f"{rates} once running ({summary['step_seconds']:.1f} s of optimizer steps)",
         f"staleness {summary['staleness_mean']:.2f} mean, {summary['staleness_max']:.0f} max (optimizer steps)",
         f"trainer waited for trajectories {summary['trainer_wait_share']:.0%} of its time",
+        *_skip_lines(summary),
     ]
+
+
+def _skip_lines(summary: Summary) -> list[str]:
+    """What was sampled and not trained, but for what is a part of training: a line for all, and one for each cause."""
+    told = {reason: count for reason, count in summary["skipped"].items() if reason not in ORDINARY}
+    if not told:
+        return []
+    words = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in told.items())
+    lines = [f"skipped: {words} (trajectories)"]
+    for reason, found in summary["skip_causes"].items():
+        counts = ", ".join(f"{count:,} {cause}" for cause, count in found["counts"].items())
+        lines.append(f"  {reason.replace('_', ' ')}: {counts}; such as {' '.join(found['example'].split())}")
+    return lines
 
 
 def _taken(summary: Summary) -> str:

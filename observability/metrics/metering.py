@@ -69,7 +69,7 @@ def metering_of(role: str, meters: Meters) -> tuple["MeteringObserver", list[Col
             observer.read[HEARTBEATS.full_name(run)] = of_message(coordinator.heartbeat)
             observer.read[CONTROL.full_name(run)] = of_message(coordinator.recovered)
             # by the clock, since a worker that is lost sends nothing that could be counted
-            return observer, [lambda: coordinator.collect(time.time(), SILENT_S)]
+            return observer, [lambda: coordinator.collect(SILENT_S)]
     return observer, []
 
 
@@ -235,10 +235,14 @@ class WorkerMeter:
 
 @dataclass
 class CoordinatorMeter:
-    """What the coordinator announces, and the newest heartbeat of each worker that it hears."""
+    """What the coordinator announces, and the newest heartbeat of each worker that it hears.
+
+    ``heard``: with the moment of ``clock``, which is monotonic, at which it arrived.
+    """
 
     meters: Meters
-    heartbeats: dict[str, Heartbeat] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
+    heard: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)
 
     def announced(self, message: Message) -> None:
         """A control message that it sends."""
@@ -261,13 +265,14 @@ class CoordinatorMeter:
     def heartbeat(self, message: Message) -> None:
         """A heartbeat that it reads."""
         if isinstance(message, Heartbeat):
-            self.heartbeats[message.worker_id] = message
+            self.heard[message.worker_id] = message, self.clock()
 
-    def collect(self, now: float, silent_s: float) -> None:
+    def collect(self, silent_s: float) -> None:
         """Count the workers by state; ``lost`` are those not heard for ``silent_s`` that did not say that they stop."""
+        now = self.clock()
         found = [
-            "lost" if beat.state is not WorkerState.STOPPED and now - beat.sent_at > silent_s else beat.state.value
-            for beat in self.heartbeats.values()
+            "lost" if beat.state is not WorkerState.STOPPED and now - heard_at > silent_s else beat.state.value
+            for beat, heard_at in self.heard.values()
         ]
         # all states, also those of nobody: a gauge that is not set again would keep its last value
         for state in (*WorkerState, "lost"):

@@ -10,6 +10,7 @@ Invariants:
 
 import asyncio
 import importlib
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,14 +165,29 @@ def open_writer(name: str, project: str, run: str, folder: Path, config: Mapping
             raise SettingsError(f"expected tensorboard, wandb or trackio in tracking.to, got {name!r}")
 
 
+def check_installed(settings: TrackingSettings) -> None:
+    """Make sure of the trackers' packages before a run, which would go on without them.
+
+    Raises:
+        SettingsError: one of them is not installed.
+    """
+    for name in settings.to:
+        if importlib.util.find_spec(name) is None:
+            raise _not_installed(name, f"no module named {name!r}")
+
+
+def _not_installed(package: str, got: str) -> SettingsError:
+    return SettingsError(
+        f'expected the package {package} for tracking.to = ["{package}"], got {got}; '
+        f"install it with `pip install {package}`, or leave it out"
+    )
+
+
 def _library(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise SettingsError(
-            f'expected the package {package} for tracking.to = ["{package}"], got {error}; '
-            f"install it with `pip install {package}`, or leave it out"
-        ) from error
+        raise _not_installed(package, str(error)) from error
 
 
 class TensorBoardWriter:

@@ -5,7 +5,7 @@ with the figures: no aggregate asks a clock.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -21,6 +21,11 @@ KEPT_STEPS = 2000
 ENDS = 5
 """Steps whose mean reward stands for the beginning of a run, and for its end: one step alone is noisy."""
 RATE_STEPS = 10
+CAUSES_HELD = 32
+OTHER_CAUSES = "other causes"
+CAUSE_LIMIT = 100
+EXAMPLE_LIMIT = 400
+"""Characters of a cause, and of an example: a line or two for a display, whatever a reward function said."""
 K = TypeVar("K")
 
 
@@ -243,6 +248,23 @@ FATES_KEPT = 20_000
 """Some minutes of a fast run: far more than displays list, and a few megabytes."""
 RecordPosition = tuple[int, int]
 """Partition and offset."""
+
+
+@dataclass
+class SkipCauses:
+    """Why trajectories were skipped for one reason: how many by cause, and an example in full. It stays bounded."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    example: str = ""
+
+    def add(self, detail: str, where: str | None, count: int) -> None:
+        """So many rows with this detail; a cause is what stands before its first colon. ``where``: for the example."""
+        cause, _, rest = detail.partition(": ")
+        cause = cause[:CAUSE_LIMIT]
+        # Bytes that did not decode may be wrong in any number of ways.
+        self.counts[cause if cause in self.counts or len(self.counts) < CAUSES_HELD else OTHER_CAUSES] += count
+        if not self.example:
+            self.example = ": ".join(filter(None, (where, rest or detail)))[:EXAMPLE_LIMIT]
 
 
 @dataclass

@@ -20,6 +20,7 @@ from observability.run_state.aggregates import (
     EventLog,
     LengthCalibration,
     Rate,
+    SkipCauses,
     StalenessHistogram,
     StepHistory,
     Track,
@@ -30,7 +31,7 @@ from schemas.control import DrainWorker, FlowControl, RunFinished, WeightsReady
 from schemas.errors import WireError
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
-from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport, WorkerState
+from schemas.reports import Heartbeat, RefusedStep, SkipReason, SkipRecord, StepReport, WorkerState
 from schemas.topics import DEAD_LETTERS, TRAJECTORIES
 
 SILENT_AFTER_S = 10.0
@@ -65,6 +66,8 @@ PHASES = (
     ("publish", "time/broadcast_weights"),
 )
 """Of a step, in the order in which they are drawn; the report tells their sums only."""
+CAUSED = frozenset({SkipReason.POISON, SkipReason.REFUSED, SkipReason.OUT_OF_MEMORY})
+"""Reasons whose details begin, before the first colon, with a cause that many rows share."""
 TRAINER, COORDINATOR = "trainer", "coordinator"
 
 
@@ -80,6 +83,7 @@ class RunState:
     """What is known of a run. ``snapshot`` in ``observability.run_state.snapshot`` turns it into plain data.
 
     ``step``: the newest that was reported, ``step_at`` when. ``skips``: rows on the topic of skips, by reason.
+    ``skip_causes``: of those skips that a user may want to do something about, what they have in common, by reason.
     ``committed_lag``: by length bucket, from the trainer's committed offsets; empty if nobody asks for them.
     ``read_at``: when the topics were last read to their ends, in epoch seconds. ``mean_length``: of the newest
     completions, in tokens. ``bucket_of``: length buckets by partition.
@@ -98,6 +102,7 @@ class RunState:
     last: deque[TrajectorySummary] = field(default_factory=lambda: deque(maxlen=SHOWN_TRAJECTORIES))
     buckets: Counter[int] = field(default_factory=Counter)
     skips: Counter[str] = field(default_factory=Counter)
+    skip_causes: dict[str, SkipCauses] = field(default_factory=dict)
     committed_lag: dict[int, int] = field(default_factory=dict)
     version: PolicyVersion = NO_VERSION
     announced: PolicyVersion = NO_VERSION
@@ -294,6 +299,10 @@ class RunState:
         # One row may tell of a whole range, such as what retention deleted.
         count = 1 if row.end_offset is None else max(1, row.end_offset - row.offset)
         self.skips[row.reason.value] += count
+        if row.reason in CAUSED:
+            # Of rewards and of bytes the detail does not say whose they were.
+            where = row.trajectory_id if row.reason is SkipReason.POISON else None
+            self.skip_causes.setdefault(row.reason.value, SkipCauses()).add(row.detail, where, count)
         self.rates["skips"].add(row.sent_at, count)
         self.fates.settle((row.partition, row.offset), f"skipped: {row.reason.value}")
         reason = row.reason.value.replace("_", " ")

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from schemas.secrets import without_credentials
 from schemas.settings import Section
 
 
@@ -20,6 +21,7 @@ class TelemetrySettings(Section):
             pattern=r"^https?://",
             description="OTLP/HTTP collector; unset: OTEL_EXPORTER_OTLP_ENDPOINT, else http://localhost:4318.",
         ),
+        AfterValidator(without_credentials),
     ] = None
     sample_ratio: Annotated[
         float, Field(ge=0, le=1, description="Share of groups that are traced; the dispatcher decides for everyone.")

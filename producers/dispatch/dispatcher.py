@@ -54,6 +54,7 @@ SLOW_S = 0.1
 class Dispatcher:
     """One per run; a second one supersedes the first. A restart rebuilds everything from the topics.
 
+    All decisions rest on ``clock``, which is monotonic; ``time_of_day`` is only written into messages.
     ``seed``: what the random numbers of all samples are drawn from; none leaves that to the engines. ``on_tick`` is
     called, by name, at every turn of a loop. ``curve``: a worker's decode steps, in seconds of the clock; its scale is
     corrected by what arrives, for each worker by itself. ``curves``: of workers that have others, by worker id or by
@@ -66,12 +67,13 @@ class Dispatcher:
     settings: DispatchSettings
     source: PromptSource
     predictor: LengthPredictor
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
     seed: int | None = None
     on_tick: Callable[[str], None] = lambda name: None
     curve: DecodeCurve = TYPICAL_CURVE
     history_steps: int = HISTORY_STEPS
     curves: Mapping[str, DecodeCurve] = field(default_factory=dict)
+    time_of_day: Callable[[], float] = time.time
     state: DispatchState = field(init=False)
     scheduler: Scheduler = field(init=False)
     _prefetcher: "PromptPrefetcher" = field(init=False)
@@ -184,7 +186,7 @@ class Dispatcher:
             if flight.order.attempt + 1 >= self.settings.max_attempts:
                 log.error("group given up", group=group_id, attempts=flight.order.attempt + 1)
                 topic, partition = TRAJECTORIES.full_name(self.run_name), flight.order.partition
-                given_up = self.state.give_up(flight, now)
+                given_up = self.state.give_up(flight, now, self.time_of_day())
                 orders += [Outgoing.of(topic, made, key=group_id, partition=partition) for made in given_up]
                 continue
             missing = len(flight.missing)
@@ -211,7 +213,7 @@ class Dispatcher:
             pending, worker = found
             now = self.clock()
             # Before admit(), which moves both on: the order has to say what the ledger notes for it.
-            created_at, due_step = self.state.created_at(now), self.state.ledger.next_due
+            created_at, due_step = self.state.created_at(self.time_of_day()), self.state.ledger.next_due
             order = build_order(self.loop, pending, worker, created_at=created_at, due_step=due_step, seed=self.seed)
             self.state.admit(order, worker, now)
             # The next choice must see what the worker has now.
@@ -327,6 +329,7 @@ def build_order(
         sample_indices=tuple(range(loop.num_generations)),
         partition=loop.partition_of(pending.estimate.bucket, pending.position),
         due_step=due_step,
+        incarnation=worker.incarnation,
         admitted_version=worker.version,
         created_at=created_at,
     )
@@ -338,5 +341,6 @@ def build_reorder(flight: Flight, worker: Candidate) -> WorkOrder:
         worker_id=worker.worker_id,
         sample_indices=tuple(sorted(flight.missing)),
         attempt=flight.order.attempt + 1,
+        incarnation=worker.incarnation,
         admitted_version=worker.version,
     )

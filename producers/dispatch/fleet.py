@@ -78,12 +78,17 @@ def least_loaded(candidates: Iterable[Candidate]) -> Candidate:
 @dataclass(slots=True)
 class _Seen:
     heartbeat: Heartbeat
-    first_at: float
     at: float
+    is_heard: bool
 
 
 class LiveWorkers:
-    """Who is there, since when, and with which weights. A restarted worker is a new incarnation of its id."""
+    """Who is there, and with which weights. A restarted worker is a new incarnation of its id.
+
+    A lease runs on our own clock, from the moment at which a heartbeat arrived that is newer than the one before; what
+    the worker's clock says counts for nothing. Workers that are only recalled have a lease, and get no new orders
+    before they are heard.
+    """
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
@@ -92,6 +97,13 @@ class LiveWorkers:
 
     def observe(self, heartbeat: Heartbeat, at: float) -> None:
         """Note a heartbeat; those of an incarnation that was followed by another are ignored."""
+        self._note(heartbeat, at, is_heard=True)
+
+    def recall(self, heartbeat: Heartbeat, now: float) -> None:
+        """Note a heartbeat of the past: its worker has one lease from now on to be heard."""
+        self._note(heartbeat, now, is_heard=False)
+
+    def _note(self, heartbeat: Heartbeat, at: float, *, is_heard: bool) -> None:
         worker, incarnation = heartbeat.worker_id, heartbeat.incarnation
         # A late heartbeat of a process that was replaced.
         if (worker, incarnation) in self._former:
@@ -100,8 +112,9 @@ class LiveWorkers:
         # A restart: its orders are lost, and its lease begins anew.
         if seen is not None and seen.heartbeat.incarnation != incarnation:
             self._former.add((worker, seen.heartbeat.incarnation))
-            seen = None
-        self._seen[worker] = _Seen(heartbeat, at if seen is None else seen.first_at, at)
+        elif seen is not None and heartbeat.sequence <= seen.heartbeat.sequence:
+            return  # a repeat is no sign of life
+        self._seen[worker] = _Seen(heartbeat, at, is_heard)
 
     def extend_leases(self, seconds: float) -> None:
         """We did not listen for so long; nobody is to blame for the silence."""
@@ -113,7 +126,7 @@ class LiveWorkers:
         return [
             seen.heartbeat
             for seen in self._seen.values()
-            if seen.heartbeat.state is WorkerState.READY and self._is_alive(seen, now)
+            if seen.heartbeat.state is WorkerState.READY and seen.is_heard and self._is_alive(seen, now)
         ]
 
     def get(self, worker_id: str) -> Heartbeat | None:
@@ -121,10 +134,10 @@ class LiveWorkers:
         seen = self._seen.get(worker_id)
         return seen.heartbeat if seen is not None else None
 
-    def incarnation_at(self, worker_id: str, at: float) -> str | None:
-        """The worker's present incarnation, if it was there at that time already."""
+    def incarnation_of(self, worker_id: str) -> str | None:
+        """The worker's present incarnation."""
         seen = self._seen.get(worker_id)
-        return seen.heartbeat.incarnation if seen is not None and seen.first_at <= at else None
+        return seen.heartbeat.incarnation if seen is not None else None
 
     def has(self, worker_id: str, incarnation: str | None, now: float) -> bool:
         """Whether that incarnation of the worker is there."""

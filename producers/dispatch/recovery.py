@@ -1,19 +1,21 @@
 """Rebuilds the dispatcher's state from the topics, each read up to the end it had at the start.
 
-Order matters, and rests on causes rather than on clocks: heartbeats and control, then our own orders, then what the
-trainer wrote (steps and skips, merged by the trainer's own time stamps), then trajectories. Of those, only the
+Order matters, and rests on causes alone; no time stamp is compared with any other. Heartbeats and control come first,
+then our own orders, then what the trainer wrote: steps in the order of their topic, and each skip row by its lineage,
+step and number, behind the report of that step (``in_order_of_causes``). Last come trajectories. Of those, only the
 records are read that can belong to a group in flight: a group whose base version is b was sent after step b was
 reported, so everything that steps up to b consumed lies before its samples. Orders expire before steps and
 trajectories do, so the prompt cursor is the largest of what all three say. Positions below it that none of them
 names were drawn and never ordered, by a dispatcher that ended in the middle of a window; they come first again.
 """
 
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 import structlog
 
-from bus.port import Bus, Record, Start, TopicPartition, message_of
+from bus.port import Bus, Start, TopicPartition, message_of
 from producers.dispatch.state import DispatchState
 from producers.lengths.startup import replay
 from schemas.control import RunFinished
@@ -33,10 +35,11 @@ Positions = dict[TopicPartition, int]
 class _TrainerRecords:
     """What the trainer wrote: its records in order, and how far each step had read the trajectories."""
 
-    records: list[tuple[float, StepReport | SkipRecord]] = field(default_factory=list)
+    reports: list[StepReport] = field(default_factory=list)
+    rows: list[SkipRecord] = field(default_factory=list)
     consumed: list[tuple[int, dict[int, int]]] = field(default_factory=list)
 
-    def add(self, at: float, message: Message) -> None:
+    def add(self, message: Message) -> None:
         if isinstance(message, StepReport):
             if message.carried_parts:
                 # What was consumed before has its offsets on another cluster.
@@ -47,9 +50,9 @@ class _TrainerRecords:
                 for reference in batch:
                     ends[reference.partition] = max(ends.get(reference.partition, 0), reference.offset + 1)
             self.consumed.append((message.version.number, ends))
-            self.records.append((at, message.model_copy(update={"micro_batches": ()})))
+            self.reports.append(message.model_copy(update={"micro_batches": ()}))
         elif isinstance(message, SkipRecord):
-            self.records.append((at, message))
+            self.rows.append(message)
 
     @property
     def number(self) -> int:
@@ -59,30 +62,40 @@ class _TrainerRecords:
     @property
     def set_back(self) -> int:
         """How many steps the newest lineage began below the highest of those before it."""
-        newest = max((report.version.lineage for report in self._reports()), default=0)
-        begins = [report.version.number for report in self._reports() if report.version.lineage == newest]
-        before = [report.version.number for report in self._reports() if report.version.lineage < newest]
+        newest = max((report.version.lineage for report in self.reports), default=0)
+        begins = [report.version.number for report in self.reports if report.version.lineage == newest]
+        before = [report.version.number for report in self.reports if report.version.lineage < newest]
         return max(0, max(before) - min(begins)) if before else 0
-
-    def _reports(self) -> Iterator[StepReport]:
-        return (message for _, message in self.records if isinstance(message, StepReport))
 
     def trained_long_ago(self, history_steps: int) -> frozenset[str]:
         """Groups that no resumed trainer will ask for again; their orders need not be held."""
         return frozenset(
             group_id
-            for _, message in self.records
-            if isinstance(message, StepReport) and message.version.number < self.number - history_steps
-            for group_id in message.group_ids
+            for report in self.reports
+            if report.version.number < self.number - history_steps
+            for group_id in report.group_ids
         )
 
     def named(self) -> Iterator[str]:
         """Groups that the trainer has seen something of, so that there was an order for them."""
-        for _, message in self.records:
-            if isinstance(message, StepReport):
-                yield from message.group_ids
-            elif message.group_id is not None:
-                yield message.group_id
+        for report in self.reports:
+            yield from report.group_ids
+        for row in self.rows:
+            if row.group_id is not None:
+                yield row.group_id
+
+    def in_order_of_causes(self) -> Iterator[StepReport | SkipRecord]:
+        """Reports in the order of their topic, and before each the rows that older versions wrote.
+
+        A row of step n was written by its lineage after the report of n and before that of n + 1, whatever the clock of
+        its machine said; rows of an older lineage came before the first report of the next.
+        """
+        rows = deque(sorted(self.rows, key=lambda row: (row.lineage, row.step, row.sequence)))
+        for report in self.reports:
+            while rows and (rows[0].lineage, rows[0].step) < report.version:
+                yield rows.popleft()
+            yield report
+        yield from rows
 
     def ends_by(self, number: int) -> dict[int, int]:
         """By trajectory partition: the offset behind everything that steps up to this number consumed."""
@@ -94,31 +107,31 @@ class _TrainerRecords:
 
 
 async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], float]) -> Positions:
-    """Apply the history to a new state; returns where each topic is to be read on from.
+    """Apply the history to a new state; returns where each topic is to be read on from. ``clock`` is monotonic.
 
     Raises:
         BusUnavailable: the broker does not answer, or the topics do not exist.
     """
+    # Nothing was heard before this moment by this process, so all leases and time-outs begin with it.
     started = clock()
     positions: Positions = {}
     trainer = _TrainerRecords()
     present = [topic.full_name(run) for topic in (HEARTBEATS, CONTROL)]
-    async for record, message in _history(bus, present, await _recent(bus, present[0]), positions):
+    async for message in _history(bus, present, await _recent(bus, present[0]), positions):
         # A finished run that is started again still has the old end on the topic; a new end arrives live.
         if not isinstance(message, RunFinished):
-            # No later than now: the time stamp of a clock that is ahead would prolong a lease.
-            state.observe(message, min(record.timestamp, started))
-    async for record, message in _history(bus, [STEPS.full_name(run), SKIPS.full_name(run)], "earliest", positions):
-        trainer.add(record.timestamp, message)
+            state.recall(message, started)
+    async for message in _history(bus, [STEPS.full_name(run), SKIPS.full_name(run)], "earliest", positions):
+        trainer.add(message)
     # An operator may have had the trainer go on from a checkpoint that is older than any that is kept otherwise.
     state.ledger.history_steps = max(state.ledger.history_steps, trainer.set_back)
     # Orders before what the trainer said of them, so that each report finds its groups in flight.
-    await _restore_orders(bus, run, state, trainer.trained_long_ago(state.ledger.history_steps))
-    for _, message in sorted(trainer.records, key=lambda pair: pair[0]):
+    await _restore_orders(bus, run, state, trainer.trained_long_ago(state.ledger.history_steps), started)
+    for message in trainer.in_order_of_causes():
         state.observe(message, started)
     # Groups in flight reach the predictor below, with the prompt that was ordered.
     await replay(bus, run, state.predictor, skip=lambda group_id: state.flights.get(group_id) is not None)
-    await _restore_samples(bus, run, state, trainer, positions)
+    await _restore_samples(bus, run, state, trainer, positions, started)
     state.positions.find_unsent(trainer.named())
     state.resume(clock())
     state.has_lost_samples = False  # what expired was not found just now, so it counts as missing
@@ -133,25 +146,25 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
     return positions
 
 
-async def _restore_orders(bus: Bus, run: str, state: DispatchState, trained: frozenset[str]) -> None:
-    async for record, order in _history(bus, [WORK_ORDERS.full_name(run)], "earliest", {}):
+async def _restore_orders(bus: Bus, run: str, state: DispatchState, trained: frozenset[str], now: float) -> None:
+    async for order in _history(bus, [WORK_ORDERS.full_name(run)], "earliest", {}):
         if isinstance(order, WorkOrder) and order.group_id in trained:
             # Over for good, but its position still tells how far prompts were drawn.
             state.positions.see(order.position)
         elif isinstance(order, WorkOrder):
-            state.restore(order, record.timestamp)
+            state.restore(order, now)
 
 
 async def _restore_samples(
-    bus: Bus, run: str, state: DispatchState, trainer: _TrainerRecords, positions: Positions
+    bus: Bus, run: str, state: DispatchState, trainer: _TrainerRecords, positions: Positions, now: float
 ) -> None:
     topic = TRAJECTORIES.full_name(run)
     # No sample of a group in flight lies before what was consumed by its base version.
     oldest = trainer.number if state.ledger.oldest is None else state.ledger.oldest
     start = {TopicPartition(topic, partition): end for partition, end in trainer.ends_by(oldest).items()}
     start = await _still_held(bus, topic, start)
-    async for record, message in _history(bus, [topic], start, positions):
-        state.observe(message, record.timestamp)
+    async for message in _history(bus, [topic], start, positions):
+        state.observe(message, now)
 
 
 async def _still_held(bus: Bus, topic: str, start: Positions) -> Positions:
@@ -174,9 +187,7 @@ async def _recent(bus: Bus, topic: str) -> Start:
     return {tp: max(first[tp], ends[tp] - RECENT_HEARTBEATS) for tp in ends}
 
 
-async def _history(
-    bus: Bus, topics: list[str], start: Start, positions: Positions
-) -> AsyncIterator[tuple[Record, Message]]:
+async def _history(bus: Bus, topics: list[str], start: Start, positions: Positions) -> AsyncIterator[Message]:
     """Every readable record up to the end offsets of now; ``positions`` receives where reading stopped."""
     subscription = await bus.subscribe(topics, client_id=CLIENT_ID, start=start)
     try:
@@ -184,7 +195,7 @@ async def _history(
         while any(position < ends[tp] for tp, position in (await subscription.positions()).items()):
             for record in await subscription.poll(timeout_s=1.0):
                 if (message := message_of(record)) is not None:
-                    yield record, message
+                    yield message
         # Behind the last record that was yielded, which may lie past `ends`: who reads on misses and repeats nothing.
         positions |= await subscription.positions()
     finally:

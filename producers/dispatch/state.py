@@ -203,6 +203,13 @@ class DispatchState:
         """Tokens of a prompt, by its length in characters: only workers have the tokenizer."""
         return self._prompts.of(prompt)
 
+    def recall(self, message: Message, now: float) -> None:
+        """Apply a message that was there before this process: of such a heartbeat nobody knows how old it is."""
+        if isinstance(message, Heartbeat):
+            self.fleet.recall(message, now)
+        else:
+            self.observe(message, now)
+
     def observe(self, message: Message, at: float) -> None:
         """Apply one message of any of the topics, read at this time."""
         match message:
@@ -306,13 +313,14 @@ class DispatchState:
         sample = skip.trajectory_id or f"{skip.partition}@{skip.offset}"
         return self.flights.skip(group_id, sample, skip.step, closed=skip.reason is SkipReason.GROUP_INCOMPLETE)
 
-    def restore(self, order: WorkOrder, sent_at: float) -> None:
+    def restore(self, order: WorkOrder, now: float) -> None:
         """Apply an order of an earlier dispatcher. Heartbeats must have been applied before."""
         self.positions.see(order.position)
         self._newest = max(self._newest, order.created_at)
         self.ledger.restore(order.group_id, order.admitted_version, order.due_step)
-        # No incarnation where the worker has restarted since: what it was sent before counts as lost.
-        self.flights.send(order, self.fleet.incarnation_at(order.worker_id, sent_at), sent_at)
+        # Of another incarnation than the worker's present one: it has restarted since, and the order counts as lost.
+        incarnation = order.incarnation or self.fleet.incarnation_of(order.worker_id)
+        self.flights.send(order, incarnation, now)
 
     def resume(self, now: float) -> None:
         """Everything was restored; how far the workers have got is reckoned from now on."""
@@ -320,9 +328,9 @@ class DispatchState:
             if flight.worker_id is not None and (heartbeat := self.fleet.get(flight.worker_id)) is not None:
                 self._work_on(flight.order, heartbeat.capacity, now)
 
-    def created_at(self, now: float) -> float:
+    def created_at(self, time_of_day: float) -> float:
         """The next group's time stamp: later than all before, even if the clock went back; the bound rests on that."""
-        return max(now, math.nextafter(self._newest, math.inf))
+        return max(time_of_day, math.nextafter(self._newest, math.inf))
 
     def admit(self, order: WorkOrder, worker: Candidate, now: float) -> None:
         """A new group is about to be sent to a worker.
@@ -361,7 +369,7 @@ class DispatchState:
         expected = ExpectedLength(median, deviation, self.prompt_tokens(order.prompt))
         self.progress.send(order.worker_id, slots, flight.samples, expected, now)
 
-    def give_up(self, flight: Flight, now: float) -> list[Trajectory]:
+    def give_up(self, flight: Flight, now: float, time_of_day: float) -> list[Trajectory]:
         """A group was ordered too often: records to publish in place of what is missing, with which it is whole.
 
         It is the trainer that ends it, as any other group.
@@ -371,7 +379,8 @@ class DispatchState:
         self.plan_accuracy.over(flight.order.group_id, now)
         reason = f"given up after {flight.order.attempt + 1} orders: each worker was lost, or did not deliver it"
         found = [
-            aborted_trajectory(flight.order, index, reason, rewards=(), now=now) for index in sorted(flight.missing)
+            aborted_trajectory(flight.order, index, reason, rewards=(), now=time_of_day)
+            for index in sorted(flight.missing)
         ]
         self.flights.give_up(flight)
         return found

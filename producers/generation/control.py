@@ -14,7 +14,15 @@ import structlog
 from bus.port import Record, Subscription, TopicPartition
 from producers.generation.outbox import Fence
 from producers.generation.weights import WeightsAdopter
-from schemas.control import DrainWorker, FlowControl, RunFinished, WeightsReady, WorkerClaimed
+from schemas.control import (
+    DrainWorker,
+    FlowControl,
+    RunFinished,
+    RunIdentity,
+    WeightsReady,
+    WorkerClaimed,
+    refuse_stranger,
+)
 from schemas.errors import BusUnavailable, WireError
 
 log = structlog.get_logger()
@@ -27,13 +35,17 @@ RETRY_S = 0.5
 class ControlFollower:
     """Follows the control topic from its beginning; what it says holds from ``caught_up`` on.
 
-    An order to drain this worker that was there before this process began was meant for an earlier one.
+    An order to drain this worker that was there before this process began was meant for an earlier one. ``run_id``: of
+    the run whose directory the worker has, None if that says nothing; ``on_identity`` is told whose topics these are.
     """
 
     subscription: Subscription
     fence: Fence
     adopter: WeightsAdopter
     on_tick: Callable[[str], None] = lambda name: None
+    run: str = ""
+    run_id: str | None = None
+    on_identity: Callable[[RunIdentity], None] = lambda identity: None
     mode: Literal["run", "pause", "drain"] = "run"
     drained: bool = False
     finished: bool = False
@@ -56,7 +68,7 @@ class ControlFollower:
         Consumes: control. Produces: offers to the adopter, ``mode``, ``drained``, ``finished``, looks at the fence.
         Waits for: the coordinator.
         On failure: a record that does not decode is logged and passed over; a failing bus raises.
-            ``Superseded``: another incarnation holds this worker's id.
+            ``Superseded``: another incarnation holds this worker's id. ``IdentityError``: this is another run.
         On stop: is cancelled; nothing is lost.
         """
         await self._read_to_the_end(is_old=True)
@@ -113,6 +125,11 @@ class ControlFollower:
                 # Old claims are of earlier incarnations, unless our first heartbeat was answered before we got to read.
                 if not is_old or message.incarnation == self.fence.incarnation:
                     self.fence.claimed(message.incarnation)
+            case RunIdentity():
+                refuse_stranger(self.run, self.run_id, message)
+                # From now on: the topics of a name that was deleted and begun anew are another run's.
+                self.run_id = message.run_id
+                self.on_identity(message)
             case RunFinished():
                 self._end(message, is_old)
 

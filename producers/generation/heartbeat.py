@@ -42,6 +42,7 @@ class Heartbeats:
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     state: WorkerState = WorkerState.STARTING
     version: PolicyVersion = NO_VERSION
+    run_id: str | None = None
     _sequence: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _rates: deque[tuple[float, int]] = field(default_factory=deque)
@@ -53,6 +54,10 @@ class Heartbeats:
         if (state, version) != (self.state, self.version):
             self.state, self.version = state, version
             self._changed.set()
+
+    def belong_to(self, run_id: str) -> None:
+        """Name this run in every heartbeat from now on."""
+        self.run_id = run_id
 
     async def heartbeat_loop(self, interval_s: float) -> None:
         """Beat.
@@ -78,7 +83,7 @@ class Heartbeats:
             log.warning("heartbeat not sent", error=str(error))
 
     def _heartbeat(self) -> Heartbeat:
-        now, generating = self.clock(), self.load.generating
+        generating = self.load.generating
         # The engine does not say which requests wait; it runs as many as it has slots, and the others wait.
         running = min(generating, self.engine.max_num_seqs)
         self._sequence += 1
@@ -93,11 +98,12 @@ class Heartbeats:
             waiting=generating - running,
             generated_tokens=self.load.generated_tokens,
             finished_trajectories=self.load.finished_trajectories,
-            tokens_per_s=self._rate(now),
+            tokens_per_s=self._rate(self.load.monotonic()),
             orders=self._orders(),
             kv_tokens=self.engine.kv_tokens,
+            run_id=self.run_id,
             sequence=self._sequence - 1,
-            sent_at=now,
+            sent_at=self.clock(),
         )
 
     def _orders(self) -> dict[str, float] | None:
@@ -112,6 +118,6 @@ class Heartbeats:
         # Two are kept in any case: a rate needs an interval, also with heartbeats further apart than the window.
         while len(self._rates) > 2 and self._rates[0][0] < now - RATE_WINDOW_S:
             self._rates.popleft()
-        (began, before), elapsed = self._rates[0], now - self._rates[0][0]
-        # The wall clock may have been set back: then there is no rate rather than a wrong one.
-        return max(0.0, (self.load.generated_tokens - before) / elapsed) if elapsed > 0 and began <= now else 0.0
+        (began, before) = self._rates[0]
+        elapsed = now - began
+        return max(0.0, (self.load.generated_tokens - before) / elapsed) if elapsed > 0 else 0.0

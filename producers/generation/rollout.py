@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from bus.port import Outgoing, Position, Publisher
 from producers.generation.engines.port import Engine, GenerationRequest, TokenDelta, Tokenizer
 from producers.rewards.runner import ScoreRequest, Scores
-from schemas.errors import BusError, EngineError
+from schemas.errors import BusError, EngineError, PromptRefused
 from schemas.identifiers import PolicyVersion, group_id_of, make_trajectory_id
 from schemas.trajectories import (
     FinishReason,
@@ -136,6 +136,7 @@ class Rollout:
         """Sample and score one completion; a failing engine is asked once more.
 
         Raises:
+            PromptRefused: the engine does not take such a prompt.
             EngineError: it failed twice, or returned what is not a completion.
         """
         trajectory_id = make_trajectory_id(order.group_id, sample_index)
@@ -169,9 +170,14 @@ class Rollout:
         except ValidationError as error:
             raise EngineError(f"expected a completion from {self.engine.name}, got: {error}") from error
 
-    def refused(self, order: WorkOrder, sample_index: int, reason: str) -> Trajectory:
-        """The trajectory of a sample that was never made, with the reason in place of each reward."""
-        return aborted_trajectory(order, sample_index, reason, rewards=self.scorer.names, now=self.clock())
+    def refused(self, order: WorkOrder, sample_index: int, reason: str, cause: str = "") -> Trajectory:
+        """The trajectory of a sample that was never made, with the reason in place of each reward.
+
+        ``cause``: of a refused prompt.
+        """
+        return aborted_trajectory(
+            order, sample_index, reason, rewards=self.scorer.names, now=self.clock(), refusal=cause
+        )
 
     async def _score(self, order: WorkOrder, completion: "SampledCompletion", text: str) -> Scores:
         if completion.finish_reason is FinishReason.ABORT:  # half a text would be scored as if it were a whole one
@@ -182,6 +188,8 @@ class Rollout:
     async def _generate_twice(self, request: GenerationRequest) -> "SampledCompletion":
         try:
             return await self._generate(request)
+        except PromptRefused:
+            raise  # the answer would be the same
         except EngineError as error:
             # One failed decode step fails every completion of its batch, most of which had no part in it.
             log.warning("request failed, asking once more", request=request.request_id, error=str(error))

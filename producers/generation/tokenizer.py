@@ -32,6 +32,12 @@ class ModelTokenizer:
             raise ModelError(
                 f"expected a tokenizer at {model_path}, got: {reason}; set the model to a directory that has one"
             ) from error
+        # Of a model without tokenizer files the library makes a tokenizer that knows no text at all.
+        if not set(self._tokenizer.get_vocab()) - set(self._tokenizer.all_special_tokens):
+            raise ModelError(
+                f"expected a tokenizer at {model_path}, got a model without one (no tokenizer.json or the like); "
+                "copy the files of the tokenizer that belongs to the model into its directory"
+            )
         self._chat_template_kwargs = dict(chat_template_kwargs)
         # Templates ignore what they do not know: a misspelt name would silently change nothing.
         template = str(self._tokenizer.chat_template or "")

@@ -22,13 +22,13 @@ import structlog
 
 from bus.port import Bus, Outgoing, Publisher, Record, Subscription
 from producers.generation.control import ControlFollower
-from producers.generation.engines.port import Engine, Tokenizer
+from producers.generation.engines.port import Engine, Tokenizer, encoded
 from producers.generation.heartbeat import Heartbeats
 from producers.generation.outbox import Fence, FencedPublisher, Outbox
 from producers.generation.rollout import RewardScorer, Rollout, TokenStream, WorkerLoad
 from producers.generation.settings import GenerationSettings
 from producers.generation.weights import WeightsAdopter, WeightsFetcher
-from schemas.errors import WireError
+from schemas.errors import PromptRefused, WireError
 from schemas.identifiers import make_trajectory_id, partition_of_worker
 from schemas.reports import WorkerState
 from schemas.settings import LoopSettings
@@ -42,13 +42,14 @@ GATE_S = 0.1
 """How often to look whether orders may be taken again; at most so long does an idle slot wait after a pause."""
 LAST_BEAT_S = 2.0
 ORDERS_PER_POLL = 32
+LOGGED_REFUSALS = 4
 
 
 @dataclass
 class GenerationWorker:
     """One per process. ``weights_cache`` is a directory of its own, kept between restarts.
 
-    ``on_tick`` is told, by name, of every turn of a loop.
+    ``on_tick`` is told, by name, of every turn of a loop. ``run_id``: of the run whose directory it has, if it has one.
     """
 
     bus: Bus
@@ -64,6 +65,7 @@ class GenerationWorker:
     monotonic: Callable[[], float] = time.monotonic
     open_fetcher: Callable[[Path, float, int], WeightsFetcher] = WeightsFetcher
     on_tick: Callable[[str], None] = lambda name: None
+    run_id: str | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped, drained, or the run is finished.
@@ -148,7 +150,15 @@ class WorkerSession:
         first_relay = partition_of_worker(worker_id)  # workers start at different relays
         fetcher = worker.open_fetcher(worker.weights_cache, settings.fetch_timeout_s, first_relay)
         adopter = WeightsAdopter(worker.engine, fetcher, lambda version: heartbeats.update(version=version))
-        follower = ControlFollower(control, fence, adopter, worker.on_tick)
+        follower = ControlFollower(
+            control,
+            fence,
+            adopter,
+            worker.on_tick,
+            run,
+            worker.run_id,
+            lambda identity: heartbeats.belong_to(identity.run_id),
+        )
         return cls(worker, work_orders, follower, adopter, heartbeats, executor)
 
     async def work(self, stop: asyncio.Event) -> None:
@@ -229,7 +239,7 @@ class WorkerSession:
 class OrderExecutor:
     """Carries out work orders: each sample becomes a task that ends when the broker has its trajectory.
 
-    ``running`` holds the tasks by trajectory id.
+    ``running`` holds the tasks by trajectory id; ``refused`` counts the orders whose prompt cannot be sampled.
     """
 
     rollout: Rollout
@@ -237,6 +247,7 @@ class OrderExecutor:
     topic: str
     max_prompt_length: int
     running: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
+    refused: int = 0
 
     def accept(self, record: Record, tasks: asyncio.TaskGroup) -> None:
         """Start every sample of an order that is for this worker and not running yet."""
@@ -271,28 +282,32 @@ class OrderExecutor:
         del self.running[task.get_name()]
         self.rollout.load.let_go(task.get_name())
 
-    def _prompt_token_ids(self, order: WorkOrder) -> Sequence[int] | str:
+    def _prompt_token_ids(self, order: WorkOrder) -> Sequence[int] | PromptRefused:
         """Token ids of the prompt, or why there are none."""
         try:
-            token_ids = self.rollout.tokenizer.encode_prompt(order.prompt)
-        except Exception as error:  # chat templates raise what they like
-            reason = f"expected a prompt that can be tokenised, got {type(error).__name__}: {error}"[:300]
-        else:
-            if 0 < len(token_ids) <= self.max_prompt_length:
-                return token_ids
-            reason = f"expected a prompt of 1 to {self.max_prompt_length} tokens, got {len(token_ids)}"
-        log.error("prompt refused", prompt=order.prompt.prompt_id, reason=reason)
-        return reason
+            return encoded(self.rollout.tokenizer, order.prompt, self.max_prompt_length)
+        except PromptRefused as refusal:
+            return refusal
 
-    async def _produce(self, order: WorkOrder, index: int, prompt: Sequence[int] | str) -> None:
+    async def _produce(self, order: WorkOrder, index: int, prompt: Sequence[int] | PromptRefused) -> None:
         # A task has its own context, so this binds the lines about one trajectory only.
         structlog.contextvars.bind_contextvars(trajectory=make_trajectory_id(order.group_id, index))
-        if isinstance(prompt, str):
-            trajectory = self.rollout.refused(order, index, prompt)
-        else:
+        try:
+            if isinstance(prompt, PromptRefused):
+                raise prompt
             trajectory = await self.rollout.sample(order, index, prompt)
+        except PromptRefused as refusal:  # the tokenizer's answer, or the engine's
+            if index == order.sample_indices[0]:
+                self._note_refused(order, refusal)
+            trajectory = self.rollout.refused(order, index, str(refusal), refusal.cause)
         await self.outbox.deliver(self._record(order, trajectory))
         self.rollout.load.finished_trajectories += 1
+
+    def _note_refused(self, order: WorkOrder, refusal: PromptRefused) -> None:
+        self.refused += 1
+        # Each of the first ones, and then each time that their number has doubled: a data set may be full of them.
+        if self.refused <= LOGGED_REFUSALS or self.refused & (self.refused - 1) == 0:
+            log.warning("prompt refused", prompt=order.prompt.prompt_id, reason=str(refusal), refused=self.refused)
 
     def _record(self, order: WorkOrder, trajectory: Trajectory) -> Outgoing:
         try:

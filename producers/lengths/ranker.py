@@ -184,7 +184,7 @@ class Ranker:
     bus: Bus
     run_name: str
     trainer: ModelTrainer
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
     on_tick: Callable[[str], None] = lambda name: None
     learned: int = field(default=0, init=False)
     _seen: FIFOCache[str, None] = field(default_factory=lambda: FIFOCache(REMEMBERED), init=False)

@@ -110,12 +110,18 @@ class StoredSource:
         needed = self._columns.read if self._settings.filter is None else None
         kept = array("Q")
         for index, row in enumerate(self._table.scan(needed)):
-            content, columns = self._columns.split_row(row, self._table.where(index))
+            try:
+                content, columns = self._columns.split_row(row, self._table.where(index))
+            except DataError:
+                # Once more with all of the row's columns, so that the error names those that could be meant.
+                self._columns.split_row(self._table.read(index), self._table.where(index))
+                raise
             if accepts({**columns, "prompt": content}):
                 kept.append(index)
         if not kept:
+            accepted = "" if self._settings.filter is None else f" that {self._settings.filter} (data.filter) accepts"
             raise DataError(
-                f"expected at least one prompt in {self._settings.path} that the filter accepts, "
+                f"expected at least one prompt in {self._settings.path}{accepted}, "
                 f"got none among {len(self._table)} rows"
             )
         return kept

@@ -205,8 +205,9 @@ class ArrowTable:
         """All rows; about half a million a second with the columns of a prompt."""
         # Only what is needed is decoded: images and long texts stay on disk.
         wanted = self._dataset
-        if columns is not None:
-            wanted = wanted.select_columns([name for name in wanted.column_names if name in columns])
+        # Where none of them is there, all are: a table of no columns would have no rows.
+        if columns is not None and (names := [name for name in wanted.column_names if name in columns]):
+            wanted = wanted.select_columns(names)
         for batch in wanted.iter(SCAN_ROWS) if wanted.column_names else ():
             yield from batch.to_pylist()
 

@@ -1,8 +1,8 @@
 """The reward process: loads one function, calls it as TRL would, and answers until its owner is gone.
 
-Started as ``python -m producers.rewards.child FUNCTION TIMEOUT_S OPTIONS`` by ``producers.rewards.runner``. Pipes carry
-msgpack: in come ``[call number, packed task]``; out go one greeting (``["ready", is async]`` or ``["failed", reason]``)
-and then ``[call number, reward, reason]``.
+Started as ``python -m producers.rewards.child FUNCTION TIMEOUT_S OPTIONS CONFINEMENT`` by ``producers.rewards.runner``.
+Pipes carry msgpack: in come ``[call number, packed task]``; out go one greeting (``["ready", is async]`` or
+``["failed", reason]``) and then ``[call number, reward, reason]``.
 
 Invariants:
 - a_call_is_answered_before_the_next_begins, of a synchronous function: so the owner knows which call it is at. An async
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from producers.rewards.builtin import BUILT_IN, DATASET, BuiltInOptions
+from producers.rewards.sandbox import RewardConfinement, confine
 from schemas.errors import RewardLoadError, UserError
 from schemas.import_path import load_function
 
@@ -49,12 +50,14 @@ MAX_REASON = 300
 """Characters of a reason: it travels with every trajectory, and an exception's text may be a whole model output."""
 
 
-def main(function: str, timeout_s: float, options: str = "{}") -> None:
-    """Load, greet, serve."""
+def main(function: str, timeout_s: float, options: str = "{}", confinement: str = "{}") -> None:
+    """Confine, load, greet, serve. ``confinement``: a ``RewardConfinement`` as JSON."""
     # Before anything of the user is imported: whatever a module prints must not get into the protocol.
     pipes = Pipes.take_over()
-    _die_with_the_worker()
     try:
+        confine(RewardConfinement(**json.loads(confinement)))
+        # After it: the kernel forgets that wish when a process changes its user.
+        _die_with_the_worker()
         reward = load_reward(function, options)
     except UserError as error:
         pipes.reply("failed", " ".join(str(error).split()))

@@ -28,6 +28,7 @@ import msgpack
 import structlog
 
 from producers.rewards.child import RewardResult, timed_out
+from producers.rewards.sandbox import environment_for
 from producers.rewards.settings import RewardSettings
 from schemas.errors import RewardLoadError
 from schemas.trajectories import Prompt
@@ -324,9 +325,10 @@ class RewardProcess:
         Raises:
             RewardLoadError: it cannot be imported, is no function, ends the process or takes too long.
         """
-        options = json.dumps(asdict(settings.built_in_options))
+        options, confinement = asdict(settings.built_in_options), asdict(settings.confinement)
+        arguments = (function, str(settings.timeout_s), json.dumps(options), json.dumps(confinement))
         try:
-            process = await _spawn(function, settings.timeout_s, options)
+            process = await _spawn(arguments, environment_for(os.environ, settings.environment))
         except OSError as error:
             raise RewardLoadError(f"expected to start a process for reward {function}, got: {error}") from error
         output = asyncio.create_task(_log_output(process, name))
@@ -399,20 +401,20 @@ class RewardProcess:
         return f"its process ended with exit code {code}"
 
 
-async def _spawn(function: str, timeout_s: float, options: str) -> asyncio.subprocess.Process:
+async def _spawn(arguments: Sequence[str], environment: dict[str, str]) -> asyncio.subprocess.Process:
     """Start the process; cancelled half-way, it still ends what it started.
 
     A new interpreter, not a fork: the worker holds a model, threads and sockets. ``-P`` keeps the user's directory, in
     which a json.py may lie, from the front of the path; the function is still found there.
     """
-    python_path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
+    python_path = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
     spawning = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "producers.rewards.child", function, str(timeout_s), options),
+            *(sys.executable, "-P", "-m", "producers.rewards.child", *arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": python_path},
+            env=environment | {"PYTHONPATH": python_path},
             start_new_session=True,
         )
     )

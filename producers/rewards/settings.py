@@ -7,6 +7,8 @@ from typing import Annotated, Self
 from pydantic import Field, field_validator, model_validator
 
 from producers.rewards.builtin import BUILT_IN, DATASET, THINK_ANSWER, BuiltInOptions
+from producers.rewards.sandbox import RewardConfinement
+from schemas.secrets import ENV_PREFIX
 from schemas.settings import Section
 
 _NAMES = (DATASET, *BUILT_IN)
@@ -40,6 +42,40 @@ class RewardSettings(Section):
     concurrency: Annotated[
         int, Field(ge=1, le=1024, description="Calls of one async function that may wait at the same time.")
     ] = 64
+    environment: Annotated[
+        tuple[str, ...],
+        Field(
+            description="Variables of the worker's environment that reward processes get besides what programs need to "
+            "run (PATH, HOME, locale, threads, caches); name here what a judge logs in with."
+        ),
+    ] = ()
+    network: Annotated[
+        bool,
+        Field(description="Whether reward processes have a network; false needs Linux with user namespaces."),
+    ] = True
+    max_processes: Annotated[
+        int | None,
+        Field(
+            ge=8,
+            description="Most processes and threads of one function at a time; needs Linux with user namespaces.",
+        ),
+    ] = None
+    max_memory_bytes: Annotated[
+        int | None, Field(ge=256 << 20, description="Most address space of each of its processes, libraries included.")
+    ] = None
+    max_file_bytes: Annotated[int, Field(ge=0, description="Longest file that they may write.")] = 16 << 30
+    max_open_files: Annotated[int, Field(ge=64, description="Most files that each of them may have open.")] = 4096
+
+    @field_validator("environment")
+    @classmethod
+    def _plain_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
+                got = name.partition("=")[0]  # whoever writes NAME=value may write a secret
+                raise ValueError(f"expected names of variables such as 'OPENAI_API_KEY', got {got!r}")
+            if name.startswith(ENV_PREFIX):
+                raise ValueError(f"expected no variable of StreamRL's own, which may be a secret, got {name}")
+        return names
 
     @field_validator("format_pattern", "answer_pattern")
     @classmethod
@@ -80,6 +116,17 @@ class RewardSettings(Section):
     def built_in_options(self) -> BuiltInOptions:
         """What the rewards that come along are made with."""
         return BuiltInOptions(self.format_pattern, self.answer_pattern)
+
+    @property
+    def confinement(self) -> RewardConfinement:
+        """What a reward process may take."""
+        return RewardConfinement(
+            network=self.network,
+            max_processes=self.max_processes,
+            max_memory_bytes=self.max_memory_bytes,
+            max_file_bytes=self.max_file_bytes,
+            max_open_files=self.max_open_files,
+        )
 
     @property
     def weight_by_name(self) -> dict[str, float]:

@@ -166,12 +166,66 @@ def diff(run: TopicsRun, bootstrap_servers: CatalogueServers = None, partitions:
         raise typer.Exit(1)
 
 
+HEARD_S = 3.0
+"""Three heartbeats: so long it is listened whether a worker of the run is alive."""
+
+
+@topics.command()
+def delete(
+    run: TopicsRun,
+    bootstrap_servers: Annotated[
+        str | None,
+        typer.Option(
+            "--bootstrap-servers",
+            envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS",
+            help="The broker; the run's own if left out, which is started for this, or that of `streamrl kafka up`.",
+        ),
+    ] = None,
+    directory: Annotated[Path, typer.Option(help="Where runs keep their directories.")] = Path("runs"),
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete the topics of a run, and all that is on them.
+
+    For good. The run's directory stays as it is. Refused while a worker of the run is alive.
+    """
+    import sys
+
+    from bus.kafka.topic_admin import delete_topics, topics_of
+    from deploy.wiring.broker import broker_with, worker_heard
+    from schemas.errors import UserError
+    from schemas.identifiers import is_plain_name
+    from schemas.topics import HEARTBEATS
+    from settings.run_directory import RunDirectory
+
+    if not is_plain_name(run):
+        raise UserError(f"expected the name of a run (a-z, 0-9, '.', '_', '-'), got {run!r}")
+    with broker_with(bootstrap_servers, RunDirectory(directory / run), print) as kafka:
+        names = asyncio.run(topics_of(kafka, run))
+        if not names:
+            print(f"no topics of run {run} at {kafka.bootstrap_servers}: nothing to delete")
+            return
+        if HEARTBEATS.full_name(run) in names and (worker := asyncio.run(worker_heard(kafka, run, HEARD_S))):
+            raise UserError(
+                f"expected run {run} to be over, heard its worker {worker} at {kafka.bootstrap_servers}: end the run "
+                "first, with Ctrl-C or `streamrl drain`"
+            )
+        if not yes and not sys.stdin.isatty():
+            raise UserError(f"expected a yes to the deletion of {len(names)} topics of run {run}; give --yes")
+        if not yes and not typer.confirm(f"delete {', '.join(names)} at {kafka.bootstrap_servers} for good?"):
+            print("nothing was deleted")
+            raise typer.Exit(1)
+        for name in asyncio.run(delete_topics(kafka, run)):
+            print(f"deleted: {name}")
+
+
 def _topics(run: str, servers: str | None, partitions: int, *, change: bool) -> bool:
     from bus.kafka.topic_admin import apply_topics, diff_topics
     from deploy.wiring.broker import broker_for
+    from inspection.diagnostics.connect import kafka_from_environment
 
+    kafka = kafka_from_environment()
     with broker_for(servers, print) as address:
-        changes = asyncio.run((apply_topics if change else diff_topics)(address, run, partitions))
+        changes = asyncio.run((apply_topics if change else diff_topics)(address, run, partitions, None, kafka))
     for item in changes:
         print(item)
     if not changes:

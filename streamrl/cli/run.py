@@ -29,14 +29,25 @@ def worker(
     _run("worker", context, worker_id)
 
 
+Adopt = Annotated[
+    bool,
+    typer.Option(
+        "--adopt",
+        help="Take over the run of this name that the topics hold and this directory does not: from the newest "
+        "checkpoint here, or else anew, skipping what was sampled before.",
+    ),
+]
+
+
 def trainer(
     context: typer.Context,
     standby: Annotated[
         bool, typer.Option("--standby", help="Load everything, and take over when the leading trainer falls silent.")
     ] = False,
+    adopt: Adopt = False,
 ) -> None:
     """The trainer: trajectories in, weights out."""
-    _run("standby" if standby else "trainer", context)
+    _run("standby" if standby else "trainer", context, adopt=adopt)
 
 
 def coordinator(context: typer.Context) -> None:
@@ -65,13 +76,13 @@ def ranker(context: typer.Context) -> None:
     _run("ranker", context)
 
 
-def _run(role: str, context: typer.Context, worker_id: str = "") -> None:
+def _run(role: str, context: typer.Context, worker_id: str = "", *, adopt: bool = False) -> None:
     # Within the command, here and below: ``--help``, which loads this module, stays instant without such imports.
     config, overrides = split(context.args)
     from deploy.wiring.process import run_role
     from settings.loading import load_settings
 
-    run_role(role, load_settings(config, overrides), worker_id)
+    run_role(role, load_settings(config, overrides), worker_id, adopt=adopt)
 
 
 # Files for a task of one's own.
@@ -127,7 +138,7 @@ def show(context: typer.Context, json: Annotated[bool, typer.Option("--json", he
     path, overrides = split(context.args)
     from settings.loading import as_toml, load_settings
 
-    settings = load_settings(path, overrides)
+    settings = load_settings(path, overrides, to_look=True)
     # The TOML ends with a line break of its own.
     print(settings.model_dump_json(indent=2) if json else as_toml(settings), end="\n" if json else "")
 
@@ -156,7 +167,7 @@ def explain(
     from settings.loading import load_settings
 
     # Without either there is no configuration whose value could be told, so none is loaded.
-    print("\n".join(lines(key, load_settings(path, overrides) if path or overrides else None)))
+    print("\n".join(lines(key, load_settings(path, overrides, to_look=True) if path or overrides else None)))
 
 
 Top = Annotated[
@@ -171,6 +182,7 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and start nothing; exit code 2 if a check fails.")
     ] = False,
+    adopt: Adopt = False,
 ) -> None:
     """Train: start everything that a run needs on this machine.
 
@@ -182,7 +194,7 @@ def run(
     from deploy.local.run import run_locally
     from settings.loading import load_settings
 
-    raise typer.Exit(run_locally(load_settings(config, overrides), top=top))
+    raise typer.Exit(run_locally(load_settings(config, overrides), top=top, adopt=adopt))
 
 
 def _dry_run(config: Path | None, overrides: list[str]) -> int:

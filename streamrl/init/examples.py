@@ -5,7 +5,6 @@ stay true when those change.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import tomli_w
 
 from schemas.errors import UserError
 from settings.explaining import description_of
+from settings.run_directory import plain_run_name
 
 Progress = Callable[[str], None]
 ExampleName = Literal["math", "tiny", "smollm2"]
@@ -134,12 +134,6 @@ def _warm_started(progress: Progress) -> Path:
     from streamrl.demo.warm_start import ensure_warm_started_model
 
     return ensure_warm_started_model(cache_root(), 0, progress)
-
-
-def plain_run_name(directory: Path) -> str:
-    """The directory's name as a run may be called."""
-    plain = re.sub(r"[^a-z0-9._-]+", "-", directory.absolute().resolve().name.lower()).strip("._-")
-    return plain[:64] or "my-run"
 
 
 def as_commented_toml(head: Sequence[str], entries: Sequence[Entry]) -> str:

@@ -8,7 +8,7 @@ that raises is a failed line, and the others go on.
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence, Sized
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,15 +20,19 @@ from bus.embedded.runtime import cache_root, find_java
 from bus.kafka.topic_admin import diff_topics
 from consumers.training.checkpoints.storage import REMOTE, open_storage
 from consumers.training.model import resolve_device
+from deploy.local.task_check import SampledPrompts, is_pointless
+from observability.metrics.settings import TrackingSettings
+from observability.metrics.tracking import check_installed
 from producers.generation.engines.factory import build_engine
 from producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
 from producers.generation.engines.slots import check_reach
+from producers.generation.prompt_survey import survey
 from producers.generation.tokenizer import ModelTokenizer
-from producers.prompts.sources import open_source
-from producers.rewards.runner import RewardRunner, ScoreRequest, Scores
+from producers.rewards.trial import RewardTrial, try_rewards
 from schemas.errors import CheckpointError, StreamRLError, UserError
 from schemas.import_path import load_function
 from schemas.trajectories import Prompt
+from settings.run_directory import named
 from settings.tree import Settings
 
 FLOOR_BYTES = 1 << 30
@@ -37,10 +41,14 @@ _BYTES_PER_PARAMETER = 4
 """float32, in which the trainer keeps weights and optimizer state."""
 _CHECKPOINT_COPIES = 3
 """Weights and the two moments of AdamW."""
-NUM_SAMPLED_PROMPTS = 64
-"""Enough to see the format and the usual lengths, in the time of a check."""
+MOST_PROMPTS = 20_000
+PROMPTS_PATIENCE_S = 15.0
+"""So many prompts are tokenised, or what can be done in that time: all of most data sets, and a sample of others."""
+REWARD_ROWS = 48
+REWARDS_PATIENCE_S = 20.0
+"""Rows that rewards are tried on, or what can be done in that time; a fault of one row in twenty shows nine times of
+ten."""
 MAX_SHOWN_CHARACTERS = 60
-SAMPLE_COMPLETION = "a sample completion"
 
 
 @dataclass(frozen=True)
@@ -100,14 +108,18 @@ class Checklist:
 
 def dry_run(settings: Settings, report: Report) -> int:
     """Check everything; 0, or 2 if something would go wrong."""
+    settings = named(settings)
     emulated = settings.generation.engine == "emulated"
     checklist = Checklist(report)
     checklist.add(Check("settings", "ok", f"run {settings.run.name}, in {settings.run.path}/"))
-    prompts = _prompts(checklist, settings)
+    prompts = checklist.attempt("data", lambda: SampledPrompts(settings))
+    first = checklist.attempt("data", lambda: [*prompts.first(REWARD_ROWS, PROMPTS_PATIENCE_S)]) if prompts else None
+    if first:
+        checklist.run("data", lambda: check_prompts(first))
     # An emulated run has neither a model nor real rewards: there is nothing of them to check.
-    size = 0 if emulated else _model(checklist, settings, prompts)
-    if prompts and not emulated:
-        checklist.run("rewards", lambda: check_rewards(settings, prompts[0]))
+    size = 0 if emulated else _model(checklist, settings, prompts if first else None)
+    if first and not emulated:
+        checklist.run("rewards", lambda: check_rewards(settings, first))
     _surroundings(checklist, settings, size)
     report(closing_line(checklist.checks))
     return 2 if any(check.state == "fail" for check in checklist.checks) else 0
@@ -128,20 +140,14 @@ def _once(subjects: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(subjects))
 
 
-def _prompts(checklist: Checklist, settings: Settings) -> list[Prompt]:
-    prompts = checklist.attempt("data", lambda: sample_prompts(settings)) or []
-    if prompts:
-        checklist.run("data", lambda: check_prompts(prompts))
-    return prompts
-
-
-def _model(checklist: Checklist, settings: Settings, prompts: list[Prompt]) -> int:
+def _model(checklist: Checklist, settings: Settings, prompts: SampledPrompts | None) -> int:
     """Parameters of the model; 0 if it cannot be had."""
     facts = checklist.attempt("model", lambda: read_model(settings))
     if facts is not None:
         checklist.run("model", lambda: check_model(facts, settings.model.path))
         if prompts:
-            checklist.run("lengths", lambda: check_lengths(settings, prompts, facts))
+            sample = prompts.first(MOST_PROMPTS, PROMPTS_PATIENCE_S)
+            checklist.run("lengths", lambda: check_lengths(settings, sample, facts, prompts.total))
     # Also without a model: a library or a device that is missing is a second mistake, told in the same go.
     checklist.run("engine", lambda: check_engine(settings, facts))
     return 0 if facts is None else parameters(facts)
@@ -150,6 +156,8 @@ def _model(checklist: Checklist, settings: Settings, prompts: list[Prompt]) -> i
 def _surroundings(checklist: Checklist, settings: Settings, parameters: int) -> None:
     if function := settings.evaluation.function:
         checklist.run("evaluation", lambda: _check_evaluation(function))
+    if settings.tracking.to:
+        checklist.run("tracking", lambda: _check_tracking(settings.tracking))
     checklist.run("broker", lambda: check_broker(settings))
     checklist.run("storage", lambda: check_storage(settings, parameters))
 
@@ -157,6 +165,11 @@ def _surroundings(checklist: Checklist, settings: Settings, parameters: int) -> 
 def _check_evaluation(path: str) -> Check:
     load_function(path)
     return Check("evaluation", "ok", f"{path} can be imported")
+
+
+def _check_tracking(tracking: TrackingSettings) -> Check:
+    check_installed(tracking)
+    return Check("tracking", "ok", f"{', '.join(tracking.to)}: installed")
 
 
 async def check_broker(settings: Settings) -> list[Check]:
@@ -216,31 +229,33 @@ def parameters(facts: ModelFacts) -> int:
     return sum(prod(tensor.shape) for name, tensor in facts.tensors.items() if tensor.owner == name)
 
 
-def check_lengths(settings: Settings, prompts: Sequence[Prompt], facts: ModelFacts) -> list[Check]:
+def check_lengths(
+    settings: Settings, prompts: Iterable[Prompt], facts: ModelFacts, total: int | None = None
+) -> list[Check]:
     """Renders the prompts as a worker does and compares their lengths with the settings' and the model's.
 
+    ``total``: prompts of which these are a sample. Refused ones fail only if hardly any other is left, as in a run.
+
     Raises:
-        ModelError: there is no tokenizer, or no chat template although prompts are chats.
+        ModelError: there is no tokenizer.
     """
-    tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
-    lengths = [len(tokenizer.encode_prompt(prompt)) for prompt in prompts]
-    loop, longest = settings.loop, max(lengths)
-    which = prompts[lengths.index(longest)].prompt_id
-    said = f"{min(lengths)} to {longest} tokens in {len(lengths)} prompts"
-    checks = [Check("lengths", "ok", f"{said}, at most {loop.max_prompt_length} allowed")]
-    if longest > loop.max_prompt_length or longest >= facts.max_length:
-        # - 1: a completion needs at least one position behind its prompt.
-        bound = min(loop.max_prompt_length, facts.max_length - 1)
-        advice = "raise loop.max_prompt_length" if longest < facts.max_length else "take a model with more positions"
-        long_ones = sum(length > bound for length in lengths)
-        detail = f"{long_ones} of {len(lengths)} prompts have more than {bound} tokens, {which} has {longest}"
-        checks = [
-            Check("lengths", "fail", f"{detail}: they would end in error; {advice}, or leave them out by data.filter")
-        ]
-    if 0 in lengths:
-        checks.append(Check("lengths", "fail", f"{prompts[lengths.index(0)].prompt_id} has no tokens; leave it out"))
-    room = facts.max_length - longest
-    if 0 < room < loop.max_completion_length:
+    loop = settings.loop
+    bound = min(loop.max_prompt_length, facts.max_length - 1)  # a completion needs a position behind its prompt
+    found = survey(ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs), prompts, bound)
+    sample = f" (a sample of {total:,})" if total and found.checked < total else ""
+    checks: list[Check] = []
+    if found.lengths:
+        shortest, longest = min(found.lengths.values()), max(found.lengths.values())
+        said = f"{shortest} to {longest} tokens in {len(found.lengths):,} prompts{sample}, at most {bound} allowed"
+        checks.append(Check("lengths", "ok", said))
+    if found.refused:
+        state: Literal["note", "fail"] = "fail" if is_pointless(found, settings.ingest.max_refused_share) else "note"
+        advice = "raise loop.max_prompt_length" if bound < facts.max_length - 1 else "take a model with more positions"
+        advice = f"{advice}, or leave them out by data.filter" if f"longer than {bound} tokens" in found.refused else ""
+        detail = f"{found.refused_count:,} of {found.checked:,} prompts{sample} would be refused: {found.causes()}"
+        checks.append(Check("lengths", state, f"{detail}; {advice}" if advice else detail))
+    if found.lengths and (room := facts.max_length - longest) < loop.max_completion_length:
+        which = next(name for name, length in found.lengths.items() if length == longest)
         cut = f"after {which} only {room} of loop.max_completion_length = {loop.max_completion_length} tokens fit"
         checks.append(Check("lengths", "note", f"{cut} into the model's {facts.max_length} positions"))
     return checks
@@ -318,17 +333,6 @@ def _must_be_writable(path: Path) -> Path:
         raise UserError(f"expected to write into {parent} for {path}, got: {error.strerror}") from error
 
 
-def sample_prompts(settings: Settings) -> list[Prompt]:
-    """Prompts at the first positions.
-
-    Raises:
-        UserError: there are none to be had.
-    """
-    source = open_source(settings.data, run_seed=settings.run.seed)
-    total = len(source) if isinstance(source, Sized) else settings.data.size
-    return [source.prompt_at(position)[0] for position in range(min(NUM_SAMPLED_PROMPTS, total))]
-
-
 def check_prompts(prompts: Sequence[Prompt]) -> Check:
     """What the first of them is, and which columns the rewards get."""
     first = prompts[0]
@@ -337,34 +341,31 @@ def check_prompts(prompts: Sequence[Prompt]) -> Check:
     return Check("data", "ok", f"every row can be read; {first.prompt_id} is {text!r}; columns for rewards: {columns}")
 
 
-async def check_rewards(settings: Settings, prompt: Prompt) -> list[Check]:
-    """What each function says.
+async def check_rewards(settings: Settings, prompts: Sequence[Prompt]) -> list[Check]:
+    """What each function says of these rows, as far as there is patience.
 
     Raises:
         RewardLoadError: one cannot be loaded.
     """
-    answer = prompt.columns.get("answer")
-    # The right answer and an empty completion: most rewards ought to tell these two apart.
-    text = SAMPLE_COMPLETION if answer is None else str(answer)
-    runner = RewardRunner(settings.rewards)
-    await runner.start()
-    try:
-        # Made-up token ids, one a character, for rewards that look at their number.
-        scored = [await runner.score(ScoreRequest(prompt, one, [*range(len(one))])) for one in (text, "")]
-    finally:
-        await runner.close()
-    what = "a sample completion" if answer is None else f"the answer of {prompt.prompt_id}"
-    return [_reward_check(name, scored, what) for name in runner.names]
+    trials = await try_rewards(settings.rewards, prompts, REWARDS_PATIENCE_S)
+    return [_reward_check(trial, prompts[0], settings.ingest.max_unrewarded_share) for trial in trials]
 
 
-def _reward_check(name: str, scored: list[Scores], what: str) -> Check:
-    for scores in scored:
-        if name in scores.errors:
-            return Check("rewards", "fail", f"{name}: {scores.errors[name]}")
-    values = [scores.rewards[name] for scores in scored]
-    if values == [None, None]:
-        return Check("rewards", "note", f"{name} gives no reward (None) for {what}, nor for nothing")
-    said = f"{name} gives {_shown(values[0])} for {what}, {_shown(values[1])} for nothing"
+def _reward_check(trial: RewardTrial, first: Prompt, most_failed: float) -> Check:
+    if trial.failed:
+        state: Literal["note", "fail"] = "fail" if trial.share > most_failed else "note"
+        said = f"{trial.name} fails on {len(trial.failed)} of {trial.rows} rows ({trial.share:.0%})"
+        bound = f"above ingest.max_unrewarded_share ({most_failed:.0%}) a run ends"
+        return Check("rewards", state, f"{said}, first on {trial.first_error}; {bound}")
+    tried = f" (tried on {trial.rows} rows)" if trial.rows > 1 else ""
+    # Shown of the first row on which it tells the two apart, if there is one.
+    telling = (name for name, (answer, nothing) in trial.pairs.items() if answer != nothing)
+    shown = next(telling, first.prompt_id)
+    what = f"the answer of {shown}" if "answer" in first.columns else "a sample completion"
+    values = trial.pairs[shown]
+    if values == (None, None):
+        return Check("rewards", "note", f"{trial.name} gives no reward (None) for {what}, nor for nothing{tried}")
+    said = f"{trial.name} gives {_shown(values[0])} for {what}, {_shown(values[1])} for nothing{tried}"
     if values[0] == values[1]:
         return Check("rewards", "note", f"{said}: can it tell a good completion from a bad one?")
     return Check("rewards", "ok", said)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from producers.generation.engines.port import GenerationRequest, TokenDelta
+from producers.generation.engines.port import GenerationRequest, TokenDelta, refuse_unfit
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason, Prompt
@@ -22,6 +22,7 @@ class FakeEngine:
 
     ``failures``: how often each request (or ``"*"``: the next ones of any) still fails. ``hold_at``: requests wait
     before this token until ``release`` is set. ``delay_s``: pause before each delta. ``refuse``: versions not adopted.
+    ``longest``: tokens of a prompt at most, as its model would have it.
     """
 
     name: str = "fake"
@@ -34,6 +35,7 @@ class FakeEngine:
     failures: dict[str, int] = field(default_factory=dict)
     refuse: set[PolicyVersion] = field(default_factory=set)
     finish_reason: FinishReason = FinishReason.STOP
+    longest: int = 1 << 20
     start_error: Exception | None = None
     start_delay_s: float = 0.0
     release: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,6 +59,7 @@ class FakeEngine:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         assert self.started
         assert self.version is not None, "generation before the first weights"
+        refuse_unfit(request.prompt_token_ids, self.longest)
         self.requests.append(request)
         async with self._slots, aclosing(self._sample(request)) as deltas:
             async for delta in deltas:

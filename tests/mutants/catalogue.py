@@ -64,13 +64,13 @@ MUTANTS = (
         "self.read[0] + 1 if self.read else self.position",
         (f"{INGEST}/test_frontier.py::test_nothing_unfinished_is_passed",),
     ),
-    # A resumed reader starts without the finished ids that its checkpoint holds.
+    # A resumed reader starts without the finished groups that its checkpoint holds.
     Mutant(
         "03",
-        "dedupe window dropped at resume",
+        "finished groups dropped at resume",
         "consumers/training/resume.py",
-        'document.get("dedupe", {}).items()',
-        "{}.items()",
+        "return FinishedGroups.from_json(found)",
+        "return FinishedGroups()",
         (
             f"{TRAINING}/test_resume.py::test_a_reader_goes_on_where_the_checkpoint_was_taken_with_rows_of_its_own",
             f"{TRAINING}/test_trainer.py::test_a_repeated_trajectory_is_not_trained_twice",
@@ -237,5 +237,54 @@ MUTANTS = (
             f"{GENERATION}/engines/test_stop_matcher.py::"
             "test_the_first_token_after_which_the_text_has_a_stop_string_ends_it",
         ),
+    ),
+    # The snapshot is taken once the rows are on the topic: it has what was skipped meanwhile, whose row may be lost.
+    Mutant(
+        "13",
+        "snapshot taken after its rows settled",
+        "consumers/training/session.py",
+        """        snapshot = self.reader.snapshot()
+        context.failpoint(Failpoint.SNAPSHOT_TAKEN)
+        # A restart announces this step's report again, and none before it: those have to be on the topic by now.
+        await self.announcements.settled()
+        # The snapshot's records are never read again, so a row lost now would be a record without an outcome.
+        await self.reader.flush()
+""",
+        """        await self.announcements.settled()
+        await self.reader.flush()
+        snapshot = self.reader.snapshot()
+        context.failpoint(Failpoint.SNAPSHOT_TAKEN)
+""",
+        (f"{TRAINING}/test_trainer_failures.py::test_a_checkpoint_claims_no_row_that_it_has_not_waited_for",),
+    ),
+    # Of the groups that share a chunk of bits only the one that ended last is remembered.
+    Mutant(
+        "14",
+        "finished groups forgotten",
+        "consumers/ingest/finished_groups.py",
+        "self._whole.get(place, 0) | 1 << bit",
+        "1 << bit",
+        (
+            f"{INGEST}/test_finished_groups.py::test_a_finished_sample_is_known_for_ever",
+            f"{INGEST}/test_finished_groups.py::test_every_repeat_is_found",
+        ),
+    ),
+    # A restarted dispatcher takes a worker that it has only read of for one that is there.
+    Mutant(
+        "15",
+        "a heartbeat of the past taken for a sign of life",
+        "producers/dispatch/fleet.py",
+        "self._note(heartbeat, now, is_heard=False)",
+        "self._note(heartbeat, now, is_heard=True)",
+        ("tests/producers/dispatch/test_recovery.py::test_the_clocks_of_workers_decide_nothing",),
+    ),
+    # What the trainer skipped is applied after all of its steps, and so after a newer lineage has undone some of it.
+    Mutant(
+        "16",
+        "skip rows of an older lineage applied behind the next one's first report",
+        "producers/dispatch/recovery.py",
+        "            while rows and (rows[0].lineage, rows[0].step) < report.version:",
+        "            while False:",
+        ("tests/producers/dispatch/test_recovery.py::test_rows_of_an_older_lineage_are_undone_by_the_next",),
     ),
 )

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,51 @@ async def _lengths_and_times_are_those_of_the_settings(bootstrap_servers: str) -
         fastest_s = 0.01 * (1 + 1 / 64) * len(one.token_ids) / 50.0
         assert one.finished_at - one.started_at > 0.98 * fastest_s - 0.002
     assert any(len(one.version_spans) > 1 for one in trajectories)
+
+
+def own_prompts(directory: Path, name: str, long: int) -> Path:
+    """A run on 40 prompts of its own, so many of which do not fit into the context of 30 tokens."""
+    rows = [{"prompt": ("long " * 60 if index < long else "short ") + str(index)} for index in range(40)]
+    (directory / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = directory / f"{name}.toml"
+    text = CONFIG.format(directory=directory, name=name).replace("max_completion_length = 3000", "")
+    text = text.replace("bucket_boundaries = [500, 1000]", "max_completion_length = 20\nbucket_boundaries = [10]")
+    data = f'path = "{directory / "own.jsonl"}"'
+    config.write_text(text.replace('dataset = "chain_sum"', data))
+    return config
+
+
+def test_one_prompt_that_cannot_be_sampled_is_skipped_and_told_and_the_others_are_trained(
+    tmp_path: Path, bootstrap_servers: str
+) -> None:
+    name = "emulated-one-bad"
+    options = (f"--kafka.bootstrap_servers={bootstrap_servers}", "--generation.max_model_len=30")
+    run = LocalRun.start(own_prompts(tmp_path, name, long=1), name, *options, "--training.max_steps=6")
+    try:
+        assert run.wait() == 0, run.text()[-4000:]  # 48 groups, which is more than a pass over the prompts
+    finally:
+        run.end()
+    assert run.summary()["steps"] == 6
+    assert run.summary()["restarts"] == 0
+    causes = run.summary()["skip_causes"]["refused"]["counts"]
+    assert [*causes] == ["longer than 29 tokens"]
+    (count,) = causes.values()
+    assert count in (4, 8)
+    assert f"skipped: {count} refused (trajectories)" in run.text()
+    assert f"refused: {count} longer than 29 tokens; such as prompt own/1: expected a prompt of 1 to 29" in run.text()
+
+
+def test_prompts_none_of_which_can_be_sampled_end_the_run_with_one_line(tmp_path: Path, bootstrap_servers: str) -> None:
+    name = "emulated-all-bad"
+    broker = f"--kafka.bootstrap_servers={bootstrap_servers}"
+    run = LocalRun.start(own_prompts(tmp_path, name, long=40), name, broker, "--generation.max_model_len=30")
+    try:
+        assert run.wait() == 2, run.text()[-4000:]
+    finally:
+        run.end()
+    last = run.text().strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "expected few refused prompts, got 51 in a row" in last
+    assert "longer than 29 tokens: prompt own/" in last
+    log = "".join(path.read_text() for path in (run.directory / "logs").glob("worker-*.log"))
+    assert 0 < log.count("prompt refused") < 30

@@ -2,7 +2,15 @@
 
 import numpy as np
 
-from schemas.control import DrainWorker, FlowControl, OperatorCommand, RunFinished, WeightsReady, WorkerClaimed
+from schemas.control import (
+    DrainWorker,
+    FlowControl,
+    OperatorCommand,
+    RunFinished,
+    RunIdentity,
+    WeightsReady,
+    WorkerClaimed,
+)
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
 from schemas.reports import (
@@ -108,6 +116,12 @@ def examples() -> dict[str, Message]:
         ),
         "trajectory": trajectory(),
         "trajectory-empty": trajectory(0, finish_reason=FinishReason.ABORT, prompt_token_ids=np.zeros(0, np.int32)),
+        "trajectory-refused": trajectory(
+            0,
+            finish_reason=FinishReason.ABORT,
+            prompt_token_ids=np.zeros(0, np.int32),
+            refusal="longer than 127 tokens",
+        ),
         "step-report": StepReport(
             algorithm="grpo",
             step=4,
@@ -164,11 +178,18 @@ def examples() -> dict[str, Message]:
             lineage=3,
             part=1,
             records=(RecordRef("gsm8k/7/0/0", 2, 5), RecordRef("gsm8k/7/0/1", 2, 7)),
-            missing=4,
-            unknown=11,
+            absent=4,
             skips_hash="00ff",
             skips_by_reason={"stale": 2},
             sent_at=1_795_000_006.5,
+        ),
+        "run-identity": RunIdentity(
+            run_id="0f6ad1c2-7a53-4f3e-9d0e-1b7a4f1c2d3e",
+            adoptions=1,
+            lineages_before=3,
+            orphans_through=3,
+            holder="host-a:/data/runs/demo",
+            since=1_795_000_010.0,
         ),
         "operator-command": OperatorCommand(
             action="drain_worker", worker_id="worker-1", reason="maintenance", sent_at=1_795_000_006.0

@@ -19,9 +19,11 @@ class Killed(BaseException):
 
 @dataclass(eq=False)
 class Process:
-    """A simulated process: what its callbacks are tagged with."""
+    """A simulated process: what its callbacks are tagged with. ``clock``: its machine's time of day, if it has one."""
 
     name: str
+    role: str | None = None
+    clock: Callable[[], float] | None = None
     is_dead: bool = False
     is_stopped: bool = False
     held: "list[asyncio.Handle]" = field(default_factory=list)

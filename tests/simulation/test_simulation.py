@@ -3,23 +3,26 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 
 from bus.port import Start
-from consumers.ingest.filters import DedupeWindow
+from consumers.ingest.finished_groups import FinishedGroups
 from consumers.ingest.frontier import PartitionFrontier
-from consumers.ingest.groups import GroupAssembler
+from consumers.ingest.ledger import Ledger
 from consumers.ingest.rejections import RejectionWriter
 from consumers.training.checkpoints.catalogue import Lineage
+from consumers.training.session import TrainerSession
+from producers.dispatch.recovery import _TrainerRecords
+from schemas.reports import SkipRecord, StepReport
 from tests.simulation.bus.reading import SimSubscription
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.run import run_seed, simulate
 from tests.simulation.worlds.scenarios import SCENARIOS
 
-BOUNDED = 104
+BOUNDED = 105
 MOST_TRIED = 60
 
 
@@ -62,10 +65,10 @@ def test_a_seed_goes_the_same_way_in_another_process_with_other_hashes() -> None
     assert len(hashes) == 1
 
 
-def rules_broken(scenario: str, wanted: Iterable[str]) -> set[str]:
-    """Rules that seeds of a scenario break, up to the first that breaks one of those wanted."""
+def rules_broken(scenario: str, wanted: Iterable[str], first: int = 0, most: int = MOST_TRIED) -> set[str]:
+    """Rules that seeds of a scenario break, from ``first`` on, up to the first that breaks one of those wanted."""
     found: set[str] = set()
-    for seed in range(MOST_TRIED):
+    for seed in range(first, first + most):
         found |= {problem.rule for problem in run_seed(seed, scenario).problems}
         if found & set(wanted):
             break
@@ -73,8 +76,8 @@ def rules_broken(scenario: str, wanted: Iterable[str]) -> set[str]:
 
 
 def test_without_dedupe_trajectories_are_found_in_the_model_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DedupeWindow, "accept", lambda self, trajectory_id, place: True)
-    monkeypatch.setattr(GroupAssembler, "is_closed", lambda self, group_id: False)
+    monkeypatch.setattr(Ledger, "has_sample", lambda self, group_id, index: False)
+    monkeypatch.setattr(Ledger, "is_closed", lambda self, group_id: False)
     assert "duplicate effect" in rules_broken("poison", {"duplicate effect"})
 
 
@@ -116,3 +119,43 @@ def test_rows_that_are_not_sent_again_are_found_missing(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(RejectionWriter, "_landed", forget)
     assert "lost" in rules_broken("poison", {"lost"})
+
+
+def test_ids_that_a_count_pushes_out_are_found_trained_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In worlds of so many groups that a window of a thousand is full long before the steps make repeats too old."""
+    order: list[str] = []
+
+    def add_to_window(self: FinishedGroups, group_id: str, samples: Iterable[int], wanted: int) -> None:
+        order.append(group_id)
+        self._partial[group_id] = frozenset(samples)
+        for old in order[:-1_000]:
+            self._partial.pop(old, None)
+        del order[:-1_000]
+
+    assert rules_broken("thousands", {"duplicate effect"}, first=2, most=1) == set()
+    monkeypatch.setattr(FinishedGroups, "add", add_to_window)
+    assert "duplicate effect" in rules_broken("thousands", {"duplicate effect"}, first=2, most=4)
+
+
+def test_an_announcement_before_its_checkpoint_is_found_to_leave_the_trainer_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the last step: everybody hears that the run has ended, and nobody samples for the trainer that crashed."""
+    checkpoint = TrainerSession.checkpoint_if_due
+
+    async def announce_first(self: TrainerSession) -> bool:
+        assert self.report is not None
+        await self.announce(self.report)
+        await self.announcements.settled()
+        return await checkpoint(self)
+
+    monkeypatch.setattr(TrainerSession, "checkpoint_if_due", announce_first)
+    assert rules_broken("trainer-crashes", {"liveness", "steps", "audit"}, first=30) & {"liveness", "steps", "audit"}
+
+
+def test_a_history_that_is_sorted_by_clocks_is_found_to_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_time(self: _TrainerRecords) -> Iterator[StepReport | SkipRecord]:
+        return iter(sorted((*self.reports, *self.rows), key=lambda message: message.sent_at))
+
+    monkeypatch.setattr(_TrainerRecords, "in_order_of_causes", by_time)
+    assert "liveness" in rules_broken("clocks", {"liveness"})

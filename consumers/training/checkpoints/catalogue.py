@@ -113,6 +113,35 @@ def read_manifests(storage: CheckpointStorage | str | Path) -> list[CheckpointMa
     return [entry.manifest for entry in entries if entry.manifest is not None]
 
 
+@dataclass(frozen=True)
+class HeldCheckpoints:
+    """What a place knows of its run. ``lineage``: the newest one claimed or checkpointed; 0: none."""
+
+    place: str
+    lineage: int = 0
+    newest: CheckpointManifest | None = None
+
+    @property
+    def run_id(self) -> str | None:
+        """Of the run that the newest checkpoint belongs to, if it says so."""
+        return self.newest.run_id if self.newest is not None else None
+
+
+def held_in(storage: CheckpointStorage) -> HeldCheckpoints:
+    """What is claimed and kept in a place. Reads only.
+
+    Raises:
+        CheckpointError: the storage cannot be read.
+    """
+    manifests = read_manifests(storage)
+    try:
+        claims = storage.claims()
+    except OSError as error:
+        raise CheckpointError(f"expected to read the lineage claims in {storage}, got: {error}") from error
+    lineage = max([0, *claims, *(manifest.lineage for manifest in manifests)])
+    return HeldCheckpoints(str(storage), lineage, next(iter(manifests), None))
+
+
 def resumable(entries: Sequence[CheckpointEntry], rollback: Rollback | None) -> list[CheckpointEntry]:
     """What a start may go on from, newest first; damaged ones among them. ``entries``: all of them, newest first.
 

@@ -52,11 +52,13 @@ class CheckpointManifest(Part):
     """What a checkpoint is of.
 
     ``frontier``: by partition, which records of the stream are accounted for; ``anchors``: by partition, how to
-    recognise the topic. ``parent``: the version that this lineage went on from (None: the initial model).
+    recognise the topic. ``parent``: the version that this lineage went on from (None: the initial model). ``run_id``
+    None: it belongs to the run in whose directory it lies.
     """
 
     format: Literal[2] = 2
     run: str
+    run_id: str | None = None
     algorithm: str
     lineage: Annotated[int, Field(ge=0)]
     parent: PolicyVersion | None = None

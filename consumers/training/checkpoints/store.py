@@ -27,8 +27,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from consumers.training.checkpoints.catalogue import (
+    HeldCheckpoints,
     Lineage,
     claim_lineage,
+    held_in,
     read_entries,
     read_manifests,
     resumable,
@@ -93,6 +95,14 @@ class CheckpointStore:
 
     storage: CheckpointStorage
     keep: int
+
+    def held(self) -> HeldCheckpoints:
+        """What is claimed and kept here.
+
+        Raises:
+            CheckpointError: the storage cannot be read.
+        """
+        return held_in(self.storage)
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
         """Take the run over: the next number, greater than that of every claim and every checkpoint.

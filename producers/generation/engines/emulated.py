@@ -13,6 +13,7 @@ fast_forward_equals_step_by_step; every_token_belongs_to_the_version_of_its_step
 import asyncio
 import heapq
 import math
+import sys
 import time
 from array import array
 from bisect import bisect_right
@@ -25,7 +26,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
-from producers.generation.engines.port import GenerationRequest, TokenDelta
+from producers.generation.engines.port import GenerationRequest, TokenDelta, refuse_unfit
 from producers.rewards.runner import ScoreRequest, Scores
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
@@ -405,7 +406,8 @@ class EmulatedEngine:
         """Wait as long as sampling this completion would take. Closing the iterator early frees its slot.
 
         Raises:
-            EngineError: the engine is closed, or the prompt does not fit ``max_model_len``.
+            EngineError: the engine is closed.
+            PromptRefused: the prompt does not fit ``max_model_len``.
             DataError: the length trace has no length for it.
         """
         batch, clock = self._started()
@@ -456,13 +458,9 @@ class EmulatedEngine:
 
     def _length(self, request: GenerationRequest) -> tuple[int, FinishReason]:
         prompt_tokens, limit = len(request.prompt_token_ids), request.sampling.max_completion_length
-        if self._max_model_len is not None:
-            limit = min(limit, self._max_model_len - prompt_tokens)
-        if not prompt_tokens or limit < 1:
-            raise EngineError(
-                f"expected a prompt of at least 1 token, and fewer than generation.max_model_len, "
-                f"got {prompt_tokens} in request {request.request_id}; lower loop.max_prompt_length"
-            )
+        context = self._max_model_len or sys.maxsize
+        refuse_unfit(request.prompt_token_ids, context - 1)
+        limit = min(limit, context - prompt_tokens)
         # The trace knows lengths by sample, and a request's id is the trajectory's.
         group_id, _, index = request.request_id.rpartition("/")
         length = trace_length(self._lengths, group_id, int(index) if index.isdecimal() else 0, request.prompt)

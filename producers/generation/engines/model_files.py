@@ -69,10 +69,8 @@ def read_facts(model_path: str, max_model_len: int | None) -> ModelFacts:
     Raises:
         ModelError: there is no such model, or it is not a causal language model.
     """
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        config = AutoConfig.from_pretrained(model_path)
+        config = _quiet_config(model_path)
         with torch.device("meta"):  # shapes without memory: the model may not fit a second time
             skeleton = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except Exception as error:
@@ -80,15 +78,39 @@ def read_facts(model_path: str, max_model_len: int | None) -> ModelFacts:
             f"expected a causal language model at {model_path}, got: {one_line(error)}; "
             f"set the model to a directory that from_pretrained can load"
         ) from error
-    text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None) or UNLIMITED
     return ModelFacts(
-        vocab_size=text.vocab_size,
-        max_length=min(longest, max_model_len or longest),
+        vocab_size=config.get_text_config().vocab_size,
+        max_length=_context(config, max_model_len),
         eos_token_ids=_eos_token_ids(model_path, config),
         tensors=describe_tensors(skeleton),
         config=config,
     )
+
+
+def read_context(model_path: str, max_model_len: int | None) -> int:
+    """Tokens of prompt and completion together that the model takes; of all facts the one that costs little.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    try:
+        return _context(_quiet_config(model_path), max_model_len)
+    except Exception as error:
+        raise ModelError(
+            f"expected a causal language model at {model_path}, got: {one_line(error)}; "
+            f"set the model to a directory that from_pretrained can load"
+        ) from error
+
+
+def _quiet_config(model_path: str) -> Any:
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    return AutoConfig.from_pretrained(model_path)
+
+
+def _context(config: Any, max_model_len: int | None) -> int:
+    longest: int = getattr(config.get_text_config(), "max_position_embeddings", None) or UNLIMITED
+    return min(longest, max_model_len or longest)
 
 
 def describe_tensors(model: torch.nn.Module) -> dict[str, TensorFacts]:

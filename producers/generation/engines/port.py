@@ -1,10 +1,11 @@
-"""A generation engine and its tokenizer as the worker sees them."""
+"""A generation engine and its tokenizer as the worker sees them, and the rule by which both refuse a prompt."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from schemas.errors import ModelError, PromptRefused
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason, Prompt, SamplingParams
 
@@ -61,6 +62,7 @@ class Engine(Protocol):
 
         Raises:
             EngineError: the engine failed; the request may be made again.
+            PromptRefused: the engine runs on, and will never sample this prompt.
         """
         ...
 
@@ -87,3 +89,37 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens, special tokens left out."""
         ...
+
+
+MAX_SAID = 200
+"""Characters of what a chat template says, which may print the whole prompt."""
+
+
+def encoded(tokenizer: Tokenizer, prompt: Prompt, longest: int) -> list[int]:
+    """The prompt's tokens, ``longest`` at most.
+
+    Raises:
+        PromptRefused: it has no tokens or too many, or cannot be tokenised.
+    """
+    try:
+        token_ids = tokenizer.encode_prompt(prompt)
+    except ModelError as error:  # names what the model lacks, and for which prompts
+        raise PromptRefused("no chat template", str(error)) from error
+    except Exception as error:  # chat templates raise what they like
+        said = f"{type(error).__name__}: {error}"[:MAX_SAID]
+        raise PromptRefused("cannot be tokenised", f"expected a prompt that can be tokenised, got {said}") from error
+    refuse_unfit(token_ids, longest)
+    return token_ids
+
+
+def refuse_unfit(token_ids: Sequence[int], longest: int) -> None:
+    """Refuse a prompt of no tokens, or of more than ``longest``.
+
+    Raises:
+        PromptRefused: it is one.
+    """
+    expected = f"expected a prompt of 1 to {longest} tokens, got {len(token_ids)}"
+    if not token_ids:
+        raise PromptRefused("no tokens", expected)
+    if len(token_ids) > longest:
+        raise PromptRefused(f"longer than {longest} tokens", expected)

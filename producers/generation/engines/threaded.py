@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from producers.generation.engines.model_files import ModelFacts
-from producers.generation.engines.port import GenerationRequest, TokenDelta, Tokenizer
-from schemas.errors import EngineError
+from producers.generation.engines.port import GenerationRequest, TokenDelta, Tokenizer, refuse_unfit
+from schemas.errors import EngineError, PromptRefused
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason, SamplingParams
 
@@ -91,7 +91,8 @@ class ThreadedEngine:
         """Sample one completion. Closing the iterator early frees its slot.
 
         Raises:
-            EngineError: the engine failed or is closed, or the prompt does not fit the model.
+            EngineError: the engine failed or is closed.
+            PromptRefused: the prompt does not fit the model.
         """
         # Refusals are raised here, in the caller, before the engine's thread hears of the request.
         completion = ActiveCompletion(request, self._limit(request), self._seed(request))
@@ -136,15 +137,12 @@ class ThreadedEngine:
     def _limit(self, request: GenerationRequest) -> int:
         facts = self._running_facts()
         prompt = request.prompt_token_ids
-        if not 0 < len(prompt) < facts.max_length:
-            raise EngineError(
-                f"expected a prompt of 1 to {facts.max_length - 1} tokens, got {len(prompt)} "
-                f"in request {request.request_id}; lower loop.max_prompt_length"
-            )
+        refuse_unfit(prompt, facts.max_length - 1)  # a completion needs at least one position behind it
         if not 0 <= min(prompt) <= max(prompt) < facts.vocab_size:
-            raise EngineError(
-                f"expected token ids below {facts.vocab_size}, got {min(prompt)} to {max(prompt)} "
-                f"in request {request.request_id}; use the model's own tokenizer"
+            raise PromptRefused(
+                f"token ids above the model's {facts.vocab_size}",
+                f"expected token ids below {facts.vocab_size}, got {min(prompt)} to {max(prompt)}; "
+                "use the model's own tokenizer",
             )
         return min(request.sampling.max_completion_length, facts.max_length - len(prompt))
 
@@ -234,8 +232,12 @@ class ThreadedEngine:
                 completion.matcher = StopMatcher(completion.request.sampling, self._opened_tokenizer())
             self._decoder.add(completion)
             self._active.add(completion)
-        except Exception as error:
+        except EngineError as error:
             self._outbox.append((completion, EngineError(f"expected a request the engine can run, got: {error}")))
+        except Exception as error:
+            # Nothing runs of it yet, so what the library does not like is this request, and no other harmed by it.
+            detail = f"expected a request the engine can run, got {type(error).__name__}: {error}"
+            self._outbox.append((completion, PromptRefused(f"refused by {self.name}", detail)))
 
     def _opened_tokenizer(self) -> Tokenizer:
         # Opened when it is wanted: most runs have no stop strings, and need none here.

@@ -2,6 +2,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -10,7 +11,17 @@ from bus.kafka import connection
 from bus.kafka.bus import KafkaBus
 from bus.kafka.connection import BrokerAvailability, advised
 from bus.kafka.settings import KafkaSettings
-from schemas.errors import BrokerError, BusError, BusUnavailable, StreamRLError, TopicMissing, UserError
+from schemas.errors import (
+    BrokerError,
+    BusError,
+    BusUnavailable,
+    SettingsError,
+    StreamRLError,
+    TopicMissing,
+    UserError,
+)
+from schemas.secrets import MASK
+from tests.pipeline.secure_broker import certified
 
 
 @pytest.fixture
@@ -64,6 +75,27 @@ async def test_unreadable_certificates_are_named() -> None:
         {"bootstrap_servers": "127.0.0.1:1", "security_protocol": "SSL", "ssl_cafile": "no/such/file.pem"}
     )
     with pytest.raises(BrokerError, match=r"kafka\.ssl_"):
+        await _open("publisher", settings)
+
+
+def test_a_key_with_a_pass_phrase_opens_with_the_right_one_and_never_asks(tmp_path: Path) -> None:
+    key, authority = certified(tmp_path, "phrase")
+    given = {"bootstrap_servers": "b:1", "security_protocol": "SSL", "ssl_certfile": key, "ssl_keyfile": key}
+    given["ssl_cafile"] = authority
+    assert connection.client_options(KafkaSettings.model_validate(given | {"ssl_key_password": "phrase"}), "c")
+    for wrong in ({}, {"ssl_key_password": "canary"}):
+        with pytest.raises(
+            BrokerError, match="for a key with a pass phrase, STREAMRL_KAFKA__SSL_KEY_PASSWORD"
+        ) as caught:
+            connection.client_options(KafkaSettings.model_validate(given | wrong), "c")
+        assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize("password", [None, MASK])
+async def test_a_password_that_is_not_there_is_named_with_its_variable(password: str | None) -> None:
+    given = {"bootstrap_servers": "127.0.0.1:1", "security_protocol": "SASL_PLAINTEXT", "sasl_plain_username": "me"}
+    settings = KafkaSettings.model_validate(given | {"sasl_plain_password": password})
+    with pytest.raises(SettingsError, match=r"kafka\.sasl_plain_password.* set STREAMRL_KAFKA__SASL_PLAIN_PASSWORD"):
         await _open("publisher", settings)
 
 

@@ -3,15 +3,15 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.batching.micro_batches import Sample
-from consumers.ingest.groups import ClosedGroup, GroupAssembler, Rejection
+from consumers.batching.micro_batches import Group, Sample
+from consumers.ingest.groups import ClosedGroup, GroupAssembler, ReadyGroups, Rejection
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef, SkipReason
 from tests.consumers.factories import sample, trajectory
 
 
 def assembler() -> GroupAssembler:
-    return GroupAssembler(capacity=100)
+    return GroupAssembler()
 
 
 def add(groups: GroupAssembler, group_id: str, index: int, *, of: int, usable: bool = True) -> ClosedGroup | None:
@@ -53,7 +53,6 @@ def test_a_group_is_closed_when_its_newest_order_is_long_past() -> None:
         ("d/0/0", 2, True),
         ("d/2/0", 3, False),
     ]
-    assert groups.is_closed("d/0/0")
 
 
 def test_a_group_is_as_old_as_its_oldest_usable_sample() -> None:
@@ -80,10 +79,11 @@ def test_what_cannot_belong_to_its_group_is_objected_to() -> None:
         assert (objection[0] if objection else None) is reason
 
 
-def test_groups_of_finished_trajectories_are_closed_after_a_restart() -> None:
-    groups = assembler()
-    groups.restore(["d/0/0/0", "d/0/0/3", "d/7/1/0"])
-    assert [groups.is_closed(name) for name in ("d/0/0", "d/7/1", "d/1/0")] == [True, True, False]
+def test_one_group_may_be_ready_twice() -> None:
+    ready = ReadyGroups(lambda: 1)
+    for offset in (0, 9):
+        ready.add(Group("d/0/0", 5.0, (sample("d/0/0", 0, offset=offset),)))
+    assert [ready.pop().samples[0].ref.offset for _ in range(2)] == [0, 9]
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 31)), max_size=8), st.integers(0, 10**6))

@@ -66,7 +66,7 @@ async def test_records_of_a_group_are_finished_together() -> None:
     read(ledger, *found)
     ledger.release(bad.ref)
     ledger.hold(closed([good, cut], [poison(bad)], 4))
-    ledger.skip_late(Rejection(late.ref, SkipReason.GROUP_INCOMPLETE, "late"), "d/0/0")
+    ledger.skip_late(Rejection(late.ref, SkipReason.GROUP_INCOMPLETE, "late"), "d/0/0", 2)
     ledger.mark_trained([good.ref])
     assert ledger.rejections.tally.count == 0
     ledger.mark_skipped(Group("d/0/0", 0.0, (cut,)), SkipReason.FILTERED, "cut")

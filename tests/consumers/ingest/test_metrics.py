@@ -6,7 +6,7 @@ from tests.consumers.ingest.scene import LOOP
 
 def test_rates_and_latency_are_of_the_time_since_the_last_summary() -> None:
     now = [100.0]
-    measures = IngestMetrics(LOOP, lambda: now[0])
+    measures = IngestMetrics(LOOP, lambda: now[0], lambda: now[0])
     lag = {TopicPartition("t", number): number for number in range(4)}
     for number in range(10):
         measures.observe_record(50)

@@ -6,15 +6,15 @@ import pytest
 
 from consumers.ingest.frontier import Frontier
 from consumers.ingest.reader import ReaderSnapshot
-from consumers.ingest.translation import NOWHERE, Translation, finished_records, translate
+from consumers.ingest.translation import Translation, finished_records, translate
 from schemas.errors import DataLossRefused
 from schemas.reports import RecordRef, SkipReason
 from tests.consumers.ingest.scene import Scene, checkpoint, next_group, refs_of
 
 
 def translated(finished: Sequence[str], *log: str | None, begins: dict[int, int] | None = None) -> Translation:
-    found = Translation(frozenset(finished))
-    found.begin(begins or {0: 0})
+    found = Translation(frozenset(finished).__contains__, finished_before=len(finished))
+    found.frontier.begin_at(begins or {0: 0})
     for offset, name in enumerate(log, start=(begins or {0: 0})[0]):
         found.add(name, 0, offset)
     return found
@@ -25,8 +25,7 @@ def test_what_was_finished_stays_finished() -> None:
     assert found.carried == [RecordRef("b", 0, 1), RecordRef("a", 0, 3)]
     assert [found.frontier.is_done(0, offset) for offset in range(6)] == [False, True, False, True, False, False]
     assert found.known_records[0].offset == 3
-    assert found.all_places() == {"a": (0, 3), "b": (0, 1), "c": NOWHERE}
-    assert found.frontier.is_done(*NOWHERE), "its name stays in the next checkpoint"
+    assert found.absent == 1
 
 
 def test_a_log_that_begins_later_is_read_from_its_beginning() -> None:
@@ -41,12 +40,12 @@ def test_finished_records_are_counted_by_a_frontier() -> None:
     assert finished_records(frontier) == 4 + 2 + 2 + 3
 
 
-async def test_what_is_not_known_is_counted() -> None:
+async def test_what_is_not_found_is_counted() -> None:
     scene = Scene()
     await scene.publish_group(1)
     before = Frontier.from_json({"0": {"low": 10, "done": []}})
-    found = await translate(scene.bus, scene.topic, "t", ["d/1/0/1", "d/9/0/0"], before)
-    assert (found.missing, found.unknown, len(found.carried)) == (1, 8, 1)
+    found = await translate(scene.bus, scene.topic, "t", {"d/1/0/1", "d/9/0/0"}.__contains__, before)
+    assert (found.absent, len(found.carried)) == (9, 1)
 
 
 async def elsewhere(groups: Sequence[int]) -> Scene:
@@ -88,7 +87,7 @@ async def test_on_another_cluster_nothing_is_trained_twice_and_nothing_is_lost()
     reader = other.reader(kept, translate_offsets=True)
     found = await reader.carry_over()
     assert found is not None
-    assert (len(found.carried), found.missing, found.unknown) == (4, 0, 0)
+    assert (len(found.carried), found.absent) == (4, 0)
     async with other.running(reader):
         assert {(await next_group(reader)).group_id for _ in range(2)} == {"d/2/0", "d/3/0"}
         await reader.flush()
@@ -119,7 +118,7 @@ async def test_a_finished_trajectory_that_comes_later_is_a_duplicate() -> None:
     reader = other.reader(kept, translate_offsets=True)
     found = await reader.carry_over()
     assert found is not None
-    assert (len(found.carried), found.missing) == (0, 4)
+    assert (len(found.carried), found.absent) == (0, 4)
     async with other.running(reader):
         reader.ledger.mark_trained(refs_of(await next_group(reader)))
         await reader.flush()

@@ -16,6 +16,7 @@ from consumers.batching.settings import BatchingSettings
 from consumers.ingest.settings import IngestSettings
 from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
+from consumers.training.identity import IdentityFile
 from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
 from consumers.training.settings import TrainingSettings
 from consumers.training.trainer import Trainer
@@ -71,6 +72,7 @@ class Scene:
             "open_compute": lambda: ComputeThread(1),
             "checkpoints": CheckpointStore(storage, training.keep_checkpoints),
             "run_dir": self.root,
+            "identity": IdentityFile(self.root),
         }
         return Trainer(**(options | changes))
 

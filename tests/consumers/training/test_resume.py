@@ -4,6 +4,7 @@ from collections import Counter
 import pytest
 
 from consumers.algorithms.settings import AlgorithmSettings
+from consumers.ingest.finished_groups import FinishedGroups
 from consumers.ingest.frontier import Frontier
 from consumers.ingest.ledger import KnownRecord
 from consumers.ingest.reader import ReaderSnapshot
@@ -23,7 +24,7 @@ from schemas.identifiers import PolicyVersion
 
 SNAPSHOT = ReaderSnapshot(
     frontier=Frontier.from_json({"0": {"low": 4, "done": [7]}, "1": {"low": 0, "done": [], "passed": [[3, 9]]}}),
-    dedupe={"p/0/0/0": (0, 3)},
+    finished_groups=FinishedGroups.of_trajectories(["p/0/0/0", "p/0/0/1", "p/3/0/1"]),
     known_records={0: KnownRecord(offset=7, trajectory_id="p/0/0/1")},
     tally=SkipTally(2, 5, "ab", Counter(stale=7)),
     prompt_cursor=12,
@@ -47,8 +48,21 @@ def test_a_reader_goes_on_where_the_checkpoint_was_taken_with_rows_of_its_own() 
     kept = decode_manifest(encode_manifest(manifest()))
     found = reader_snapshot(kept, json.loads(json.dumps(reader_document(SNAPSHOT))), lineage=3)
     assert found.frontier.to_json() == SNAPSHOT.frontier.to_json()
-    assert (found.dedupe, found.known_records, found.prompt_cursor) == (SNAPSHOT.dedupe, SNAPSHOT.known_records, 12)
+    assert (found.finished_groups, found.known_records, found.prompt_cursor) == (
+        SNAPSHOT.finished_groups,
+        SNAPSHOT.known_records,
+        12,
+    )
     assert found.tally == SkipTally(3, 0, "ab", Counter(stale=7))
+
+
+def test_the_ids_of_an_older_version_s_checkpoint_are_known() -> None:
+    ids = {"p/0/0/0": [0, 3], "p/0/0/1": [0, 4], "p/1/0/1": [1, 0]}
+    found = reader_snapshot(manifest(), {"dedupe": ids}, lineage=3).finished_groups
+    assert [found.has_sample(*name) for name in (("p/0/0", 1), ("p/1/0", 1), ("p/1/0", 0), ("p/2/0", 0))] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    assert "p/1/0" in found
 
 
 def test_without_a_checkpoint_a_reader_begins_at_the_beginning() -> None:

@@ -12,6 +12,7 @@ from consumers.batching.micro_batches import MicroBatch
 from consumers.training.model import load_model, load_reference
 from consumers.training.settings import TrainingSettings
 from consumers.training.step import PolicyLearner, learning_rate_at
+from schemas.errors import OutOfMemory
 from tests.consumers.training.factories import make_micro_batch, split_micro_batch
 
 CPU = torch.device("cpu")
@@ -220,3 +221,60 @@ def test_a_spiking_gradient_is_not_applied(
 def test_the_last_fifty_norms_are_remembered(model_path: Path) -> None:
     learner = with_history(model_path, [float(number) for number in range(60)])
     assert learner.optimizer_tensors()["recent_grad_norms"].tolist() == [float(number) for number in range(10, 60)]
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_what_does_not_fit_counts_for_nothing(model_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """Out of memory in the middle: halves, after a gradient that is lost was gathered anew, are the whole."""
+    first, second = make_micro_batch(3), make_micro_batch(6, seed=1)
+    loss, gradients = gradient_of(make_learner(model_path), [first, second])
+    learner = make_learner(model_path)
+    learner.accumulate(first)
+    before = [parameter.grad.clone() for parameter in learner.model.parameters()]
+    with monkeypatch.context() as patch:
+        fail_in(learner, moment, patch)
+        with pytest.raises(OutOfMemory, match=r"6 samples.*DefaultCPUAllocator") as shortage:
+            learner.accumulate(second)
+    assert shortage.value.gradient_lost == (moment == "backward")
+    found = [parameter.grad for parameter in learner.model.parameters()]
+    assert any(not torch.equal(one, other) for one, other in zip(before, found, strict=True)) == (moment == "backward")
+    again = [*second.halves()]
+    if shortage.value.gradient_lost:
+        learner.discard()
+        again.insert(0, first)
+    split_loss, others = gradient_of(learner, again)
+    assert split_loss == pytest.approx(loss, rel=1e-4)
+    for one, other in zip(gradients, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def fail_in(learner: PolicyLearner, moment: str, patch: pytest.MonkeyPatch) -> None:
+    """Let memory run out in the first layer: forward, or backward, when the layers above have their gradient."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: not enough memory: you tried"
+        )
+
+    layer = learner.model.model.layers[0]
+    plain = layer.forward
+
+    def forward(hidden: Tensor, *args: object, **options: object) -> Tensor:
+        if moment == "forward":
+            fail()
+        output: Tensor = plain(hidden, *args, **options)
+        output.register_hook(fail)
+        return output
+
+    patch.setattr(layer, "forward", forward)
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = make_learner(model_path)
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("expected a tensor")
+
+    monkeypatch.setattr(learner.model.model.layers[0], "forward", broken)
+    with pytest.raises(RuntimeError, match="expected a tensor"):
+        learner.accumulate(make_micro_batch(2))

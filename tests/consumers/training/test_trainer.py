@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from bus.port import TopicPartition
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.training.checkpoints.store import load_checkpoint
-from schemas.errors import CheckpointError, SettingsError, Superseded
+from schemas.errors import IdentityError, SettingsError, Superseded
 from schemas.identifiers import PolicyVersion
 from schemas.reports import SkipReason
 from schemas.trajectories import FinishReason
@@ -287,7 +287,7 @@ async def test_a_checkpoint_of_another_run_is_refused(scene: Scene) -> None:
         await scene.publish_group(number)
     async with scene.running(scene.trainer()):
         await scene.until_version(1, 1)
-    with pytest.raises(CheckpointError, match="'r'"):
+    with pytest.raises(IdentityError, match="'r'"):
         await scene.trainer(run_name="other").run(asyncio.Event())
 
 

@@ -1,6 +1,11 @@
+import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from deploy.local.run import child_specs
+from deploy.local.supervisor import Child
 from settings.run_directory import RunDirectory
 
 
@@ -13,3 +18,19 @@ def test_a_ranker_is_started_only_when_wanted_and_the_run_goes_on_without_it() -
     (ranker,) = [spec for spec in wanted if spec not in without]
     assert (ranker.name, ranker.optional, ranker.essential) == ("ranker", True, False)
     assert ranker.command[4:6] == ["ranker", str(directory.config)]
+
+
+async def test_children_get_secrets_in_their_environment_and_the_other_settings_from_their_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMRL_LOOP__MODE", "stream")
+    monkeypatch.setenv("STREAMRL_KAFKA__SASL_PLAIN_PASSWORD", "beaten-by-the-command-line")
+    directory = RunDirectory(tmp_path)
+    specs = child_specs(directory, 1, [], {"STREAMRL_KAFKA__SASL_PLAIN_PASSWORD": "hush-4711"}, ranker=True)
+    assert not [spec for spec in specs if "hush-4711" in " ".join(spec.command) + repr(spec)]
+    assert all(spec.environment["STREAMRL_KAFKA__SASL_PLAIN_PASSWORD"] == "hush-4711" for spec in specs)
+    printing = [sys.executable, "-c", "import os; print(*(n for n in os.environ.items() if '__' in n[0]), sep='|')"]
+    child = await Child.start(replace(specs[0], command=printing))
+    assert await child.process.wait() == 0
+    printed = {line for line in child.last_line().split("|") if "STREAMRL" in line}
+    assert printed == {"('STREAMRL_KAFKA__SASL_PLAIN_PASSWORD', 'hush-4711')"}

@@ -29,7 +29,7 @@ async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
     asyncio.get_running_loop().call_later(1.0, print, "printed meanwhile")
     asyncio.get_running_loop().call_later(float(sys.argv[3]), stop.set)
-    await watch(RunDirectory(Path(sys.argv[1])), sys.argv[2], progress, stop)
+    await watch(RunDirectory(Path(sys.argv[1])), sys.argv[2], {}, progress, stop)
 
 asyncio.run(main())
 """
@@ -110,7 +110,7 @@ async def test_without_a_terminal_there_is_the_run_s_progress_alone(tmp_path: Pa
         shown.append(stop)
 
     stop = asyncio.Event()
-    await watch(RunDirectory(tmp_path), "127.0.0.1:1", progress, stop)
+    await watch(RunDirectory(tmp_path), "127.0.0.1:1", {}, progress, stop)
     assert shown == [stop]
 
 

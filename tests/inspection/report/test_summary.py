@@ -5,7 +5,7 @@ import pytest
 from inspection.report.summary import Summary, build_summary, summary_lines
 from observability.run_state.state import RunState
 from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef
+from schemas.reports import RecordRef, SkipReason
 from tests.schemas.examples import examples
 
 
@@ -44,3 +44,26 @@ def test_a_run_without_a_step_tells_no_reward() -> None:
     summary = summed(0)
     assert summary["reward_first"] is None
     assert not [line for line in summary_lines(summary) if line.startswith("reward")]
+
+
+def test_a_run_ends_with_what_it_skipped_and_why() -> None:
+    state, row = RunState("run"), examples()["skip"]
+    details = [
+        (SkipReason.REFUSED, "longer than 127 tokens: prompt d/3: expected a prompt of 1 to 127 tokens, got 300", 1200),
+        (SkipReason.REFUSED, "no tokens: prompt d/4: expected a prompt of 1 to 127 tokens, got 0", 30),
+        (SkipReason.POISON, "reward exact: ValueError: no answer\n in it", 2),
+        (SkipReason.STALE, "expected at most 3 steps of staleness, got 4", 5),
+        (SkipReason.ZERO_ADVANTAGE, "all rewards of the group are equal", 500),
+    ]
+    for reason, detail, count in details:
+        for number in range(count):
+            state.observe_message(row.replace(reason=reason, detail=detail, trajectory_id=f"d/3/0/{number}"))
+    summary = build_summary(state, engine="e", seed=0, run_seconds=1.0, resumed_from=0, before={}, after={}, restarts=0)
+    assert summary_lines(summary)[-3:] == [
+        "skipped: 2 poison, 1,230 refused, 5 stale (trajectories)",
+        "  poison: 2 reward exact; such as d/3/0/0: ValueError: no answer in it",
+        "  refused: 1,200 longer than 127 tokens, 30 no tokens; such as prompt d/3: expected a prompt of 1 to 127 "
+        "tokens, got 300",
+    ]
+    assert summary["skip_causes"]["refused"]["counts"] == {"longer than 127 tokens": 1200, "no tokens": 30}
+    assert not [line for line in summary_lines(summed(20)) if "skipped" in line]

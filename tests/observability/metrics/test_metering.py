@@ -16,6 +16,7 @@ from schemas.errors import Superseded
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
 from schemas.reports import SkipReason
+from tests.fakes.clock import FakeClock
 from tests.schemas.examples import examples
 
 
@@ -120,10 +121,14 @@ def test_a_worker_s_heartbeats_become_figures(meters: Meters) -> None:
 
 
 def test_the_coordinator_counts_workers_by_state(meters: Meters) -> None:
-    coordinator, beat = CoordinatorMeter(meters), examples()["heartbeat"]
-    for number, sent_at in enumerate((100.0, 100.0, 50.0)):
-        coordinator.heartbeat(beat.replace(worker_id=f"w{number}", sent_at=sent_at))
-    coordinator.collect(105.0, 10.0)
+    clock = FakeClock()
+    coordinator, beat = CoordinatorMeter(meters, clock), examples()["heartbeat"]
+    coordinator.heartbeat(beat.replace(worker_id="w2", sent_at=clock.now + 3600.0))  # its own clock proves nothing
+    clock.advance(50.0)
+    for name in ("w0", "w1"):
+        coordinator.heartbeat(beat.replace(worker_id=name, sent_at=clock.now - 3600.0))
+    clock.advance(5.0)
+    coordinator.collect(10.0)
     assert value(meters.registry, "workers", standing="draining") == 2
     assert value(meters.registry, "workers", standing="lost") == 1
     ready, finished = examples()["control-weights-ready"], examples()["control-run-finished"]

@@ -3,11 +3,12 @@ import itertools
 import pytest
 
 from bus.port import Record
+from observability.run_state.aggregates import CAUSES_HELD, EXAMPLE_LIMIT
 from observability.run_state.snapshot import snapshot
 from observability.run_state.state import AWAY_S, CURVES, SHOWN_TRAJECTORIES, TRAINER, WORKERS_HELD, RunState
 from schemas.control import RunFinished
 from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef, WorkerState
+from schemas.reports import RecordRef, SkipReason, WorkerState
 from tests.observability.run_state.made_up_run import MadeUpRun
 from tests.observability.run_state.writing import append, append_letters, paused, topics_of
 from tests.schemas.examples import examples
@@ -146,3 +147,14 @@ def test_skips_are_counted_by_reason_and_ranges_count_whole() -> None:
     state.observe_message(row.replace(reason="retention_expired", offset=20, end_offset=120))
     assert state.skips == {"stale": 1, "retention_expired": 100}
     assert state.fates.of((3, 12)) == "skipped: stale"
+
+
+def test_causes_of_skips_stay_bounded() -> None:
+    state, row = RunState(RUN), examples()["skip"]
+    for number in range(500):
+        detail = f"error number {number}: {'x' * 900}"
+        state.observe_message(row.replace(reason=SkipReason.POISON, detail=detail, trajectory_id=f"d/{number}/0/0"))
+    causes = state.skip_causes["poison"]
+    assert sum(causes.counts.values()) == 500
+    assert len(causes.counts) == CAUSES_HELD + 1
+    assert len(causes.example) == EXAMPLE_LIMIT

@@ -38,6 +38,10 @@ def version(number: int, lineage: int = 1) -> PolicyVersion:
     return PolicyVersion(lineage, number)
 
 
+_SEQUENCE = itertools.count()
+"""Of all heartbeats made here: each is newer than those made before."""
+
+
 def heartbeat(
     worker: str = "w0",
     *,
@@ -63,7 +67,7 @@ def heartbeat(
         finished_trajectories=0,
         tokens_per_s=0.0,
         orders=orders,
-        sequence=0,
+        sequence=next(_SEQUENCE),
         sent_at=0.0,
     )
 
@@ -185,8 +189,20 @@ class Scene:
         """A new dispatcher on the same bus."""
         self.stop = asyncio.Event()
         predictor = self.predictor or ConstantLength(LengthSettings(), self.loop)
-        dispatcher = Dispatcher(self.bus, "r", self.loop, self.settings, self.source, predictor, self.clock, self.seed)
+        dispatcher = Dispatcher(
+            self.bus,
+            "r",
+            self.loop,
+            self.settings,
+            self.source,
+            predictor,
+            self.clock,
+            self.seed,
+            time_of_day=self.clock,
+        )
         self.task = asyncio.create_task(dispatcher.run(self.stop))
+        while not self.task.done() and not hasattr(dispatcher, "_heard_at"):
+            await asyncio.sleep(0)  # until it has rebuilt its state: what it only recalls gets no new orders
         return dispatcher
 
     async def end(self) -> None:

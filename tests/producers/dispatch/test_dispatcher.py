@@ -136,8 +136,12 @@ async def test_a_worker_is_not_ordered_more_than_it_can_hold(scene: Scene) -> No
 
 
 async def test_the_load_is_spread_over_the_fleet(scene: Scene) -> None:
-    await scene.beat("w0")
-    await _started(scene, "w1")
+    await scene.start()
+    for worker in ("w0", "w1"):
+        await scene.beat(worker)
+    await scene.settle()
+    await scene.step(0)
+    await scene.until(lambda: len(scene.orders()) == BOUND)
     assert len(scene.orders("w0")) == len(scene.orders("w1")) == BOUND // 2
 
 
@@ -227,6 +231,7 @@ async def test_a_resumed_dispatcher_neither_skips_nor_repeats_a_prompt(scene: Sc
     await scene.end()
     scene.source.asked.clear()
     await scene.start()
+    await scene.beat()
     await scene.settle()
     assert len(scene.orders()) == BOUND
     await scene.skip("toy/0/0", 0, SkipReason.GROUP_INCOMPLETE)
@@ -604,9 +609,10 @@ async def test_a_trajectory_frees_its_slot_in_the_same_turn() -> None:
 async def test_a_large_window_is_planned_and_sent_whole() -> None:
     loop = LOOP.model_copy(update={"groups_per_step": 300, "num_generations": 1, "mode": "synchronous"})
     scene = Scene(loop=loop, settings=FAST.model_copy(update={"strategy": "skewness_aware"}))
+    dispatcher = await scene.start()
     await scene.beat("w0")
     await scene.beat("w1")
-    dispatcher = await scene.start()
+    await scene.settle()
     await scene.step(0)
     await scene.until(lambda: len(scene.orders()) == 250)
     for order in scene.orders():

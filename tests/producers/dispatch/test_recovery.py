@@ -1,4 +1,7 @@
 import time
+from types import SimpleNamespace
+
+import pytest
 
 from bus.port import Outgoing, TopicPartition
 from producers.dispatch.recovery import rebuild
@@ -15,8 +18,11 @@ async def _rebuilt(scene: Scene) -> tuple[DispatchState, dict[TopicPartition, in
     return state, await rebuild(scene.bus, "r", state, time.time)
 
 
-async def _order(scene: Scene, position: int, *, attempt: int = 0, number: int = 0) -> str:
-    sent = order(f"toy/{position}/0").replace(attempt=attempt, admitted_version=version(number))
+async def _order(
+    scene: Scene, position: int, *, attempt: int = 0, number: int = 0, incarnation: str | None = None
+) -> str:
+    made = order(f"toy/{position}/0")
+    sent = made.replace(attempt=attempt, admitted_version=version(number), incarnation=incarnation)
     await scene.send(WORK_ORDERS, sent, sent.group_id, position % 64)
     return sent.group_id
 
@@ -73,13 +79,82 @@ async def test_the_order_in_which_the_clocks_tick_does_not_matter() -> None:
     assert state.ledger.in_flight == 0
 
 
+@pytest.mark.parametrize("skew_s", [0.0, -5.0, -7200.0, 300.0])
+@pytest.mark.parametrize("lineages", [1, 2])
+async def test_no_clock_that_is_set_keeps_groups_in_flight(
+    skew_s: float, lineages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 3 and 4 and all rows since then bear the stamps of a clock that was set, or of another machine's."""
+    now = [1_000_000.0]
+    monkeypatch.setattr("bus.memory.time", SimpleNamespace(time=lambda: now[0]))
+    scene = Scene()
+    await scene.step(0)
+    for position in range(10):
+        await _order(scene, position)
+        await scene.finish(order(f"toy/{position}/0"))
+    for number in range(1, 5):
+        lineage = lineages if number > 2 else 1
+        if number == 3:
+            now[0] += skew_s
+            if lineages == 2:
+                await scene.step(2, lineage=2)
+        now[0] += 1.0
+        await scene.step(number, [f"toy/{2 * number - 2}/0", f"toy/{2 * number - 1}/0"], lineage=lineage)
+        if number in (2, 4):
+            for sample in range(2):
+                row = skip_record(f"toy/{8 if number == 2 else 9}/0", sample, SkipReason.POISON)
+                row = row.replace(step=number, lineage=lineage, sequence=sample + 1)
+                await scene.send(SKIPS, row)
+    await _order(scene, 8)
+    state, _ = await _rebuilt(scene)
+    assert (state.ledger.current, state.ledger.in_flight) == (version(4, lineages), 0)
+    assert state.ledger.room(version(4, lineages)) == 4
+
+
+async def test_rows_of_an_older_lineage_are_undone_by_the_next() -> None:
+    """Lineage 2 goes on from step 1 and reads the group again; lineage 3 goes on from step 3, before which it ended."""
+    scene = Scene()
+    await scene.step(0)
+    for position in range(3):
+        await _order(scene, position)
+        await scene.finish(order(f"toy/{position}/0"))
+    await scene.step(1)
+    row = skip_record("toy/0/0", 0, SkipReason.ZERO_ADVANTAGE, step=2).replace(lineage=1, sequence=1)
+    await scene.send(SKIPS, row)
+    await scene.step(1, lineage=2)
+    kept = skip_record("toy/1/0", 0, SkipReason.ZERO_ADVANTAGE, step=2).replace(lineage=2, sequence=1)
+    await scene.send(SKIPS, kept)
+    await scene.step(3, lineage=2)
+    await scene.step(3, lineage=3)
+    state, _ = await _rebuilt(scene)
+    flying = [name for name in ("toy/0/0", "toy/1/0", "toy/2/0") if state.ledger.is_in_flight(name)]
+    assert flying == ["toy/0/0", "toy/2/0"]
+
+
+async def test_the_clocks_of_workers_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stamps hours ahead prolong no lease and no patience, stamps hours behind end none."""
+    for skew_s in (7200.0, -7200.0):
+        monkeypatch.setattr("bus.memory.time", SimpleNamespace(time=lambda skew_s=skew_s: 1_000.0 + skew_s))
+        scene = Scene()
+        await scene.step(0)
+        await scene.beat()
+        await _order(scene, 0)
+        await scene.finish(order("toy/0/0"), [0])
+        state = DispatchState(LOOP, FAST, ConstantLength(LengthSettings(), LOOP))
+        await rebuild(scene.bus, "r", state, lambda: 1_000.0)
+        assert not state.lost(1_000.0 + FAST.lease_s)
+        assert not state.candidates(1_000.0)  # not heard yet
+        assert len(state.lost(1_000.1 + FAST.lease_s)) == 1
+
+
 async def test_orders_of_a_worker_that_restarted_meanwhile_are_lost() -> None:
     scene = Scene()
     await scene.step(0)
     await scene.beat(incarnation="a")
-    await _order(scene, 0)
+    await _order(scene, 0, incarnation="a")
     await scene.beat(incarnation="b")
-    await _order(scene, 1)
+    await _order(scene, 1, incarnation="b")
+    await _order(scene, 2)  # of a dispatcher that did not say: whoever holds the id now may have it
     state, _ = await _rebuilt(scene)
     assert [flight.order.position for flight in state.lost(time.time())] == [0]
 

@@ -120,7 +120,7 @@ def test_a_group_that_was_given_up_holds_others_back_until_the_trainer_ends_it(s
     admitted = _admit(state)
     state.observe(trajectory(admitted, 0), 1.0)
     for flight in list(state.flights.unfinished()):
-        state.give_up(flight, 1.0)
+        state.give_up(flight, 1.0, 1.0)
     assert _holds_others_back(state)
     state.observe(step_report(1, [admitted.group_id]), 2.0)
     assert not _holds_others_back(state)
@@ -164,7 +164,7 @@ def test_a_group_that_is_given_up_is_completed_by_records_that_say_so(state: Dis
     _admit(state, 0)
     kept = _admit(state, 1)
     state.observe(trajectory(kept, 0), 1.0)
-    made = [record for flight in list(state.flights.unfinished()) for record in state.give_up(flight, 1.0)]
+    made = [record for flight in list(state.flights.unfinished()) for record in state.give_up(flight, 1.0, 1.0)]
     assert [record.trajectory_id for record in made] == ["toy/0/0/0", "toy/0/0/1", "toy/1/0/1"]
     assert {record.finish_reason for record in made} == {FinishReason.ABORT}
     assert made[-1].reward_errors == {

@@ -8,6 +8,7 @@ from producers.generation.outbox import Outbox
 from producers.generation.rollout import Rollout
 from producers.generation.worker import OrderExecutor
 from schemas.identifiers import PolicyVersion
+from schemas.trajectories import FinishReason, Prompt
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.scorer import FakeScorer
 from tests.producers.generation.factories import WORKER, work_order
@@ -51,3 +52,35 @@ async def test_samples_of_one_group_go_where_their_order_says_whatever_their_len
     assert [len(trajectory.token_ids) for trajectory in found] == list(lengths)
     assert {trajectory.bucket for trajectory in found} == {work_order().estimate.bucket}
     assert sum(map(len, messages)) == len(lengths)
+
+
+async def test_a_prompt_that_the_engine_refuses_harms_no_other_and_is_logged_less_and_less_often() -> None:
+    """A model whose context is shorter than loop.max_prompt_length: the worker samples what it can."""
+    bus = MemoryBus()
+    for topic in ("orders", "trajectories"):
+        bus.create_topic(topic, 4)
+    publisher = await bus.publisher(WORKER)
+    for number in range(100):
+        prompt = Prompt(prompt_id=f"d/{number}", dataset="d", content="?" if number == 50 else "?" * 8)
+        order = work_order(number, prompt=prompt)
+        await publisher.publish(Outgoing.of("orders", order, key=order.group_id))
+    engine = FakeEngine(version=PolicyVersion(1, 0), started=True, longest=7)
+    orders = OrderExecutor(
+        Rollout(engine, FakeTokenizer(), FakeScorer(), WORKER), Outbox(publisher, 10), "trajectories", 1024
+    )
+    reading = await bus.subscribe(["orders"], client_id="w")
+    with structlog.testing.capture_logs() as logs:
+        async with asyncio.TaskGroup() as tasks:
+            for record in await reading.poll(max_records=200):
+                orders.accept(record, tasks)
+    found = [record.message() for log in bus.log("trajectories").partitions for record in log]
+    assert len(found) == 200
+    (sampled,) = {one.prompt_id for one in found if not one.refusal}
+    assert sampled == "d/50"
+    refused = next(one for one in found if one.prompt_id == "d/3")
+    assert (refused.finish_reason, refused.refusal) == (FinishReason.ABORT, "longer than 7 tokens")
+    assert set(refused.reward_errors.values()) == {"expected a prompt of 1 to 7 tokens, got 8"}
+    assert not engine.running
+    told = [line for line in logs if line["event"] == "prompt refused"]
+    assert [line["refused"] for line in told] == [1, 2, 3, 4, 8, 16, 32, 64]
+    assert not [line for line in logs if line["event"] == "request failed, asking once more"]

@@ -221,6 +221,7 @@ async def test_a_prompt_that_cannot_be_sampled_is_accounted_for(stage: MakeStage
     for trajectory in it.trajectories:
         assert trajectory.finish_reason is FinishReason.ABORT
         assert trajectory.rewards == {"length": None}
+        assert trajectory.refusal
         assert trajectory.reward_errors["length"].startswith("expected a prompt")
     assert it.engine.requests == []
 

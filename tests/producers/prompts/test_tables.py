@@ -131,3 +131,13 @@ def test_a_local_name_without_a_file_is_not_looked_for_on_the_hub() -> None:
 )
 def test_prompts_get_a_plain_name(path: str, name: str) -> None:
     assert plain_name(path) == name
+
+
+def test_a_table_without_the_prompts_column_says_which_it_has_and_what_to_set(tmp_path: Path) -> None:
+    path = _parquet(tmp_path / "q.parquet", [{"question": "1+1?", "answer": "2", "level": 3}])
+    with pytest.raises(DataError, match=r"got columns \['answer', 'level', 'question'\]; set data\.prompt_column"):
+        _source(path)
+    path = _parquet(tmp_path / "r.parquet", [{"question": "1+1?", "level": 3}])
+    with pytest.raises(DataError, match=r"row 0, got columns \['level', 'question'\]; set data\.prompt_column"):
+        _source(path)
+    assert _source(path, prompt_column="question").prompt_at(0)[0].text == "1+1?"

@@ -2,12 +2,16 @@
 
 import asyncio
 import ctypes
+import json
 import math
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +52,44 @@ def obedient(completions: list[str], **_columns: Any) -> Any:
         "true": [True],
     }
     return results.get(text, [float(len(text))])
+
+
+def hostile(completions: list[str]) -> list[float]:
+    """Tries what the completion says; anything else scores its length."""
+    match completions[0].split():
+        case ["environment", file]:
+            Path(file).write_text(json.dumps(dict(os.environ)))
+            print("\n".join(f"{name}={value}" for name, value in os.environ.items()))
+        case ["of_the_worker"]:
+            return [float(len(Path(f"/proc/{os.getppid()}/environ").read_bytes()))]
+        case ["connect", port]:
+            socket.create_connection(("127.0.0.1", int(port)), timeout=1).close()
+        case ["fork", number]:
+            fork(int(number))
+        case ["allocate", size]:
+            bytearray(int(size))
+        case ["write", file, size]:
+            with open(file, "wb") as target:
+                target.truncate(int(size))
+        case ["open", number]:
+            with ExitStack() as held:
+                for _ in range(int(number)):
+                    held.enter_context(open(os.devnull))
+    return [float(len(completions[0]))]
+
+
+def fork(number: int) -> None:
+    """So many processes at the same time, each of which would live for a minute."""
+    children: list[int] = []
+    try:
+        for _ in range(number):
+            if (child := os.fork()) == 0:
+                time.sleep(60)
+            children.append(child)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def length(completion_ids: list[list[int]]) -> list[float]:

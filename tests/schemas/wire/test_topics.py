@@ -20,8 +20,9 @@ def test_names_are_unique_and_full_names_carry_the_run() -> None:
 
 @by_name
 def test_every_topic_has_one_role_that_writes_and_at_least_one_that_reads(topic: Topic) -> None:
-    # What no worker delivers the dispatcher completes, and reads back as it reads everything there.
-    others = {"dispatcher"} if topic is TRAJECTORIES else set()
+    # What no worker delivers the dispatcher completes, and reads back as it reads everything there; the trainer says on
+    # control whose run it is, under a key of its own.
+    others = {TRAJECTORIES: {"dispatcher"}, CONTROL: {"trainer"}}.get(topic, set())
     assert len(set(topic.writers) - others) == 1
     assert topic.readers
     assert not (set(topic.writers) - others) & set(topic.readers)

@@ -37,10 +37,11 @@ class Transaction:
 
 @dataclass(slots=True)
 class Slot:
-    """One offset: a record, or (none) the marker that ends a transaction."""
+    """One offset: a record, or (none) the marker that ends a transaction. ``at``: when it really came."""
 
     record: Record | None
     transaction: Transaction | None = None
+    at: float = 0.0
 
 
 @dataclass(eq=False)
@@ -82,7 +83,7 @@ class Log:
 
 @dataclass
 class Broker:
-    """``clock``: seconds for the records' time stamps. ``is_up`` false: nobody gets an answer."""
+    """``clock``: virtual seconds. ``is_up`` false: nobody gets an answer."""
 
     clock: Callable[[], float]
     topics: dict[str, list[Log]] = field(default_factory=dict)
@@ -110,12 +111,18 @@ class Broker:
         """One partition."""
         return self.topics[tp.topic][tp.partition]
 
-    def append(self, tp: TopicPartition, outgoing: Outgoing, transaction: Transaction | None = None) -> int:
-        """Store a record; its offset."""
-        log = self.log(tp)
+    def append(
+        self,
+        tp: TopicPartition,
+        outgoing: Outgoing,
+        transaction: Transaction | None = None,
+        stamp: float | None = None,
+    ) -> int:
+        """Store a record; its offset. ``stamp``: what its writer's clock said."""
+        log, at = self.log(tp), self.clock()
         offset = len(log.slots)
-        record = Record(*tp, offset, outgoing.key, outgoing.value, outgoing.headers, self.clock())
-        log.slots.append(Slot(record, transaction))
+        record = Record(*tp, offset, outgoing.key, outgoing.value, outgoing.headers, at if stamp is None else stamp)
+        log.slots.append(Slot(record, transaction, at))
         if transaction is None:
             log.wake()
         else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from bus.port import Record, TopicPartition
 from schemas.errors import BusError, DataLossRefused
+from tests.simulation.bus.network import leader_of
 
 if TYPE_CHECKING:
     from tests.simulation.bus.sim_bus import SimBus
@@ -23,6 +24,7 @@ class SimSubscription:
     paused: set[TopicPartition] = field(default_factory=set)
     closed: bool = False
     turn: int = 0
+    role: str | None = None
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
         """The next records; waits for the first one at most ``timeout_s``."""
@@ -69,6 +71,8 @@ class SimSubscription:
             self.turn = (self.turn + 1) % len(partitions)
             partitions = partitions[self.turn :] + partitions[: self.turn]
         for tp in partitions:
+            if not self.bus.network.reaches_leader(self.role, tp):
+                continue
             log = self.bus.broker.log(tp)
             offset = self.offsets[tp]
             if offset < log.first:
@@ -118,7 +122,10 @@ class SimSubscription:
 
     async def _answered(self, what: str) -> None:
         self._check_open()
-        await self.bus.connected(what)
+        # Each leader has to answer for its own partitions.
+        nodes = {leader_of(tp) for tp in self.offsets} if self.bus.network.cuts else set()
+        for node in sorted(nodes) or [None]:
+            await self.bus.connected(what, node)
         self._check_open()
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ from schemas.errors import BusError, BusUnavailable, DataLossRefused
 from tests.simulation.bus.broker import Broker
 from tests.simulation.bus.events import Events
 from tests.simulation.bus.faults import PERFECT, Chances
+from tests.simulation.bus.network import NODES, Network, calling_role, coordinator_of
 from tests.simulation.bus.reading import SimSubscription, lost
 from tests.simulation.bus.transactions import SimTransactionalPublisher
 from tests.simulation.bus.writing import SimPublisher
@@ -29,6 +30,7 @@ class SimBus:
     clock: Callable[[], float] = time.time
     chances: Chances = field(default_factory=lambda: Chances(PERFECT, Random(0)))
     is_over: bool = False
+    network: Network = field(default_factory=Network)
     broker: Broker = field(init=False)
     events: Events = field(init=False)
     _names: dict[str, "count[int]"] = field(default_factory=dict)
@@ -50,11 +52,11 @@ class SimBus:
     async def publisher(self, client_id: str) -> SimPublisher:
         """A publisher of a new session."""
         await self.connected("a publisher")
-        return self._owned(SimPublisher(self, self._named(client_id)))
+        return self._owned(SimPublisher(self, self._named(client_id), calling_role()))
 
     async def transactional(self, transactional_id: str) -> SimTransactionalPublisher:
         """The newest holder of the id."""
-        await self.connected("a transactional publisher")
+        await self.connected("a transactional publisher", coordinator_of(transactional_id))
         epoch = self.broker.fence(transactional_id)
         name = self._named(transactional_id)
         self.events.add("fence", name, epoch)
@@ -77,7 +79,7 @@ class SimBus:
         name = self._named(client_id)
         placed = {tp: self._start_of(tp, start) for tp in assigned}
         self.events.add("subscribe", name, tuple(placed.items()))
-        return SimSubscription(self, name, placed, group_id)
+        return SimSubscription(self, name, placed, group_id, role=calling_role())
 
     def _start_of(self, tp: TopicPartition, start: Start) -> int:
         log = self.broker.log(tp)
@@ -96,8 +98,13 @@ class SimBus:
             )
         return offset
 
-    async def connected(self, what: str) -> None:
-        """The broker answers, sooner or later.
+    def stamp(self) -> float:
+        """The time of day, by the clock of the process that runs now."""
+        process = PROCESS.get()
+        return self.clock() if process is None or process.clock is None else process.clock()
+
+    async def connected(self, what: str, node: int | None = None) -> None:
+        """The broker answers, sooner or later: this node of it, or (none) any that is reached.
 
         Raises:
             BusUnavailable: it does not within the time-out.
@@ -109,10 +116,15 @@ class SimBus:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + rates.connect_timeout_s
         await asyncio.sleep(self.chances.latency())
-        while not self.broker.is_up:
+        while not self._answers(node):
             if loop.time() >= deadline:
                 raise BusUnavailable(f"expected {what} from the broker, got no answer in {rates.connect_timeout_s} s")
             await asyncio.sleep(rates.connect_timeout_s / 4)
+
+    def _answers(self, node: int | None) -> bool:
+        role = calling_role()
+        nodes = range(NODES) if node is None else (node,)
+        return self.broker.is_up and any(self.network.reaches(role, each) for each in nodes)
 
     def check_caller(self) -> None:
         """Serve nobody who is dead, and nobody once the simulation is over."""

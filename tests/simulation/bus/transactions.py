@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from bus.port import Outgoing, TopicPartition
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
 from tests.simulation.bus.broker import Fate, Transaction, partition_of
+from tests.simulation.bus.network import calling_role, coordinator_of
 from tests.simulation.processes import OUTSIDE
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class SimTransactionalPublisher:
         """One transaction."""
         self._check_open()
         chances = self.bus.chances
-        await self.bus.connected("a transaction")
+        await self.bus.connected("a transaction", coordinator_of(self.transactional_id))
         self._check_holder()
         if self.unresolved is not None:
             self.epoch, self.unresolved = self.bus.broker.fence(self.transactional_id), None
@@ -59,12 +60,12 @@ class SimTransactionalPublisher:
 
     async def _write(self, transaction: Transaction, tp: TopicPartition, record: Outgoing) -> None:
         if not self.bus.is_perfect:
-            await asyncio.sleep(self.bus.chances.latency())
+            await asyncio.sleep(self.bus.chances.latency() + self.bus.network.append_s(tp))
         self._check_holder(transaction)
-        if not self.bus.broker.is_up:
+        if not self.bus.broker.is_up or not self.bus.network.reaches_leader(calling_role(), tp):
             self.unresolved = transaction
             raise BusUnavailable("the broker went away before the transaction was written; nothing of it will be read")
-        offset = self.bus.broker.append(tp, record, transaction)
+        offset = self.bus.broker.append(tp, record, transaction, self.bus.stamp())
         self.bus.events.add("append in transaction", self.name, *tp, offset)
 
     async def _end(self, transaction: Transaction) -> None:
@@ -73,14 +74,13 @@ class SimTransactionalPublisher:
             return
         chances, loop = self.bus.chances, asyncio.get_running_loop()
         unanswered = chances.happens(chances.rates.txn_unanswered)
+        # A request that is cut off never arrives; of one that arrives the answer may be lost.
+        if not self.bus.network.reaches(calling_role(), coordinator_of(self.transactional_id)):
+            await self._unanswered(transaction)
         if not unanswered or chances.happens(0.5):
             loop.call_later(chances.latency(), self._end_arrives, transaction, context=OUTSIDE)
         if unanswered:
-            await asyncio.sleep(chances.rates.delivery_timeout_s)
-            self.unresolved = transaction
-            self._check_holder()
-            self.bus.events.add("transaction unknown", self.name, transaction.fate.value)
-            raise DeliveryUnknown("the end of the transaction was not answered: commit the same records again")
+            await self._unanswered(transaction)
         transaction.ended = loop.create_future()
         await asyncio.wait([transaction.ended], timeout=chances.rates.delivery_timeout_s)
         await asyncio.sleep(chances.latency())
@@ -91,6 +91,13 @@ class SimTransactionalPublisher:
             self._check_holder()
             raise BusError("the broker ended the transaction, which took too long; nothing of it will be read")
         self.bus.events.add("transaction committed", self.name)
+
+    async def _unanswered(self, transaction: Transaction) -> NoReturn:
+        await asyncio.sleep(self.bus.chances.rates.delivery_timeout_s)
+        self.unresolved = transaction
+        self._check_holder()
+        self.bus.events.add("transaction unknown", self.name, transaction.fate.value)
+        raise DeliveryUnknown("the end of the transaction was not answered: commit the same records again")
 
     def _end_arrives(self, transaction: Transaction) -> None:
         """Runs at the broker: the end counts only under the present epoch."""

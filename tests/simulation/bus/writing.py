@@ -24,6 +24,7 @@ CLOSE_FLUSH_S = 5.0
 class _Send:
     record: Outgoing
     future: "asyncio.Future[Position]"
+    stamp: float
     offset: int | None = None
     is_given_up: bool = False
 
@@ -43,6 +44,7 @@ class SimPublisher:
 
     bus: "SimBus"
     name: str
+    role: str | None = None
     closed: bool = False
     lanes: dict[TopicPartition, _Lane] = field(default_factory=dict)
     unsettled: "dict[asyncio.Future[Position], None]" = field(default_factory=dict)
@@ -59,7 +61,7 @@ class SimPublisher:
         self._check_open()
         tp = TopicPartition(record.topic, number)
         future: asyncio.Future[Position] = asyncio.get_running_loop().create_future()
-        send = _Send(record, future)
+        send = _Send(record, future, self.bus.stamp())
         lane = self.lanes.get(tp)
         if lane is None:
             lane = self.lanes[tp] = _Lane(tp)
@@ -106,7 +108,7 @@ class SimPublisher:
         self.unsettled.pop(future, None)
 
     def _arrive_at_once(self, lane: _Lane, send: _Send) -> None:
-        send.offset = self.bus.broker.append(lane.tp, send.record)
+        send.offset = self.bus.broker.append(lane.tp, send.record, stamp=send.stamp)
         self.bus.events.add("append", self.name, *lane.tp, send.offset)
         self._acknowledge(lane, send)
 
@@ -116,13 +118,14 @@ class SimPublisher:
             return
         chances, loop = self.bus.chances, asyncio.get_running_loop()
         if not chances.happens(chances.rates.request_lost):
-            loop.call_later(chances.latency(), self._arrive, lane, send, context=OUTSIDE)
+            delay = chances.latency() + self.bus.network.append_s(lane.tp)
+            loop.call_later(delay, self._arrive, lane, send, context=OUTSIDE)
         loop.call_later(chances.rates.retry_s, self._transmit, lane, send)
 
     def _arrive(self, lane: _Lane, send: _Send) -> None:
         """Runs at the broker."""
         broker, chances = self.bus.broker, self.bus.chances
-        if not broker.is_up:
+        if not broker.is_up or not self.bus.network.reaches_leader(self.role, lane.tp):
             return
         if send.offset is None:
             if not lane.queue or lane.queue[0] is not send:
@@ -131,7 +134,7 @@ class SimPublisher:
             if chances.happens(chances.rates.refused):
                 self._answer(lane, send, BusUnavailable(f"no leader for {lane.tp}: send it again"))
             else:
-                send.offset = broker.append(lane.tp, send.record)
+                send.offset = broker.append(lane.tp, send.record, stamp=send.stamp)
                 self.bus.events.add("append", self.name, *lane.tp, send.offset)
             self._next(lane)
         if send.offset is not None and not chances.happens(chances.rates.ack_lost):
@@ -185,5 +188,5 @@ class SimPublisher:
 
     def _arrive_late(self, lane: _Lane, send: _Send) -> None:
         if self.bus.broker.is_up and send.offset is None:
-            send.offset = self.bus.broker.append(lane.tp, send.record)
+            send.offset = self.bus.broker.append(lane.tp, send.record, stamp=send.stamp)
             self.bus.events.add("late", self.name, *lane.tp, send.offset)

@@ -44,6 +44,8 @@ class Evidence:
     checkpoint: Checkpoint | None = None
     gone: Mapping[Spot, float] = field(default_factory=dict)
     """Records that retention deleted, and when: a model that began after that owes nothing for them."""
+    began: Mapping[int, float] = field(default_factory=dict)
+    """When each lineage really began, whatever the clock of its machine said."""
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Chain:
     steps: dict[PolicyVersion, StepReport] = field(default_factory=dict)
     rows: dict[tuple[int, int], SkipRecord] = field(default_factory=dict)
     lineages: dict[int, int | None] = field(default_factory=dict)
-    began_at: float = 0.0
+    root: int = 0
 
     def contains(self, version: PolicyVersion) -> bool:
         """Whether the step that made a version survives."""
@@ -96,7 +98,7 @@ def surviving_chain(reports: Iterable[StepReport | RefusedStep], rows: Iterable[
         first = firsts.get(lineage)
         if first is None:
             return Problem("lineage without a beginning", f"{lineage} is a parent and never reported its first version")
-        lineage, chain.began_at = None, first.sent_at
+        chain.root, lineage = lineage, None
         if first.parent is not None:
             lineage, last_step, last_row = first.parent.lineage, first.parent.number, first.parent_skips
     chain.steps = dict(sorted(chain.steps.items(), key=lambda item: item[0].number))
@@ -176,7 +178,11 @@ def _frontier(chain: Chain, fates: Counter[Spot], evidence: Evidence) -> list[Pr
     found = []
     for spot in evidence.records:
         finished = is_finished(checkpoint.frontier, spot)
-        if finished and not fates[spot] and evidence.gone.get(spot, float("inf")) > chain.began_at + STARTING_S:
+        if (
+            finished
+            and not fates[spot]
+            and evidence.gone.get(spot, float("inf")) > evidence.began.get(chain.root, 0.0) + STARTING_S
+        ):
             found.append(Problem("lost", f"{spot} is pending, and finished in checkpoint {checkpoint.version}"))
     for version, report in chain.steps.items():
         if version.number <= checkpoint.version.number:

@@ -14,7 +14,7 @@ from tests.simulation.bus.events import digest_of
 from tests.simulation.history import Acknowledged, BusHistory, Delivered, Problem, judge_bus
 from tests.simulation.judges.audit import audit
 from tests.simulation.judges.ledger import Checkpoint, Evidence, Spot, judge_training
-from tests.simulation.parts.checkpoints import SimCheckpoints
+from tests.simulation.parts.checkpoints import SimCheckpoints, at_once
 from tests.simulation.worlds.crew import RUN
 from tests.simulation.worlds.world import World
 
@@ -39,7 +39,7 @@ def bus_history(world: World) -> BusHistory:
 def evidence(world: World) -> Evidence:
     """Of the one algorithm there is."""
     broker, setup = world.bus.broker, world.setup
-    newest = SimCheckpoints(world.crew.place, setup.keep_checkpoints, lambda name: None).newest()
+    newest = SimCheckpoints(world.crew.place, setup.keep_checkpoints, lambda name: None, at_once).newest()
     checkpoint = None
     if newest is not None:
         manifest = newest.state.manifest
@@ -53,6 +53,7 @@ def evidence(world: World) -> Evidence:
         max_staleness=setup.max_staleness,
         checkpoint=checkpoint,
         gone=world.bus.broker.gone,
+        began=_beginnings(broker),
     )
 
 
@@ -62,6 +63,16 @@ def _trajectories(broker: Broker) -> dict[Spot, Trajectory | None]:
         for record in committed(log):
             message = _decoded(record)
             found[record.partition, record.offset] = message if isinstance(message, Trajectory) else None
+    return found
+
+
+def _beginnings(broker: Broker) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for log in broker.logs(STEPS.full_name(RUN)):
+        for slot in log.slots:
+            report = None if slot.record is None else _decoded(slot.record)
+            if isinstance(report, StepReport) and not report.group_ids:
+                found.setdefault(report.version.lineage, slot.at)
     return found
 
 

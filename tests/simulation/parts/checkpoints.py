@@ -5,13 +5,21 @@ dies there) or ``OSError``. So a checkpoint can break off at every one of its wr
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from consumers.training.checkpoints.catalogue import Lineage, claim_lineage, read_entries, read_manifests, superfluous
+from consumers.training.checkpoints.catalogue import (
+    HeldCheckpoints,
+    Lineage,
+    claim_lineage,
+    held_in,
+    read_entries,
+    read_manifests,
+    superfluous,
+)
 from consumers.training.checkpoints.manifest import CheckpointManifest, encode_manifest
 from consumers.training.checkpoints.storage import Slot
 from schemas.errors import CheckpointError
@@ -19,6 +27,11 @@ from schemas.reports import RecordRef
 
 Contents = tuple[RecordRef, ...]
 BeforeWrite = Callable[[str], None]
+Pause = Callable[[], Awaitable[None]]
+
+
+async def at_once() -> None:
+    """A pause that is none."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +45,17 @@ class SavedPieces:
 
 @dataclass
 class MemoryPlace:
-    """The disk or object store; survives every process. ``by_lineage``: names as an object store has them."""
+    """The disk or object store; survives every process. ``by_lineage``: names as an object store has them.
+
+    ``staged``: what writers have not named yet, on a disk; ``replaced``: what is being replaced there.
+    """
 
     by_lineage: bool
     numbers: set[int] = field(default_factory=set)
     pieces: dict[str, dict[str, Any]] = field(default_factory=dict)
     slots_by_name: dict[str, Slot] = field(default_factory=dict)
+    staged: list[dict[str, Any]] = field(default_factory=list)
+    replaced: dict[str, dict[str, Any]] = field(default_factory=dict)
     scratch: Path = Path()
 
     def __str__(self) -> str:
@@ -54,7 +72,13 @@ class MemoryPlace:
         return is_free
 
     def clear_leftovers(self) -> None:
-        """Pieces without a manifest stay: nobody reads them."""
+        """Take away what older writers have not finished, and put back what they were replacing."""
+        self.staged.clear()
+        for name, pieces in self.replaced.items():
+            self.pieces.setdefault(name, pieces)
+        self.replaced.clear()
+        for name in [name for name, pieces in self.pieces.items() if "manifest" not in pieces]:
+            del self.pieces[name]
 
     def slot(self, lineage: int, step: int) -> Slot:
         """Where a checkpoint belongs."""
@@ -128,46 +152,64 @@ class MemoryPlace:
         """Forget a checkpoint."""
         self.pieces.pop(slot.name, None)
 
-    def put(
+    async def put(
         self,
         slot: Slot,
         saved: SavedPieces,
         manifest: CheckpointManifest,
         fence: Callable[[], None],
         before_write: BeforeWrite,
+        pause: Pause,
     ) -> None:
-        """Piece by piece, as an object store does, or aside and by one rename, as a directory does."""
+        """Piece by piece, as an object store does, or aside and by one rename, as a directory does.
+
+        Others may get their turn between any two writes, and between the last look at the claims and the manifest.
+        """
         staged: dict[str, Any] = {}
         if self.by_lineage:
             self.slots_by_name[slot.name] = slot
             staged = self.pieces.setdefault(slot.name, {})
             before_write("remove manifest")
             staged.pop("manifest", None)
+        else:
+            self.staged.append(staged)
         for name in ("contents", "reader", "report"):
             before_write(name)
             staged[name] = getattr(saved, name)
+        await pause()
         fence()
-        if not self.by_lineage and slot.name in self.pieces:
-            before_write("put aside")
-            aside = self.pieces.pop(slot.name)
-            fence()
-            self._named(slot, staged, manifest, before_write, aside)
+        before_write("fenced")
+        await pause()
+        if self.by_lineage:
+            before_write("manifest")
+            self.pieces.setdefault(slot.name, {})["manifest"] = encode_manifest(manifest)
         else:
-            self._named(slot, staged, manifest, before_write, None)
+            self._rename(slot, staged, manifest, before_write)
+        before_write("after manifest")
+        await pause()
 
-    def _named(
-        self, slot: Slot, staged: dict[str, Any], manifest: CheckpointManifest, before_write: BeforeWrite, aside: Any
+    def _rename(
+        self, slot: Slot, staged: dict[str, Any], manifest: CheckpointManifest, before_write: BeforeWrite
     ) -> None:
+        """Nobody comes between the two renames but a crash."""
+        self._check_staged(staged)
+        if slot.name in self.pieces:
+            before_write("put aside")
+            self.replaced[slot.name] = self.pieces.pop(slot.name)
         try:
             before_write("manifest")
-        except BaseException:
-            if aside is not None:  # the next start puts it back
-                self.pieces[slot.name] = aside
+        except OSError:
+            if slot.name in self.replaced:
+                self.pieces[slot.name] = self.replaced.pop(slot.name)
             raise
-        staged["manifest"] = encode_manifest(manifest)
+        self.staged = [other for other in self.staged if other is not staged]
         self.slots_by_name[slot.name] = slot
-        self.pieces[slot.name] = staged
-        before_write("after manifest")
+        self.pieces[slot.name] = staged | {"manifest": encode_manifest(manifest)}
+        self.replaced.pop(slot.name, None)
+
+    def _check_staged(self, staged: dict[str, Any]) -> None:
+        if not any(other is staged for other in self.staged):
+            raise FileNotFoundError("no such directory: a newer trainer removed what was not finished")
 
 
 @dataclass(frozen=True)
@@ -204,14 +246,20 @@ class SimCheckpoints:
     place: MemoryPlace
     keep: int
     before_write: BeforeWrite
+    pause: Pause
 
-    def claim_lineage(self, *, now: float) -> Lineage:
+    def held(self) -> HeldCheckpoints:
+        """What is claimed and kept."""
+        return held_in(self.place)
+
+    def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
         """Take the run over."""
         newest = max((manifest.lineage for manifest in read_manifests(self.place)), default=0)
         try:
             self.before_write("claim")
-            lineage = claim_lineage(self.place, at_least=newest + 1, now=now)
+            lineage = claim_lineage(self.place, at_least=max(at_least, newest + 1), now=now)
             self.before_write("after claim")
+            self.place.clear_leftovers()
         except OSError as error:
             raise CheckpointError(f"expected to claim a lineage, got: {error}") from error
         return lineage
@@ -224,15 +272,16 @@ class SimCheckpoints:
         """
         entries = read_entries(self.place)
         for entry in entries:
-            if entry.manifest is not None:
-                found = self.place.pieces[entry.slot.name]
+            found = self.place.pieces[entry.slot.name]
+            # A manifest may have come behind pieces that were taken away: it does not verify.
+            if entry.manifest is not None and found.keys() >= {"contents", "reader", "report"}:
                 pieces = SavedPieces(found["contents"], found["reader"], found["report"])
                 return SimRestored(SimState(entry.manifest, pieces))
         if entries:
-            raise CheckpointError(f"expected a checkpoint that verifies, got: {entries[0].problem}")
+            raise CheckpointError(f"expected a checkpoint that verifies, got: {entries[0].problem or 'missing pieces'}")
         return None
 
-    def write(self, saved: SavedPieces, manifest: CheckpointManifest, lineage: Any) -> str:
+    async def write(self, saved: SavedPieces, manifest: CheckpointManifest, lineage: Any) -> str:
         """Write a checkpoint and prune.
 
         Raises:
@@ -241,7 +290,7 @@ class SimCheckpoints:
         """
         slot = self.place.slot(manifest.lineage, manifest.step)
         try:
-            self.place.put(slot, saved, manifest, lineage.check, self.before_write)
+            await self.place.put(slot, saved, manifest, lineage.check, self.before_write, self.pause)
         except OSError as error:
             raise CheckpointError(f"expected to write {slot.name}, got: {error}") from error
         with suppress(OSError):

@@ -4,6 +4,7 @@ So what the surviving model contains can be compared with the topic, record by r
 """
 
 import asyncio
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from consumers.algorithms.advantages import ModelLimits
 from consumers.batching.micro_batches import MicroBatch
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from consumers.training.ports import LineageClaim, StepOutcome
+from schemas.errors import OutOfMemory
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
 from tests.simulation.parts.checkpoints import SavedPieces, SimCheckpoints
@@ -29,12 +31,15 @@ T = TypeVar("T")
 
 @dataclass
 class SimPolicy:
-    """``bad_gradient``: probability that a step is refused for a gradient that is not finite."""
+    """``bad_gradient``: probability that a step is refused for a gradient that is not finite; ``out_of_memory``: that a
+    micro-batch does not fit, which then may leave a part of itself in the gradient.
+    """
 
     shelf: WeightShelf
     store: SimCheckpoints
     chance: Random
     bad_gradient: float = 0.0
+    out_of_memory: float = 0.0
     contents: list[RecordRef] = field(default_factory=list)
     gathered: list[RecordRef] = field(default_factory=list)
     step: int = 0
@@ -46,6 +51,10 @@ class SimPolicy:
 
     def accumulate(self, batch: MicroBatch) -> None:
         """Add the records of a micro-batch."""
+        if self.out_of_memory and self.chance.random() < self.out_of_memory:
+            lost = self.chance.random() < 0.5
+            self.gathered += batch.refs[: len(batch.refs) // 2 + 1] if lost else ()
+            raise OutOfMemory("expected memory, got none", gradient_lost=lost)
         self.gathered += batch.refs
 
     def discard(self) -> None:
@@ -72,8 +81,8 @@ class SimPolicy:
 
     def checkpoint(
         self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
-    ) -> str:
-        """Write a checkpoint of this moment."""
+    ) -> Any:
+        """Write a checkpoint of this moment; to be awaited, since others get their turn meanwhile."""
         return self.store.write(SavedPieces(tuple(self.contents), json.dumps(reader), report), manifest, lineage)
 
 
@@ -91,7 +100,8 @@ class SimCompute:
             draw = self.chance.random()
             await asyncio.sleep(self.call_s * (30 * draw if draw > 0.98 else draw))
             try:
-                return call(*args, **kwargs)
+                result: Any = call(*args, **kwargs)
+                return await result if inspect.iscoroutine(result) else result
             except Killed:
                 await asyncio.get_running_loop().create_future()
                 raise

@@ -10,7 +10,7 @@ import xxhash
 
 from producers.generation.engines.port import GenerationRequest, TokenDelta
 from producers.rewards.runner import ScoreRequest, Scores
-from schemas.errors import EngineError
+from schemas.errors import EngineError, PromptRefused
 from schemas.identifiers import PolicyVersion, make_prompt_id
 from schemas.trajectories import FinishReason, Prompt
 
@@ -19,13 +19,16 @@ VOCABULARY = 64
 
 @dataclass(frozen=True)
 class SamplingFaults:
-    """Probabilities per completion: a failing engine, an aborted completion, a reward that fails or does not apply."""
+    """Probabilities per completion: a failing engine, an aborted completion, a reward that fails or does not apply; and
+    per prompt: one that the engine refuses.
+    """
 
     engine: float = 0.0
     abort: float = 0.0
     reward_error: float = 0.0
     no_reward: float = 0.0
     unloadable: float = 0.0
+    refused: float = 0.0
 
 
 @dataclass
@@ -52,6 +55,9 @@ class SimEngine:
         """One completion."""
         draw = xxhash.xxh32_intdigest(request.request_id.encode())
         length = 1 + draw % self.longest
+        group_id = request.request_id.rpartition("/")[0]
+        if xxhash.xxh32_intdigest(group_id.encode()) % 1000 < 1000 * self.faults.refused:
+            raise PromptRefused("longer than 2 tokens", "expected a prompt of 1 to 2 tokens, got 3")
         async with self._slots:
             await asyncio.sleep(self.token_s * length / 2)
             if self.chance.random() < self.faults.engine:

@@ -10,6 +10,7 @@ from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
 from consumers.ingest.settings import IngestSettings
 from consumers.training.failpoints import Failpoint
+from consumers.training.identity import MemoryIdentity
 from consumers.training.ports import RestoredCheckpoint
 from consumers.training.settings import TrainingSettings
 from consumers.training.trainer import Trainer
@@ -24,6 +25,7 @@ from producers.lengths.settings import LengthSettings
 from schemas.settings import LoopSettings
 from schemas.topics import CATALOGUE
 from tests.simulation.bus.sim_bus import SimBus
+from tests.simulation.clocks import HostClock
 from tests.simulation.parts.checkpoints import BeforeWrite, MemoryPlace, SimCheckpoints, SimRestored
 from tests.simulation.parts.policy import SimCompute, SimPolicy
 from tests.simulation.parts.sampling import SimEngine, SimPrompts, SimRewards, SimTokenizer
@@ -40,9 +42,9 @@ class Crew:
 
     setup: Setup
     bus: SimBus
-    clock: Callable[[], float]
     place: MemoryPlace = field(init=False)
     shelf: WeightShelf = field(default_factory=WeightShelf)
+    identity: MemoryIdentity = field(default_factory=MemoryIdentity)
     loop: LoopSettings = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,24 +67,36 @@ class Crew:
         return ["trainer", "coordinator", "dispatcher", *(f"worker-{n}" for n in range(self.setup.workers))]
 
     def life(
-        self, role: str, chance: Random, before_write: BeforeWrite, failpoint: Callable[[Failpoint], None]
+        self,
+        role: str,
+        clock: HostClock,
+        chance: Random,
+        before_write: BeforeWrite,
+        failpoint: Callable[[Failpoint], None],
     ) -> Life:
-        """A fresh life of a role."""
+        """A fresh life of a role, on a machine with this clock."""
         if role == "trainer":
-            return self._trainer(chance, before_write, failpoint)
+            return self._trainer(clock, chance, before_write, failpoint)
         if role == "coordinator":
             settings = CoordinatorSettings(heartbeat_timeout_s=3.0, finish_timeout_s=5.0)
-            return Coordinator(self.bus, RUN, settings, clock=self.clock).run
+            return Coordinator(self.bus, RUN, settings, clock=clock.monotonic, time_of_day=clock).run
         if role == "dispatcher":
-            return self._dispatcher()
-        return self._worker(role, chance)
+            return self._dispatcher(clock)
+        return self._worker(role, clock, chance)
 
-    def _trainer(self, chance: Random, before_write: BeforeWrite, failpoint: Callable[[Failpoint], None]) -> Life:
+    def _trainer(
+        self, clock: HostClock, chance: Random, before_write: BeforeWrite, failpoint: Callable[[Failpoint], None]
+    ) -> Life:
         setup = self.setup
-        checkpoints = SimCheckpoints(self.place, setup.keep_checkpoints, before_write)
+
+        async def pause() -> None:
+            draw = chance.random()
+            await asyncio.sleep(setup.compute_s * (40 * draw if draw > 0.95 else draw))
+
+        checkpoints = SimCheckpoints(self.place, setup.keep_checkpoints, before_write, pause)
 
         def open_policy(restored: RestoredCheckpoint | None) -> SimPolicy:
-            policy = SimPolicy(self.shelf, checkpoints, chance, setup.bad_gradient)
+            policy = SimPolicy(self.shelf, checkpoints, chance, setup.bad_gradient, setup.out_of_memory)
             if isinstance(restored, SimRestored):
                 policy.contents = list(restored.state.saved.contents)
                 policy.step = restored.state.manifest.step
@@ -112,10 +126,12 @@ class Crew:
             open_policy=open_policy,
             open_compute=lambda: SimCompute(chance, setup.compute_s),
             failpoint=failpoint,
-            clock=self.clock,
+            identity=self.identity,
+            clock=clock,
+            monotonic=clock.monotonic,
         ).run
 
-    def _dispatcher(self) -> Life:
+    def _dispatcher(self, clock: HostClock) -> Life:
         return Dispatcher(
             self.bus,
             RUN,
@@ -123,10 +139,11 @@ class Crew:
             DispatchSettings(lease_s=3.0, max_attempts=20),
             SimPrompts(self.setup.prompts),
             ObservedQuantiles(LengthSettings(), self.loop),
-            clock=self.clock,
+            clock=clock.monotonic,
+            time_of_day=clock,
         ).run
 
-    def _worker(self, role: str, chance: Random) -> Life:
+    def _worker(self, role: str, clock: HostClock, chance: Random) -> Life:
         setup = self.setup
         return GenerationWorker(
             self.bus,
@@ -138,7 +155,7 @@ class Crew:
             SimTokenizer(),
             SimRewards(chance, setup.sampling),
             Path(),
-            clock=self.clock,
-            monotonic=self.clock,
+            clock=clock,
+            monotonic=clock.monotonic,
             open_fetcher=lambda cache, timeout_s, offset: SimFetcher(self.shelf, chance, setup.failing_fetch),
         ).run

@@ -7,8 +7,11 @@ from random import Random
 
 from bus.port import Outgoing, TopicPartition
 from schemas.control import OperatorCommand
-from schemas.topics import COMMANDS, TRAJECTORIES
+from schemas.reports import StepReport
+from schemas.topics import COMMANDS, STEPS, TRAJECTORIES
 from tests.simulation.bus.faults import FaultRates
+from tests.simulation.bus.network import NODES
+from tests.simulation.clocks import STEPS_S
 from tests.simulation.history import Problem
 from tests.simulation.worlds.crew import RUN
 from tests.simulation.worlds.scenarios import CALM, Harm
@@ -67,7 +70,7 @@ class Nemesis:
             await asyncio.wait(self._pending)
         world.bus.broker.restart()
         for life in [*world.alive]:
-            life.die_at_write = life.fail_at_write = life.die_at_point = None
+            life.die_at_write = life.fail_at_write = life.freeze_at_write = life.die_at_point = None
             if life.process.is_stopped:
                 world.thaw(life)
 
@@ -142,6 +145,50 @@ class Nemesis:
         if (life := self._one("trainer")) is not None:
             life.fail_at_write = self._chance.randint(0, 12)
 
+    async def _zombie_in_write(self) -> None:
+        """The trainer stands still at some moment of a checkpoint, while another takes over."""
+        if (life := self._one("trainer")) is not None:
+            life.freeze_at_write = self._chance.randint(0, 16)
+
+    async def _step_clock(self) -> None:
+        role = self._chance.choice(self._world.crew.roles())
+        seconds = self._chance.choice(STEPS_S)
+        self._world.note("clock", role, seconds)
+        self._world.clock_of(role).step(seconds)
+
+    async def _cut_network(self) -> None:
+        """A node is not reached any more by one role, or by nobody."""
+        network, node = self._world.bus.network, self._chance.randrange(NODES)
+        role = self._chance.choice([*self._world.crew.roles(), ""])
+        self._world.note("cut", role or "everybody", node)
+        network.cut(role, node)
+        self._later(self._draw(0.3, 8.0), lambda: network.mend(role, node))
+
+    async def _slow_disk(self) -> None:
+        network, node = self._world.bus.network, self._chance.randrange(NODES)
+        network.slow[node] = self._draw(0.1, 1.5)
+        self._world.note("slow disk", "nemesis", node, network.slow[node])
+        self._later(self._draw(1.0, 8.0), lambda: network.slow.pop(node, None) and None)
+
+    async def _repeat_trained(self) -> None:
+        """A record that was trained arrives once more, however long ago that was."""
+        broker = self._world.bus.broker
+        (steps,), logs = broker.logs(STEPS.full_name(RUN)), broker.logs(TRAJECTORIES.full_name(RUN))
+        reports = [record.message() for record in steps.read(0, 1 << 30)[0]]
+        trained = [
+            (ref.partition, ref.offset)
+            for report in reports
+            if isinstance(report, StepReport)
+            for batch in report.micro_batches
+            for ref in batch
+        ]
+        if trained:
+            partition, offset = self._chance.choice(trained)
+            record = logs[partition].slots[offset].record
+            assert record is not None, "it was trained"
+            self._world.note("repeat trained", "nemesis", partition, offset, len(logs[partition].slots))
+            broker.append(logs[partition].tp, Outgoing(record.topic, record.value, record.key, None, record.headers))
+
     async def _stop_trainer(self) -> None:
         await self._ask_to_stop("trainer")
 
@@ -157,7 +204,8 @@ class Nemesis:
         await self._second("trainer")
 
     async def _damage_checkpoint(self) -> None:
-        if self._world.crew.place.damage_newest():
+        # Once all were told that the run has ended, nobody is there who could sample for an older checkpoint.
+        if not self._world.has_told_the_end and self._world.crew.place.damage_newest():
             self._world.note("damage", "nemesis")
 
     async def _kill_worker(self) -> None:

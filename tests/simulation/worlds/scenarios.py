@@ -42,6 +42,11 @@ class Harm:
     repeat_record: float = 0.0
     pause_flow: float = 0.0
     retention: float = 0.0
+    zombie_in_write: float = 0.0
+    step_clock: float = 0.0
+    cut_network: float = 0.0
+    slow_disk: float = 0.0
+    repeat_trained: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Setup:
     harm: Harm
     sampling: SamplingFaults = NO_FAULTS
     bad_gradient: float = 0.0
+    out_of_memory: float = 0.0
     failing_fetch: float = 0.0
     workers: int = 2
     slots: int = 4
@@ -81,12 +87,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A kind of harm; ``vary`` changes what was drawn for the run's shape."""
+    """A kind of harm; ``vary`` changes what was drawn for the run's shape. One that takes no turns is run by name."""
 
     rates: FaultRates
     harm: Harm
     sampling: SamplingFaults = NO_FAULTS
     vary: dict[str, object] = field(default_factory=dict)
+    takes_turns: bool = True
 
 
 _TRAINER = Harm(kill_trainer=2, kill_in_write=3, stop_trainer=1, fail_write=1, damage_checkpoint=0.7)
@@ -97,7 +104,9 @@ SCENARIOS: dict[str, Scenario] = {
     "trainer-crashes": Scenario(CALM, _TRAINER, vary={"harm_every_s": 1.0}),
     "trainer-crashes-lossy": Scenario(TORN, replace(_TRAINER, broker_outage=0.5)),
     "torn-transactions": Scenario(TORN, Harm(kill_trainer=1, kill_coordinator=1, zombie_coordinator=1)),
-    "zombie-trainers": Scenario(TORN, Harm(zombie_trainer=2, second_trainer=1, kill_trainer=1, kill_in_write=1)),
+    "zombie-trainers": Scenario(
+        TORN, Harm(zombie_trainer=2, second_trainer=1, kill_trainer=1, kill_in_write=1, zombie_in_write=2)
+    ),
     "workers": Scenario(LOSSY, Harm(kill_worker=2, pause_worker=1, stop_worker=1), vary={"workers": 3}),
     "zombie-workers": Scenario(LOSSY, Harm(zombie_worker=2, second_worker=1, kill_worker=1, repeat_record=1)),
     "control-plane": Scenario(
@@ -116,13 +125,54 @@ SCENARIOS: dict[str, Scenario] = {
     "poison": Scenario(
         LOSSY,
         Harm(poison=3, repeat_record=2, kill_trainer=1),
-        SamplingFaults(engine=0.02, abort=0.05, reward_error=0.08, no_reward=0.05),
-        {"bad_gradient": 0.15, "failing_fetch": 0.2},
+        SamplingFaults(engine=0.02, abort=0.05, reward_error=0.08, no_reward=0.05, refused=0.05),
+        {"bad_gradient": 0.15, "failing_fetch": 0.2, "out_of_memory": 0.1},
     ),
     "retention": Scenario(  # the dispatcher is not told of groups that were deleted, and may wait for them for ever
         CALM,
         Harm(retention=2, kill_trainer=1, pause_worker=0.5),
         vary={"accept_loss": True, "must_finish": False, "patience_s": 30.0},
+    ),
+    "clocks": Scenario(
+        CALM,
+        Harm(
+            step_clock=4,
+            kill_dispatcher=1.5,
+            kill_coordinator=0.5,
+            kill_trainer=0.5,
+            kill_worker=0.5,
+            zombie_dispatcher=0.3,
+            repeat_record=0.3,
+        ),
+    ),
+    "three-brokers": Scenario(
+        LOSSY,
+        Harm(cut_network=4, slow_disk=2, kill_trainer=0.5, kill_worker=0.5, kill_dispatcher=0.5, step_clock=0.3),
+    ),
+    "thousands": Scenario(
+        CALM,
+        Harm(repeat_trained=3, kill_trainer=0.5, repeat_record=1),
+        SamplingFaults(abort=0.99),
+        {
+            "groups_per_step": 4,
+            "num_generations": 1,
+            "max_staleness": 4,
+            "max_steps": 4,
+            "checkpoint_every": 1,
+            "token_s": 0.001,
+            "compute_s": 0.02,
+            "slots": 16,
+            "workers": 2,
+            "prompts": 10_000,
+            "shards": 1,
+            "dynamic_sampling": False,
+            "fixed_batches": False,
+            "weight_sync_steps": 1,
+            "orphans": "train",
+            "harm_for_s": 60.0,
+            "harm_every_s": 1.5,
+        },
+        takes_turns=False,
     ),
     "everything": Scenario(
         TORN,
@@ -146,6 +196,11 @@ SCENARIOS: dict[str, Scenario] = {
             broker_outage=1,
             poison=1,
             repeat_record=1,
+            zombie_in_write=0.5,
+            step_clock=1,
+            cut_network=0.5,
+            slow_disk=0.3,
+            repeat_trained=0.3,
         ),
         SamplingFaults(engine=0.01, abort=0.02, reward_error=0.03, no_reward=0.02),
         {"bad_gradient": 0.05, "failing_fetch": 0.1},
@@ -155,7 +210,8 @@ SCENARIOS: dict[str, Scenario] = {
 
 def draw_setup(seed: int, scenario: str | None = None) -> Setup:
     """The run that a seed stands for; without a name, the scenarios take turns."""
-    name = scenario or list(SCENARIOS)[seed % len(SCENARIOS)]
+    names = [each for each, kind in SCENARIOS.items() if kind.takes_turns]
+    name = scenario or names[seed % len(names)]
     kind = SCENARIOS[name]
     chance = Random(f"{name}/{seed}")
     groups, samples = chance.choice([1, 2, 2, 3]), chance.choice([1, 2, 2, 3])

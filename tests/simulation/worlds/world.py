@@ -16,6 +16,7 @@ from schemas.errors import DataLossRefused, LifecycleError, StreamRLError, Super
 from schemas.topics import CONTROL
 from tests.simulation.bus.faults import Chances
 from tests.simulation.bus.sim_bus import SimBus
+from tests.simulation.clocks import HostClock
 from tests.simulation.history import Problem
 from tests.simulation.processes import OUTSIDE, PROCESS, Killed, Process, ProcessLoop
 from tests.simulation.worlds.crew import RUN, Crew
@@ -34,6 +35,7 @@ class Incarnation:
     task: "asyncio.Task[None]"
     die_at_write: int | None = None
     fail_at_write: int | None = None
+    freeze_at_write: int | None = None
     die_at_point: int | None = None
     has_ended: bool = False
     is_replaced: bool = False
@@ -62,18 +64,26 @@ class World:
     def __post_init__(self) -> None:
         chance = Random(f"bus/{self.setup.scenario}/{self.setup.seed}")
         self.bus = SimBus(self.loop.time, Chances(self.setup.rates, chance))
-        self.crew = self.make_crew(self.setup, self.bus, self.loop.time)
+        self.crew = self.make_crew(self.setup, self.bus)
         self._chance = Random(f"parts/{self.setup.scenario}/{self.setup.seed}")
         self._count = 0
+        self._clocks: dict[str, HostClock] = {}
 
     def note(self, what: str, who: str, *details: object) -> None:
         """Into the trace."""
         self.bus.events.add(what, who, *details)
 
+    def clock_of(self, role: str) -> HostClock:
+        """Each role has a machine of its own."""
+        if role not in self._clocks:
+            chance = Random(f"clock/{role}/{self.setup.scenario}/{self.setup.seed}")
+            self._clocks[role] = HostClock.drawn(self.loop.time, chance)
+        return self._clocks[role]
+
     def start(self, role: str) -> Incarnation:
         """A new life of a role."""
         self._count += 1
-        process = Process(f"{role}~{self._count}")
+        process = Process(f"{role}~{self._count}", role, self.clock_of(role))
         context = copy_context()
         context.run(PROCESS.set, process)
         incarnation = Incarnation(role, process, asyncio.Event(), None)  # type: ignore[arg-type]
@@ -88,8 +98,13 @@ class World:
         error: BaseException | None = None
         try:
             writes, points = _Counter(), _Counter()
+            clock = self.clock_of(life.role)
             run = self.crew.life(
-                life.role, chance, lambda name: self._write(life, writes, name), lambda p: self._reach(life, points, p)
+                life.role,
+                clock,
+                chance,
+                lambda name: self._write(life, writes, name),
+                lambda p: self._reach(life, points, p),
             )
             await run(life.stop)
         except Killed:
@@ -111,6 +126,9 @@ class World:
         if life.fail_at_write is not None and writes.value > life.fail_at_write:
             life.fail_at_write = None
             raise OSError("no space left on the simulated device")
+        if life.freeze_at_write is not None and writes.value > life.freeze_at_write:
+            life.freeze_at_write = None
+            self.replace(life, self._chance.uniform(0.0, 1.0), self._chance.uniform(1.0, 8.0))
         if life.die_at_write is not None and writes.value > life.die_at_write:
             self.kill(life, f"before write of {name}")
             raise Killed
@@ -134,7 +152,8 @@ class World:
             self.problems.append(Problem("crash", f"{life.process.name} at {when:.2f} s: {_described(error)}"))
         if error is None and life.role == "trainer" and not life.stop.is_set():
             self.has_finished = True
-        if error is not None or not self.is_announced_finished:
+        # Who ended well and was not asked to has done its work: no supervisor starts it again.
+        if error is not None or (life.stop.is_set() and not self.is_announced_finished):
             self._restart_later(life.role)
 
     def _restart_later(self, role: str) -> None:
@@ -166,6 +185,13 @@ class World:
             self.note("thaw", life.process.name)
             self.loop.thaw(life.process)
 
+    def replace(self, life: Incarnation, after_s: float, thawed_s: float) -> None:
+        """Stop it, start another in its place a moment later, and let it go on as a zombie after that."""
+        self.freeze(life)
+        life.is_replaced = True
+        self.loop.call_later(after_s, self._restart, life.role, context=OUTSIDE)
+        self.loop.call_later(after_s + thawed_s, self.thaw, life, context=OUTSIDE)
+
     def _is_filled(self, role: str) -> bool:
         return any(not life.is_replaced for life in self.of_role(role))
 
@@ -176,8 +202,11 @@ class World:
     @property
     def is_announced_finished(self) -> bool:
         """Whether everybody was told that the run has finished, and no newer weights since."""
-        if not self.has_finished:
-            return False
+        return self.has_finished and self.has_told_the_end
+
+    @property
+    def has_told_the_end(self) -> bool:
+        """Whether the coordinator's last word is that the run has finished."""
         (control,) = self.bus.broker.logs(CONTROL.full_name(RUN))
         messages = (record.message() for record in reversed(control.read(0, 1 << 30)[0]))
         last = next((message for message in messages if isinstance(message, WeightsReady | RunFinished)), None)

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import ModelError, UserError
+from observability.metrics.settings import TrackingSettings
+from observability.metrics.tracking import check_installed
+from schemas.errors import ModelError, SettingsError, UserError
 from schemas.trajectories import ChatTurn, Prompt
 from settings.loading import validated
 from settings.tree import Settings
@@ -33,7 +35,7 @@ def settings_of(model: Path, directory: Path, **loop: Any) -> Settings:
     rewards = {"functions": ["exact_match"]}
     tree: dict[str, Any] = {"model": {"path": str(model)}, "data": {"path": "p.jsonl"}, "rewards": rewards}
     loop = {"max_prompt_length": 64, "max_completion_length": 32, **loop}
-    return validated(tree | {"loop": loop, "run": {"directory": str(directory)}})
+    return validated(tree | {"loop": loop, "run": {"name": "tried", "directory": str(directory)}})
 
 
 def prompt(text: str) -> Prompt:
@@ -53,9 +55,14 @@ def test_prompts_that_would_end_in_error_are_counted_and_the_longest_named(model
     settings = settings_of(model, tmp_path)
     facts = read_model(settings)
     assert [check.state for check in check_lengths(settings, [prompt("short")], facts)] == ["ok"]
-    (check,) = check_lengths(settings, [prompt("short"), prompt("x" * 65), prompt("x" * 70)], facts)
-    assert check.state == "fail"
-    assert check.detail.startswith("2 of 3 prompts have more than 64 tokens, p/70 has 70")
+    _, check = check_lengths(settings, [prompt("short"), prompt("x" * 70), prompt("x" * 65)], facts)
+    assert check.state == "note"
+    assert check.detail == (
+        "2 of 3 prompts would be refused: 2 longer than 64 tokens; p/70: expected a prompt of 1 to 64 tokens, got 70; "
+        "raise loop.max_prompt_length, or leave them out by data.filter"
+    )
+    (check,) = check_lengths(settings, [prompt("x" * 65), prompt("x" * 70)], facts, total=500)
+    assert (check.state, check.detail[:47]) == ("fail", "2 of 2 prompts (a sample of 500) would be refus")
 
 
 def test_completions_that_do_not_fit_behind_a_prompt_are_noted(model: Path, tmp_path: Path) -> None:
@@ -69,8 +76,16 @@ def test_completions_that_do_not_fit_behind_a_prompt_are_noted(model: Path, tmp_
 def test_chats_need_a_chat_template(model: Path, tmp_path: Path) -> None:
     settings = settings_of(model, tmp_path)
     chat = Prompt(prompt_id="p/1", dataset="p", content=(ChatTurn(role="user", content="hi"),))
-    with pytest.raises(ModelError, match="expected a chat template"):
-        check_lengths(settings, [chat], read_model(settings))
+    (fail,) = check_lengths(settings, [chat], read_model(settings))
+    assert (fail.state, "1 no chat template; p/1: expected a chat template in the" in fail.detail) == ("fail", True)
+
+
+def test_a_model_without_a_tokenizer_is_told_from_one_that_knows_no_word(model: Path, tmp_path: Path) -> None:
+    for file in ("config.json", "generation_config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((model / file).read_bytes())
+    settings = settings_of(tmp_path, tmp_path)
+    with pytest.raises(ModelError, match="got a model without one"):
+        check_lengths(settings, [prompt("short")], read_model(settings))
 
 
 async def test_a_reward_that_pays_as_much_for_nothing_is_noted(
@@ -82,10 +97,41 @@ async def test_a_reward_that_pays_as_much_for_nothing_is_noted(
     rewards = given.rewards.model_copy(update={"functions": ("blind_reward:blind", "exact_match")})
     settings = given.model_copy(update={"rewards": rewards})
     blind, exact = await check_rewards(
-        settings, Prompt(prompt_id="p/1", dataset="p", content="1+1=", columns={"answer": "2"})
+        settings, [Prompt(prompt_id="p/1", dataset="p", content="1+1=", columns={"answer": "2"})]
     )
     assert (blind.state, exact.state) == ("note", "ok")
     assert "blind gives 1 for the answer of p/1, 1 for nothing: can it tell" in blind.detail
+
+
+async def test_a_reward_that_fails_on_some_rows_is_told_with_their_share(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "frail_reward.py").write_text(
+        "def frail(completions, n, **kwargs):\n"
+        "    if n[0] % 10 == 9:\n        raise KeyError('nine')\n"
+        "    return [float(len(completions[0]))]\n"
+        "def frailer(completions, n, **kwargs):\n    return [1.0 / (n[0] % 2)]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    given = settings_of(model, tmp_path)
+    names = ("frail_reward:frail", "frail_reward:frailer")
+    settings = given.model_copy(update={"rewards": given.rewards.model_copy(update={"functions": names})})
+    rows = [Prompt(prompt_id=f"p/{n}", dataset="p", content="?", columns={"n": n}) for n in range(40)]
+    frail, frailer = await check_rewards(settings, rows)
+    assert frail.state == "note"
+    assert frail.detail.startswith("frail fails on 4 of 40 rows (10%), first on p/9: KeyError: 'nine'")
+    assert frailer.state == "fail"
+    assert frailer.detail.startswith("frailer fails on 20 of 40 rows (50%), first on p/0: ZeroDivisionError")
+
+
+def test_trackers_that_are_not_installed_are_told(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trackio" else find(name))
+    with pytest.raises(SettingsError, match=r"the package trackio for tracking.to.*pip install trackio"):
+        check_installed(TrackingSettings(to=("tensorboard", "trackio")))
+    check_installed(TrackingSettings(to=("tensorboard",)))
 
 
 def test_directories_are_tried_and_left_as_they_were(model: Path, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from schemas.errors import UserError
 from schemas.import_path import load_function
 from settings.keys import known_keys
 from settings.loading import load_settings
-from streamrl.init.examples import as_commented_toml, example, plain_run_name, write_example
+from settings.run_directory import plain_run_name
+from streamrl.init.examples import as_commented_toml, example, write_example
 
 
 def test_the_written_configuration_is_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

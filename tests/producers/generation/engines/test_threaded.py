@@ -10,7 +10,7 @@ import pytest
 
 from producers.generation.engines.model_files import ModelFacts
 from producers.generation.engines.threaded import ActiveCompletion, ThreadedEngine
-from schemas.errors import EngineError, ModelError, WeightsError
+from schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason
 from tests.producers.generation.engines.replay import request, sample
@@ -176,7 +176,7 @@ async def test_a_failed_step_fails_the_running_and_serves_the_next(
 
 async def test_a_request_the_decoder_refuses_fails_alone(engine: ThreadedEngine) -> None:
     good = asyncio.create_task(sample(engine, [1], max_completion_length=50))
-    with pytest.raises(EngineError, match="no such prompt"):
+    with pytest.raises(PromptRefused, match="no such prompt"):
         await sample(engine, [666], max_completion_length=5)
     assert len((await good).tokens) == 50
 

@@ -10,7 +10,7 @@ from producers.generation.engines.emulated import EmulatedEngine
 from producers.generation.engines.length_trace import LengthTraceSettings
 from producers.generation.engines.port import GenerationRequest
 from producers.generation.rollout import SampledCompletion
-from schemas.errors import EngineError, WeightsError
+from schemas.errors import EngineError, PromptRefused, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.profiles import DecodeCurve, DecodeSettings
 from schemas.trajectories import FinishReason, Prompt, SamplingParams
@@ -143,5 +143,5 @@ async def test_closing_fails_what_runs_and_what_is_asked_later(tmp_path: Path) -
 
 async def test_a_prompt_that_fills_the_context_is_refused() -> None:
     async with running(STEP, scale=100.0) as engine:
-        with pytest.raises(EngineError, match=r"max_model_len, got 100000 in request d/0/0/0"):
+        with pytest.raises(PromptRefused, match=r"expected a prompt of 1 to \d+ tokens, got 100000"):
             await collect(engine, request(0, 5, prompt=100_000))

@@ -11,7 +11,7 @@ import torch
 from producers.generation.engines.slots import SlotDecoder
 from producers.generation.engines.threaded import ThreadedEngine
 from producers.generation.settings import GenerationSettings
-from schemas.errors import EngineError, ModelError, WeightsError
+from schemas.errors import ModelError, PromptRefused, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason
 from tests.producers.generation.engines.conftest import EOS, MakeVersion
@@ -125,9 +125,12 @@ async def test_closing_the_iterator_frees_the_slot(no_eos_engine: ThreadedEngine
 
 
 async def test_a_prompt_that_does_not_fit_is_refused(no_eos_engine: ThreadedEngine) -> None:
-    for prompt in ([], [1] * 1024, [128], [-1]):
-        with pytest.raises(EngineError, match="expected"):
+    causes = {"no tokens": [], "longer than 1023 tokens": [1] * 1024, "token ids above the model's 128": [128]}
+    for cause, prompt in causes.items():
+        with pytest.raises(PromptRefused, match="expected") as refusal:
             await sample(no_eos_engine, prompt, max_completion_length=5)
+        assert refusal.value.cause == cause
+    assert (await sample(no_eos_engine, [1] * 1023, max_completion_length=5)).finish_reason is FinishReason.LENGTH
 
 
 async def test_the_context_ends_a_completion(no_eos_dir: Path) -> None:

@@ -1,0 +1,312 @@
+"""Whose run the topics of a name are: trainers on a bus in memory, in one directory, in another, and without one."""
+
+import asyncio
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.history import BusHistory
+from bus.memory import MemoryBus
+from consumers.training import trainer as trainer_module
+from consumers.training.checkpoints.catalogue import HeldCheckpoints
+from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
+from consumers.training.identity import HeldTopics, IdentityFile, IdentityKeeper, MemoryIdentity, Start, decide
+from inspection.audit.audit import audit
+from inspection.audit.report import AuditReport
+from schemas.control import RunIdentity
+from schemas.errors import IdentityError, Superseded, UserError
+from schemas.identifiers import PolicyVersion
+from schemas.reports import SkipReason
+from schemas.topics import CONTROL
+from tests.consumers.training.scene import RUN, TRAINING, Scene, group
+
+WAYS = ("--adopt", "--run.name", f"`streamrl topics delete --run {RUN}`")
+
+
+@pytest.fixture
+def scene(tmp_path: Path, model_path: Path) -> Scene:
+    return Scene.make(tmp_path / "first", model_path)
+
+
+def elsewhere(scene: Scene, name: str = "second") -> Scene:
+    """Another directory, on the same topics."""
+    return Scene(scene.bus, scene.root.parent / name, scene.model_path)
+
+
+def records(bus: MemoryBus) -> dict[str, int]:
+    return {name: sum(map(len, log.partitions)) for name, log in bus.logs.items()}
+
+
+def files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+async def nowhere() -> HeldCheckpoints:
+    return NOWHERE
+
+
+async def audited(scene: Scene) -> AuditReport:
+    return await audit(BusHistory(scene.bus), RUN, scene.store().manifests)
+
+
+async def train(scene: Scene, lineage: int, number: int, **changes: Any) -> None:
+    """A trainer that is stopped once it has reached a version."""
+    async with scene.running(scene.trainer(**changes)):
+        await scene.until_version(lineage, number)
+
+
+async def a_life(scene: Scene) -> None:
+    """Two steps of four groups, and two groups that nobody trained."""
+    for index in range(6):
+        await scene.publish_group(index)
+    await train(scene, 1, 2, training=TRAINING.model_copy(update={"max_steps": 2}))
+
+
+async def refused(scene: Scene) -> str:
+    """What a trainer here ends with, having written nothing."""
+    before, there = records(scene.bus), files(scene.root)
+    with pytest.raises(IdentityError) as told:
+        await asyncio.wait_for(scene.trainer().run(asyncio.Event()), 20)
+    assert (told.value.exit_code, records(scene.bus), files(scene.root)) == (2, before, there)
+    return str(told.value)
+
+
+async def test_a_directory_that_was_lost_does_not_train_an_earlier_life_s_samples(scene: Scene) -> None:
+    await a_life(scene)
+    text = await refused(elsewhere(scene))
+    assert all(way in text for way in WAYS), text
+    assert "up to lineage 1" in text
+    assert str(scene.root) in text
+    assert "\n" not in text
+
+
+async def test_a_directory_that_was_lost_after_a_second_lineage_is_refused_and_waits_for_nobody(scene: Scene) -> None:
+    await a_life(scene)
+    await train(scene, 2, 2)
+    assert "up to lineage 2" in await refused(elsewhere(scene))
+
+
+async def test_checkpoints_that_were_lost_from_their_directory_are_missed(scene: Scene) -> None:
+    await a_life(scene)
+    (scene.root / "checkpoints").rename(scene.root / "elsewhere")
+    text = await refused(scene)
+    assert all(way in text for way in WAYS), text
+    assert "checkpoints, found none" in text
+
+
+async def test_an_adopted_run_begins_above_all_lineages_and_trains_nothing_of_the_earlier_life(scene: Scene) -> None:
+    await a_life(scene)
+    await train(scene, 2, 2)
+    second = elsewhere(scene)
+    for index in range(6, 8):
+        await second.publish_group(index, version=PolicyVersion(3, 0))
+    steps = TRAINING.model_copy(update={"max_steps": 1})
+    await train(second, 3, 1, training=steps, adopt=True)
+    first_life = {sample.trajectory_id for number in range(6) for sample in group(number)}
+    skipped = {row.trajectory_id: row.reason for row in second.skips() if row.lineage == 3}
+    assert skipped == dict.fromkeys(first_life, SkipReason.ORPHAN_LINEAGE)
+    assert set(second.trained_ids(3)) == {f"p/{number}/0/{index}" for number in (6, 7) for index in (0, 1)}
+    verdict = await audited(second)
+    (own,) = verdict.algorithms
+    assert not own.violations
+    assert (own.produced, own.trained, own.skipped, own.pending) == (16, 4, {"orphan_lineage": 12}, 0)
+    assert await refused(scene)
+
+
+async def test_a_trainer_killed_before_its_first_checkpoint_skips_the_earlier_life_again(scene: Scene) -> None:
+    await a_life(scene)
+    second = elsewhere(scene)
+    await train(second, 2, 0, adopt=True)
+    # Without the option, as a supervisor would: the directory holds the run.
+    await train(second, 3, 0)
+    await second.until(lambda: sum(row.lineage == 3 for row in second.skips()) == 12)
+    assert {row.reason for row in second.skips()} == {SkipReason.ORPHAN_LINEAGE}
+
+
+async def test_an_adopted_run_goes_on_from_the_checkpoint_that_is_there(scene: Scene) -> None:
+    await a_life(scene)
+    second = elsewhere(scene)
+    # A backup: of the checkpoints, and not of the lineages claimed.
+    second.root.mkdir()
+    shutil.copytree(scene.root / "checkpoints" / "step_2", second.root / "checkpoints" / "step_2")
+    await train(scene, 2, 2)
+    assert "goes on here from step 2" in await refused(second)
+    await train(second, 3, 3, adopt=True)
+    assert second.skips() == []
+    verdict = await audited(second)
+    assert not verdict.algorithms[0].violations
+    assert verdict.algorithms[0].trained == 12
+
+
+async def test_of_two_directories_the_second_is_refused_while_the_first_goes_on(scene: Scene) -> None:
+    async with scene.running(scene.trainer()):
+        epochs = dict(scene.bus.epochs)
+        await refused(elsewhere(scene))
+        assert scene.bus.epochs == epochs, "nobody was fenced"
+        for index in range(2):
+            await scene.publish_group(index)
+        await scene.until_version(1, 1)
+
+
+async def test_a_name_has_one_holder(scene: Scene) -> None:
+    """Though both found the name free."""
+    stores = [MemoryIdentity(), MemoryIdentity()]
+    keepers = [IdentityKeeper(scene.bus, RUN, store, holder=f"h:{n}") for n, store in enumerate(stores)]
+    outcomes = await asyncio.gather(*(keeper.hold(nowhere) for keeper in keepers), return_exceptions=True)
+    won = [outcome for outcome in outcomes if isinstance(outcome, RunIdentity)]
+    lost = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, IdentityError)]
+    assert (len(won), len(lost)) == (1, 1), outcomes
+    assert stores[lost[0]].identity is None, "a refused start leaves nothing"
+    assert [m for m in scene.messages(CONTROL.name) if isinstance(m, RunIdentity)] == won
+
+
+async def test_two_starts_of_one_directory_hold_the_same_identity(scene: Scene) -> None:
+    store = IdentityFile(scene.root)
+    keepers = [IdentityKeeper(scene.bus, RUN, store, holder="h:1") for _ in range(3)]
+    held = await asyncio.gather(*(keeper.hold(nowhere) for keeper in keepers))
+    assert held == [store.load()] * 3
+    assert [path.name for path in scene.root.iterdir()] == [store.path.name]
+
+
+async def test_a_trainer_whose_run_was_adopted_elsewhere_ends_superseded_and_fences_nobody(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_module, "IDLE_S", 0.05)
+    older = asyncio.create_task(scene.trainer().run(asyncio.Event()))
+    await scene.until_version(1, 0)
+    second = elsewhere(scene)
+    async with second.running(second.trainer(adopt=True)):
+        with pytest.raises(Superseded) as told:
+            await asyncio.wait_for(older, 20)
+        assert str(second.root) in str(told.value)
+        epochs = dict(scene.bus.epochs)
+        for index in range(2):
+            await second.publish_group(index, version=PolicyVersion(2, 0))
+        await second.until_version(2, 1)
+        assert scene.bus.epochs == epochs
+
+
+async def test_a_fenced_trainer_asks_the_topics_before_it_opens_its_id_again(scene: Scene) -> None:
+    older = asyncio.create_task(scene.trainer().run(asyncio.Event()))
+    await scene.until_version(1, 0)
+    second = elsewhere(scene)
+    async with second.running(second.trainer(adopt=True)):
+        await second.until_version(2, 0)
+        epoch = scene.bus.epochs[f"{RUN}.grpo.trainer"]
+        # Groups for the older one: its own lineage's, which the other skips.
+        for index in range(2):
+            await scene.publish_group(index)
+        with pytest.raises(Superseded):
+            await asyncio.wait_for(older, 20)
+        assert scene.bus.epochs[f"{RUN}.grpo.trainer"] == epoch
+
+
+async def test_a_run_of_before_identities_goes_on_and_gets_one(scene: Scene) -> None:
+    await a_life(scene)
+    manifest_path = scene.root / "checkpoints" / "step_2" / "trainer_state" / "manifest.json"
+    manifest_path.write_bytes(
+        encode_manifest(decode_manifest(manifest_path.read_bytes()).model_copy(update={"run_id": None}))
+    )
+    IdentityFile(scene.root).path.unlink()
+    scene.bus.log(CONTROL.full_name(RUN)).partitions[0].clear()
+    await train(scene, 2, 3)
+    (identity,) = [m for m in scene.messages(CONTROL.name) if isinstance(m, RunIdentity)]
+    assert IdentityFile(scene.root).load() == identity
+    (first,) = [report for report in scene.reports() if report.version == PolicyVersion(2, 2)]
+    assert first.run_id == identity.run_id == scene.store().manifests()[0].run_id
+
+
+MINE = RunIdentity(run_id="mine", holder="h:/mine", since=0.0)
+THEIRS = RunIdentity(run_id="theirs", holder="h:/theirs", since=0.0)
+FRESH = RunIdentity(run_id="fresh", holder="h:/here", since=1.0)
+NOWHERE = HeldCheckpoints("runs/r/checkpoints")
+START = Start(RUN, None, NOWHERE, HeldTopics(), FRESH)
+
+
+def checkpoint(run_id: str | None, lineage: int = 1, run: str = RUN) -> HeldCheckpoints:
+    manifest = CheckpointManifest(
+        run=run,
+        run_id=run_id,
+        algorithm="grpo",
+        lineage=lineage,
+        step=4,
+        policy_version=PolicyVersion(lineage, 4),
+        frontier={},
+        config_hash="",
+        created_at=0.0,
+    )
+    return HeldCheckpoints("runs/r/checkpoints", lineage, manifest)
+
+
+@pytest.mark.parametrize(
+    ("start", "run_id", "adoptions"),
+    [
+        (START, "fresh", 0),
+        # Its topics were deleted, or a start died between the directory and the topic.
+        (replace(START, here=MINE), "mine", 0),
+        (replace(START, held=checkpoint("mine")), "mine", 0),
+        (replace(START, here=MINE, held=checkpoint(None), topics=HeldTopics(MINE, 1)), "mine", 0),
+        # Checkpoints in an object store, and a directory that is new with each container.
+        (replace(START, held=checkpoint("mine"), topics=HeldTopics(MINE, 1)), "mine", 1),
+        # A start that took it over died between the directory and the topic.
+        (replace(START, here=MINE.replace(adoptions=1, lineages_before=2), topics=HeldTopics(MINE, 2)), "mine", 1),
+        # Told to adopt, with nothing to adopt.
+        (replace(START, here=MINE, held=checkpoint("mine"), topics=HeldTopics(MINE, 1), adopt=True), "mine", 0),
+        (replace(START, topics=HeldTopics(THEIRS, 3), adopt=True), "theirs", 1),
+        (replace(START, here=MINE, topics=HeldTopics(THEIRS, 3), adopt=True), "theirs", 1),
+        (replace(START, topics=HeldTopics(None, 3), adopt=True), "fresh", 1),
+    ],
+)
+def test_where_all_agree_or_it_is_told_to_the_run_goes_on(start: Start, run_id: str, adoptions: int) -> None:
+    found = decide(start)
+    assert (found.run_id, found.adoptions) == (run_id, adoptions)
+    if start.adopt and adoptions:
+        assert (found.lineages_before, found.orphans_through) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        (replace(START, topics=HeldTopics(THEIRS, 0)), "held by h:/theirs"),
+        (replace(START, topics=HeldTopics(THEIRS.replace(holder="h:/here"), 2)), "the directory was lost or emptied"),
+        (replace(START, topics=HeldTopics(None, 2)), "found none, while its topics hold a run up to lineage 2"),
+        (replace(START, here=MINE, topics=HeldTopics(THEIRS, 2)), "which has run mine, found run theirs"),
+        (replace(START, here=MINE, topics=HeldTopics(MINE.replace(adoptions=1, holder="x:/y"))), "taken over by x:/y"),
+        (replace(START, here=MINE, held=checkpoint("mine"), topics=HeldTopics(MINE, 2)), "found lineage 1 at most"),
+        (replace(START, held=checkpoint(None), topics=HeldTopics(THEIRS, 1)), "goes on here from step 4"),
+    ],
+)
+def test_where_they_differ_one_line_says_what_was_found_and_the_ways_on(start: Start, said: str) -> None:
+    with pytest.raises(IdentityError) as told:
+        decide(start)
+    assert said in str(told.value)
+    assert all(way in str(told.value) for way in WAYS), str(told.value)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        replace(START, held=checkpoint("mine"), topics=HeldTopics(THEIRS, 1), adopt=True),
+        replace(START, here=MINE, held=checkpoint("theirs"), adopt=True),
+        replace(START, held=checkpoint("mine", run="other"), adopt=True),
+    ],
+)
+def test_the_weights_of_one_run_never_go_on_under_the_name_of_another(start: Start) -> None:
+    with pytest.raises(IdentityError, match=r"--run\.name|another run directory"):
+        decide(start)
+
+
+def test_the_command_that_deletes_names_the_broker_that_was_named() -> None:
+    start = replace(START, topics=HeldTopics(THEIRS, 1), servers="kafka:9092")
+    with pytest.raises(IdentityError, match="delete --run r --bootstrap-servers kafka:9092`"):
+        decide(start)
+
+
+def test_an_identity_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    IdentityFile(tmp_path).path.write_text(json.dumps({"run_id": 3}))
+    with pytest.raises(UserError, match=r"identity\.json.*--adopt"):
+        IdentityFile(tmp_path).load()
