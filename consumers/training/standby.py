@@ -42,9 +42,11 @@ class LeadingTrainer:
     async def run(self, stop: asyncio.Event) -> None:
         """Train, and beat meanwhile.
 
-        Consumes, Produces, Waits for: what the trainer does; and beats, once it holds a lineage.
-        On failure: what the trainer raises; a beat that fails is no reason to end.
-        On stop: as the trainer does.
+        Consumes: trajectories, as the trainer does.
+        Produces: what the trainer does; beats, once it holds a lineage.
+        Waits for: what the trainer does.
+        On failure: raises what the trainer raises; a beat that fails is no reason to end.
+        On stop: ends as the trainer does.
         """
         beating = asyncio.create_task(self._beat())
         try:
@@ -170,7 +172,7 @@ class StandbyTrainer:
         Produces: nothing, then what a trainer does.
         Waits for: the leader's silence.
         On failure: raises; a restart stands by again.
-        On stop, or when the leader has finished the run: ends.
+        On stop: ends, as it does when the leader has finished the run.
         """
         if not await self._leader_is_gone(stop):
             return
