@@ -106,11 +106,17 @@ def read_manifests(storage: CheckpointStorage | str | Path) -> list[CheckpointMa
     """
     if isinstance(storage, str | Path):
         storage = open_storage(storage, Path())  # no cache: manifests are read in place, nothing is fetched
-    entries = read_entries(storage)
+    return _sound(read_entries(storage))
+
+
+def _sound(entries: Iterable[CheckpointEntry]) -> list[CheckpointManifest]:
+    found = []
     for entry in entries:
         if entry.manifest is None:
             log.warning("checkpoint has no sound manifest", problem=entry.problem)
-    return [entry.manifest for entry in entries if entry.manifest is not None]
+        else:
+            found.append(entry.manifest)
+    return found
 
 
 @dataclass(frozen=True)
@@ -136,13 +142,14 @@ def held_in(storage: CheckpointStorage) -> HeldCheckpoints:
     Raises:
         CheckpointError: the storage cannot be read.
     """
-    manifests = read_manifests(storage)
+    entries = read_entries(storage)
     try:
         claims = storage.claims()
     except OSError as error:
         raise CheckpointError(f"expected to read the lineage claims in {storage}, got: {error}") from error
-    lineage = max([0, *claims, *(manifest.lineage for manifest in manifests)])
-    return HeldCheckpoints(str(storage), lineage, next_start(storage))
+    lineage = max([0, *claims, *(manifest.lineage for manifest in _sound(entries))])
+    first = _first_whole(resumable(entries, read_rollback(storage)))
+    return HeldCheckpoints(str(storage), lineage, None if first is None else first[1])
 
 
 def resumable(entries: Sequence[CheckpointEntry], rollback: Rollback | None) -> list[CheckpointEntry]:
@@ -181,7 +188,7 @@ def next_start(storage: CheckpointStorage | str | Path) -> CheckpointManifest | 
     """
     if isinstance(storage, str | Path):
         storage = open_storage(storage, Path())
-    found = _first_whole(storage)
+    found = _first_whole(resumable(read_entries(storage), read_rollback(storage)))
     return None if found is None else found[1]
 
 
@@ -195,7 +202,8 @@ def newest_model(location: str | Path, cache: Path) -> Path | None:
         SettingsError: the text names no storage.
     """
     storage = open_storage(location, cache)
-    if (found := _first_whole(storage)) is None:
+    found = _first_whole(resumable(read_entries(storage), read_rollback(storage)))
+    if found is None:
         return None
     slot, manifest = found
     try:
@@ -204,9 +212,8 @@ def newest_model(location: str | Path, cache: Path) -> Path | None:
         raise CheckpointError(f"expected to fetch {storage.address(slot)}, got: {error}") from error
 
 
-def _first_whole(storage: CheckpointStorage) -> tuple[Slot, CheckpointManifest] | None:
-    found = resumable(read_entries(storage), read_rollback(storage))
-    return next(((entry.slot, entry.manifest) for entry in found if entry.manifest is not None), None)
+def _first_whole(entries: Iterable[CheckpointEntry]) -> tuple[Slot, CheckpointManifest] | None:
+    return next(((entry.slot, entry.manifest) for entry in entries if entry.manifest is not None), None)
 
 
 def superfluous(

@@ -149,7 +149,7 @@ class World:
             sent_at=1.0,
         )
         for offset in range(ref.offset, end or ref.offset + 1):
-            if (ref.partition, offset) not in current.trained:
+            if (ref.partition, offset) not in current.trained | current.carried:
                 current.skipped.setdefault((ref.partition, offset), reason.value)
             current.done[ref.partition].add(offset)
         current.tally.add(row)

@@ -19,9 +19,9 @@ from schemas.topics import TRAJECTORIES
 from tests.inspection.audit.world import RUN
 from tests.observability.record_index.written import TOPIC, WrittenRun, fates_of, found_by
 
-PRODUCE, DAMAGE, TRAIN, SKIP, SAVE, CRASH, READ, KILL = range(8)
+PRODUCE, DAMAGE, TRAIN, SKIP, SAVE, CRASH, READ, KILL, RESTORE, MOVE = range(10)
 CHOICES = st.tuples(
-    st.sampled_from([PRODUCE, PRODUCE, DAMAGE, TRAIN, SKIP, SAVE, CRASH, READ, KILL]), st.integers(0, 9)
+    st.sampled_from([PRODUCE, PRODUCE, DAMAGE, TRAIN, SKIP, SAVE, CRASH, READ, KILL, RESTORE, MOVE]), st.integers(0, 9)
 )
 
 
@@ -55,6 +55,10 @@ def act(run: WrittenRun, action: int, number: int) -> None:
         run.checkpoint()
     elif action == CRASH:
         run.restart(run.saved[number % len(run.saved)] if run.saved else None)
+    elif action == RESTORE and run.saved:
+        run.roll_back(run.saved[number % len(run.saved)])
+    elif action == MOVE and run.saved:
+        run.restart(run.saved[number % len(run.saved)], elsewhere=True)
 
 
 async def live(path: Path, actions: list[tuple[int, int]]) -> None:

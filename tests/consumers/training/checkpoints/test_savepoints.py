@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from consumers.training.checkpoints.catalogue import next_start
+from consumers.training.checkpoints.catalogue import newest_model, next_start
 from consumers.training.checkpoints.marks import read_rollback
 from consumers.training.checkpoints.savepoints import Savepoints, pin, problems_of, restore, unpin
 from consumers.training.checkpoints.store import CheckpointStore
@@ -67,6 +67,23 @@ def test_a_restore_deletes_nothing(storage: Storage) -> None:
     # And back again, to what the first one undid.
     assert restored(storage, "1-6") == {"undone-3-8": (3, 8), "undone-3-6": (3, 6)}
     assert newest(storage.open()) == (1, 6)
+
+
+def test_whoever_asks_what_a_run_goes_on_from_is_told_of_the_choice(storage: Storage, tmp_path: Path) -> None:
+    written(storage, 2, 4)
+    restored(storage, "2")
+    held = CheckpointStore(storage.open(), 2).held()
+    assert held.newest is not None
+    assert (held.newest.policy_version, held.lineage) == ((1, 2), 2)
+    model = newest_model(str(storage.open()), tmp_path / "c")
+    assert model is not None
+    assert "step_2" in str(model)
+    # Undone, and chosen after all: it stands aside in a directory.
+    restored(storage, "1-4")
+    model = newest_model(str(storage.open()), tmp_path / "c")
+    assert model is not None
+    assert (model / "config.json").exists()
+    assert "step_4" in str(model)
 
 
 def test_the_checkpoint_says_that_an_operator_chose_it(storage: Storage) -> None:
