@@ -3,10 +3,12 @@
 The follower is shown the world as it came about, in portions, and must agree with the audit at the end of each.
 """
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bus.history import Extent
+from bus.port import Record
 from consumers.training.checkpoints.catalogue import read_manifests
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.checks import check_balance
@@ -53,7 +55,9 @@ def _followed(broker: Broker, manifests: list[CheckpointManifest], topics: list[
     # An audit that begins after the deletion knows less than one that has followed from the beginning.
     if any(log.first for log in logs):
         return []
-    records = sorted((record for log in logs for record in committed(log)), key=lambda record: record.timestamp)
+    # By the latest stamp so far in the partition: a writer's clock may be set back, and a partition keeps its order.
+    stamped = [pair for log in logs for pair in _stamped(committed(log))]
+    records = [record for _, record in sorted(stamped, key=lambda pair: pair[0])]
     history = RevealedHistory(records, [log.tp for log in logs])
     with TemporaryDirectory() as folder:
         followed = FollowedHistory(RUN, history, Path(folder) / "audit.sqlite", SEGMENT)
@@ -69,6 +73,13 @@ def _followed(broker: Broker, manifests: list[CheckpointManifest], topics: list[
                 followed.restart()
         followed.close()
     return []
+
+
+def _stamped(records: Iterable[Record]) -> Iterator[tuple[float, Record]]:
+    latest = 0.0
+    for record in records:
+        latest = max(latest, record.timestamp)
+        yield latest, record
 
 
 def _logs(broker: Broker, topic: Topic) -> list[Log]:
