@@ -4,7 +4,7 @@ Taking over is an ordinary start: the older trainer is fenced in Kafka and at th
 slow ends superseded, and no step counts twice. What a standby saves is time: imports, model and checkpoint are there.
 Silence is measured by the listener's clock alone. Invariants, each with a test of its name:
 - a_silent_leader_is_replaced, within ``training.takeover_after_s`` and the time of a start without loading;
-- a_leader_that_beats_is_left_alone, however long its steps take;
+- a_leader_that_beats_is_left_alone, however long its steps take, and one that is still starting as well;
 - an_outage_of_the_broker_is_no_silence_of_the_leader, nor is a standstill of the standby itself.
 """
 
@@ -28,6 +28,8 @@ from schemas.topics import HEARTBEATS, STEPS
 log = structlog.get_logger()
 
 BEAT_S = 1.0
+FIRST_WORD_S = 60.0
+"""Until a leader that was never heard of counts as none: it may be starting at the same time, and loads as much."""
 POLL_S = 0.25
 """How soon a request to take over, or a stop, is noticed."""
 
@@ -139,26 +141,30 @@ class _Watch:
 
     algorithm: str
     heard_at: float
+    was_heard: bool = False
     is_finished: bool = False
     has_new_checkpoint: bool = False
 
     def hear(self, message: object, now: float) -> None:
         """A message of the run."""
         if isinstance(message, TrainerBeat | StepReport) and message.algorithm == self.algorithm:
-            self.heard_at = now
+            self.heard_at, self.was_heard = now, True
         if isinstance(message, StepReport) and message.algorithm == self.algorithm:
             self.is_finished, self.has_new_checkpoint = message.finished, True
 
 
 @dataclass
 class StandbyTrainer:
-    """``trainer`` goes by ``prefetch``. ``takeover_after_s``: silence after which the leader counts as lost."""
+    """``trainer`` goes by ``prefetch``. ``takeover_after_s``: silence after which the leader counts as lost;
+    ``first_word_s``: the same while nobody was heard yet.
+    """
 
     trainer: Trainer
     prefetch: Prefetch
     takeover_after_s: float
     monotonic: Callable[[], float] = time.monotonic
     beat_s: float = BEAT_S
+    first_word_s: float = FIRST_WORD_S
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take_over(self) -> None:
@@ -215,7 +221,8 @@ class StandbyTrainer:
                 if watch.has_new_checkpoint:
                     watch.has_new_checkpoint = False
                     loading = asyncio.ensure_future(compute(self.prefetch.refresh))
-            if now - watch.heard_at > self.takeover_after_s and await self._answers(subscription, watch):
+            patience = self.takeover_after_s if watch.was_heard else max(self.first_word_s, self.takeover_after_s)
+            if now - watch.heard_at > patience and await self._answers(subscription, watch):
                 await loading
                 if watch.is_finished:
                     log.info("the run is finished, nothing to take over")

@@ -23,6 +23,7 @@ async def test_a_standby_takes_over_within_ten_seconds_and_keeps_the_workers(
     run = start(run={"workers": 1, "standby_trainers": 1}, training={"max_steps": 400, "checkpoint_every": 4})
     standby_log = run.directory / "logs" / "standby-0.log"
     run.wait_until(lambda: run.steps() >= 8 and "standing by" in standby_log.read_text(), "leader and standby")
+    assert lineage(run) == 1, "the standby left the one that was starting alone"
     worker = run.pid_of("worker-0")
     run.kill_child("trainer")
     killed_at = time.monotonic()

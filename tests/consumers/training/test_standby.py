@@ -19,6 +19,7 @@ from tests.consumers.training.surviving import surviving
 
 TAKEOVER_S = 0.6
 BEAT_S = 0.1
+FIRST_WORD_S = 4.0
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def standby(scene: Scene, **changes: Any) -> StandbyTrainer:
     trainer, store = scene.trainer(**changes), scene.store()
     prefetch = Prefetch(store, trainer.open_policy, lambda: next_start(store.storage))
     ready = replace(trainer, checkpoints=prefetch, open_policy=prefetch.open_policy)
-    return StandbyTrainer(ready, prefetch, TAKEOVER_S, beat_s=BEAT_S)
+    return StandbyTrainer(ready, prefetch, TAKEOVER_S, beat_s=BEAT_S, first_word_s=FIRST_WORD_S)
 
 
 @asynccontextmanager
@@ -83,11 +84,20 @@ async def test_a_leader_that_beats_is_left_alone(scene: Scene) -> None:
             assert scene.store().storage.claims() == [1], "no step was taken meanwhile, and nobody took over"
 
 
+async def test_a_leader_that_is_still_starting_is_left_alone(scene: Scene) -> None:
+    async with running(standby(scene)):
+        await asyncio.sleep(3 * TAKEOVER_S)
+        assert scene.store().storage.claims() == []
+        await scene.until(lambda: bool(scene.reports()))  # nobody came
+
+
 async def test_a_leader_that_was_only_slow_ends_superseded(scene: Scene) -> None:
     await publish(scene, range(4))
     async with running(leader(scene, beat_s=1000.0)) as slow:
         await scene.until_version(1, 2)
-        async with running(standby(scene)):
+        waiting = standby(scene)
+        waiting.first_word_s = TAKEOVER_S
+        async with running(waiting):
             await scene.until_version(2, 2)
             await publish(scene, range(4, 8))
             with pytest.raises(Superseded):
@@ -147,7 +157,9 @@ async def test_an_outage_of_the_broker_is_no_silence_of_the_leader(scene: Scene)
     silent = SilentBus()
     silent.logs = scene.bus.logs
     silent.is_away = True
-    async with running(standby(scene, bus=silent)):
+    waiting = standby(scene, bus=silent)
+    waiting.first_word_s = TAKEOVER_S
+    async with running(waiting):
         await asyncio.sleep(3 * TAKEOVER_S)
         assert scene.store().storage.claims() == []
         silent.is_away = False
