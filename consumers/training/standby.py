@@ -115,7 +115,7 @@ class Prefetch:
         """See ``Checkpoints``."""
         return self.checkpoints.held()
 
-    def claim_lineage(self, *, at_least: int, now: float) -> LineageClaim:
+    def claim_lineage(self, *, at_least: int = 1, now: float) -> LineageClaim:
         """See ``Checkpoints``."""
         return self.checkpoints.claim_lineage(at_least=at_least, now=now)
 
