@@ -25,7 +25,6 @@ from inspection.process import tune_garbage_collector
 from inspection.source import PastRun, history_of, nodes_of, open_run, own_broker
 from observability.background import stopped_within
 from observability.metrics.endpoint import endpoint, first_port
-from observability.metrics.exporting import TARGETS
 from observability.metrics.families import Meters
 from schemas.errors import BusError, DataError, DataLossRefused
 
@@ -291,6 +290,8 @@ def _served(past: PastRun, options: FollowOptions) -> "Iterator[AuditMeter | Non
         return
     meters = Meters(past.name)
     meters.set(1, "build_info", metadata.version("streamrl"), PROCESS, PROCESS)
+    from observability.metrics.exporting import TARGETS  # only here, for it brings a client of Kafka along
+
     target = past.directory.path.parent / TARGETS / f"{past.name}-{PROCESS}.json"
     with endpoint(meters.registry, metrics.host, base, PROCESS, target):
         yield AuditMeter(meters)

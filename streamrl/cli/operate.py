@@ -52,7 +52,7 @@ def verify(
         str | None, typer.Argument(metavar="[CHECKPOINT]", help="Step, version or name; all if left out.")
     ] = None,
 ) -> None:
-    """Compare every file with its checksum, and the manifest with its seal.
+    """Compare every file with its checksum, the manifest with its seal.
 
     Names each file that is wrong; exit code 4 if there is one.
     """
@@ -69,7 +69,7 @@ def pin(
     checkpoint: Which,
     name: Annotated[str | None, typer.Option(help="A name for it; its version if left out.")] = None,
 ) -> None:
-    """Keep a checkpoint whatever comes after it, also while the run goes on."""
+    """Keep a checkpoint whatever comes after it, also in a live run."""
     from deploy.local.savepoints import pin_checkpoint
 
     raise typer.Exit(pin_checkpoint(run, checkpoint, name))
@@ -85,7 +85,7 @@ def unpin(run: RunPath, checkpoint: Which) -> None:
 
 @checkpoints.command()
 def restore(run: RunPath, checkpoint: Which) -> None:
-    """Have the next start go on from this checkpoint; later steps are undone.
+    """Have the next start go on from a checkpoint; undo later steps.
 
     Only while the run stands still. Later checkpoints are kept under names of their own, and their trajectories are
     trained again as far as the topic still holds them.

@@ -135,6 +135,7 @@ def test_a_command_that_looks_gives_way_unless_a_broker_has_to_be_started(tmp_pa
 
 def niceness_of_an_audit(run: str, cwd: Path) -> int:
     """When it comes to its imports."""
-    command = "import os; from streamrl.cli import inspect; inspect._give_way_to(inspect.Path(%r)); print(os.nice(0))"
-    done = subprocess.run([sys.executable, "-c", command % run], cwd=cwd, capture_output=True, text=True, check=True)
+    look = f"inspect._give_way_to(inspect.Path({run!r}), {NICENESS})"
+    command = f"import os; from streamrl.cli import inspect; {look}; print(os.nice(0))"
+    done = subprocess.run([sys.executable, "-c", command], cwd=cwd, capture_output=True, text=True, check=True)
     return int(done.stdout)

@@ -93,7 +93,7 @@ async def test_offsets_are_committed_for_displays(scene: Scene) -> None:
 async def test_offsets_are_told_once_a_second_and_with_the_last_step(scene: Scene) -> None:
     trainer = scene.trainer(training=TRAINING.model_copy(update={"max_steps": 4}))
     now = [1000.0]
-    trainer.clock = lambda: now[0]
+    trainer.monotonic = lambda: now[0]
     told = []
     async with scene.running(trainer):
         for step, later_s in ((1, 0.0), (2, 0.9), (3, 0.2), (4, 0.1)):

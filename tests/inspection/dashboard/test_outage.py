@@ -54,7 +54,7 @@ async def test_an_outage_is_told_once_with_what_to_do_and_so_is_its_end(
         f"--port {address.rpartition(':')[2]}` starts it again"
     )
     lines = [line for line in said.decode().splitlines() if line]
-    assert len(lines) == 2, lines
+    assert len(lines) == 2, said.decode()
     begun, ended = lines
     assert f'event="the broker at {address} does not answer; {advice}"' in begun
     assert f'event="the broker at {address} answers again"' in ended

@@ -1,6 +1,8 @@
 """What users do wrong, and the one line that each mistake ends in: no traceback, exit code 2."""
 
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -189,7 +191,8 @@ def test_a_dry_run_names_a_missing_model_and_a_missing_reward_and_goes_on(
     assert "FAIL  rewards      expected a function 'scor' in mine, got none; did you mean 'score'?" in out
     assert "ok    disk" in out
     assert ended(["run", "my.toml", "--dry-run", "--rewards.functions=['mine:score']"], monkeypatch) == 2
-    assert "score: TypeError: score() missing 1 required positional argument: 'level'" in capsys.readouterr().out
+    told = "score fails on 1 of 1 rows (100%), first on prompts/1: TypeError: score() missing 1 required"
+    assert told in capsys.readouterr().out
 
 
 def test_a_run_is_refused_before_anything_is_started_or_written(
@@ -214,8 +217,12 @@ def test_a_full_disk_is_one_line_and_an_exit_code_of_its_own(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (directory / "my.toml").write_text(EMULATED)
-    (directory / "runs" / "trial").mkdir(parents=True)
-    (directory / "runs" / "trial" / "config.resolved.toml").symlink_to("/dev/full")
+
+    def full(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/trial/kafka")
+
+    # The broker is the first to write, and it would take the whole disk of whoever runs this test to keep it from that.
+    monkeypatch.setattr("deploy.local.run.broker_for", full)
     assert ended(["run", "my.toml"], monkeypatch) == 5
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: expected room")

@@ -138,9 +138,9 @@ def test_directories_are_tried_and_left_as_they_were(model: Path, tmp_path: Path
     settings = settings_of(model, tmp_path / "runs")
     assert [check.state for check in check_storage(settings, 1000)] == ["ok", "ok"]
     assert not [*tmp_path.iterdir()]
-    (tmp_path / "runs/run/checkpoints/step_7").mkdir(parents=True)
+    (tmp_path / "runs/tried/checkpoints/step_7").mkdir(parents=True)
     assert check_storage(settings, 1000)[0].detail.endswith("up to step 7; the run would go on there")
-    (tmp_path / "runs/run/checkpoints/step_1000").mkdir()
+    (tmp_path / "runs/tried/checkpoints/step_1000").mkdir()
     assert check_storage(settings, 1000)[0].detail.endswith(
         "up to step 1000; that is the last step, nothing would be trained"
     )
