@@ -221,3 +221,24 @@ def test_where_an_index_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("STREAMRL_CACHE", "/dev/null/nowhere")
     with open_index(tmp_path / "absent", "a:1", "r") as nowhere:
         assert nowhere.path is None
+
+
+async def test_what_was_finished_on_another_cluster_is_told_and_not_as_what_it_was_there() -> None:
+    run = small_run()
+    run.step([(0, 0), (0, 1)])
+    run.skip((1, 0), SkipReason.STALE)
+    run.checkpoint()
+    run.announce()
+    run.step([(0, 2)])
+    run.announce()
+    run.restart(run.saved[0], elsewhere=True)
+    run.publish()
+    with RecordIndex(None) as index:
+        follower = run.follower(index)
+        await follower.catch_up()
+        for name, records in run.truth().items():
+            found = await found_by(follower, name)
+            assert isinstance(found, TrajectoryHistory)
+            assert fates_of(found) == records
+            told = {event.what for event in found.events} & {"trained", "skipped", "finished elsewhere"}
+            assert told == ({"finished elsewhere"} if records.keys() & run.current.carried else set())
