@@ -6,6 +6,7 @@ Invariant it_takes_no_part: a group is never joined and no offset committed, so 
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -35,9 +36,9 @@ class RunConnection:
     settings: Settings | None = None
     data: Path | None = None
 
-    @property
+    @cached_property
     def bus(self) -> KafkaBus:
-        """The broker."""
+        """The broker; the same one for whoever asks, so that its silence is told once."""
         return KafkaBus(self.kafka, self.advice)
 
     @property

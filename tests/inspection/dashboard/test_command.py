@@ -50,7 +50,7 @@ async def test_a_port_that_is_taken_is_one_line(living_run: RunConnection) -> No
             *UI, "--no-open", "--port", port, "--bootstrap-servers", living_run.address, "--run", living_run.run,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        _, told = await asyncio.wait_for(process.communicate(), 30)
+        _, told = await asyncio.wait_for(process.communicate(), 100)
     assert process.returncode == 2
     assert re.match(r"error: expected to listen at 127\.0\.0\.1:\d+.*--port", told.decode().strip().splitlines()[-1])
 
@@ -60,6 +60,6 @@ async def test_mistakes_are_told_without_a_traceback(arguments: list[str]) -> No
     process = await asyncio.create_subprocess_exec(
         *UI, "--no-open", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    _, told = await asyncio.wait_for(process.communicate(), 30)
+    _, told = await asyncio.wait_for(process.communicate(), 100)
     assert process.returncode == 2
     assert b"Traceback" not in told
