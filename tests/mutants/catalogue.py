@@ -4,23 +4,11 @@ They are mistakes against the promises that the loop rests on: what a checkpoint
 restart, which tokens are trained, what a fenced worker may still do. A later letter is the same mistake elsewhere.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from tests.mutants.mutant import Mutant
+from tests.mutants.promises import PROMISES
+from tests.mutants.restarts import RESTARTS
 
 INGEST, TRAINING, GENERATION = "tests/consumers/ingest", "tests/consumers/training", "tests/producers/generation"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """``old`` occurs once in ``file`` and becomes ``new``; then each of ``tests``, pytest's node ids, must fail."""
-
-    id: str
-    description: str
-    file: str
-    old: str
-    new: str
-    tests: Sequence[str]
-
 
 MUTANTS = (
     # A step's report, and with it the offsets, goes out in its transaction before the step's checkpoint is written.
@@ -287,4 +275,6 @@ MUTANTS = (
         "            while False:",
         ("tests/producers/dispatch/test_recovery.py::test_rows_of_an_older_lineage_are_undone_by_the_next",),
     ),
+    *RESTARTS,
+    *PROMISES,
 )
