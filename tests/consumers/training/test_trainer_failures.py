@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +104,12 @@ async def test_a_checkpoint_claims_no_row_that_it_has_not_waited_for(
     assert done == 4, "the samples of the two groups that were trained"
 
 
+@dataclass
 class SlowBus(MemoryBus):
     """Holds back what is sent to ``slow``, but for the trainer's first report, until ``let_go`` is set."""
 
-    slow = ""
-
-    def __post_init__(self) -> None:
-        self.let_go = asyncio.Event()
+    slow: str = ""
+    let_go: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def publisher(self, client_id: str) -> "SlowPublisher":
         return SlowPublisher(self, client_id)
@@ -119,7 +119,7 @@ class SlowPublisher(MemoryPublisher):
     bus: SlowBus
 
     async def write(self, records: Sequence[Outgoing]) -> list[Position]:
-        if records[0].topic == self.bus.slow and (self.bus.log(STEPS.full_name(RUN)).partitions[0]):
+        if records[0].topic == self.bus.slow and self.bus.log(STEPS.full_name(RUN)).partitions[0]:
             await self.bus.let_go.wait()
         return await super().write(records)
 
@@ -132,8 +132,7 @@ class SlowPublisher(MemoryPublisher):
 
 @pytest.mark.parametrize("slow", [STEPS.full_name(RUN), SKIPS.full_name(RUN)])
 async def test_a_checkpoint_waits_for_the_reports_and_rows_that_it_rests_on(scene: Scene, slow: str) -> None:
-    bus = SlowBus(logs=scene.bus.logs)
-    scene.bus, bus.slow, written = bus, slow, asyncio.Event()
+    scene.bus, written = (bus := SlowBus(logs=scene.bus.logs, slow=slow)), asyncio.Event()
     there: list[tuple[list[str], int]] = []
     waiting: list[asyncio.Task[None]] = []
 
