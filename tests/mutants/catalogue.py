@@ -2,6 +2,8 @@
 
 They are mistakes against the promises that the loop rests on: what a checkpoint covers, what is read again after a
 restart, which tokens are trained, what a fenced worker may still do. A later letter is the same mistake elsewhere.
+Those of checkpoints and restarts from 17 on are in ``restarts``, those of whose run it is, of strangers' text and code,
+and of what watches a run in ``promises``.
 """
 
 from tests.mutants.mutant import Mutant
