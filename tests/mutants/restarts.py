@@ -226,14 +226,18 @@ RESTARTS = (
         "",
         (f"{INGEST}/test_opening.py::test_a_topic_made_anew_is_told_by_a_record_below_the_frontier",),
     ),
-    # Groups are closed by the weights they were ordered for and no clock is asked; where one is, an outage of the
-    # broker must not count: not for the leases of workers that could not be heard.
+    # Groups are closed by the weights they were ordered for and no clock is asked; where one is, time in which nobody
+    # could be heard must not count: not for the leases of workers.
     Mutant(
         "35",
-        "an outage of the broker counts for the leases of workers",
-        "producers/dispatch/dispatcher.py",
-        "                self.state.extend_leases(silent_s)\n",
-        "",
-        ("tests/producers/dispatch/test_dispatcher.py::test_a_broker_that_is_silent_costs_no_worker_its_orders",),
+        "our own silence counts for the leases of workers",
+        "producers/dispatch/fleet.py",
+        """        for seen in self._seen.values():
+            seen.at += seconds
+""",
+        """        for seen in self._seen.values():
+            seen.is_heard = seen.is_heard or seconds == 0.0
+""",
+        ("tests/producers/dispatch/test_workers.py::test_our_own_silence_costs_nobody_a_lease",),
     ),
 )
