@@ -21,7 +21,7 @@ PROMISES = (
         "consumers/training/identity.py",
         "    is_behind = start.topics.lineage > known\n",
         "    is_behind = start.topics.lineage > known > 0\n",
-        (f"{TRAINING}/test_identity.py::test_checkpoints_that_were_lost_from_their_directory_are_missed",),
+        (f"{TRAINING}/test_identity.py::test_where_they_differ_one_line_says_what_was_found_and_the_ways_on",),
     ),
     # A run that was adopted without a checkpoint trains the samples of the life before.
     Mutant(
