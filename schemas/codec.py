@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from schemas.control import OperatorCommand, RunIdentity, WeightsReady, control_adapter
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.messages import Message
-from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
+from schemas.reports import CarriedOver, Heartbeat, RefusedStep, SkipRecord, StepReport, TrainerBeat
 from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
 
 Headers = tuple[tuple[str, bytes], ...]
@@ -47,15 +47,17 @@ MESSAGES: dict[str, type[Message]] = {
         Trajectory,
         StepReport,
         RefusedStep,
+        CarriedOver,
         SkipRecord,
         Heartbeat,
+        TrainerBeat,
         OperatorCommand,
         RunIdentity,
     )
 }
 # One schema for all control messages: their ``kind`` says which of the union it is, so a single validator reads them.
 CONTROL_SCHEMA = WeightsReady.SCHEMA
-_HEADER_FREE = {"step-report", "refused-step", "work-order"}
+_HEADER_FREE = {"step-report", "refused-step", "carried-over", "work-order"}
 """Schemas whose header may be as large as the whole message: they are written by our own trainer and dispatcher."""
 
 

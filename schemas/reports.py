@@ -51,6 +51,21 @@ class Heartbeat(Message):
     sent_at: float
 
 
+class TrainerBeat(Message):
+    """Trainer → a standby that would take over: this process leads, and is alive.
+
+    Sent once a second, whether steps are taken or not. ``version``: of the weights in memory.
+    """
+
+    SCHEMA: ClassVar[str] = "trainer-beat"
+
+    algorithm: ShortText
+    incarnation: ShortText
+    version: PolicyVersion
+    sequence: Annotated[int, Field(ge=0)]
+    sent_at: float
+
+
 class RecordRef(NamedTuple):
     """Where a trajectory stands on the trajectories topic."""
 
@@ -70,6 +85,9 @@ class StepReport(Message):
     The first report of a lineage has no groups; its ``parent`` is the version of the checkpoint that it went on from
     (None: it began with the initial model) and ``parent_skips`` the number of the parent's skip rows that the
     checkpoint contains. So the steps that survive can be told from those that a crash undid, from the topic alone.
+    ``undoes``: an operator chose that checkpoint, and so undid what lineages up to this one did after it; 0: none did.
+    ``carried_parts``: so many ``CarriedOver`` of the lineage stand before this report; what older lineages say of
+    records is about another cluster then.
     ``digests``: xxh3-128, in hex, of each float32 tensor after the step, by its name on disk. ``prompt_cursor``: all
     prompts trained or skipped so far lie below this position of the prompt source. ``run_id``: in a lineage's first
     report, the run that it belongs to.
@@ -89,6 +107,8 @@ class StepReport(Message):
     digests: dict[str, str] = Field(default_factory=dict)
     parent: PolicyVersion | None = None
     parent_skips: Annotated[int, Field(ge=0)] = 0
+    undoes: Annotated[int, Field(ge=0)] = 0
+    carried_parts: Annotated[int, Field(ge=0)] = 0
     prompt_cursor: Annotated[int, Field(ge=0)] = 0
     finished: bool = False
     run_id: ShortText | None = None
@@ -98,6 +118,28 @@ class StepReport(Message):
     def trained_refs(self) -> list[RecordRef]:
         """The records whose gradient the step contains, in the order in which they entered it."""
         return [ref for batch in self.micro_batches for ref in batch]
+
+
+class CarriedOver(Message):
+    """Trainer → steps topic: records on the trajectories topic that were finished before, on another cluster.
+
+    Sent before the first report of a ``lineage`` that goes on with a topic of other offsets: the trajectories that its
+    checkpoint knows as trained or skipped, where they stand now. ``part`` numbers the messages of a lineage from 0.
+    ``absent``: finished records, at most, that were not found on this topic. ``skips_hash`` and ``skips_by_reason``: of
+    the checkpoint's skip rows, from which those of the lineage are counted on.
+    """
+
+    SCHEMA: ClassVar[str] = "carried-over"
+    MAX_BYTES: ClassVar[int] = 8 << 20
+
+    algorithm: ShortText
+    lineage: Annotated[int, Field(ge=1)]
+    part: Annotated[int, Field(ge=0)]
+    records: tuple[RecordRef, ...]
+    absent: Annotated[int, Field(ge=0)]
+    skips_hash: str = ""
+    skips_by_reason: dict[str, int] = Field(default_factory=dict)
+    sent_at: float
 
 
 class RefusedStep(Message):

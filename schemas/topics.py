@@ -6,7 +6,7 @@ from typing import Literal
 from schemas.control import OperatorCommand, RunIdentity, WeightsReady
 from schemas.identifiers import WORK_ORDER_PARTITIONS
 from schemas.messages import Message
-from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
+from schemas.reports import CarriedOver, Heartbeat, RefusedStep, SkipRecord, StepReport, TrainerBeat
 from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
 
 DAY_MS = 86_400_000
@@ -128,7 +128,7 @@ SKIPS = Topic(
 STEPS = Topic(
     name="steps",
     message=StepReport,
-    also=(RefusedStep,),
+    also=(RefusedStep, CarriedOver),
     key="algorithm",
     partitions=1,
     cleanup_policy="delete",
@@ -163,13 +163,14 @@ COMMANDS = Topic(
 HEARTBEATS = Topic(
     name="heartbeats",
     message=Heartbeat,
-    key="worker id",
+    also=(TrainerBeat,),
+    key="worker id, or algorithm",
     partitions=1,
     cleanup_policy="delete",
     retention_ms=HOUR_MS,
     max_message_bytes=_room_for(Heartbeat),
-    writers=("worker",),
-    readers=("coordinator", "dispatcher", "top", "report"),
+    writers=("worker", "trainer"),
+    readers=("coordinator", "dispatcher", "trainer", "top", "report"),
 )
 
 CATALOGUE: tuple[Topic, ...] = (

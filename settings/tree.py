@@ -44,6 +44,9 @@ class RunSettings(Section):
         int | None,
         Field(ge=1, le=256, description="Workers that it may add as lengths grow; unset: their number stays."),
     ] = None
+    standby_trainers: Annotated[
+        int, Field(ge=0, le=4, description="Trainers that `streamrl run` keeps loaded, to take over from the first.")
+    ] = 0
     max_restarts: Annotated[int, Field(ge=0, description="Restarts of one process before the run gives up.")] = 5
     watchdog_s: Annotated[
         float, Field(gt=0, description="A process that makes no progress for so long ends, and is started anew.")

@@ -103,6 +103,17 @@ class Ledger:
         self._trained = 0
         self._skipped = 0
 
+    def is_finished(self, trajectory_id: str) -> bool:
+        """Whether the trajectory is known as one of a group that has ended."""
+        index = sample_index_of(trajectory_id)
+        return index is not None and self.finished_groups.has_sample(group_id_of(trajectory_id), index)
+
+    def move(self, frontier: Frontier, known_records: Mapping[int, KnownRecord]) -> None:
+        """Go on with another topic, before any record was read."""
+        assert not self._read, "records that were read keep their offsets"
+        self.frontier = frontier
+        self.known_records = dict(known_records)
+
     def counts(self) -> RecordCounts:
         """The sums so far."""
         return RecordCounts(self._read, self._trained, self._skipped, len(self._pending))

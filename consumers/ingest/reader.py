@@ -27,6 +27,7 @@ from consumers.ingest.ledger import KnownRecord, Ledger
 from consumers.ingest.metrics import IngestMetrics
 from consumers.ingest.rejections import RejectionWriter, SkipTally
 from consumers.ingest.settings import IngestSettings
+from consumers.ingest.translation import Translation, translate
 from schemas.errors import BusError, BusUnavailable, DataLossRefused, LifecycleError, StreamRLError, WireError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import SkipReason
@@ -164,6 +165,26 @@ class TrajectoryReader:
         # No await since the look that found nothing, so no arrival falls between the two.
         self._arrived.clear()
         return None
+
+    async def carry_over(self) -> Translation | None:
+        """Before anything is read: if this is another cluster's topic, go by names; None: it is the checkpoint's own.
+
+        Without ``ingest.translate_offsets`` nothing is done here, and another topic is refused when reading begins.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+        if not self._settings.translate_offsets or not await self._opening.is_elsewhere(self.ledger):
+            return None
+        ledger, client_id = self.ledger, self._opening.client_id
+        found = await translate(self._bus, self._topic, client_id, ledger.is_finished, ledger.frontier)
+        ledger.move(found.frontier, found.known_records)
+        log.warning(
+            "going on with another cluster: finished trajectories were found by their names",
+            found=len(found.carried),
+            not_found_at_most=found.absent,
+        )
+        return found
 
     def snapshot(self) -> ReaderSnapshot:
         """Where a reader goes on that starts from this moment. A checkpoint may claim it only after ``flush``."""
@@ -353,8 +374,25 @@ class TopicOpening:
         begins, _ = await self._extents()
         ledger.frontier.begin_at({tp.partition: first for tp, first in begins.items()})
 
-    async def check(self, ledger: Ledger) -> None:
-        """Make sure that the topic is the one the checkpoint was taken of.
+    async def is_elsewhere(self, ledger: Ledger) -> bool:
+        """Whether the topic is not the one that the checkpoint was taken of, or cannot be told to be.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+        try:
+            if await self.check(ledger):
+                return False
+        except DataLossRefused:
+            return True
+        # Nothing to compare: if it does not hold what comes next either, retention alone may have done that. Then
+        # ``accept_loss`` is asked for on the checkpoint's own cluster, and this option on another one.
+        begins, _ = await self._extents()
+        lows = {TopicPartition(self.topic, n): low for n, low in ledger.frontier.lows().items() if low}
+        return any(low < begins.get(tp, 0) for tp, low in lows.items())
+
+    async def check(self, ledger: Ledger) -> bool:
+        """Make sure that the topic is the one the checkpoint was taken of; false if it held nothing to compare.
 
         Raises:
             DataLossRefused: it ends before the frontier, or holds other records than it did.
@@ -363,7 +401,7 @@ class TopicOpening:
         known = {TopicPartition(self.topic, n): record for n, record in ledger.known_records.items()}
         lows = {TopicPartition(self.topic, n): low for n, low in ledger.frontier.lows().items() if low}
         if not known and not lows:
-            return
+            return False
         begins, ends = await self._extents()
         for tp, low in lows.items():
             _must_reach(tp, low, ends)
@@ -373,6 +411,7 @@ class TopicOpening:
         held = {tp: record for tp, record in known.items() if record.offset >= begins.get(tp, 0)}
         if held:
             await self._compare(held)
+        return bool(held)
 
     async def _extents(self) -> tuple[Mapping[TopicPartition, int], Mapping[TopicPartition, int]]:
         """The first offset held and the one after the last, by partition."""
@@ -442,8 +481,9 @@ def _trajectory_id(record: Record) -> str | None:
 def _recreated(tp: TopicPartition, expected: str, got: str) -> str:
     return (
         f"expected {expected} in {tp.topic}/{tp.partition}, as the checkpoint says, got {got}: the topic was deleted "
-        "and recreated, or this is another broker; restore the topic or name the right broker, or begin a new run "
-        "from the checkpoint's model (--model.path) under another name"
+        "and recreated, or this is another broker; restore the topic or name the right broker; for a mirror or backup "
+        "with the same trajectories, give --ingest.translate_offsets true; or begin a new run from the checkpoint's "
+        "model (--model.path) under another name"
     )
 
 
@@ -451,5 +491,6 @@ def _loss_refused(lost: list[LostRange]) -> str:
     ranges = ", ".join(f"{topic}/{number} offsets {start} to {end - 1}" for topic, number, start, end in lost)
     return (
         f"expected to read on without loss, but retention deleted {ranges} before they were trained; give "
-        "--ingest.accept_loss true to go on without them, each lost range then gets a retention_expired row"
+        "--ingest.accept_loss true to go on without them, each lost range then gets a retention_expired row; on "
+        "another cluster than the checkpoint's, give --ingest.translate_offsets true instead"
     )

@@ -22,6 +22,13 @@ class IngestSettings(Section):
     accept_loss: Annotated[
         bool, Field(description="Go on when the broker deleted records that were not read; each gap gets a skip row.")
     ] = False
+    translate_offsets: Annotated[
+        bool,
+        Field(
+            description="Go on with another cluster (a mirror, a restored backup), whose offsets are not those of the "
+            "checkpoint: finished trajectories are found by their names; no effect on the cluster of the checkpoint."
+        ),
+    ] = False
     max_consecutive_poison: Annotated[
         int,
         Field(

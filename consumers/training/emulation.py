@@ -107,7 +107,7 @@ class EmulatedPolicy:
         self._checkpoints = checkpoints
         self._step = restored.state.manifest.step if restored else 0
         self._gathered_s = 0.0
-        remove_leftovers(weights.root)
+        self._is_swept = False
 
     @property
     def step(self) -> int:
@@ -143,6 +143,10 @@ class EmulatedPolicy:
     def export(self, version: PolicyVersion, now: float) -> str:
         """Put the weights into the store; the sha256 of their manifest."""
         self._device.finish(self._durations.export_s)
+        if not self._is_swept:
+            # Only under a lineage: what looks left over may be that of a leader for which this one stands by.
+            remove_leftovers(self._weights.root)
+            self._is_swept = True
         return self._weights.export(self._tensors(), {"config.json": CONFIG}, version, self._step, now)
 
     def checkpoint(

@@ -83,7 +83,7 @@ class TrainedPolicy:
         # Always the initial model, also after a restore: KL(pi || ref) is measured from where the run began.
         reference = load_reference(paths.model, device) if algorithm.beta > 0 else None
         self.learner = PolicyLearner(model, reference, algorithm, training, max_completion_length)
-        remove_leftovers(paths.weights)
+        self._is_swept = False
         self._named: dict[str, Tensor] | None = None
         self._texts_by_dtype: dict[str, dict[str, str]] = {}
         self._paths = paths
@@ -122,6 +122,10 @@ class TrainedPolicy:
 
     def export(self, version: PolicyVersion, now: float) -> str:
         """Put the weights into the store; the sha256 of their manifest."""
+        if not self._is_swept:
+            # Only under a lineage: what looks left over may be that of a leader for which this one stands by.
+            remove_leftovers(self._paths.weights)
+            self._is_swept = True
         tensors = with_floats_as(getattr(torch, self._training.dtype), self._tensors())
         return self._weights.export(tensors, self._texts(self._training.dtype), version, self.step, now)
 

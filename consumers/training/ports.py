@@ -70,6 +70,11 @@ class RestoredCheckpoint(Protocol):
         """All of it but the model."""
         ...
 
+    @property
+    def undoes(self) -> int:
+        """The newest lineage whose later steps an operator undid by choosing this checkpoint; 0: none."""
+        ...
+
 
 class Checkpoints(Protocol):
     """Where checkpoints are kept. Its calls may block: they run where the policy computes."""
@@ -83,7 +88,7 @@ class Checkpoints(Protocol):
         ...
 
     def newest(self) -> RestoredCheckpoint | None:
-        """The newest checkpoint that verifies, or none if there is no checkpoint.
+        """The checkpoint to go on from: the newest that verifies or the one that was chosen; none if there is none.
 
         Raises:
             CheckpointError: there are checkpoints, and none of them verifies.

@@ -9,7 +9,7 @@ The session is opened once and does whatever touches both the policy and the str
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
@@ -20,8 +20,9 @@ from consumers.batching.micro_batches import MicroBatcher
 from consumers.batching.settings import BatchingSettings
 from consumers.ingest.reader import TrajectoryReader
 from consumers.ingest.settings import IngestSettings
+from consumers.ingest.translation import Translation
 from consumers.training.announcer import Announcements, open_announcer
-from consumers.training.checkpoints.manifest import CheckpointManifest
+from consumers.training.checkpoints.manifest import CheckpointManifest, SkipSummary
 from consumers.training.failpoints import Failpoint, FailpointHook, no_failpoint
 from consumers.training.identity import IdentityKeeper, IdentityStore, MemoryIdentity, here
 from consumers.training.ports import (
@@ -35,7 +36,7 @@ from consumers.training.ports import (
 )
 from consumers.training.resume import check_continues, config_marks, reader_document, reader_snapshot, stream_fields
 from consumers.training.settings import TrainingSettings
-from consumers.training.step_report import Ancestry, PublishedWeights, first_report
+from consumers.training.step_report import Ancestry, PublishedWeights, carried_over, first_report
 from schemas.codec import encode, headers_of
 from schemas.errors import BusError, CheckpointError, SettingsError
 from schemas.identifiers import PolicyVersion
@@ -163,7 +164,7 @@ async def open_session(
     policy = await compute(context.open_policy, restored)
     context.failpoint(Failpoint.POLICY_OPENED)
     session = TrainerSession(context, compute, announcements, keeper, lineage, policy, restored)
-    await session.announce_start(restored)
+    await session.announce_start(restored, await session.reader.carry_over())
     log.info("trainer ready", version=str(session.version), resumed=restored is not None)
     return session
 
@@ -212,7 +213,10 @@ class TrainerSession:
             clock=context.clock,
             monotonic=context.monotonic,
         )
-        self._ancestry = Ancestry(manifest.policy_version, manifest.skips.count) if manifest else Ancestry(None, 0)
+        self._skips = manifest.skips if manifest else SkipSummary()
+        self._ancestry = Ancestry(None, 0)
+        if restored is not None and manifest is not None:
+            self._ancestry = Ancestry(manifest.policy_version, manifest.skips.count, restored.undoes)
         self._checkpointed_step = policy.step  # the one restored; at 0 the initial model serves
         self._offsets_announced_at = -math.inf
 
@@ -227,16 +231,20 @@ class TrainerSession:
         self.tokens_seen += tokens
         self.refused_in_a_row = 0
 
-    async def announce_start(self, restored: RestoredCheckpoint | None) -> None:
-        """Announce the checkpoint's report again, and that this lineage goes on from there."""
+    async def announce_start(self, restored: RestoredCheckpoint | None, carried: Translation | None) -> None:
+        """Announce the checkpoint's report again, and that this lineage goes on from there.
+
+        ``carried``: what was finished on another cluster, if this is not the one of the checkpoint.
+        """
         name, clock = self.context.algorithm.name, self.context.clock
         # First the weights, then word of them: whoever reads the report may fetch them at once.
         sha256 = await self._export()
         self.context.failpoint(Failpoint.START_EXPORTED)
         topic, weights = STEPS.full_name(self.context.run_name), await self.published_weights(sha256)
-        cursor = self.reader.ledger.prompt_cursor
-        first = first_report(name, weights, self._ancestry, cursor, self.run_id, clock())
-        records = [Outgoing.of(topic, first, key=name)]
+        parts = [] if carried is None else carried_over(name, self.lineage.number, carried, self._skips, clock())
+        ancestry = replace(self._ancestry, carried_parts=len(parts))
+        first = first_report(name, weights, ancestry, self.reader.ledger.prompt_cursor, self.run_id, clock())
+        records = [Outgoing.of(topic, message, key=name) for message in (*parts, first)]
         if restored is not None and restored.state.report:
             # The crash may have come between the checkpoint and its announcement; readers ignore a repeat.
             again = Outgoing(topic, restored.state.report, name, headers=headers_of(StepReport))

@@ -6,9 +6,11 @@ import numpy as np
 
 from consumers.algorithms.advantages import Credit, deviation
 from consumers.batching.micro_batches import Group, MicroBatch, Sample
+from consumers.ingest.translation import Translation
+from consumers.training.checkpoints.manifest import SkipSummary
 from consumers.training.metrics import PaddingMetrics, StepMetrics, StepTimer, finite
 from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef, RefusedStep, StepReport
+from schemas.reports import CarriedOver, RecordRef, RefusedStep, StepReport
 
 
 @dataclass
@@ -93,6 +95,8 @@ class GatheredStep:
         }
 
 
+CARRIED_A_MESSAGE = 10_000
+"""References in a message: with names of usual length some hundred kilobytes, and far below the codec's bounds."""
 PROBLEM_LIMIT = 4096
 """Characters of a problem that a report carries."""
 
@@ -109,10 +113,16 @@ class PublishedWeights:
 
 @dataclass(frozen=True)
 class Ancestry:
-    """What a lineage went on from: the version of a checkpoint, and how many of its lineage's skip rows it has."""
+    """What a lineage went on from: the version of a checkpoint, and how many of its lineage's skip rows it has.
+
+    ``undoes``: the newest lineage whose later steps an operator undid by choosing that checkpoint; 0: none.
+    ``carried_parts``: messages before the first report that say what was finished on another cluster.
+    """
 
     parent: PolicyVersion | None
     parent_skips: int
+    undoes: int = 0
+    carried_parts: int = 0
 
 
 def first_report(
@@ -130,11 +140,34 @@ def first_report(
         digests=weights.digests,
         parent=ancestry.parent,
         parent_skips=ancestry.parent_skips,
+        undoes=ancestry.undoes,
+        carried_parts=ancestry.carried_parts,
         prompt_cursor=prompt_cursor,
         finished=weights.is_last,
         run_id=run_id,
         sent_at=now,
     )
+
+
+def carried_over(algorithm: str, lineage: int, found: Translation, skips: SkipSummary, now: float) -> list[CarriedOver]:
+    """What was finished on another cluster, in as many messages as it takes; one at least.
+
+    ``skips``: of the checkpoint that the lineage goes on from.
+    """
+    begins = range(0, max(1, len(found.carried)), CARRIED_A_MESSAGE)
+    return [
+        CarriedOver(
+            algorithm=algorithm,
+            lineage=lineage,
+            part=part,
+            records=tuple(found.carried[begin : begin + CARRIED_A_MESSAGE]),
+            absent=found.absent,
+            skips_hash=skips.hash,
+            skips_by_reason=skips.by_reason,
+            sent_at=now,
+        )
+        for part, begin in enumerate(begins)
+    ]
 
 
 def step_report(

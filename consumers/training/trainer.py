@@ -52,7 +52,9 @@ IDLE_S = 5.0
 
 
 class Trainer(TrainerContext):
-    """One consumer of the stream, of what its context holds."""
+    """One consumer of the stream, of what its context holds. ``session``: once it holds a lineage, while it trains."""
+
+    session: TrainerSession | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until stopped.
@@ -69,9 +71,10 @@ class Trainer(TrainerContext):
             keeper = await hold_run(self, compute)
             announcements = await open_announcements(self)
             try:
-                session = await open_session(self, compute, announcements, keeper)
+                self.session = session = await open_session(self, compute, announcements, keeper)
                 await self._read_and_train(session, stop)
             finally:
+                self.session = None
                 await announcements.close()
         finally:
             # Last: an announcement under way asks in this thread whether its lineage is still the newest.

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from consumers.training.checkpoints.catalogue import newest_model, read_manifests
+from consumers.training.checkpoints.catalogue import newest_model, next_start
 from consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
 from inspection.report.page import differing_settings
 from inspection.report.record import RunRecord, StepTable, flat
@@ -27,13 +27,13 @@ log = structlog.get_logger()
 
 
 def resumed_step(settings: Settings) -> int:
-    """The step that the trainer would go on from, by the newest sound manifest; 0: there is none of this run.
+    """The step that the trainer would go on from, by sound manifests; 0: there is none of this run.
 
     Raises:
         SettingsError: ``training.checkpoint_location`` names no storage that can be opened.
     """
     try:
-        newest = next(iter(read_manifests(storage_of(settings))), None)
+        newest = next_start(storage_of(settings))
     except CheckpointError:
         return 0
     # A checkpoint location may be shared: one of another run or algorithm is none of ours.

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -215,8 +215,8 @@ async def _train(
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
     # A file and a command line can be read by others; what is secret goes from environment to environment.
     secrets = secret_variables(settings)
-    ranker = settings.lengths.refit == "process"
-    specs = child_specs(directory, settings.run.workers, overrides, secrets, ranker=ranker)
+    ranker, standbys = settings.lengths.refit == "process", settings.run.standby_trainers
+    specs = child_specs(directory, settings.run.workers, overrides, secrets, ranker=ranker, standbys=standbys)
     if settings.run.audit:
         specs.append(audit_spec(directory, address, secrets))
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
@@ -396,21 +396,32 @@ def child_specs(
     secrets: Mapping[str, str] = MappingProxyType({}),
     *,
     ranker: bool = False,
+    standbys: int = 0,
 ) -> list[ChildSpec]:
-    """Coordinator, relay, trainer, workers, dispatcher, and the ranker if there is one.
+    """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher, and the ranker if there is one.
 
-    The trainer is the one whose good end ends the run; without the ranker it goes on. ``secrets``: variables that give
-    the processes what the resolved file does not.
+    A trainer is what ends the run by its good end; without the ranker it goes on. ``secrets``: variables that give the
+    processes what the resolved file does not.
     """
-    spec = partial(_spec, directory, overrides, secrets)
+    spec, trainer = (partial(make, directory, overrides, secrets) for make in (_spec, _trainer_spec))
+    standing_by = [trainer(f"standby-{number}") for number in range(standbys)]
     return [
-        spec("coordinator", "coordinator"),
+        replace(spec("coordinator", "coordinator"), is_single=True),
         spec("relay", "relay"),
-        spec("trainer", "trainer", essential=True),
+        trainer("trainer"),
+        *(replace(each, command=each.standby) for each in standing_by),
         *(worker_spec(directory, overrides, secrets, number) for number in range(workers)),
-        spec("dispatcher", "dispatcher"),
+        replace(spec("dispatcher", "dispatcher"), is_single=True),
         *([spec("ranker", "ranker", optional=True)] if ranker else []),
     ]
+
+
+def _trainer_spec(
+    directory: RunDirectory, overrides: Sequence[str], secrets: Mapping[str, str], name: str
+) -> ChildSpec:
+    """A trainer that leads; started again while another does, it stands by."""
+    standby = _spec(directory, overrides, secrets, name, "trainer", "--standby").command
+    return replace(_spec(directory, overrides, secrets, name, "trainer", essential=True), standby=standby)
 
 
 def audit_spec(directory: RunDirectory, address: str, secrets: Mapping[str, str]) -> ChildSpec:

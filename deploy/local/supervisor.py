@@ -4,6 +4,8 @@
 the number of workers that the coordinator wants. Invariants:
 - a_crash_loop_ends: more than ``max_restarts`` crashes without a healthy minute between them end the run;
 - a_superseded_process_stays_away: two supervisors with a process of the same id do not end each other's for ever;
+- a_trainer_that_is_superseded_stands_by: the run goes on with its workers under the trainer that took over, unless the
+  whole run was taken over;
 - a_worker_that_leaves_loses_nothing: it is never ended from here; the coordinator drains it, and its process ends by
   itself.
 """
@@ -15,7 +17,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
@@ -24,6 +26,7 @@ import structlog
 
 from bus.embedded.process import die_with_parent
 from bus.port import Bus, Outgoing, Publisher, Subscription, message_of
+from deploy.wiring.process import TAKE_OVER
 from schemas.control import FleetTarget, OperatorCommand
 from schemas.errors import DataLossRefused, DiskFull, StreamRLError, Superseded, UserError
 from schemas.plain_text import plain_text
@@ -54,6 +57,8 @@ class ChildSpec:
 
     Settings are in the command's file; of our environment's, it gets only what ``environment`` has, such as secrets.
     ``essential``: the run is over when it ends well. ``optional``: the run goes on if it cannot be kept alive.
+    ``standby``: the command under which it is started anew while another of its kind does the work. ``is_single``: if
+    it is superseded too, the other supervisor has all of the run.
     """
 
     name: str
@@ -62,6 +67,8 @@ class ChildSpec:
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     essential: bool = False
     optional: bool = False
+    standby: Sequence[str] = ()
+    is_single: bool = False
 
 
 @dataclass
@@ -101,6 +108,10 @@ class Child:
     def terminate(self) -> None:
         """Ask it to end (SIGTERM)."""
         self._signal(signal.SIGTERM)
+
+    def take_over(self) -> None:
+        """Tell a standby that the leader is gone; nothing happens to a process that stands for nobody."""
+        self._signal(TAKE_OVER)
 
     async def wait_or_kill(self, deadline: float) -> int:
         """Wait for the end until a monotonic deadline, then SIGKILL; the exit code."""
@@ -146,6 +157,7 @@ class Supervisor:
     ended: set[str] = field(default_factory=set)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     ending: asyncio.Event = field(default_factory=asyncio.Event)
+    superseded: dict[str, ChildSpec] = field(default_factory=dict)
     _joined: asyncio.Event = field(default_factory=asyncio.Event)
     _watchers: "list[asyncio.Task[None]]" = field(default_factory=list)
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -199,13 +211,21 @@ class Supervisor:
     async def _restart_until_final(self, spec: ChildSpec, stop: asyncio.Event) -> None:
         policy = RestartPolicy(self.max_restarts)
         while not self._over(stop):
-            child = self.children[spec.name] = await Child.start(spec)
+            stands_by = bool(spec.standby) and (spec.name in self.superseded or bool(self._peers(spec)))
+            child = await Child.start(replace(spec, command=spec.standby) if stands_by else spec)
+            self.children[spec.name] = child
             log.info("process started", process=spec.name, pid=child.pid)
             code = await child.process.wait()
             del self.children[spec.name]
             # An exit during the shutdown is neither counted nor judged: it was asked for.
             if self._over(stop):
                 return
+            if code == Superseded.exit_code and self._may_stand_by(spec):
+                log.warning("superseded: the run goes on under another trainer, this one stands by", process=spec.name)
+                continue
+            if code not in (0, Superseded.exit_code):
+                for peer in self._peers(spec):
+                    peer.take_over()
             decision = policy.decide(code, child.ran_for_s())
             if decision is RestartDecision.DONE:
                 if spec.essential:
@@ -222,9 +242,23 @@ class Supervisor:
             log.warning("process died, restarting", process=spec.name, ended=_how(code), in_s=round(pause, 1), **why)
             await asyncio.sleep(pause)
 
+    def _peers(self, spec: ChildSpec) -> list[Child]:
+        """Running processes that can do its work."""
+        return [child for child in self.children.values() if spec.standby and child.spec.standby]
+
+    def _may_stand_by(self, spec: ChildSpec) -> bool:
+        """Note that it was superseded; whether only its own work was taken over."""
+        self.superseded[spec.name] = spec
+        return bool(spec.standby) and not any(other.is_single for other in self.superseded.values())
+
     def _give_up(self, child: Child, code: int, crashes: int) -> None:
         spec, line = child.spec, child.last_line()
         superseded = code == Superseded.exit_code
+        if superseded and spec.is_single and any(other.standby for other in self.superseded.values()):
+            raise Superseded(f"another `streamrl run` has taken this run over: {line}; let it go on")
+        if spec.standby and not superseded and self._peers(spec):
+            log.error("process given up, another does its work", process=spec.name, ended=_how(code), last_line=line)
+            return
         # A newer process of this id runs elsewhere; the run has what it needs, unless this was the one that ends it.
         if spec.optional or (superseded and not spec.essential):
             log.error("process given up", process=spec.name, ended=_how(code), last_line=line)

@@ -6,7 +6,7 @@ process needs. For the same reason those of an engine, of rewards and of the ran
 
 import asyncio
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from consumers.training.identity import IdentityFile
 from coordinator.coordinator import Coordinator, FleetScaling
@@ -34,6 +34,15 @@ class Role(Protocol):
         ...
 
 
+@runtime_checkable
+class StandbyRole(Role, Protocol):
+    """One that does nothing while another does the work."""
+
+    def take_over(self) -> None:
+        """The other is gone."""
+        ...
+
+
 def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
     """The role of that name.
 
@@ -48,7 +57,11 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
         case "trainer":
             from deploy.wiring import trainer
 
-            return trainer.build_trainer(settings, context)
+            return trainer.build_leading(settings, context)
+        case "standby":
+            from deploy.wiring import trainer
+
+            return trainer.build_standby(settings, context)
         case "coordinator":
             return build_coordinator(settings, context)
         case "relay":
@@ -56,7 +69,9 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
         case "ranker":
             return build_ranker(settings, context)
         case _:
-            raise UserError(f"expected one of worker, trainer, dispatcher, ranker, coordinator, relay, got {role!r}")
+            raise UserError(
+                f"expected one of worker, trainer, standby, dispatcher, ranker, coordinator, relay, got {role!r}"
+            )
 
 
 def build_coordinator(settings: Settings, context: ProcessContext) -> Coordinator:

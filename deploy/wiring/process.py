@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+TAKE_OVER = signal.SIGURG
+"""What a supervisor sends to a standby when the leader died. By default it is ignored, also by one that is starting."""
 JOINING = ("coordinator", "dispatcher", "ranker")
 """Roles that would fence or lead those of another run of the same name. A worker learns whose run it is from the
 control topic, which it follows; a relay takes no part, and the trainer holds the run."""
@@ -73,9 +75,10 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
     # observers are opened before the role, which is built with them, and closed after it, with its last records
     with ExitStack() as stack:
         run = settings.run
-        tracing = stack.enter_context(open_tracing(role, name, run.name, settings.telemetry, run.path, logged))
+        kind = "trainer" if role == "standby" else role
+        tracing = stack.enter_context(open_tracing(kind, name, run.name, settings.telemetry, run.path, logged))
         metering = stack.enter_context(
-            open_metering(role, name, run.name, settings.metrics, settings.kafka, run.directory)
+            open_metering(kind, name, run.name, settings.metrics, settings.kafka, run.directory)
         )
         context = replace(process_context(name, settings, watchdog, tracing, metering), adopt=adopt)
         built = build_role(role, settings, context)
@@ -133,6 +136,10 @@ async def _until_stopped(
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, stop)
+    from deploy.wiring.build import StandbyRole
+
+    if isinstance(role, StandbyRole):
+        asyncio.get_running_loop().add_signal_handler(TAKE_OVER, role.take_over)
     watching = asyncio.create_task(watchdog.watch())  # over the start of the role as well, which may hang too
     try:
         if joins is not None:

@@ -1,10 +1,19 @@
-"""Builds the trainer: its policy (in torch, or emulated), where it computes, and where its checkpoints go."""
+"""Builds the trainer: its policy (in torch, or emulated), where it computes, and where its checkpoints go.
 
+And the standby, which is the same trainer with everything loaded in advance.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from consumers.training.checkpoints.catalogue import next_start
+from consumers.training.checkpoints.marks import read_rollback
 from consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.checkpoints.store import VerifiedCheckpoint as RestoredTensors
 from consumers.training.identity import IdentityFile
 from consumers.training.ports import OpenCompute, OpenPolicy, Policy, RestoredCheckpoint
+from consumers.training.standby import LeadingTrainer, Prefetch, StandbyTrainer
 from consumers.training.trainer import Trainer
 from deploy.wiring.context import ProcessContext
 from settings.tree import Settings
@@ -16,9 +25,8 @@ def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
     Raises:
         SettingsError: checkpoints cannot be kept where the settings say.
     """
-    location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
-    check_storage(location)
-    place = open_storage(location, settings.run.path / "cache")
+    check_storage(_location(settings))
+    place = _storage(settings, "cache")
     checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
     if settings.training.backend == "emulated":
         open_policy, open_compute = _emulated_trainer(settings, checkpoints)
@@ -41,6 +49,33 @@ def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
         adopt=context.adopt,
         servers=settings.kafka.bootstrap_servers,
     )
+
+
+def build_leading(settings: Settings, context: ProcessContext) -> LeadingTrainer:
+    """The trainer, with its sign of life."""
+    return LeadingTrainer(build_trainer(settings, context))
+
+
+def build_standby(settings: Settings, context: ProcessContext) -> StandbyTrainer:
+    """One that stands by for it, on this machine or another."""
+    trainer = build_trainer(settings, context)
+    # A folder of its own: whoever takes the run over empties that of the trainer.
+    place = _storage(settings, "cache-standby")
+    prefetch = Prefetch(
+        CheckpointStore(place, settings.training.keep_checkpoints),
+        trainer.open_policy,
+        lambda: (next_start(place), read_rollback(place)),
+    )
+    trainer = replace(trainer, checkpoints=prefetch, open_policy=prefetch.open_policy)
+    return StandbyTrainer(trainer, prefetch, settings.training.takeover_after_s)
+
+
+def _location(settings: Settings) -> str | Path:
+    return settings.training.checkpoint_location or settings.run.path / "checkpoints"
+
+
+def _storage(settings: Settings, cache: str) -> CheckpointStorage:
+    return open_storage(_location(settings), settings.run.path / cache)
 
 
 def _in_torch(settings: Settings, place: CheckpointStorage) -> tuple[OpenPolicy, OpenCompute]:

@@ -13,7 +13,7 @@ Invariants, each with a test of its name:
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +21,13 @@ import numpy as np
 from consumers.ingest.rejections import chained
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.columns import PARTITION_SHIFT, Ints, Mask, keys_of
-from inspection.audit.index import REASONS, TRAINED, AlgorithmIndex, AuditIndex, LineageChain, surviving_chain
+from inspection.audit.index import CARRIED, REASONS, TRAINED, AlgorithmIndex, AuditIndex, LineageChain, surviving_chain
 from inspection.audit.lineages import check_lineages, counted_steps
-from inspection.audit.report import AlgorithmBalance, AuditReport, UndoneByCrash, Violation, ViolationKind
+from inspection.audit.report import AlgorithmBalance, AuditReport, Violation, ViolationKind
 from inspection.audit.rows import RowContent, RowSum
 from inspection.audit.settled import SettledRecords
 from inspection.audit.table import EXPIRED_RANGE, PENDING, AuditTable, ProducedRecords
+from inspection.audit.undone import undone_work
 from inspection.audit.waiting import HashesSeen, explain_pending
 from schemas.identifiers import PolicyVersion
 from schemas.reports import SkipRecord
@@ -114,26 +115,28 @@ def _balance_of(
     here, before = ~table.expired, settled.fates(name)
     # The frontier calls the forgotten ones finished: nobody waits for them, though nothing held says their fate.
     pending = (table.fates == PENDING) & ~forgotten
-    trained = table.codes == TRAINED
+    skipped = _skip_codes(table.codes[~here]).size + sum(_skip_counts(before.expired).values())
     counted = counted_steps(own, chain)
-    undone = _undone(table, counted)
+    undone, rolled_back = undone_work(table, before.undone, counted)
     return AlgorithmBalance(
         algorithm=name,
         produced=len(produced) + settled.records,
-        trained=int(np.count_nonzero(here & trained)) + before.codes[TRAINED],
+        trained=int(np.count_nonzero(here & (table.codes == TRAINED))) + before.codes[TRAINED],
         skipped=_skipped(table, before.codes),
         pending=int(np.count_nonzero(pending)),
-        expired_trained=int(np.count_nonzero(~here & trained)) + before.expired[TRAINED],
-        expired_skipped=int(np.count_nonzero(~here & ~trained)) + before.expired.total() - before.expired[TRAINED],
+        expired_trained=int(np.count_nonzero(~here & (table.codes == TRAINED))) + before.expired[TRAINED],
+        expired_skipped=skipped,
         expired_fates=int(np.count_nonzero(forgotten)),
         steps=len(counted),
         refused_steps=own.refused_steps,
         lineages=tuple(link.lineage for link in chain.links),
         checkpoint=str(newest.manifest.policy_version) if newest.manifest else None,
-        undone=replace(undone, trained=undone.trained + before.undone_trained, rows=undone.rows + before.undone_rows),
+        undone=undone,
+        rolled_back=rolled_back,
+        carried_over=int(np.count_nonzero(here & (table.codes == CARRIED))) + before.codes[CARRIED],
         waiting=explain_pending(table, pending, index, settled, seen),
         finished=_has_finished(own, chain),
-        notes=tuple(_notes(index, newest, int(np.count_nonzero(forgotten)))),
+        notes=tuple(_notes(index, table, newest, int(np.count_nonzero(forgotten)))),
         violations=tuple(sorted(violations, key=lambda violation: _SEVERITY.index(violation.kind))),
     )
 
@@ -147,10 +150,19 @@ def _has_finished(own: AlgorithmIndex, chain: LineageChain) -> bool:
     return last is not None and PolicyVersion(newest, last) in own.last_steps
 
 
+def _skip_codes(codes: Ints) -> Ints:
+    skips: Ints = codes[(codes != TRAINED) & (codes != CARRIED)]
+    return skips
+
+
+def _skip_counts(counts: Counter[int]) -> dict[int, int]:
+    return {code: count for code, count in counts.items() if code not in (TRAINED, CARRIED)}
+
+
 def _skipped(table: AuditTable, before: Counter[int]) -> dict[str, int]:
-    codes = table.codes[~table.expired & (table.codes != TRAINED)]
+    codes = _skip_codes(table.codes[~table.expired])
     counts = Counter({REASONS[code - 1].value: int(count) for code, count in zip(*_counted(codes), strict=True)})
-    counts.update({REASONS[code - 1].value: count for code, count in before.items() if code != TRAINED})
+    counts.update({REASONS[code - 1].value: count for code, count in _skip_counts(before).items()})
     # A range names no single record, so it is not among ``codes``: the held records that it covers are counted.
     counts[REASONS[EXPIRED_RANGE - 1].value] += int(np.count_nonzero(table.fates == EXPIRED_RANGE))
     return dict(sorted((+counts).items()))
@@ -161,20 +173,13 @@ def _counted(codes: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> tuple[list[
     return values.tolist(), counts.tolist()
 
 
-def _undone(table: AuditTable, counted: dict[int, set[int]]) -> UndoneByCrash:
-    trained = table.all_codes == TRAINED
-    lost = ~table.counted
-    surviving = {link.lineage for link in table.chain.links}
-    return UndoneByCrash(
-        lineages=len(table.index.lineage_starts.keys() - surviving),
-        steps=len(table.index.steps) - sum(len(lineages) for lineages in counted.values()),
-        trained=int(np.count_nonzero(lost & trained)),
-        # A lineage above the newest of the chain has rows and no report within the ends yet; it is not undone by that.
-        rows=int(np.count_nonzero(lost & ~trained & (table.all_lineages <= table.chain.newest))),
-    )
-
-
-def _notes(index: AuditIndex, newest: NewestCheckpoint, forgotten: int) -> Iterable[str]:
+def _notes(index: AuditIndex, table: AuditTable, newest: NewestCheckpoint, forgotten: int) -> Iterable[str]:
+    for link in table.chain.links:
+        if (carried := table.index.carried.get(link.lineage)) is not None:
+            yield (
+                f"lineage {link.lineage} went on with another cluster, on which at most {carried.absent} finished "
+                "records were not found"
+            )
     if not index.steps_begin:
         yield "the steps topic has lost its beginning to retention: what was trained there is not known"
     if not index.skips_begin:
@@ -406,6 +411,9 @@ def _check_rows(table: AuditTable, manifest: CheckpointManifest, settled: Settle
     for link in table.chain.links:
         if link.lineage > manifest.lineage:
             break
+        if (carried := own.carried.get(link.lineage)) is not None:
+            # Rows from before, on another cluster, need not be here: what they came to is told. 0 is no lineage.
+            total, before = RowSum(0, carried.skips_hash, Counter(carried.skips_by_reason)), (0,)
         count = manifest.skips.count if link.lineage == manifest.lineage else link.rows or 0
         known = own.row_sums.get((*before, link.lineage))
         total = known if known is not None and known.rows <= count else RowSum(0, total.hash, total.reasons)

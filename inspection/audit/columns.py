@@ -174,7 +174,7 @@ class RecordPositions:
 
 @dataclass
 class RecordEntries(RecordPositions):
-    """What became of records: code 0 is trained, others name a skip reason.
+    """What became of records: code 0 is trained, others name a skip reason, or that it was finished elsewhere.
 
     ``numbers``: the step of a trained record, the sequence of a skip row; ``ends``: the offset after the last record
     that a row stands for.

@@ -159,6 +159,8 @@ def _table(report: AuditReport) -> Table:
     for name in (reason.name.lower() for reason in Waiting):
         if any(own.waiting.get(name) for own in columns):
             row(name, (own.waiting.get(name, 0) for own in columns), indent=True)
+    if any(own.carried_over for own in columns):
+        row("+ finished on another cluster", (own.carried_over for own in columns))
     if any(own.expired_fates for own in columns):
         row("+ forgotten by the topics", (own.expired_fates for own in columns))
     return table
@@ -185,12 +187,12 @@ def _facts_of(own: AlgorithmBalance) -> Iterable[str]:
     chain = " → ".join(map(str, own.lineages)) or "none"
     compared = own.checkpoint or "none"
     yield f"{own.algorithm}: {own.steps:,} steps, lineages {chain}, compared with checkpoint {compared}"
-    undone = own.undone
-    if undone.steps or undone.lineages or undone.rows:
-        yield (
-            f"{own.algorithm}: undone by crashes: {undone.steps} steps with {undone.trained} trajectories, "
-            f"{undone.rows} skip rows, {undone.lineages} whole lineages"
-        )
+    for by, undone in (("crashes", own.undone), ("the operator's restore", own.rolled_back)):
+        if undone.steps or undone.lineages or undone.rows:
+            yield (
+                f"{own.algorithm}: undone by {by}: {undone.steps} steps with {undone.trained} trajectories, "
+                f"{undone.rows} skip rows, {undone.lineages} whole lineages"
+            )
     if own.refused_steps:
         yield f"{own.algorithm}: {own.refused_steps} refused steps"
     if own.expired_trained or own.expired_skipped:

@@ -244,6 +244,8 @@ def interval_line(report: AuditReport, new_records: int) -> str:
     parts = f"{total['trained']:,} trained + {total['skipped']:,} skipped + {total['pending']:,} pending"
     forgotten = sum(own.expired_fates for own in report.algorithms)
     more = f" + {forgotten:,} forgotten by the topics" if forgotten else ""
+    carried = sum(own.carried_over for own in report.algorithms)
+    more += f" + {carried:,} finished on another cluster" if carried else ""
     return f"{verdict}: {total['produced']:,} = {parts}{f' ({why})' if why else ''}{more}; {new_records:,} new"
 
 

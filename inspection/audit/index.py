@@ -8,7 +8,8 @@ contents is kept as a conflict.
 
 Only the chain of surviving lineages counts: the newest and its ancestors by parent. A lineage starts with a step report
 without groups that names its parent. Of an ancestor, what counts is what the checkpoint held from which its child went
-on: steps up to the parent's number, skip rows up to ``parent_skips``.
+on: steps up to the parent's number, skip rows up to ``parent_skips``. A lineage that went on with another cluster's
+topic is the first of its chain: it says itself which records were finished before; older ones speak of other offsets.
 """
 
 from collections import Counter
@@ -16,22 +17,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from bus.history import Extent
 from bus.port import Record
-from inspection.audit.columns import RecordEntries, RecordPositions, hash_of
+from inspection.audit.columns import Ints, Mask, RecordEntries, RecordPositions, hash_of
 from inspection.audit.rows import RowContent, RowSum, SkipRows
 from observability.record_index.entries import fields_of, trajectory_id_of
 from schemas.codec import named_error
 from schemas.errors import DataError
 from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
+from schemas.reports import CarriedOver, RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
 
 TRAINED = 0
 REASONS = tuple(SkipReason)
 CODE_OF = {reason: code for code, reason in enumerate(REASONS, start=1)}
-"""Codes of ``RecordEntries``: 0 is trained, the others are skip reasons in their declared order."""
+"""Codes of ``RecordEntries``: 0 is trained, the others are skip reasons as they are declared, and then ``CARRIED``."""
+CARRIED = len(REASONS) + 1
+"""Finished on another cluster, before the lineage that says so."""
 
 _ORDER_LIMIT = 4 << 20
 """A work order's header holds its prompt, which may be long; a trajectory's own limit is the codec's."""
@@ -53,12 +57,17 @@ def _sample_of(name: str) -> str:
 
 
 class LineageStart(NamedTuple):
-    """The first report of a lineage: at which step it began, and from which version it went on."""
+    """The first report of a lineage: at which step it began, and from which version it went on.
+
+    ``undoes`` and ``carried_parts``: see ``StepReport``.
+    """
 
     lineage: int
     step: int
     parent: PolicyVersion | None
     parent_skips: int
+    undoes: int = 0
+    carried_parts: int = 0
 
 
 class LineageLink(NamedTuple):
@@ -86,14 +95,30 @@ class BrokenLineageLink(NamedTuple):
 
 @dataclass(frozen=True)
 class LineageChain:
-    """Links from the oldest lineage to the newest."""
+    """Links from the oldest lineage to the newest. ``begin``: what lineages below it say is about another cluster."""
 
     links: tuple[LineageLink, ...]
     broken: tuple[BrokenLineageLink, ...]
+    begin: int = 0
 
     def link(self, lineage: int) -> LineageLink | None:
         """The counted part of a lineage, if any."""
         return next((link for link in self.links if link.lineage == lineage), None)
+
+    def counts(self, codes: Ints, lineages: Ints, numbers: Ints) -> Mask:
+        """Which entries it contains. Steps are bounded by their number, all others by that of a row."""
+        counted = np.zeros(len(codes), dtype=np.bool_)
+        trained = codes == TRAINED
+        for link in self.links:
+            steps, rows = trained.copy(), ~trained
+            if link.after is not None:
+                steps &= numbers > link.after
+            if link.until is not None:
+                steps &= numbers <= link.until
+            if link.rows is not None:
+                rows &= numbers <= link.rows
+            counted |= (lineages == link.lineage) & (steps | rows)
+        return counted
 
     @property
     def newest(self) -> int:
@@ -112,7 +137,7 @@ def surviving_chain(lineage_starts: Mapping[int, LineageStart], *, beginning_is_
     # the lineage looked at; of the newest there is no bound.
     links: list[LineageLink] = []
     broken: list[BrokenLineageLink] = []
-    lineage, until, rows = max(lineage_starts, default=0), None, None
+    lineage, until, rows, begin = max(lineage_starts, default=0), None, None, 0
     # Lineages count from 1; 0 is that of the initial model, which has no reports.
     while lineage:
         start = lineage_starts.get(lineage)
@@ -126,11 +151,13 @@ def surviving_chain(lineage_starts: Mapping[int, LineageStart], *, beginning_is_
         problem = _problem(start, until)
         if problem:
             broken.append(BrokenLineageLink(lineage, problem))
-        # Only an older parent is followed, so that a wrong report cannot make this walk go round for ever.
-        if start.parent is None or start.parent.lineage >= lineage:
+        # Only an older parent is followed, so that a wrong report cannot make this walk go round for ever; and none
+        # whose records are of another cluster.
+        begin = lineage if start.carried_parts else 0
+        if start.parent is None or start.parent.lineage >= lineage or begin:
             break
         lineage, until, rows = start.parent.lineage, start.parent.number, start.parent_skips
-    return LineageChain(tuple(reversed(links)), tuple(broken))
+    return LineageChain(tuple(reversed(links)), tuple(broken), begin)
 
 
 def _problem(start: LineageStart, until: int | None) -> str | None:
@@ -170,11 +197,25 @@ class ConflictTally:
 
 
 @dataclass
+class CarriedRecords:
+    """What a lineage says of the records that were finished on another cluster; see ``CarriedOver``.
+
+    They themselves are among the entries; ``parts``: those that were read.
+    """
+
+    absent: int
+    skips_hash: str
+    skips_by_reason: dict[str, int]
+    parts: set[int] = field(default_factory=set)
+
+
+@dataclass
 class AlgorithmIndex:
     """What one algorithm's trainer reported.
 
     ``steps``: fingerprints of the reports with groups, by version; ``last_steps``: versions whose reports say that the
-    run reached its end with them; ``row_sums``: what checks have summed up of the rows, by the lineages before.
+    run reached its end with them; ``row_sums``: what checks have summed up of the rows, by the lineages before;
+    ``carried``: what lineages say of another cluster.
     """
 
     entries: RecordEntries = field(default_factory=RecordEntries)
@@ -185,6 +226,18 @@ class AlgorithmIndex:
     conflicts: ConflictTally = field(default_factory=ConflictTally)
     last_steps: set[PolicyVersion] = field(default_factory=set)
     row_sums: dict[tuple[int, ...], RowSum] = field(default_factory=dict)
+    carried: dict[int, CarriedRecords] = field(default_factory=dict)
+
+    def add_carried(self, message: CarriedOver) -> None:
+        """Add records that were finished on another cluster; a part that was sent again is the same."""
+        fresh = CarriedRecords(message.absent, message.skips_hash, message.skips_by_reason)
+        known = self.carried.setdefault(message.lineage, fresh)
+        if message.part in known.parts:
+            return
+        known.parts.add(message.part)
+        for ref in message.records:
+            position = (ref.partition, ref.offset)
+            self.entries.add(CARRIED, message.lineage, 0, position, ref.offset + 1, ref.trajectory_id)
 
     def add_report(self, report: StepReport) -> None:
         """Add a step, or the start of a lineage."""
@@ -193,7 +246,14 @@ class AlgorithmIndex:
             self.last_steps.add(version)
         # A lineage announces itself by a report without groups; sent again it is equal, and no conflict.
         if not report.group_ids and not report.micro_batches:
-            start = LineageStart(version.lineage, version.number, report.parent, report.parent_skips)
+            start = LineageStart(
+                version.lineage,
+                version.number,
+                report.parent,
+                report.parent_skips,
+                report.undoes,
+                report.carried_parts,
+            )
             if self.lineage_starts.setdefault(version.lineage, start) != start:
                 detail = f"lineage {version.lineage} began twice, differently"
                 self.conflicts.add(Conflict(version.lineage, version.number, detail, None))
@@ -262,6 +322,8 @@ class AuditIndex:
         message = record.message()
         if isinstance(message, StepReport):
             self.of(message.algorithm).add_report(message)
+        elif isinstance(message, CarriedOver):
+            self.of(message.algorithm).add_carried(message)
         elif isinstance(message, RefusedStep):
             self.of(message.algorithm).refused_steps += 1
 

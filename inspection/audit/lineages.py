@@ -10,7 +10,7 @@ from inspection.audit.table import AuditTable
 
 def check_lineages(table: AuditTable) -> list[Violation]:
     """All violations of lineages, steps and rows as such."""
-    return [*_broken_chain(table), *_gaps(table), *_conflicts(table)]
+    return [*_broken_chain(table), *_carried_gaps(table), *_gaps(table), *_conflicts(table)]
 
 
 def counted_steps(own: AlgorithmIndex, chain: LineageChain) -> dict[int, set[int]]:
@@ -29,6 +29,19 @@ def _broken_chain(table: AuditTable) -> list[Violation]:
     if not broken:
         return []
     return [Violation(ViolationKind.BROKEN_CHAIN, table.algorithm, len(broken), None, None, None, broken[0].problem)]
+
+
+def _carried_gaps(table: AuditTable) -> list[Violation]:
+    """What was finished on another cluster is told in parts, all of them before the lineage's first report."""
+    own, missing = table.index, list[tuple[int, int]]()
+    for link in table.chain.links:
+        if (start := own.lineage_starts.get(link.lineage)) is not None:
+            told = own.carried[link.lineage].parts if link.lineage in own.carried else ()
+            missing += [(link.lineage, part) for part in range(start.carried_parts) if part not in told]
+    if not missing:
+        return []
+    detail = f"lineage {missing[0][0]} does not tell which records it carried over: part {missing[0][1]} is missing"
+    return [Violation(ViolationKind.BROKEN_CHAIN, table.algorithm, len(missing), None, None, None, detail)]
 
 
 def missing_steps(table: AuditTable) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """The result of an audit, as data that prints as JSON.
 
 The accounting identity, per algorithm: produced = trained + skipped + pending (+ ``expired_fates``, finished records
-whose report or skip row retention has deleted).
+whose report or skip row retention has deleted; + ``carried_over``, those that were finished on another cluster).
 """
 
 from collections.abc import Iterable
@@ -75,8 +75,8 @@ class Violation:
 
 
 @dataclass(frozen=True)
-class UndoneByCrash:
-    """What crashes took back: it was reported, and no surviving lineage contains it."""
+class UndoneWork:
+    """What crashes, or an operator, took back: it was reported, and no surviving lineage contains it."""
 
     lineages: int = 0
     steps: int = 0
@@ -87,7 +87,7 @@ class UndoneByCrash:
 class Waiting(StrEnum):
     """Why a record is pending, as far as the topics tell; of several reasons the first."""
 
-    UNDONE = "trained or skipped, and undone by a crash: it is taken again"
+    UNDONE = "trained or skipped, and undone by a crash or a restore: it is taken again"
     COPY = "a copy of a trained trajectory, which is skipped once it is read"
     UNFINISHED_GROUP = "its group has samples that are not on the topic yet"
     READ = "read, in a whole group that waits for its step"
@@ -100,8 +100,8 @@ class AlgorithmBalance:
 
     ``trained`` and ``skipped`` count what the surviving lineages reported; ``expired_*`` those of them that retention
     has deleted since, which are in no other figure. ``expired_fates``: finished records whose report or row is deleted.
-    ``waiting``: the pending records by ``Waiting``'s names. ``finished``: the trainer has said that the run reached its
-    end.
+    ``undone``: by crashes; ``rolled_back``: by an operator. ``carried_over``: finished on another cluster. ``waiting``:
+    the pending records by ``Waiting``'s names. ``finished``: the trainer has said that the run reached its end.
     """
 
     algorithm: str
@@ -116,7 +116,9 @@ class AlgorithmBalance:
     refused_steps: int
     lineages: tuple[int, ...]
     checkpoint: str | None
-    undone: UndoneByCrash
+    undone: UndoneWork
+    rolled_back: UndoneWork = UndoneWork()
+    carried_over: int = 0
     waiting: dict[str, int] = field(default_factory=dict)
     finished: bool = False
     notes: tuple[str, ...] = ()
@@ -132,7 +134,7 @@ class AlgorithmBalance:
         """Whether every record has exactly one fate."""
         # produced = trained + skipped + expired_fates + pending. The sum alone proves little: in it a lost record still
         # counts as pending.
-        fates = self.trained + self.skipped_in_all + self.expired_fates
+        fates = self.trained + self.skipped_in_all + self.expired_fates + self.carried_over
         return not self.violations and self.produced == fates + self.pending
 
 

@@ -84,17 +84,6 @@ class NumberBounds(NamedTuple):
         steps = self.first_step < 0 or (begun and (link.until is None or self.last_step <= link.until))
         return steps and (self.first_row < 0 or link.rows is None or self.last_row <= link.rows)
 
-    def is_outside(self, link: LineageLink | None) -> bool:
-        """Whether none of it counts."""
-        if link is None:
-            return True
-        steps = (
-            self.first_step < 0
-            or (link.until is not None and link.until < self.first_step)
-            or (link.after is not None and self.last_step <= link.after)
-        )
-        return steps and (self.first_row < 0 or (link.rows is not None and link.rows < self.first_row))
-
 
 def bounds_of(entries: RecordEntries, which: Mask) -> dict[int, NumberBounds]:
     """The bounds of these entries by lineage."""
@@ -115,24 +104,15 @@ class SettledFates:
     """What became of a segment's records in one algorithm.
 
     ``codes`` and ``expired``: how many have each fate, of those that the topic held when they were read and of the
-    others; ``counted`` and ``undone``: bounds of the entries that count and of those that a crash undid; ``trained``:
-    hashes of trained names, sorted.
+    others; ``counted``: bounds of the entries that count; ``undone``: entries that do not, as code, lineage and number,
+    and how many there are of these; ``trained``: hashes of trained names, sorted.
     """
 
     codes: Counter[int] = field(default_factory=Counter)
     expired: Counter[int] = field(default_factory=Counter)
-    undone_trained: int = 0
-    undone_rows: int = 0
     counted: dict[int, NumberBounds] = field(default_factory=dict)
-    undone: dict[int, NumberBounds] = field(default_factory=dict)
+    undone: Ints = field(default_factory=lambda: np.zeros((0, 4), dtype=np.int64))
     trained: Hashes = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
-
-    def add(self, other: "SettledFates") -> None:
-        """Add up the figures of another segment."""
-        self.codes.update(other.codes)
-        self.expired.update(other.expired)
-        self.undone_trained += other.undone_trained
-        self.undone_rows += other.undone_rows
 
 
 @dataclass
@@ -215,10 +195,13 @@ class SettledRecords:
         return sum(segment.nameless for segment in self.segments.values())
 
     def fates(self, algorithm: str) -> SettledFates:
-        """The figures of all segments together."""
+        """The figures of all segments together, without bounds and names."""
         total = SettledFates()
-        for segment in self.segments.values():
-            total.add(segment.fates.get(algorithm, SettledFates()))
+        found = [segment.fates[algorithm] for segment in self.segments.values() if algorithm in segment.fates]
+        for fates in found:
+            total.codes.update(fates.codes)
+            total.expired.update(fates.expired)
+        total.undone = np.concatenate([total.undone, *(fates.undone for fates in found)])
         return total
 
     def trained(self, algorithm: str, hashes: Hashes) -> dict[int, Mask]:
@@ -285,13 +268,14 @@ def loaded_segment(dumped: bytes) -> SettledSegment:
 
 
 def _dumped_fates(fates: SettledFates) -> list[Any]:
-    undone = [fates.undone_trained, fates.undone_rows]
-    return [dict(fates.codes), dict(fates.expired), *undone, fates.counted, fates.undone, fates.trained.tobytes()]
+    arrays = [fates.undone.tobytes(), fates.trained.tobytes()]
+    return [dict(fates.codes), dict(fates.expired), fates.counted, *arrays]
 
 
 def _loaded_fates(values: list[Any]) -> SettledFates:
     if len(values) != len(fields(SettledFates)):
         raise DataError(f"expected {len(fields(SettledFates))} figures of settled records, got {len(values)}")
-    codes, expired, trained, rows, counted, undone, hashes = values
-    ours, lost = ({lineage: NumberBounds(*each) for lineage, each in part.items()} for part in (counted, undone))
-    return SettledFates(Counter(codes), Counter(expired), trained, rows, ours, lost, np.frombuffer(hashes, np.uint64))
+    codes, expired, counted, undone, hashes = values
+    bounds = {lineage: NumberBounds(*each) for lineage, each in counted.items()}
+    lost = np.frombuffer(undone, np.int64).reshape(-1, 4)
+    return SettledFates(Counter(codes), Counter(expired), bounds, lost, np.frombuffer(hashes, np.uint64))

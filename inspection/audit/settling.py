@@ -2,8 +2,8 @@
 
 Invariant settling_changes_no_verdict: judging what is not settled and adding the tallies of what is gives the report
 that judging everything gives, whatever happens later. It holds because a settled record breaks no rule by itself, and
-whatever could make it break one (a second fate, a second record of its name that is trained, a crash that undoes its
-step, a checkpoint that does not agree with it) unpacks it before anything is judged.
+whatever could make it break one (a second fate, a second record of its name that is trained, a crash or a restore that
+undoes its step, another cluster, a checkpoint that does not agree with it) unpacks it before anything is judged.
 """
 
 from collections import Counter
@@ -71,8 +71,9 @@ def _touched(
 
 def _survives(fates: SettledFates, chain: LineageChain) -> bool:
     """Whether the same entries count as when the segment was packed."""
+    codes, lineages, numbers, _ = fates.undone.T
     counted = all(bounds.is_within(chain.link(lineage)) for lineage, bounds in fates.counted.items())
-    return counted and all(bounds.is_outside(chain.link(lineage)) for lineage, bounds in fates.undone.items())
+    return counted and not np.any(chain.counts(codes, lineages, numbers))
 
 
 def _contains(manifest: CheckpointManifest, fates: SettledFates) -> bool:
@@ -190,14 +191,12 @@ def _fates_of(table: AuditTable, mine: Mask, keys: Ints) -> SettledFates:
     entries: RecordEntries = table.index.entries
     counted = np.isin(table.keys, keys)
     codes, expired = table.codes[counted], table.expired[counted]
-    trained = table.all_codes == TRAINED
-    undone = mine & ~table.counted
+    lost = np.column_stack((table.all_codes, table.all_lineages, table.all_numbers))[mine & ~table.counted]
+    undone, sizes = np.unique(lost, axis=0, return_counts=True)
     return SettledFates(
         codes=Counter(codes[~expired].tolist()),
         expired=Counter(codes[expired].tolist()),
-        undone_trained=int(np.count_nonzero(undone & trained)),
-        undone_rows=int(np.count_nonzero(undone & ~trained)),
         counted=bounds_of(entries, mine & table.counted),
-        undone=bounds_of(entries, undone),
+        undone=np.column_stack((undone, sizes)),
         trained=np.sort(table.chosen_hashes[counted & (table.codes == TRAINED)]),
     )

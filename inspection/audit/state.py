@@ -17,14 +17,14 @@ import xxhash
 from bus.history import Extent
 from bus.port import TopicPartition
 from inspection.audit.columns import RecordEntries, RecordPositions
-from inspection.audit.index import AlgorithmIndex, AuditIndex, Conflict, ConflictTally, LineageStart
+from inspection.audit.index import AlgorithmIndex, AuditIndex, CarriedRecords, Conflict, ConflictTally, LineageStart
 from inspection.audit.rows import SkipRows
 from inspection.audit.settled import HashSet, SettledRecords, dumped_segment, loaded_segment
 from schemas.errors import DataError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
 
-FORMAT = 1
+FORMAT = 2
 _TABLE = "CREATE TABLE IF NOT EXISTS part (name TEXT PRIMARY KEY, content BLOB NOT NULL, checksum BLOB NOT NULL)"
 Mark = tuple[int, bytes]
 
@@ -251,11 +251,15 @@ def _dumped_algorithm(own: AlgorithmIndex) -> dict[str, Any]:
         "refused": own.refused_steps,
         "conflicts": [own.conflicts.count, own.conflicts.first],
         "last_steps": list(own.last_steps),
+        "carried": {
+            lineage: [each.absent, each.skips_hash, each.skips_by_reason, list(each.parts)]
+            for lineage, each in own.carried.items()
+        },
     }
 
 
 def _loaded_algorithm(content: dict[str, Any]) -> AlgorithmIndex:
-    starts = [LineageStart(each[0], each[1], _version(each[2]), each[3]) for each in content["starts"]]
+    starts = [LineageStart(each[0], each[1], _version(each[2]), *each[3:]) for each in content["starts"]]
     versions = np.frombuffer(content["steps"][0], dtype=np.int64).reshape(-1, 2).tolist()
     prints = content["steps"][1]
     count, first = content["conflicts"]
@@ -268,6 +272,10 @@ def _loaded_algorithm(content: dict[str, Any]) -> AlgorithmIndex:
         refused_steps=content["refused"],
         conflicts=ConflictTally(count, conflict),
         last_steps={PolicyVersion(*each) for each in content["last_steps"]},
+        carried={
+            lineage: CarriedRecords(absent, rolling, reasons, set(parts))
+            for lineage, (absent, rolling, reasons, parts) in content["carried"].items()
+        },
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from bus.history import Extent
 from inspection.audit.columns import PARTITION_SHIFT, Hashes, Ints, Mask, RecordPositions, as_ints, position_of
-from inspection.audit.index import CODE_OF, TRAINED, AlgorithmIndex, LineageChain
+from inspection.audit.index import CARRIED, CODE_OF, TRAINED, AlgorithmIndex, LineageChain
 from inspection.audit.report import Violation, ViolationKind
 from schemas.reports import SkipReason
 
@@ -127,19 +127,7 @@ class AuditTable:
     @cached_property
     def counted(self) -> Mask:
         """Which of all entries the surviving chain contains."""
-        counted = np.zeros(len(self.index.entries), dtype=np.bool_)
-        trained, numbers = self.all_codes == TRAINED, self.all_numbers
-        # Steps are bounded by step number, skip rows by sequence: both are in ``numbers``, told apart by the code.
-        for link in self.chain.links:
-            steps, rows = trained.copy(), ~trained
-            if link.after is not None:
-                steps &= numbers > link.after
-            if link.until is not None:
-                steps &= numbers <= link.until
-            if link.rows is not None:
-                rows &= numbers <= link.rows
-            counted |= (self.all_lineages == link.lineage) & (steps | rows)
-        return counted
+        return self.chain.counts(self.all_codes, self.all_lineages, self.all_numbers)
 
     @cached_property
     def chosen(self) -> Ints:
@@ -220,6 +208,8 @@ class AuditTable:
         lineage, number = int(self.all_lineages[index]), int(self.all_numbers[index])
         if self.all_codes[index] == TRAINED:
             return f"step {lineage}-{number}"
+        if self.all_codes[index] == CARRIED:
+            return f"the cluster before lineage {lineage}"
         return f"row {number} of lineage {lineage}"
 
     def violation(self, kind: ViolationKind, which: Mask, detail: str = "") -> list[Violation]:

@@ -32,11 +32,12 @@ def explain_pending(
     produced = table.produced
     keys, hashes = produced.keys[pending], produced.hashes[pending]
     trained = table.codes == TRAINED
+    undone = ~table.counted & (table.all_lineages >= table.chain.begin)
     copies = np.isin(hashes, table.chosen_hashes[trained])
     for there in settled.trained(table.algorithm, hashes).values():
         copies |= there
     reasons = {
-        Waiting.UNDONE: np.isin(keys, table.index.entries.keys()[~table.counted]),
+        Waiting.UNDONE: np.isin(keys, table.index.entries.keys()[undone]),
         Waiting.COPY: copies & (hashes != 0),
         Waiting.UNFINISHED_GROUP: _group_is_unfinished(produced, np.flatnonzero(pending), index, settled, seen),
         Waiting.READ: _is_overtaken(keys, table, settled),

@@ -1,8 +1,8 @@
 """A trajectory's history, or how a group stands, from the topics: found by the index, and read where it says.
 
 What each topic says becomes events, sorted by their times. Those are of several clocks (dispatcher, worker, broker,
-trainer), so that near events of two processes may come in the wrong order. Steps and skip rows that a crash undid are
-shown, and do not decide the fate.
+trainer), so that near events of two processes may come in the wrong order. Steps and skip rows that were undone are
+shown, and do not decide the fate; those of another cluster, whose positions are not those of this one, are not shown.
 
 Invariant the_index_is_never_trusted: a record counts only if it carries the name that the index has for it; one that
 does not makes the index be built anew.
@@ -11,24 +11,34 @@ does not makes the index be built anew.
 import asyncio
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from bus.history import History
 from bus.port import Position, Record, message_of
+from inspection.replay.events import (
+    HistoryEvent,
+    StepMessage,
+    dead_letter_event,
+    in_order,
+    order_event,
+    place_of,
+    skip_event,
+    step_events,
+    worker_events,
+)
 from inspection.replay.steps import Lineages
 from observability.record_index.entries import Kind, RefKind, joined_name, split_name, trajectory_id_of
 from observability.record_index.following import IndexFollower
 from observability.record_index.store import Place, RecordIndex
-from schemas.codec import named_error
 from schemas.errors import UserError, WireError
 from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef, RefusedStep, SkipRecord, StepReport
+from schemas.reports import CarriedOver, RefusedStep, SkipRecord, StepReport
 from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import Trajectory, WorkOrder
 
-PENDING = "pending"
+PENDING, ELSEWHERE = "pending", "finished on another cluster"
 POSITION = re.compile(r"(\d{1,9})@(\d{1,18})")
 FRESH_S = 1.0
 """An index that was brought up to date so lately is not asked to be once more for a fate that may have changed."""
@@ -37,7 +47,6 @@ MOST_SAMPLES = 512
 MOST_NAMES = 5
 """That an error lists."""
 TOPIC_OF = {Kind.TRAJECTORY: TRAJECTORIES, Kind.ORDER: WORK_ORDERS, Kind.STEP: STEPS, Kind.SKIP: SKIPS}
-StepMessage = StepReport | RefusedStep
 
 
 class _Contradicted(Exception):
@@ -45,18 +54,8 @@ class _Contradicted(Exception):
 
 
 @dataclass(frozen=True)
-class HistoryEvent:
-    """Something that happened: when (seconds since the epoch), and the seconds since the event before."""
-
-    at: float
-    what: str
-    detail: str
-    since: float | None = None
-
-
-@dataclass(frozen=True)
 class TrajectoryRecord:
-    """A record of the trajectory. ``fate``: trained, skipped, pending, or left over, in the surviving chain."""
+    """A record of the trajectory. ``fate``: trained, skipped, pending, left over or elsewhere, by what survives."""
 
     partition: int
     offset: int
@@ -225,7 +224,7 @@ class HistoryReader:
         events = [order_event(order) for order in _orders_in(records, orders, group, sample)] + worker_events(
             trajectory
         )
-        events += [HistoryEvent(record.timestamp, "appended", _where(record)) for record in found]
+        events += [HistoryEvent(record.timestamp, "appended", place_of(record)) for record in found]
         events += [dead_letter_event(records[each]) for each in letters if each in records]
         # A trajectory may stand on the topic more than once, and each record has a fate of its own.
         judged = self._judged({(record.partition, record.offset) for record in found}, group, records, judging)
@@ -263,7 +262,7 @@ class HistoryReader:
 
     def _verified(self, record: Record, name: str) -> Record:
         if (found := trajectory_id_of(record)) != name:
-            raise _Contradicted(f"{_where(record)} holds {found or 'no trajectory'}, it was indexed as {name}")
+            raise _Contradicted(f"{place_of(record)} holds {found or 'no trajectory'}, it was indexed as {name}")
         return record
 
     async def _lost(self, name: str, positions: list[Position]) -> str:
@@ -312,12 +311,14 @@ class HistoryReader:
         lineages = Lineages.of(self._index.first_reports(self.algorithm), self._index.last_steps(self.algorithm))
         there = [records[position] for position in sorted(set(judging)) if position in records]
         fates, events, trained = dict.fromkeys(positions, PENDING), list[HistoryEvent](), None
-        for record, report in self._reports(there, group):
-            for position, event in _in_step(lineages, record, report, positions):
+        for record, report in self._reports(there, group, lineages.begin):
+            for position, event in step_events(lineages, record, report, positions):
                 events.append(event)
-                if event.what == "trained" and lineages.counts(report.version):
+                if isinstance(report, CarriedOver):
+                    fates[position] = ELSEWHERE if report.lineage == lineages.begin else fates[position]
+                elif event.what == "trained" and lineages.counts(report.version):
                     fates[position], trained = f"trained in step {report.step}", report.version
-        for row in self._rows(there, positions):
+        for row in self._rows(there, positions, lineages.begin):
             counts = lineages.counts_row(row)
             events.append(skip_event(row, counts=counts))
             if counts:
@@ -327,23 +328,25 @@ class HistoryReader:
             fates |= {position: "left over: the run is finished" for position, fate in fates.items() if fate == PENDING}
         return _Judged(fates, events, trained)
 
-    def _reports(self, records: Iterable[Record], group: str) -> list[tuple[Record, StepMessage]]:
+    def _reports(self, records: Iterable[Record], group: str, begin: int) -> list[tuple[Record, StepMessage]]:
         """A report that was sent again is the same step; refused attempts have no version of their own."""
         found: list[tuple[Record, StepMessage]] = []
-        known: set[PolicyVersion] = set()
+        known: set[tuple[int, int]] = set()
         for record in records:
             if record.topic != STEPS.full_name(self._run):
                 continue
             message = message_of(record)
-            if not isinstance(message, StepReport | RefusedStep):
-                raise _Contradicted(f"{_where(record)} holds no report of a step, it was indexed as one of {group}")
-            if message.algorithm != self.algorithm or message.version in known:
+            if not isinstance(message, StepReport | RefusedStep | CarriedOver):
+                raise _Contradicted(f"{place_of(record)} holds no report of a step, it was indexed as one of {group}")
+            # The parts of a lineage are numbered; what is negative is no step.
+            version = (message.lineage, -1 - message.part) if isinstance(message, CarriedOver) else message.version
+            if message.algorithm != self.algorithm or version in known or version[0] < begin:
                 continue
-            known |= {message.version} if isinstance(message, StepReport) else set()
+            known |= set() if isinstance(message, RefusedStep) else {version}
             found.append((record, message))
         return found
 
-    def _rows(self, records: Iterable[Record], positions: set[tuple[int, int]]) -> list[SkipRecord]:
+    def _rows(self, records: Iterable[Record], positions: set[tuple[int, int]], begin: int) -> list[SkipRecord]:
         """A row that was sent again keeps its number, and is one event."""
         rows = {}
         for record in records:
@@ -351,8 +354,9 @@ class HistoryReader:
                 continue
             message = message_of(record)
             if not isinstance(message, SkipRecord):
-                raise _Contradicted(f"{_where(record)} holds no skip row, it was indexed as one")
-            if message.algorithm == self.algorithm and (message.partition, message.offset) in positions:
+                raise _Contradicted(f"{place_of(record)} holds no skip row, it was indexed as one")
+            is_here = message.lineage >= begin and (message.partition, message.offset) in positions
+            if message.algorithm == self.algorithm and is_here:
                 rows[message.lineage, message.sequence, message.partition, message.offset] = message
         return list(rows.values())
 
@@ -371,57 +375,6 @@ class HistoryReader:
         return events
 
 
-def in_order(events: Iterable[HistoryEvent]) -> tuple[HistoryEvent, ...]:
-    """By time, each with the seconds since the one before."""
-    # Stable: events of one time stay in the order in which they were collected, causes before effects.
-    ordered = sorted(events, key=lambda event: event.at)
-    return tuple(
-        replace(event, since=None if number == 0 else event.at - ordered[number - 1].at)
-        for number, event in enumerate(ordered)
-    )
-
-
-def order_event(order: WorkOrder) -> HistoryEvent:
-    """The dispatcher orders it from a worker."""
-    estimate = order.estimate
-    return HistoryEvent(
-        order.created_at,
-        "ordered",
-        f"worker {order.worker_id}, attempt {order.attempt}, prompt position {order.position}, estimated "
-        f"{estimate.median} tokens (upper {estimate.upper}, bucket {estimate.bucket}, by {estimate.predictor}), "
-        f"admitted at {order.admitted_version}",
-    )
-
-
-def worker_events(trajectory: Trajectory) -> list[HistoryEvent]:
-    """Generation, by the trajectory itself."""
-    tokens, seconds = len(trajectory.token_ids), trajectory.finished_at - trajectory.started_at
-    rate = f", {tokens / seconds:.0f} tokens/s" if seconds > 0 else ""
-    return [
-        HistoryEvent(trajectory.started_at, "started", f"worker {trajectory.worker_id}, attempt {trajectory.attempt}"),
-        HistoryEvent(
-            trajectory.finished_at,
-            "finished",
-            f"{tokens} tokens (predicted {trajectory.predicted_length}), {trajectory.finish_reason.value}{rate}",
-        ),
-    ]
-
-
-def skip_event(row: SkipRecord, *, counts: bool) -> HistoryEvent:
-    """The trainer skips it."""
-    undone = "" if counts else "; undone by a crash"
-    return HistoryEvent(
-        row.sent_at, "skipped", f"{row.reason.value} at step {row.step}: {row.detail or 'no detail'}{undone}"
-    )
-
-
-def dead_letter_event(record: Record) -> HistoryEvent:
-    """The trainer could not decode it."""
-    reason = (dict(record.headers).get("dlq-error") or b"").decode(errors="replace")
-    detail = f"{named_error(record.headers)}: {reason}, as dead letter {record.offset}"
-    return HistoryEvent(record.timestamp, "dead-lettered", detail)
-
-
 def _seen(record: Record, fates: Mapping[tuple[int, int], str]) -> TrajectoryRecord:
     position = (record.partition, record.offset)
     return TrajectoryRecord(*position, record.timestamp, fates[position])
@@ -438,7 +391,7 @@ def _orders_in(
     found = []
     for record in (records[position] for position in positions if position in records):
         if record.key != group:
-            raise _Contradicted(f"{_where(record)} has the key {record.key!r}, it was indexed as an order of {group}")
+            raise _Contradicted(f"{place_of(record)} has the key {record.key!r}, it was indexed as an order of {group}")
         message = message_of(record)
         if isinstance(message, WorkOrder) and message.group_id == group and sample in (None, *message.sample_indices):
             found.append(message)
@@ -453,7 +406,7 @@ def _trajectory_in(record: Record) -> Trajectory | None:
 
 
 def _decoded(record: Record) -> Trajectory:
-    where = _where(record)
+    where = place_of(record)
     try:
         message = record.message()
     except WireError as error:
@@ -463,36 +416,3 @@ def _decoded(record: Record) -> Trajectory:
     if not isinstance(message, Trajectory):
         raise UserError(f"expected a trajectory at {where}, got a {message.SCHEMA}")
     return message
-
-
-def _in_step(
-    lineages: Lineages, record: Record, report: StepMessage, positions: set[tuple[int, int]]
-) -> Iterator[tuple[tuple[int, int], HistoryEvent]]:
-    """What this report says of the records at these positions."""
-    # A refused gradient changed no weights: there is nothing of it that a crash could have undone.
-    counts = isinstance(report, StepReport) and lineages.counts(report.version)
-    undone = "" if counts or isinstance(report, RefusedStep) else "; undone by a crash"
-    for number, batch in enumerate(report.micro_batches, 1):
-        for row, ref in enumerate(batch, 1):
-            if (position := _position(ref)) in positions:
-                micro_batch = f"micro-batch {number} of {len(report.micro_batches)}"
-                where = f"step {report.step}, {micro_batch}, row {row} of {len(batch)}"
-                if isinstance(report, RefusedStep):
-                    yield position, HistoryEvent(report.sent_at, "gradient refused", f"{where}: {report.problem}")
-                    continue
-                yield position, HistoryEvent(report.sent_at, "trained", f"{where}, weights {report.version}{undone}")
-                yield position, HistoryEvent(record.timestamp, "reported", _where(record))
-    for ref in report.left_out:
-        if (position := _position(ref)) in positions:
-            yield (
-                position,
-                HistoryEvent(report.sent_at, "counted, not trained", f"step {report.step}, for the advantages{undone}"),
-            )
-
-
-def _where(record: Record) -> str:
-    return f"{record.topic}[{record.partition}]@{record.offset}"
-
-
-def _position(ref: RecordRef) -> tuple[int, int]:
-    return ref.partition, ref.offset

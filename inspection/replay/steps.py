@@ -72,7 +72,8 @@ class Lineages:
             else:
                 known = row.parent_lineage is not None and row.parent_number is not None
                 parent = PolicyVersion(row.parent_lineage or 0, row.parent_number or 0) if known else None
-                starts[row.lineage] = LineageStart(row.lineage, row.step, parent, row.parent_skips)
+                start = LineageStart(row.lineage, row.step, parent, row.parent_skips, carried_parts=row.carried_parts)
+                starts[row.lineage] = start
         return cls(starts, last_steps)
 
     @property
@@ -98,6 +99,11 @@ class Lineages:
             for link in self._links(lineage)
             if link.after is not None
         )
+
+    @property
+    def begin(self) -> int:
+        """What lineages below this one say is about the records of another cluster."""
+        return surviving_chain(self.lineage_starts, beginning_is_held=False).begin
 
     def _links(self, lineage: int | None) -> tuple[LineageLink, ...]:
         number = self.newest if lineage is None else lineage
@@ -142,7 +148,9 @@ class StepLog(Lineages):
             # The announcement comes before the steps on the topic; if it is held, it is known by now and stays.
             self.lineage_starts.setdefault(lineage, LineageStart(lineage, step - 1, None, 0))
         else:
-            self.lineage_starts.setdefault(lineage, LineageStart(lineage, step, message.parent, message.parent_skips))
+            carried = message.carried_parts
+            start = LineageStart(lineage, step, message.parent, message.parent_skips, message.undoes, carried)
+            self.lineage_starts.setdefault(lineage, start)
 
     def attempts(self, step: int, chain: Iterable[ChainSegment]) -> list[RefusedStep]:
         """Gradients of this step that were not applied, computed from weights of the chain."""
@@ -259,7 +267,7 @@ def taken_step(log: StepLog, step: int, lineage: int | None = None) -> StepRepor
     """The report of a step of the surviving chain, or of a lineage's own.
 
     Raises:
-        UserError: the step was never taken, was undone by a crash, or its report is gone.
+        UserError: the step was never taken, was undone, or its report is gone.
     """
     chain = log.chain(lineage)
     segment = segment_with(chain, step)
@@ -321,7 +329,7 @@ def _absent(log: StepLog, step: int, chain: Sequence[ChainSegment], lineage: int
         version = max(undone)
         return (
             f"expected a step of the surviving chain ({there}), got step {step}, which lineage {version.lineage} took "
-            f"and a crash undid; replay it with --lineage {version.lineage}"
+            f"and a crash or a restore undid; replay it with --lineage {version.lineage}"
         )
     return f"expected one of {there}, got step {step}"
 

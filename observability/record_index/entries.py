@@ -16,7 +16,7 @@ from bus.port import Record, message_of
 from schemas.codec import MAX_HEADER_BYTES, Headers
 from schemas.control import WeightsReady
 from schemas.identifiers import group_id_of
-from schemas.reports import Heartbeat, RecordRef, RefusedStep, SkipRecord, StepReport
+from schemas.reports import CarriedOver, Heartbeat, RecordRef, RefusedStep, SkipRecord, StepReport
 from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 
 RETRY_OF = "dlq-retry-of"
@@ -92,6 +92,7 @@ class StepRow(NamedTuple):
     parent_number: int | None
     parent_skips: int
     finished: bool
+    carried_parts: int
 
 
 class WeightsRow(NamedTuple):
@@ -259,6 +260,7 @@ class Fold:
                     parent and parent.number,
                     message.parent_skips,
                     message.finished,
+                    message.carried_parts,
                 )
             )
         elif isinstance(message, RefusedStep):
@@ -273,9 +275,10 @@ class Fold:
                     None,
                     0,
                     False,
+                    0,
                 )
             )
-        else:
+        elif not isinstance(message, CarriedOver):
             return
         # One row a group and not one a sample: the report itself says which record is in which micro-batch.
         for group in dict.fromkeys(_group_of(ref) for ref in _refs_of(message)):
@@ -307,7 +310,9 @@ class Fold:
             rows.weights.append(WeightsRow(message.worker_id, *message.version, message.sent_at))
 
 
-def _refs_of(message: StepReport | RefusedStep) -> list[RecordRef]:
+def _refs_of(message: StepReport | RefusedStep | CarriedOver) -> list[RecordRef]:
+    if isinstance(message, CarriedOver):
+        return list(message.records)
     return [*(ref for batch in message.micro_batches for ref in batch), *message.left_out]
 
 

@@ -21,7 +21,7 @@ from bus.port import TopicPartition
 from observability.record_index.entries import Kind, RefKind, RefRow, Rows, StepKind, StepRow, WeightsRow
 from schemas.identifiers import PolicyVersion
 
-FORMAT = 1
+FORMAT = 2
 """Of the file. One of another format is begun anew."""
 BUSY_S = 20.0
 """How long to wait for another writer; its transactions take milliseconds."""
@@ -39,7 +39,7 @@ _SCHEMA = (
     "CREATE TABLE refs(kind INT, of_number INT, of_position INT, number INT, position INT, "
     "PRIMARY KEY(kind, of_number, of_position, number, position)) WITHOUT ROWID",
     "CREATE TABLE steps(position INTEGER PRIMARY KEY, algorithm TEXT, kind INT, lineage INT, version INT, step INT, "
-    "parent_lineage INT, parent_version INT, parent_skips INT, finished INT)",
+    "parent_lineage INT, parent_version INT, parent_skips INT, finished INT, carried_parts INT)",
     "CREATE TABLE weights(is_beat INT, lineage INT, version INT, sent_at REAL, worker TEXT, "
     "PRIMARY KEY(is_beat, lineage, version)) WITHOUT ROWID",
 )
@@ -171,7 +171,7 @@ class RecordIndex:
         named = sorted((numbers[group], kind, *place) for group, kind, *place in rows.named)
         database.executemany("INSERT OR IGNORE INTO named VALUES (?, ?, ?, ?, ?)", named)
         database.executemany("INSERT OR IGNORE INTO refs VALUES (?, ?, ?, ?, ?)", rows.refs)
-        database.executemany("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows.steps)
+        database.executemany("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows.steps)
         for row in _news(rows.weights):
             self._write_weights(row)
 

@@ -108,7 +108,7 @@ class Dispatcher:
         try:
             # Once per rebuilding: records that nobody had trained yet may have expired while we served.
             while await self._rebuild_and_serve(publisher, stop):
-                log.warning("samples expired before they were trained; they are looked for, and ordered again")
+                log.warning("samples expired before they were trained, or the trainer went far back; looking anew")
                 self._forget_everything()
         finally:
             await publisher.close()

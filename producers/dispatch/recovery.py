@@ -41,6 +41,9 @@ class _TrainerRecords:
 
     def add(self, message: Message) -> None:
         if isinstance(message, StepReport):
+            if message.carried_parts:
+                # What was consumed before has its offsets on another cluster.
+                self.consumed = [(number, {}) for number, _ in self.consumed]
             # Only the offsets behind what a step consumed are needed, and the references are most of a report.
             ends: dict[int, int] = {}
             for batch in message.micro_batches:
@@ -55,6 +58,14 @@ class _TrainerRecords:
     def number(self) -> int:
         """The highest version number ever reported."""
         return max((number for number, _ in self.consumed), default=0)
+
+    @property
+    def set_back(self) -> int:
+        """How many steps the newest lineage began below the highest of those before it."""
+        newest = max((report.version.lineage for report in self.reports), default=0)
+        begins = [report.version.number for report in self.reports if report.version.lineage == newest]
+        before = [report.version.number for report in self.reports if report.version.lineage < newest]
+        return max(0, max(before) - min(begins)) if before else 0
 
     def trained_long_ago(self, history_steps: int) -> frozenset[str]:
         """Groups that no resumed trainer will ask for again; their orders need not be held."""
@@ -112,6 +123,8 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
             state.recall(message, started)
     async for message in _history(bus, [STEPS.full_name(run), SKIPS.full_name(run)], "earliest", positions):
         trainer.add(message)
+    # An operator may have had the trainer go on from a checkpoint that is older than any that is kept otherwise.
+    state.ledger.history_steps = max(state.ledger.history_steps, trainer.set_back)
     # Orders before what the trainer said of them, so that each report finds its groups in flight.
     await _restore_orders(bus, run, state, trainer.trained_long_ago(state.ledger.history_steps), started)
     for message in trainer.in_order_of_causes():
@@ -155,13 +168,13 @@ async def _restore_samples(
 
 
 async def _still_held(bus: Bus, topic: str, start: Positions) -> Positions:
-    """The same offsets, or the oldest that the broker still has."""
+    """The same offsets, or the oldest that the broker still has; on another cluster a log may end before them."""
     subscription = await bus.subscribe([topic], client_id=CLIENT_ID)
     try:
-        first = await subscription.beginning_offsets()
+        first, ends = await subscription.beginning_offsets(), await subscription.end_offsets()
     finally:
         await subscription.close()
-    return {tp: max(offset, first.get(tp, 0)) for tp, offset in start.items()}
+    return {tp: min(max(offset, first.get(tp, 0)), ends[tp]) for tp, offset in start.items() if tp in ends}
 
 
 async def _recent(bus: Bus, topic: str) -> Start:

@@ -259,6 +259,10 @@ class DispatchState:
     def _stepped(self, report: StepReport, at: float) -> None:
         self.positions.pass_to(report.prompt_cursor)
         before = self.ledger.current
+        if before is not None and report.version.lineage > before.lineage:
+            # Further back than is remembered, or to other offsets: the topics tell what is in flight now.
+            too_far = report.version.number < before.number - self.ledger.history_steps
+            self.has_lost_samples = self.has_lost_samples or too_far or bool(report.carried_parts)
         if not self.ledger.advance(report.version, report.group_ids):
             return
         # The trainer went back: it will filter again what it skipped since.

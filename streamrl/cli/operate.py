@@ -11,8 +11,88 @@ def register(app: typer.Typer) -> None:
     """Add the commands, in the order in which help lists them."""
     for command in (pause, resume, drain):
         app.command()(command)
+    app.add_typer(checkpoints, name="checkpoints")
     app.add_typer(kafka, name="kafka")
     app.add_typer(topics, name="topics")
+
+
+# A run's checkpoints.
+
+checkpoints = typer.Typer(help="List, verify, pin and restore a run's checkpoints.", no_args_is_help=True)
+
+RunPath = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file.")
+]
+Which = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="Its step, its version such as 1-40, or the name of its pin.")
+]
+
+
+@checkpoints.command("list")
+def list_(
+    run: RunPath,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file, which takes time.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """List checkpoints: step, version, parent, size, time, pins, state.
+
+    Newest first; an arrow marks the one that the next start goes on from. Exit code 4 if one does not verify.
+    """
+    from deploy.local.savepoints import list_checkpoints
+    from inspection.process import log_to_stderr
+
+    log_to_stderr()
+    raise typer.Exit(list_checkpoints(run, verify=verify, as_json=as_json))
+
+
+@checkpoints.command()
+def verify(
+    run: RunPath,
+    checkpoint: Annotated[
+        str | None, typer.Argument(metavar="[CHECKPOINT]", help="Step, version or name; all if left out.")
+    ] = None,
+) -> None:
+    """Compare every file with its checksum, the manifest with its seal.
+
+    Names each file that is wrong; exit code 4 if there is one.
+    """
+    from deploy.local.savepoints import verify_checkpoints
+    from inspection.process import log_to_stderr
+
+    log_to_stderr()
+    raise typer.Exit(verify_checkpoints(run, checkpoint))
+
+
+@checkpoints.command()
+def pin(
+    run: RunPath,
+    checkpoint: Which,
+    name: Annotated[str | None, typer.Option(help="A name for it; its version if left out.")] = None,
+) -> None:
+    """Keep a checkpoint whatever comes after it, also in a live run."""
+    from deploy.local.savepoints import pin_checkpoint
+
+    raise typer.Exit(pin_checkpoint(run, checkpoint, name))
+
+
+@checkpoints.command()
+def unpin(run: RunPath, checkpoint: Which) -> None:
+    """Let go of a pin by its name, or of all those of a checkpoint."""
+    from deploy.local.savepoints import unpin_checkpoint
+
+    raise typer.Exit(unpin_checkpoint(run, checkpoint))
+
+
+@checkpoints.command()
+def restore(run: RunPath, checkpoint: Which) -> None:
+    """Have the next start go on from a checkpoint; undo later steps.
+
+    Only while the run stands still. Later checkpoints are kept under names of their own, and their trajectories are
+    trained again as far as the topic still holds them.
+    """
+    from deploy.local.savepoints import restore_checkpoint
+
+    raise typer.Exit(restore_checkpoint(run, checkpoint))
 
 
 # The embedded broker and the topics of a run.

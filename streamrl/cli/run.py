@@ -42,9 +42,15 @@ Adopt = Annotated[
 ]
 
 
-def trainer(context: typer.Context, adopt: Adopt = False) -> None:
+def trainer(
+    context: typer.Context,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Load everything, and take over when the leading trainer falls silent.")
+    ] = False,
+    adopt: Adopt = False,
+) -> None:
     """The trainer: trajectories in, weights out."""
-    _run("trainer", context, adopt=adopt)
+    _run("standby" if standby else "trainer", context, adopt=adopt)
 
 
 def coordinator(context: typer.Context) -> None:

@@ -13,7 +13,17 @@ from schemas.control import (
 )
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
-from schemas.reports import Heartbeat, RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport, WorkerState
+from schemas.reports import (
+    CarriedOver,
+    Heartbeat,
+    RecordRef,
+    RefusedStep,
+    SkipReason,
+    SkipRecord,
+    StepReport,
+    TrainerBeat,
+    WorkerState,
+)
 from schemas.trajectories import (
     ChatTurn,
     FinishReason,
@@ -159,6 +169,19 @@ def examples() -> dict[str, Message]:
             tokens_per_s=99.5,
             sequence=7,
             sent_at=1_795_000_005.0,
+        ),
+        "trainer-beat": TrainerBeat(
+            algorithm="grpo", incarnation="c3d4", version=PolicyVersion(2, 4), sequence=9, sent_at=1_795_000_005.5
+        ),
+        "carried-over": CarriedOver(
+            algorithm="grpo",
+            lineage=3,
+            part=1,
+            records=(RecordRef("gsm8k/7/0/0", 2, 5), RecordRef("gsm8k/7/0/1", 2, 7)),
+            absent=4,
+            skips_hash="00ff",
+            skips_by_reason={"stale": 2},
+            sent_at=1_795_000_006.5,
         ),
         "run-identity": RunIdentity(
             run_id="0f6ad1c2-7a53-4f3e-9d0e-1b7a4f1c2d3e",

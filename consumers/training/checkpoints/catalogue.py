@@ -3,19 +3,23 @@
 A lineage numbers one trainer process of a run. The newest number owns the run; an older holder must stop. Invariants:
 - a_lineage_is_given_once: a number is claimed by creating something that must not exist;
 - the_newest_lineage_leads: checkpoints are ordered by (lineage, step);
-- nothing_of_a_newer_lineage_is_forgotten: a writer removes what its own chain has left behind, and nothing else.
+- nothing_of_a_newer_lineage_is_forgotten: a writer removes what its own chain has left behind, and nothing else;
+- what_is_pinned_stays;
+- a_rollback_holds_until_a_newer_lineage_has_a_checkpoint: what it undid is never gone on from by itself.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest
+from consumers.training.checkpoints.marks import Rollback, read_rollback
 from consumers.training.checkpoints.storage import CheckpointStorage, Slot, open_storage
 from schemas.errors import CheckpointError, Superseded
+from schemas.identifiers import PolicyVersion
 
 log = structlog.get_logger()
 
@@ -102,16 +106,25 @@ def read_manifests(storage: CheckpointStorage | str | Path) -> list[CheckpointMa
     """
     if isinstance(storage, str | Path):
         storage = open_storage(storage, Path())  # no cache: manifests are read in place, nothing is fetched
-    entries = read_entries(storage)
+    return _sound(read_entries(storage))
+
+
+def _sound(entries: Iterable[CheckpointEntry]) -> list[CheckpointManifest]:
+    found = []
     for entry in entries:
         if entry.manifest is None:
             log.warning("checkpoint has no sound manifest", problem=entry.problem)
-    return [entry.manifest for entry in entries if entry.manifest is not None]
+        else:
+            found.append(entry.manifest)
+    return found
 
 
 @dataclass(frozen=True)
 class HeldCheckpoints:
-    """What a place knows of its run. ``lineage``: the newest one claimed or checkpointed; 0: none."""
+    """What a place knows of its run. ``lineage``: the newest one claimed or checkpointed, also by a rollback; 0: none.
+
+    ``newest``: the checkpoint that a start would go on from.
+    """
 
     place: str
     lineage: int = 0
@@ -129,17 +142,58 @@ def held_in(storage: CheckpointStorage) -> HeldCheckpoints:
     Raises:
         CheckpointError: the storage cannot be read.
     """
-    manifests = read_manifests(storage)
+    entries = read_entries(storage)
     try:
         claims = storage.claims()
     except OSError as error:
         raise CheckpointError(f"expected to read the lineage claims in {storage}, got: {error}") from error
-    lineage = max([0, *claims, *(manifest.lineage for manifest in manifests)])
-    return HeldCheckpoints(str(storage), lineage, next(iter(manifests), None))
+    lineage = max([0, *claims, *(manifest.lineage for manifest in _sound(entries))])
+    first = _first_whole(resumable(entries, read_rollback(storage)))
+    return HeldCheckpoints(str(storage), lineage, None if first is None else first[1])
+
+
+def resumable(entries: Sequence[CheckpointEntry], rollback: Rollback | None) -> list[CheckpointEntry]:
+    """What a start may go on from, newest first; damaged ones among them. ``entries``: all of them, newest first.
+
+    Raises:
+        CheckpointError: the checkpoint that the run was rolled back to is gone, and no newer lineage has one.
+    """
+    if rollback is None:
+        return list(entries)
+    # Every lineage above the rollback's own began after it, and so goes on from where it led.
+    newer = [entry for entry in entries if entry.order[0] > rollback.lineage]
+    chosen = next((entry for entry in entries if entry.order == rollback.version and entry.manifest is not None), None)
+    if chosen is None or chosen.manifest is None:
+        if any(entry.manifest is not None for entry in newer):
+            return newer  # pruned, as any checkpoint is that has successors
+        raise CheckpointError(
+            f"expected checkpoint {PolicyVersion(*rollback.version)}, to which this run was rolled back, got none that "
+            "is whole; choose another with `streamrl checkpoints restore`"
+        )
+    chain = _Chain([entry.manifest for entry in entries if entry.manifest is not None], chosen.manifest)
+    older = [
+        entry
+        for entry in entries
+        if entry.order < chosen.order and (entry.manifest is None or not chain.left_behind(entry.manifest))
+    ]
+    return [*newer, chosen, *older]
+
+
+def next_start(storage: CheckpointStorage | str | Path) -> CheckpointManifest | None:
+    """The manifest that a start would go on from if its files verify, or none if there is none.
+
+    Raises:
+        CheckpointError: the storage cannot be read.
+        SettingsError: the text names no storage.
+    """
+    if isinstance(storage, str | Path):
+        storage = open_storage(storage, Path())
+    found = _first_whole(resumable(read_entries(storage), read_rollback(storage)))
+    return None if found is None else found[1]
 
 
 def newest_model(location: str | Path, cache: Path) -> Path | None:
-    """The directory of the newest checkpoint by lineage and step, for ``from_pretrained``; None if there is none.
+    """The directory of the checkpoint that a start would go on from, for ``from_pretrained``; None if there is none.
 
     Out of an object store it comes into ``cache``. Its files are not verified.
 
@@ -148,19 +202,29 @@ def newest_model(location: str | Path, cache: Path) -> Path | None:
         SettingsError: the text names no storage.
     """
     storage = open_storage(location, cache)
-    for manifest in read_manifests(storage):
-        slot = storage.slot(manifest.lineage, manifest.step)
-        try:
-            return storage.fetch(slot, manifest)
-        except OSError as error:
-            raise CheckpointError(f"expected to fetch {storage.address(slot)}, got: {error}") from error
-    return None
+    found = _first_whole(resumable(read_entries(storage), read_rollback(storage)))
+    if found is None:
+        return None
+    slot, manifest = found
+    try:
+        return storage.fetch(slot, manifest)
+    except OSError as error:
+        raise CheckpointError(f"expected to fetch {storage.address(slot)}, got: {error}") from error
 
 
-def superfluous(entries: Iterable[CheckpointEntry], written: CheckpointManifest, keep: int) -> list[Slot]:
+def _first_whole(entries: Iterable[CheckpointEntry]) -> tuple[Slot, CheckpointManifest] | None:
+    return next(((entry.slot, entry.manifest) for entry in entries if entry.manifest is not None), None)
+
+
+def superfluous(
+    entries: Iterable[CheckpointEntry],
+    written: CheckpointManifest,
+    keep: int,
+    pinned: Collection[tuple[int, int]] = frozenset(),
+) -> list[Slot]:
     """What may go after ``written``: abandoned futures, all but the newest ``keep``, and damaged ones around them.
 
-    ``entries``: newest first, ``written`` among them.
+    ``entries``: newest first, ``written`` among them. ``pinned``: versions that stay whatever else is said.
     """
     # Entries of newer lineages are another trainer's, which this one has not been told of yet: they are not touched.
     own = [entry for entry in entries if entry.order[0] <= written.lineage]
@@ -169,8 +233,16 @@ def superfluous(entries: Iterable[CheckpointEntry], written: CheckpointManifest,
     # A damaged one between the kept ones may be mended by hand, and fallen back on; older ones are of no use.
     oldest = min(entry.slot.step for entry in kept)
     damaged = [e for e in own if e.manifest is None and oldest < e.slot.step <= written.step]
-    staying = {entry.slot for entry in (*kept, *damaged)}
+    held = [entry for entry in own if _is_pinned(entry, pinned)]
+    staying = {entry.slot for entry in (*kept, *damaged, *held)}
     return [entry.slot for entry in own if entry.slot not in staying]
+
+
+def _is_pinned(entry: CheckpointEntry, pinned: Collection[tuple[int, int]]) -> bool:
+    # Of a damaged one the lineage may be unknown: then it stays for any pin of its step.
+    if entry.manifest is None and entry.slot.lineage is None:
+        return any(step == entry.slot.step for _, step in pinned)
+    return entry.order in pinned
 
 
 class _Chain:
@@ -203,7 +275,8 @@ def _read(storage: CheckpointStorage, slot: Slot) -> CheckpointEntry:
         manifest = decode_manifest(data)
     except CheckpointError as error:
         return CheckpointEntry(slot, None, f"{address}: {error}")
-    if storage.slot(manifest.lineage, manifest.step) != slot:
+    own = storage.slot(manifest.lineage, manifest.step)
+    if slot not in (own, storage.aside(own, manifest.lineage)):
         return CheckpointEntry(
             slot, None, f"expected {address} to hold its own checkpoint, got that of step {manifest.step}"
         )

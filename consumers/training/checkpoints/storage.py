@@ -3,6 +3,8 @@
     {root}/lineages/{L}.json                         {prefix}/lineages/{L}.json
     {root}/step_{N}/config.json, model.safetensors,  {prefix}/lineage_{L}/step_{N}/config.json …
            trainer_state/manifest.json …
+    {root}/step_{N}-lineage_{L}/…  (kept aside)
+    {root}/pins/{NAME}.json, {root}/rollback.json    {prefix}/pins/{NAME}.json, {prefix}/rollback.json
 
 Both are a ``CheckpointStorage``; ``open_storage`` tells which text names which. Knows no tensors. Invariants:
 - a_checkpoint_appears_whole: in a directory it is written aside, synced, and gets its name by one rename; an object
@@ -142,6 +144,27 @@ class CheckpointStorage(Protocol):
     def remove(self, slot: Slot) -> None:
         """Forget a checkpoint, the manifest first."""
 
+    def aside(self, slot: Slot, lineage: int) -> Slot:
+        """Where a lineage's checkpoint stands once no other lineage may take its place any more."""
+
+    def set_aside(self, slot: Slot, lineage: int) -> None:
+        """Move a lineage's checkpoint there, whole and durably; nothing if it stands there."""
+
+    def contents(self, slot: Slot, path: str) -> Iterator[bytes]:
+        """A file of a checkpoint, piece by piece; nothing is kept."""
+
+    def note(self, name: str) -> bytes | None:
+        """A small document beside the checkpoints, or none."""
+
+    def notes(self, folder: str) -> list[str]:
+        """Names of the documents in a folder, without it, in no order."""
+
+    def put_note(self, name: str, content: bytes) -> None:
+        """Write a document, whole and durably, over one of that name."""
+
+    def remove_note(self, name: str) -> None:
+        """Delete a document, if there is one."""
+
     def __str__(self) -> str:
         """As text that opens it again."""
 
@@ -178,6 +201,8 @@ def check_storage(location: str | Path) -> None:
 
 CLAIMS = "lineages"
 REPLACED = f"{TEMPORARY}old-"
+NAMED = re.compile(r"step_([0-9]+)(?:-lineage_([0-9]+))?")
+PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -229,8 +254,12 @@ class LocalStorage:
 
     def slots(self) -> list[Slot]:
         """Directories named as checkpoints."""
-        named = ((path.name, re.fullmatch(r"step_([0-9]+)", path.name)) for path in self.root.glob("step_*"))
-        return [Slot(name, int(match[1])) for name, match in named if match is not None]
+        named = ((path.name, NAMED.fullmatch(path.name)) for path in self.root.glob("step_*"))
+        return [
+            Slot(name, int(match[1]), None if match[2] is None else int(match[2]))
+            for name, match in named
+            if match is not None
+        ]
 
     def address(self, slot: Slot) -> str:
         """The directory."""
@@ -298,6 +327,49 @@ class LocalStorage:
         except FileNotFoundError:
             return
         shutil.rmtree(gone, ignore_errors=True)
+
+    def aside(self, slot: Slot, lineage: int) -> Slot:
+        """Its directory with the lineage in its name, under which no trainer writes."""
+        return Slot(f"step_{slot.step}-lineage_{lineage}", slot.step, lineage)
+
+    def set_aside(self, slot: Slot, lineage: int) -> None:
+        """One rename, forced to the disk."""
+        aside = self.aside(slot, lineage)
+        if slot != aside:
+            (self.root / slot.name).rename(self.root / aside.name)
+            sync(self.root)
+
+    def contents(self, slot: Slot, path: str) -> Iterator[bytes]:
+        """Read where it stands."""
+        with (self.root / slot.name / path).open("rb") as file:
+            while piece := file.read(PIECE):
+                yield piece
+
+    def note(self, name: str) -> bytes | None:
+        """The file's bytes, if it is there."""
+        try:
+            return (self.root / f"{name}.json").read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def notes(self, folder: str) -> list[str]:
+        """Files of the folder; it need not be there."""
+        return [path.stem for path in (self.root / folder).glob("*.json") if not path.name.startswith(TEMPORARY)]
+
+    def put_note(self, name: str, content: bytes) -> None:
+        """Written aside, synced, and named by one rename."""
+        path = self.root / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{TEMPORARY}{path.name}")
+        temporary.write_bytes(content)
+        sync(temporary)
+        temporary.rename(path)
+        for folder in {path.parent, self.root}:
+            sync(folder)
+
+    def remove_note(self, name: str) -> None:
+        """Delete the file."""
+        (self.root / f"{name}.json").unlink(missing_ok=True)
 
 
 SCHEMES = ("s3://", "gs://", "az://")
@@ -441,6 +513,40 @@ class ObjectStorage:
         """Delete the manifest, then everything else under the checkpoint's prefix."""
         self._delete([_manifest_key(slot)])
         self._delete(self._keys(slot.name))
+
+    def aside(self, slot: Slot, lineage: int) -> Slot:
+        """The slot itself: no other lineage writes there."""
+        return slot
+
+    def set_aside(self, slot: Slot, lineage: int) -> None:
+        """Nothing: it stands there."""
+
+    def contents(self, slot: Slot, path: str) -> Iterator[bytes]:
+        """Streamed, not stored."""
+        with _as_os_error():
+            for piece in obstore.get(self.store, f"{slot.name}/{path}").stream():
+                yield bytes(piece)
+
+    def note(self, name: str) -> bytes | None:
+        """The object's bytes, if there is one."""
+        try:
+            with _as_os_error():
+                return bytes(obstore.get(self.store, f"{name}.json").bytes())
+        except FileNotFoundError:
+            return None
+
+    def notes(self, folder: str) -> list[str]:
+        """Objects under the folder's prefix."""
+        return [key.removeprefix(f"{folder}/").removesuffix(".json") for key in self._keys(folder)]
+
+    def put_note(self, name: str, content: bytes) -> None:
+        """One object, which appears whole."""
+        with _as_os_error():
+            obstore.put(self.store, f"{name}.json", content)
+
+    def remove_note(self, name: str) -> None:
+        """Delete the object."""
+        self._delete([f"{name}.json"])
 
     @contextmanager
     def _temporary(self, slot: Slot) -> Iterator[Path]:

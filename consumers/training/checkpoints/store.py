@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,18 @@ from consumers.training.checkpoints.catalogue import (
     held_in,
     read_entries,
     read_manifests,
+    resumable,
     superfluous,
 )
-from consumers.training.checkpoints.manifest import MANIFEST, STATE, CheckpointFile, CheckpointManifest, decode_manifest
-from consumers.training.checkpoints.storage import CheckpointStorage, sha256_of
+from consumers.training.checkpoints.manifest import (
+    MANIFEST,
+    STATE,
+    CheckpointFile,
+    CheckpointManifest,
+    decode_manifest,
+)
+from consumers.training.checkpoints.marks import pinned_versions, read_pins, read_rollback
+from consumers.training.checkpoints.storage import CheckpointStorage, Slot, sha256_of
 from schemas.errors import CheckpointError
 
 log = structlog.get_logger()
@@ -72,10 +80,14 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """A verified checkpoint: where its model is, on this machine, and the rest of its state."""
+    """A verified checkpoint: where its model is, on this machine, and the rest of its state.
+
+    ``undoes``: going on from it undoes what lineages up to this one did after it, as an operator wanted; 0: none.
+    """
 
     directory: Path
     state: TrainerState
+    undoes: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,6 +138,7 @@ class CheckpointStore:
                 write_model(directory)
                 _write_state(directory, state)
                 manifest = state.manifest.model_copy(update={"files": self._secured(directory)})
+                self._set_pinned_aside(slot, lineage)
                 self.storage.publish(slot, directory, manifest, lineage.check)
         except (OSError, SafetensorError) as error:
             # A newer trainer clears the leftovers of this one: being superseded is then the cause, not the storage.
@@ -152,19 +165,38 @@ class CheckpointStore:
                 pass  # raises what the disk did
         return files
 
+    def _set_pinned_aside(self, slot: Slot, lineage: Lineage) -> None:
+        """In a directory a lineage takes over the places of older ones; what is pinned there moves out of the way."""
+        if self.storage.aside(slot, lineage.number) == slot:
+            return
+        data = self.storage.manifest(slot)
+        if data is None or not (pinned := pinned_versions(read_pins(self.storage).values())):
+            return
+        with suppress(CheckpointError):  # what does not decode cannot be told to be pinned
+            there = decode_manifest(data)
+            if there.lineage < lineage.number and (there.lineage, there.step) in pinned:
+                lineage.check()
+                self.storage.set_aside(slot, there.lineage)
+
     def newest(self) -> VerifiedCheckpoint | None:
-        """The newest checkpoint that verifies, by lineage and then step, or none if there is no checkpoint.
+        """The checkpoint to go on from: the newest that verifies, by lineage and then step, or none if there is none.
+
+        After a rollback, those that it undid are passed over.
 
         Raises:
             CheckpointError: there are checkpoints, and none of them verifies; or the storage cannot be read.
         """
         problems = []
+        entries, rollback = read_entries(self.storage), read_rollback(self.storage)
         # Newest first; slots without a sound manifest come before all, so that their problems are on record.
-        for entry in sorted(read_entries(self.storage), key=lambda entry: entry.manifest is not None):
+        found = resumable(entries, rollback)
+        for entry in sorted(found, key=lambda entry: entry.manifest is not None):
             try:
                 if entry.manifest is None:
                     raise CheckpointError(entry.problem)
-                return self.load(entry.manifest)
+                loaded = self.load(entry.manifest)
+                undoes = rollback.lineage if rollback is not None and entry.order[0] <= rollback.lineage else 0
+                return replace(loaded, undoes=undoes)
             except CheckpointError as error:
                 log.warning("checkpoint does not verify, falling back to the one before", problem=str(error))
                 problems.append(str(error))
@@ -187,6 +219,10 @@ class CheckpointStore:
         """
         slot = self.storage.slot(manifest.lineage, manifest.step)
         try:
+            if not self._holds(slot, manifest) and self._holds(
+                aside := self.storage.aside(slot, manifest.lineage), manifest
+            ):
+                slot = aside
             directory = self.storage.fetch(slot, manifest)
         except OSError as error:
             raise CheckpointError(f"expected to fetch {self.storage.address(slot)}, got: {error}") from error
@@ -195,9 +231,19 @@ class CheckpointStore:
             raise CheckpointError(f"expected the checkpoint listed at {directory}, got another one: it was replaced")
         return restored
 
+    def _holds(self, slot: Slot, manifest: CheckpointManifest) -> bool:
+        data = self.storage.manifest(slot)
+        try:
+            return data is not None and decode_manifest(data) == manifest
+        except CheckpointError:
+            return False
+
     def _forget_old(self, written: CheckpointManifest) -> None:
         def remove() -> None:
-            for slot in superfluous(read_entries(self.storage), written, self.keep):
+            entries = read_entries(self.storage)
+            # Last, so that a checkpoint that is pinned meanwhile has the longest time to be.
+            pinned = pinned_versions(read_pins(self.storage).values())
+            for slot in superfluous(entries, written, self.keep, pinned):
                 self.storage.remove(slot)
 
         self._tidy(remove)

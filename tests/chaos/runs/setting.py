@@ -1,7 +1,7 @@
 """How a run under test is set up: small, and slow enough that faults happen in the middle of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,9 @@ def make_setting(
     directory = RunDirectory(settings.run.path)
     directory.create()
     directory.config.write_text(as_toml(settings))
-    return Setting(settings, directory, tuple(child_specs(directory, settings.run.workers, [])))
+    # A trainer that is superseded is to end here, and not to stand by: the fault asks why it ended.
+    specs = (replace(spec, standby=()) for spec in child_specs(directory, settings.run.workers, []))
+    return Setting(settings, directory, tuple(specs))
 
 
 async def create_topics(setting: Setting) -> None:

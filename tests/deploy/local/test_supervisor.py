@@ -3,6 +3,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,58 @@ async def test_a_superseded_process_is_not_restarted_and_the_run_goes_on(tmp_pat
     await supervisor.run(asyncio.Event())
     assert supervisor.finished.is_set()
     assert supervisor.restarts == {}
+
+
+def trainer(tmp_path: Path, name: str, leads: str, stands_by: str) -> ChildSpec:
+    both = (spec(tmp_path, name, code, essential=True) for code in (leads, stands_by))
+    leading, standing_by = both
+    return replace(leading, standby=standing_by.command)
+
+
+WAIT_FOR_SIGNAL = (
+    "import signal, sys, time\n"
+    "signal.signal(signal.SIGURG, lambda *_: (print('took over', flush=True), sys.exit(0)))\n"
+    "print('ready', flush=True)\n"
+    "time.sleep(60)"
+)
+
+
+async def test_a_trainer_that_is_superseded_stands_by(tmp_path: Path) -> None:
+    leads = "print('error: superseded'); raise SystemExit(3)"
+    specs = [spec(tmp_path, "worker", SLEEP), trainer(tmp_path, "trainer", leads, "print('stood by', flush=True)")]
+    supervisor = Supervisor(specs, max_restarts=0, grace_s=5)
+    async with asyncio.timeout(30):
+        await supervisor.run(asyncio.Event())
+    assert "stood by" in (tmp_path / "trainer.log").read_text()
+    assert supervisor.finished.is_set()
+    assert "worker" not in supervisor.restarts
+
+
+@pytest.mark.parametrize("trainer_first", [True, False])
+async def test_a_run_that_was_taken_over_whole_ends(tmp_path: Path, trainer_first: bool) -> None:
+    late = "import time; time.sleep(1); print('error: superseded'); raise SystemExit(3)"
+    early = late.replace("time.sleep(1); ", "")
+    dispatcher = spec(tmp_path, "dispatcher", late if trainer_first else early)
+    leads = early if trainer_first else late
+    specs = [trainer(tmp_path, "trainer", leads, SLEEP), replace(dispatcher, is_single=True)]
+    with pytest.raises(Superseded):
+        async with asyncio.timeout(30):
+            await Supervisor(specs, max_restarts=3, grace_s=5).run(asyncio.Event())
+
+
+async def test_a_standby_is_told_at_once_that_the_leader_died(tmp_path: Path) -> None:
+    ready = spec(tmp_path, "standby-0", WAIT_FOR_SIGNAL, essential=True)
+    leads = trainer(tmp_path, "trainer", SLEEP, SLEEP)
+    supervisor = Supervisor([leads, replace(ready, standby=ready.command)], max_restarts=3, grace_s=5)
+    task = asyncio.create_task(supervisor.run(asyncio.Event()))
+    leading = await until_started(supervisor, "trainer")
+    async with asyncio.timeout(30):
+        while not ready.log_path.exists() or "ready" not in ready.log_path.read_text():
+            await asyncio.sleep(0.02)
+        os.kill(leading, signal.SIGKILL)
+        await task
+    assert "took over" in ready.log_path.read_text()
+    assert supervisor.finished.is_set()
 
 
 async def test_the_run_ends_when_its_essential_process_is_superseded(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from inspection.audit.report import ViolationKind
 from schemas.reports import SkipReason
 from tests.inspection.audit.world import ALGORITHM, World
 
@@ -36,7 +37,7 @@ class AnyRunBalances(RuleBasedStateMachine):
     @rule(data=st.data())
     def train(self, data: st.DataObject) -> None:
         world = self.world
-        used = {world.log[p][o] for p, o in world.current.trained}
+        used = {world.log[p][o] for p, o in world.current.trained | world.current.carried}
         fresh = {world.log[p][o]: (p, o) for p, o in world.pending() if world.log[p][o] not in (None, *used)}
         positions = sorted(fresh.values())
         if positions:
@@ -74,6 +75,18 @@ class AnyRunBalances(RuleBasedStateMachine):
         survivors = [each for each in saved if self._survives(each.manifest.policy_version)]
         self.world.restart(data.draw(st.sampled_from([None, *survivors])))
 
+    @precondition(lambda self: self.world.saved)
+    @rule(data=st.data(), elsewhere=st.booleans())
+    def restore(self, data: st.DataObject, elsewhere: bool) -> None:
+        self.world.roll_back(data.draw(st.sampled_from(self.world.saved)), elsewhere=elsewhere)
+
+    @precondition(lambda self: self.world.saved)
+    @rule(data=st.data())
+    def move_to_another_cluster(self, data: st.DataObject) -> None:
+        survivors = [each for each in self.world.saved if self._survives(each.manifest.policy_version)]
+        if survivors:
+            self.world.restart(data.draw(st.sampled_from(survivors)), elsewhere=True)
+
     def _survives(self, version: object) -> bool:
         newest = self.world.audit().algorithms[0]
         return version[0] in newest.lineages  # type: ignore[index]
@@ -89,6 +102,7 @@ class AnyRunBalances(RuleBasedStateMachine):
             current = self.world.current
             assert own.trained == len(current.trained)
             assert own.skipped_in_all == len(current.skipped)
+            assert own.carried_over == len(current.carried)
             assert own.pending == len(self.world.pending())
             assert own.produced == sum(map(len, self.world.log.values()))
 
@@ -132,6 +146,50 @@ def test_what_a_crash_undid_is_reported() -> None:
     assert (own.undone.steps, own.undone.trained, own.undone.rows, own.undone.lineages) == (1, 2, 1, 0)
     assert own.lineages == (1, 2)
     assert own.checkpoint == "1-1"
+
+
+def test_what_an_operator_undid_is_told_from_what_a_crash_did() -> None:
+    world = World()
+    positions = [world.produce(f"d/{n}/0/0", n % 2) for n in range(10)]
+    for first in (0, 2, 4):
+        world.step(positions[first : first + 2])
+        world.checkpoint()
+        world.announce()
+    world.step(positions[6:8])
+    world.announce()
+    world.restart(world.saved[2])  # a crash: step 4 is undone
+    world.roll_back(world.saved[0])
+    world.skip(positions[9], SkipReason.STALE)
+    world.restart(world.saved[0])  # another one, after which the choice still holds
+    (own,) = world.audit().algorithms
+    assert own.is_balanced
+    assert (own.trained, own.pending, own.lineages) == (2, 8, (1, 5))
+    by_crash, by_operator = own.undone, own.rolled_back
+    assert (by_crash.steps, by_crash.trained, by_crash.rows, by_crash.lineages) == (1, 2, 1, 1)
+    assert (by_operator.steps, by_operator.trained, by_operator.rows, by_operator.lineages) == (2, 4, 0, 1)
+
+
+def test_what_was_finished_on_another_cluster_is_neither_trained_nor_pending() -> None:
+    world = World()
+    positions = [world.produce(f"d/{n}/0/0", n % 2) for n in range(10)]
+    world.step(positions[:3])
+    world.skip(positions[3], SkipReason.STALE)
+    world.checkpoint()
+    world.announce()
+    world.step(positions[4:6])
+    world.announce()
+    world.restart(world.saved[0], elsewhere=True)
+    world.step(positions[4:5])
+    world.checkpoint()
+    world.announce()
+    (own,) = world.audit().algorithms
+    assert own.is_balanced
+    assert (own.carried_over, own.trained, own.skipped_in_all, own.pending, own.lineages) == (4, 1, 0, 5, (2,))
+    assert own.undone.steps == own.rolled_back.steps == 0
+    assert own.waiting.get("undone") is None
+    told = next(each for each in world.written if b"carried-over" in dict(each[1].headers).values())
+    world.written.remove(told)
+    assert {each.kind for each in world.audit().violations} >= {ViolationKind.BROKEN_CHAIN, ViolationKind.LOST}
 
 
 def busy_world(seed: int) -> World:

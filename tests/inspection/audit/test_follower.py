@@ -156,6 +156,52 @@ def test_settled_records_are_packed_and_a_crash_unpacks_those_that_it_undid() ->
         assert 0 < len(known.settled.segments) < before
 
 
+def test_a_restore_unpacks_what_it_undid_and_another_cluster_all_of_it() -> None:
+    world, saved = World(partitions=3), []
+    for step in range(6):
+        world.step([world.produce(f"d/{step}-{number}/0/0", number % 3) for number in range(10)])
+        world.checkpoint()
+        world.announce()
+        saved.append(world.saved[-1])
+    with following(world, segment=1) as followed:
+
+        def advance() -> AuditReport:
+            followed.history.records = records_of(world)
+            reveal(followed, world, len(world.written))
+            report = followed.advance()
+            assert report == followed.whole()
+            return report
+
+        for each in saved:
+            reveal(followed, world, each.after)
+            followed.advance()
+        advance()
+        known = followed.follower.known
+        before = len(known.settled.segments)
+        world.roll_back(saved[1])
+        own = advance().algorithms[0]
+        assert (own.rolled_back.steps, own.rolled_back.trained, own.undone.steps) == (4, 40, 0)
+        assert 0 < len(known.settled.segments) < before
+        # Trained once more, they are settled with what was undone of them, and it is still told by whom.
+        world.step(world.pending())
+        world.checkpoint()
+        world.announce()
+        own = [advance() for _ in range(2)][-1].algorithms[0]
+        assert known.settled.records == 60
+        assert (own.rolled_back.steps, own.rolled_back.trained, own.undone.steps) == (4, 40, 0)
+        followed.restart()
+        world.restart(world.saved[-1], elsewhere=True)
+        own = advance().algorithms[0]
+        assert (own.carried_over, own.trained, own.rolled_back.steps) == (60, 0, 0)
+        world.step([world.produce("d/new/0/0", 0)])
+        world.checkpoint()
+        world.announce()
+        followed.restart()
+        own = [advance() for _ in range(2)][-1].algorithms[0]
+        assert (own.carried_over, own.trained) == (60, 1)
+        assert followed.follower.known.settled.records == 61
+
+
 def test_two_records_of_one_name_that_came_together_are_not_settled() -> None:
     world = World(partitions=3)
     world.step([world.produce("d/0/0/0", 0), world.produce("d/1/0/0", 1), world.produce("d/0/0/0", 2)])

@@ -20,7 +20,7 @@ from inspection.audit.report import AuditReport
 from schemas.codec import encode, headers_of
 from schemas.identifiers import PolicyVersion, group_id_of
 from schemas.messages import Message
-from schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
+from schemas.reports import CarriedOver, RecordRef, SkipReason, SkipRecord, StepReport
 from schemas.topics import SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 from schemas.trajectories import Trajectory, WorkOrder
 
@@ -46,6 +46,7 @@ class SimulatedLineage:
     tally: SkipTally
     trained: set[Position]
     skipped: dict[Position, str]
+    carried: set[Position] = field(default_factory=set)
 
 
 @dataclass
@@ -67,6 +68,7 @@ class World:
     written: list[tuple[Topic, Outgoing]] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
     lineages: int = 0
+    rolled_back: int = 0
     last_report: StepReport | None = None
     current: SimulatedLineage = field(init=False)
     on_write: Callable[[], None] = lambda: None
@@ -126,6 +128,8 @@ class World:
             metrics={},
             parent=None if batches else current.parent,
             parent_skips=0 if batches else self._parent_skips,
+            undoes=0 if batches else self._undoes,
+            carried_parts=0 if batches else self._carried_parts,
             sent_at=1.0,
         )
 
@@ -145,7 +149,7 @@ class World:
             sent_at=1.0,
         )
         for offset in range(ref.offset, end or ref.offset + 1):
-            if (ref.partition, offset) not in current.trained:
+            if (ref.partition, offset) not in current.trained | current.carried:
                 current.skipped.setdefault((ref.partition, offset), reason.value)
             current.done[ref.partition].add(offset)
         current.tally.add(row)
@@ -183,9 +187,21 @@ class World:
                 found[str(partition)] = stored.KnownRecord(offset=named[0], trajectory_id=name)
         return found
 
-    def restart(self, saved: Saved | None) -> None:
-        """A crash, and the next trainer goes on from a checkpoint (None: from the initial model)."""
+    def roll_back(self, saved: Saved, *, elsewhere: bool = False) -> None:
+        """An operator has the next trainer go on from a checkpoint."""
+        self.lineages += 1  # claimed, so that no older trainer may write
+        self.rolled_back = self.lineages
+        self.restart(saved, elsewhere=elsewhere)
+
+    def restart(self, saved: Saved | None, *, elsewhere: bool = False) -> None:
+        """A crash, and the next trainer goes on from a checkpoint (None: from the initial model).
+
+        ``elsewhere``: with another cluster, on which all records happen to stand where they stood.
+        """
         self.lineages += 1
+        self._carried_parts = 0
+        # As long as the choice holds, each start tells of it.
+        self._undoes = self.rolled_back if saved is not None and saved.manifest.lineage <= self.rolled_back else 0
         if saved is None:
             done: dict[int, set[int]] = {number: set() for number in range(self.partitions)}
             self.current = SimulatedLineage(self.lineages, 0, None, done, SkipTally(self.lineages), set(), {})
@@ -198,8 +214,37 @@ class World:
             before = self.current.tally
             self.current.tally = SkipTally(self.lineages, 0, before.hash, Counter(before.reasons))
             self.current.lineage, self.current.parent = self.lineages, saved.manifest.policy_version
+            if elsewhere:
+                self._carry_over(saved)
         self.last_report = None
         self.write(STEPS, self._report())
+
+    def _carry_over(self, saved: Saved) -> None:
+        """Of finished records only the names are known, and the first of each name counts; in two parts."""
+        current, found = self.current, dict[str, Position]()
+        before = current.trained | current.skipped.keys() | current.carried
+        finished = {name for p, o in before if (name := self.log[p][o]) is not None}
+        for partition, names in self.log.items():
+            for offset, name in enumerate(names):
+                if name in finished and name is not None:
+                    found.setdefault(name, (partition, offset))
+        current.trained, current.skipped, current.carried = set(), {}, set(found.values())
+        current.done = {number: {o for p, o in current.carried if p == number} for number in range(self.partitions)}
+        refs = [self.ref(position) for position in sorted(current.carried)]
+        parts = refs[: len(refs) // 2], refs[len(refs) // 2 :]
+        for part, records in enumerate(parts):
+            message = CarriedOver(
+                algorithm=ALGORITHM,
+                lineage=current.lineage,
+                part=part,
+                records=tuple(records),
+                absent=len(before) - len(found),
+                skips_hash=saved.manifest.skips.hash,
+                skips_by_reason=saved.manifest.skips.by_reason,
+                sent_at=1.0,
+            )
+            self.write(STEPS, message)
+        self._carried_parts = len(parts)
 
     @staticmethod
     def _copy(current: SimulatedLineage) -> SimulatedLineage:
@@ -208,7 +253,14 @@ class World:
         )
         done = {partition: set(offsets) for partition, offsets in current.done.items()}
         return SimulatedLineage(
-            current.lineage, current.step, current.parent, done, tally, set(current.trained), dict(current.skipped)
+            current.lineage,
+            current.step,
+            current.parent,
+            done,
+            tally,
+            set(current.trained),
+            dict(current.skipped),
+            set(current.carried),
         )
 
     def records(self, topic: Topic) -> list[Record]:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from inspection.replay.history import HistoryEvent, TrajectoryHistory, TrajectoryRecord
+from inspection.replay.events import HistoryEvent
+from inspection.replay.history import TrajectoryHistory, TrajectoryRecord
 from inspection.replay.show import history_text, pieces_of, show
 from schemas.errors import UserError
 from schemas.identifiers import PolicyVersion

@@ -96,7 +96,7 @@ def test_a_step_that_a_crash_undid_says_so_and_how_to_replay_it() -> None:
     log = StepLog()
     for message in (start(1, 0), report(1, 1), report(1, 2), report(1, 3), start(2, 1, PolicyVersion(1, 1))):
         log.observe(message)
-    with pytest.raises(UserError, match="lineage 1 took and a crash undid; replay it with --lineage 1"):
+    with pytest.raises(UserError, match="lineage 1 took and a crash or a restore undid; replay it with --lineage 1"):
         taken_step(log, 3)
     assert taken_step(log, 3, lineage=1).step == 3
 

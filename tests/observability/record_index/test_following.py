@@ -19,9 +19,9 @@ from schemas.topics import TRAJECTORIES
 from tests.inspection.audit.world import RUN
 from tests.observability.record_index.written import TOPIC, WrittenRun, fates_of, found_by
 
-PRODUCE, DAMAGE, TRAIN, SKIP, SAVE, CRASH, READ, KILL = range(8)
+PRODUCE, DAMAGE, TRAIN, SKIP, SAVE, CRASH, READ, KILL, RESTORE, MOVE = range(10)
 CHOICES = st.tuples(
-    st.sampled_from([PRODUCE, PRODUCE, DAMAGE, TRAIN, SKIP, SAVE, CRASH, READ, KILL]), st.integers(0, 9)
+    st.sampled_from([PRODUCE, PRODUCE, DAMAGE, TRAIN, SKIP, SAVE, CRASH, READ, KILL, RESTORE, MOVE]), st.integers(0, 9)
 )
 
 
@@ -55,6 +55,10 @@ def act(run: WrittenRun, action: int, number: int) -> None:
         run.checkpoint()
     elif action == CRASH:
         run.restart(run.saved[number % len(run.saved)] if run.saved else None)
+    elif action == RESTORE and run.saved:
+        run.roll_back(run.saved[number % len(run.saved)])
+    elif action == MOVE and run.saved:
+        run.restart(run.saved[number % len(run.saved)], elsewhere=True)
 
 
 async def live(path: Path, actions: list[tuple[int, int]]) -> None:
@@ -217,3 +221,24 @@ def test_where_an_index_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("STREAMRL_CACHE", "/dev/null/nowhere")
     with open_index(tmp_path / "absent", "a:1", "r") as nowhere:
         assert nowhere.path is None
+
+
+async def test_what_was_finished_on_another_cluster_is_told_and_not_as_what_it_was_there() -> None:
+    run = small_run()
+    run.step([(0, 0), (0, 1)])
+    run.skip((1, 0), SkipReason.STALE)
+    run.checkpoint()
+    run.announce()
+    run.step([(0, 2)])
+    run.announce()
+    run.restart(run.saved[0], elsewhere=True)
+    run.publish()
+    with RecordIndex(None) as index:
+        follower = run.follower(index)
+        await follower.catch_up()
+        for name, records in run.truth().items():
+            found = await found_by(follower, name)
+            assert isinstance(found, TrajectoryHistory)
+            assert fates_of(found) == records
+            told = {event.what for event in found.events} & {"trained", "skipped", "finished elsewhere"}
+            assert told == ({"finished elsewhere"} if records.keys() & run.current.carried else set())

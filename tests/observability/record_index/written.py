@@ -64,6 +64,8 @@ class WrittenRun(World):
         return found
 
     def _fate(self, position: Position) -> str:
+        if position in self.current.carried:
+            return "finished on another cluster"
         # A row of the surviving chain is the trainer's last word on a record.
         if position in self.current.skipped:
             return f"skipped: {self.current.skipped[position]}"

@@ -5,7 +5,7 @@ import pytest
 
 from schemas.codec import MESSAGES
 from schemas.control import Control
-from schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, TRAJECTORIES, Topic
+from schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, HEARTBEATS, TRAJECTORIES, Topic
 from tests.architecture.sources import parsed
 
 ROOT = Path(__file__).parents[3]
@@ -21,8 +21,8 @@ def test_names_are_unique_and_full_names_carry_the_run() -> None:
 @by_name
 def test_every_topic_has_one_role_that_writes_and_at_least_one_that_reads(topic: Topic) -> None:
     # What no worker delivers the dispatcher completes, and reads back as it reads everything there; the trainer says on
-    # control whose run it is, under a key of its own.
-    others = {TRAJECTORIES: {"dispatcher"}, CONTROL: {"trainer"}}.get(topic, set())
+    # control whose run it is, under a key of its own, and among heartbeats that it is alive, to one that stands by.
+    others = {TRAJECTORIES: {"dispatcher"}, CONTROL: {"trainer"}, HEARTBEATS: {"trainer"}}.get(topic, set())
     assert len(set(topic.writers) - others) == 1
     assert topic.readers
     assert not (set(topic.writers) - others) & set(topic.readers)

@@ -47,7 +47,7 @@ class SavedPieces:
 class MemoryPlace:
     """The disk or object store; survives every process. ``by_lineage``: names as an object store has them.
 
-    ``staged``: what writers have not named yet, on a disk; ``aside``: what is being replaced there.
+    ``staged``: what writers have not named yet, on a disk; ``replaced``: what is being replaced there.
     """
 
     by_lineage: bool
@@ -55,7 +55,7 @@ class MemoryPlace:
     pieces: dict[str, dict[str, Any]] = field(default_factory=dict)
     slots_by_name: dict[str, Slot] = field(default_factory=dict)
     staged: list[dict[str, Any]] = field(default_factory=list)
-    aside: dict[str, dict[str, Any]] = field(default_factory=dict)
+    replaced: dict[str, dict[str, Any]] = field(default_factory=dict)
     scratch: Path = Path()
 
     def __str__(self) -> str:
@@ -74,9 +74,9 @@ class MemoryPlace:
     def clear_leftovers(self) -> None:
         """Take away what older writers have not finished, and put back what they were replacing."""
         self.staged.clear()
-        for name, pieces in self.aside.items():
+        for name, pieces in self.replaced.items():
             self.pieces.setdefault(name, pieces)
-        self.aside.clear()
+        self.replaced.clear()
         for name in [name for name, pieces in self.pieces.items() if "manifest" not in pieces]:
             del self.pieces[name]
 
@@ -87,6 +87,31 @@ class MemoryPlace:
     def slots(self) -> list[Slot]:
         """Places with a manifest; the others are uploads that never ended."""
         return [self.slots_by_name[name] for name, pieces in self.pieces.items() if "manifest" in pieces]
+
+    def aside(self, slot: Slot, lineage: int) -> Slot:
+        """Nothing is kept aside here."""
+        return slot
+
+    def set_aside(self, slot: Slot, lineage: int) -> None:
+        """Nothing is kept aside here."""
+
+    def contents(self, slot: Slot, path: str) -> Iterator[bytes]:
+        """There are no files."""
+        raise AssertionError("a simulated checkpoint has no files")
+
+    def note(self, name: str) -> bytes | None:
+        """Nobody pins or restores here."""
+
+    def notes(self, folder: str) -> list[str]:
+        """Nobody pins or restores here."""
+        return []
+
+    def put_note(self, name: str, content: bytes) -> None:
+        """Nobody pins or restores here."""
+        raise AssertionError("a simulated run has no operator")
+
+    def remove_note(self, name: str) -> None:
+        """Nobody pins or restores here."""
 
     def damage_newest(self) -> bool:
         """Change a byte of the newest manifest, if there is an older checkpoint to fall back on."""
@@ -170,17 +195,17 @@ class MemoryPlace:
         self._check_staged(staged)
         if slot.name in self.pieces:
             before_write("put aside")
-            self.aside[slot.name] = self.pieces.pop(slot.name)
+            self.replaced[slot.name] = self.pieces.pop(slot.name)
         try:
             before_write("manifest")
         except OSError:
-            if slot.name in self.aside:
-                self.pieces[slot.name] = self.aside.pop(slot.name)
+            if slot.name in self.replaced:
+                self.pieces[slot.name] = self.replaced.pop(slot.name)
             raise
         self.staged = [other for other in self.staged if other is not staged]
         self.slots_by_name[slot.name] = slot
         self.pieces[slot.name] = staged | {"manifest": encode_manifest(manifest)}
-        self.aside.pop(slot.name, None)
+        self.replaced.pop(slot.name, None)
 
     def _check_staged(self, staged: dict[str, Any]) -> None:
         if not any(other is staged for other in self.staged):
@@ -211,6 +236,7 @@ class SimRestored:
     """A verified checkpoint."""
 
     state: SimState
+    undoes: int = 0
 
 
 @dataclass

@@ -1,0 +1,258 @@
+"""`streamrl checkpoints`: list a run's checkpoints, verify them, pin them, and have the run go on from one.
+
+Whether the run is alive is asked of its broker: nobody restores under a run whose processes beat. What cannot be asked,
+because the broker is away, does no harm either: a restore fences whatever trainer there may be.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bus.port import Bus, message_of
+from consumers.training.checkpoints.catalogue import CheckpointEntry
+from consumers.training.checkpoints.savepoints import Savepoints, pin, problems_of, restore, unpin
+from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
+from inspection.source import PastRun, nodes_of, open_run, own_broker
+from schemas.errors import BrokerError, BusError, UserError
+from schemas.identifiers import PolicyVersion
+from schemas.reports import Heartbeat, TrainerBeat
+from schemas.topics import HEARTBEATS
+
+NOT_SOUND = 4
+"""Exit code where a checkpoint does not verify."""
+LISTEN_S = 3.0
+"""Every living worker and trainer beats once a second."""
+WIDTH = 140
+"""Columns of the table where there is no terminal to ask."""
+
+
+@dataclass(frozen=True)
+class CheckpointRow:
+    """One line of the list. ``state``: what was looked at, and what it said."""
+
+    entry: CheckpointEntry
+    names: tuple[str, ...]
+    is_next: bool
+    is_undone: bool
+    state: str
+
+    @property
+    def version(self) -> str:
+        """Lineage and step; of a damaged one as far as its place tells."""
+        return str(PolicyVersion(*self.entry.order)) if self.entry.manifest else f"?-{self.entry.slot.step}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-safe form."""
+        manifest = self.entry.manifest
+        parent = manifest.parent if manifest else None
+        return {
+            "step": self.entry.slot.step,
+            "version": self.version,
+            "parent": None if parent is None else str(PolicyVersion(*parent)),
+            "size": manifest.size if manifest else None,
+            "created_at": manifest.created_at if manifest else None,
+            "pinned": list(self.names),
+            "next_start": self.is_next,
+            "undone": self.is_undone,
+            "state": self.state,
+        }
+
+
+def storage_of(run: PastRun) -> CheckpointStorage:
+    """Where a run keeps its checkpoints.
+
+    Raises:
+        SettingsError: the location names no storage.
+    """
+    # Nothing is fetched into the cache: files are read piece by piece.
+    return open_storage(run.settings.training.checkpoint_location or run.directory.checkpoints, run.directory.path)
+
+
+def rows_of(found: Savepoints, *, verify: bool) -> list[CheckpointRow]:
+    """Newest first. ``verify``: read every file, else only the manifests."""
+    ahead, staying = found.next_start, found.staying
+    rows = []
+    for entry in found.entries:
+        problems = problems_of(found.storage, entry) if verify or entry.manifest is None else []
+        is_next = ahead is not None and entry.slot == ahead.slot
+        undone = entry.manifest is not None and entry.slot not in staying
+        state = f"DAMAGED: {problems[0]}" if problems else "verified" if verify else "sealed"
+        rows.append(CheckpointRow(entry, tuple(found.names(entry)), is_next, undone, state))
+    return rows
+
+
+def list_checkpoints(run: Path, *, verify: bool, as_json: bool) -> int:
+    """Print a run's checkpoints; the exit code.
+
+    Raises:
+        UserError: there is no such run.
+        CheckpointError: its checkpoints cannot be read.
+    """
+    rows = rows_of(Savepoints.read(storage_of(open_run(run))), verify=verify)
+    if as_json:
+        for row in rows:
+            print(json.dumps(row.to_json()))
+    elif not rows:
+        print("no checkpoints")
+    else:
+        console = Console(width=None if sys.stdout.isatty() else WIDTH)
+        console.print(_table(rows))
+        if any(row.is_next for row in rows):
+            print("→ the next start goes on from this one" + ("" if verify else "; `sealed`: files were not read"))
+    return NOT_SOUND if any(row.state.startswith("DAMAGED") for row in rows) and verify else 0
+
+
+def _table(rows: list[CheckpointRow]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "step", "version", "parent", "size", "time", "pinned as", "state"):
+        table.add_column(name, justify="right" if name in ("step", "size") else "left", overflow="fold")
+    for row in rows:
+        manifest = row.entry.manifest
+        parent = str(PolicyVersion(*manifest.parent)) if manifest and manifest.parent else "-"
+        size = f"{manifest.size / 1e6:,.1f} MB" if manifest else "?"
+        at = (
+            datetime.fromtimestamp(manifest.created_at).astimezone().isoformat(" ", "seconds")[:19] if manifest else "?"
+        )
+        state = f"undone, {row.state}" if row.is_undone else row.state
+        step, names = str(row.entry.slot.step), ", ".join(row.names) or "-"
+        table.add_row("→" if row.is_next else "", step, row.version, parent, size, at, names, state)
+    return table
+
+
+def verify_checkpoints(run: Path, wanted: str | None) -> int:
+    """Read every byte of one checkpoint or of all, and print what is wrong; exit code 4 if something is.
+
+    Raises:
+        UserError: there is no such run or checkpoint.
+        CheckpointError: its checkpoints cannot be read.
+    """
+    found = Savepoints.read(storage_of(open_run(run)))
+    entries = list(found.entries) if wanted is None else [found.find(wanted)]
+    if not entries:
+        print("no checkpoints")
+    bad = 0
+    for entry in entries:
+        problems = problems_of(found.storage, entry)
+        bad += bool(problems)
+        for line in _verdict(entry, problems):
+            print(line)
+    return NOT_SOUND if bad else 0
+
+
+def _verdict(entry: CheckpointEntry, problems: list[str]) -> Iterator[str]:
+    version = str(PolicyVersion(*entry.order)) if entry.manifest else f"step {entry.slot.step}"
+    if not problems and entry.manifest is not None:
+        yield f"{version} verified: {len(entry.manifest.files)} files, {entry.manifest.size / 1e6:,.1f} MB"
+    for problem in problems:
+        yield f"{version} DAMAGED: {problem}"
+
+
+def pin_checkpoint(run: Path, wanted: str, name: str | None) -> int:
+    """Keep a checkpoint; the exit code.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or the name is taken.
+        CheckpointError: its checkpoints cannot be read or written to.
+    """
+    found = Savepoints.read(storage_of(open_run(run)))
+    entry = found.find(wanted)
+    name = pin(found, entry, name, time.time())
+    print(f"pinned checkpoint {PolicyVersion(*entry.order)} as {name}: it stays until it is unpinned")
+    return 0
+
+
+def unpin_checkpoint(run: Path, wanted: str) -> int:
+    """Let a checkpoint go; the exit code.
+
+    Raises:
+        UserError: there is no such run or pin.
+        CheckpointError: its checkpoints cannot be read or written to.
+    """
+    names = unpin(Savepoints.read(storage_of(open_run(run))), wanted)
+    print(f"unpinned {', '.join(names)}: the trainer may remove it after its next checkpoint")
+    return 0
+
+
+def restore_checkpoint(run: Path, wanted: str) -> int:
+    """Have the run go on from a checkpoint; the exit code.
+
+    Raises:
+        UserError: there is no such run or checkpoint, it does not verify, or the run is alive.
+        CheckpointError: its checkpoints cannot be read or written to.
+    """
+    past = open_run(run)
+    found = Savepoints.read(storage_of(past))
+    entry = found.find(wanted)
+    version = PolicyVersion(*entry.order)
+    _refuse_if_alive(past)
+    done = restore(found, entry, time.time())
+    if done is None:
+        print(f"nothing to do: the next start goes on from {version} anyway")
+        return 0
+    print(f"the next start goes on from checkpoint {version}, step {entry.slot.step}, in a lineage of its own")
+    for name, undone in done.undone.items():
+        print(f"undone, and kept until you unpin it: checkpoint {undone} as {name}")
+    return 0
+
+
+def _refuse_if_alive(run: PastRun) -> None:
+    from bus.kafka.bus import KafkaBus
+
+    address = run.settings.kafka.bootstrap_servers or own_broker(run.directory) or _left_running(run)
+    if address is None:
+        return  # a run's own broker ends with it
+    bus = KafkaBus(run.settings.kafka.model_copy(update={"bootstrap_servers": address}))
+    try:
+        living = asyncio.run(living_process(bus, run.name, LISTEN_S))
+    except (BusError, BrokerError) as error:
+        print(
+            f"could not ask whether run {run.name} is alive ({error}); a trainer that is will be fenced",
+            file=sys.stderr,
+        )
+        return
+    if living is not None:
+        raise UserError(
+            f"expected run {run.name} to stand still, but its {living} beats; stop the run, then restore, then start "
+            "it again"
+        )
+
+
+def _left_running(run: PastRun) -> str | None:
+    from bus.embedded import detached
+
+    if nodes_of(run.directory):
+        return None
+    found = detached.status(detached.default_data_dir())
+    return found.bootstrap_servers if found.running else None
+
+
+async def living_process(bus: Bus, run: str, listen_s: float) -> str | None:
+    """Who of the run beats within so many seconds, or nobody. A topic that is not there has nobody.
+
+    Raises:
+        BusError: the broker cannot be asked.
+    """
+    topic = HEARTBEATS.full_name(run)
+    listening = await bus.subscribe([topic], client_id="streamrl-look", start="latest")
+    loop = asyncio.get_running_loop()
+    try:
+        deadline = loop.time() + listen_s
+        while (left := deadline - loop.time()) > 0:
+            for record in await listening.poll(timeout_s=min(0.5, left)):
+                message = message_of(record)
+                if isinstance(message, TrainerBeat):
+                    return "trainer"
+                if isinstance(message, Heartbeat):
+                    return message.worker_id
+    finally:
+        await listening.close()
+    return None

@@ -1,0 +1,166 @@
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from bus.memory import MemoryBus, MemorySubscription
+from bus.port import Record, TopicPartition
+from consumers.training.checkpoints.catalogue import next_start
+from consumers.training.standby import LeadingTrainer, Prefetch, StandbyTrainer
+from schemas.errors import BusUnavailable, Superseded
+from tests.consumers.training.scene import TRAINING, Scene, group
+from tests.consumers.training.surviving import surviving
+
+TAKEOVER_S = 0.6
+BEAT_S = 0.1
+FIRST_WORD_S = 4.0
+
+
+@pytest.fixture
+def scene(tmp_path: Path, model_path: Path) -> Scene:
+    return Scene.make(tmp_path, model_path)
+
+
+def leader(scene: Scene, beat_s: float = BEAT_S, **changes: Any) -> LeadingTrainer:
+    return LeadingTrainer(scene.trainer(**changes), beat_s)
+
+
+def standby(scene: Scene, **changes: Any) -> StandbyTrainer:
+    trainer, store = scene.trainer(**changes), scene.store()
+    prefetch = Prefetch(store, trainer.open_policy, lambda: next_start(store.storage))
+    ready = replace(trainer, checkpoints=prefetch, open_policy=prefetch.open_policy)
+    return StandbyTrainer(ready, prefetch, TAKEOVER_S, beat_s=BEAT_S, first_word_s=FIRST_WORD_S)
+
+
+@asynccontextmanager
+async def running(role: LeadingTrainer | StandbyTrainer) -> AsyncIterator["asyncio.Task[None]"]:
+    stop = asyncio.Event()
+    task = asyncio.create_task(role.run(stop))
+    try:
+        yield task
+    finally:
+        stop.set()
+        with suppress(Superseded, asyncio.CancelledError):
+            await asyncio.wait_for(task, 20)
+
+
+async def publish(scene: Scene, groups: range) -> None:
+    for number in groups:
+        await scene.publish_group(number)
+
+
+async def test_a_silent_leader_is_replaced(scene: Scene) -> None:
+    await publish(scene, range(6))
+    with capture_logs() as logs:
+        async with running(leader(scene)) as leading:
+            await scene.until_version(1, 3)
+            async with running(standby(scene)):
+                await scene.until(lambda: any(line["event"] == "standing by" for line in logs))
+                leading.cancel()
+                killed_at = time.monotonic()
+                await publish(scene, range(6, 8))
+                await scene.until_version(2, 3)
+                assert TAKEOVER_S / 2 < time.monotonic() - killed_at < TAKEOVER_S + 5.0
+                await scene.until_version(2, 4)
+    assert any(line["event"] == "going on with what was loaded in advance" for line in logs)
+    found = surviving(scene.reports(), scene.skips())
+    assert [report.step for report in found.steps] == [1, 2, 3, 4]
+    trained = [ref.trajectory_id for report in found.steps for ref in report.trained_refs]
+    assert sorted(trained) == sorted(sample.trajectory_id for number in range(8) for sample in group(number))
+
+
+async def test_a_leader_that_beats_is_left_alone(scene: Scene) -> None:
+    async with running(leader(scene)):
+        await scene.until(lambda: bool(scene.reports()))
+        async with running(standby(scene)) as waiting:
+            await asyncio.sleep(3 * TAKEOVER_S)
+            assert not waiting.done()
+            assert scene.store().storage.claims() == [1], "no step was taken meanwhile, and nobody took over"
+
+
+async def test_a_leader_that_is_still_starting_is_left_alone(scene: Scene) -> None:
+    async with running(standby(scene)):
+        await asyncio.sleep(3 * TAKEOVER_S)
+        assert scene.store().storage.claims() == []
+        await scene.until(lambda: bool(scene.reports()))  # nobody came
+
+
+async def test_a_leader_that_was_only_slow_ends_superseded(scene: Scene) -> None:
+    await publish(scene, range(4))
+    async with running(leader(scene, beat_s=1000.0)) as slow:
+        await scene.until_version(1, 2)
+        waiting = standby(scene)
+        waiting.first_word_s = TAKEOVER_S
+        async with running(waiting):
+            await scene.until_version(2, 2)
+            await publish(scene, range(4, 8))
+            with pytest.raises(Superseded):
+                await asyncio.wait_for(slow, 20)
+            await scene.until_version(2, 4)
+    found = surviving(scene.reports(), scene.skips())
+    assert max(found.places.values()) == 1
+    assert [report.step for report in found.steps] == [1, 2, 3, 4]
+
+
+async def test_who_knows_that_the_leader_is_gone_need_not_wait_for_its_silence(scene: Scene) -> None:
+    ready = standby(scene)
+    ready.takeover_after_s = 1000.0
+    async with running(ready):
+        ready.take_over()
+        await scene.until(lambda: bool(scene.reports()))
+
+
+async def test_a_standby_ends_with_the_run(scene: Scene) -> None:
+    training = TRAINING.model_copy(update={"max_steps": 2})
+    async with running(leader(scene, training=training)) as leading:
+        await scene.until(lambda: bool(scene.reports()))
+        async with running(standby(scene, training=training)) as waiting:
+            await asyncio.sleep(TAKEOVER_S / 2)
+            await publish(scene, range(4))
+            await asyncio.wait_for(leading, 20)
+            await asyncio.wait_for(waiting, 20)
+    assert scene.store().storage.claims() == [1]
+
+
+class SilentBus(MemoryBus):
+    """Answers nothing while ``is_away``."""
+
+    is_away = False
+
+    async def subscribe(self, *args: Any, **options: Any) -> MemorySubscription:
+        found = await super().subscribe(*args, **options)
+        return SilentSubscription(self, found.offsets, found.group_id)
+
+
+class SilentSubscription(MemorySubscription):
+    bus: SilentBus
+
+    async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
+        if self.bus.is_away:
+            await asyncio.sleep(timeout_s)
+            return []
+        return await super().poll(max_records=max_records, timeout_s=timeout_s)
+
+    async def end_offsets(self) -> Mapping[TopicPartition, int]:  # type: ignore[override]
+        if self.bus.is_away:
+            raise BusUnavailable("no answer")
+        return await super().end_offsets()
+
+
+async def test_an_outage_of_the_broker_is_no_silence_of_the_leader(scene: Scene) -> None:
+    silent = SilentBus()
+    silent.logs = scene.bus.logs
+    silent.is_away = True
+    waiting = standby(scene, bus=silent)
+    waiting.first_word_s = TAKEOVER_S
+    async with running(waiting):
+        await asyncio.sleep(3 * TAKEOVER_S)
+        assert scene.store().storage.claims() == []
+        silent.is_away = False
+        await scene.until(lambda: bool(scene.reports()))

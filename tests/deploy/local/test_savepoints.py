@@ -1,0 +1,149 @@
+"""`streamrl checkpoints`, and that audit and trainer understand what it did."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bus.history import BusHistory
+from bus.memory import MemoryBus
+from bus.port import Outgoing
+from consumers.training.checkpoints.catalogue import read_manifests
+from consumers.training.checkpoints.savepoints import Savepoints, restore
+from deploy.local.savepoints import living_process
+from inspection.audit.audit import audit
+from inspection.audit.report import AuditReport
+from schemas.identifiers import PolicyVersion
+from schemas.reports import TrainerBeat
+from schemas.topics import HEARTBEATS
+from streamrl.cli.app import app
+from tests.consumers.conftest import model_path  # noqa: F401
+from tests.consumers.training.checkpoints.scene import Storage
+from tests.consumers.training.checkpoints.test_savepoints import written
+from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene
+
+CONFIG = """
+[run]
+name = "{name}"
+directory = "{directory}"
+[data]
+dataset = "chain_sum"
+[generation]
+engine = "emulated"
+[training]
+backend = "emulated"
+"""
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    run = tmp_path / "runs" / "r"
+    run.mkdir(parents=True)
+    (run / "config.resolved.toml").write_text(CONFIG.format(name="r", directory=tmp_path / "runs"))
+    (run / "kafka" / "node-0").mkdir(parents=True)  # a broker of its own, which ended with it
+    written(Storage(run / "checkpoints", run), 2, 4)
+    return run
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["checkpoints", *map(str, arguments)])
+    error = result.exception
+    if error is not None and not isinstance(error, SystemExit):
+        return getattr(error, "exit_code", 1), str(error)
+    return result.exit_code, result.output
+
+
+def listed(run: Path, *options: str) -> list[tuple[str, list[str], bool, bool, str]]:
+    code, text = call("list", run, "--json", *options)
+    assert code == 0, text
+    rows = [json.loads(line) for line in text.splitlines()]
+    return [(row["version"], row["pinned"], row["next_start"], row["undone"], row["state"]) for row in rows]
+
+
+def test_checkpoints_are_listed_pinned_restored_and_unpinned(stored: Path) -> None:
+    assert listed(stored) == [("1-4", [], True, False, "sealed"), ("1-2", [], False, False, "sealed")]
+    assert call("pin", stored, 2, "--name", "good")[0] == 0
+    code, text = call("restore", stored, "good")
+    assert code == 0
+    assert text.splitlines() == [
+        "the next start goes on from checkpoint 1-2, step 2, in a lineage of its own",
+        "undone, and kept until you unpin it: checkpoint 1-4 as undone-1-4",
+    ]
+    assert listed(stored, "--verify") == [
+        ("1-4", ["undone-1-4"], False, True, "verified"),
+        ("1-2", ["good"], True, False, "verified"),
+    ]
+    assert call("restore", stored, 2)[1].startswith("nothing to do: the next start goes on from 1-2")
+    assert call("unpin", stored, "1-4") == (
+        0,
+        "unpinned undone-1-4: the trainer may remove it after its next checkpoint\n",
+    )
+    assert "undone" in call("list", stored)[1]
+
+
+def test_damage_is_named_and_ends_with_code_4(stored: Path) -> None:
+    assert call("verify", stored) == (0, "1-4 verified: 6 files, 0.0 MB\n1-2 verified: 6 files, 0.0 MB\n")
+    Storage(stored / "checkpoints", stored).put(1, 4, "config.json", b"[]")
+    code, text = call("verify", stored)
+    assert code == 4
+    assert "1-4 DAMAGED: expected " in text.replace("\n", " ")
+    assert "config.json with sha256 " in text.replace("\n", " ")
+    assert call("verify", stored, 2)[0] == 0
+    assert call("list", stored, "--verify")[0] == 4
+
+
+def test_what_is_no_checkpoint_ends_in_one_line(stored: Path) -> None:
+    code, text = call("restore", stored, 7)
+    assert (code, text) == (2, "expected the step, version or name of a checkpoint, got '7'; there are: 1-4, 1-2")
+    assert call("unpin", stored, 2) == (2, "expected a pinned checkpoint, got '2', which has no pin")
+
+
+async def test_a_run_that_beats_is_alive_and_one_that_did_is_not() -> None:
+    bus = MemoryBus()
+    topic = HEARTBEATS.full_name(RUN)
+    bus.create_topic(topic, 1)
+    publisher = await bus.publisher("trainer")
+    beat = TrainerBeat(algorithm="grpo", incarnation="a", version=PolicyVersion(1, 2), sequence=0, sent_at=0.0)
+    await publisher.publish(Outgoing.of(topic, beat, key="grpo"))
+    assert await living_process(bus, RUN, 0.05) is None
+    asking = asyncio.create_task(living_process(bus, RUN, 5.0))
+    await asyncio.sleep(0.01)
+    await publisher.publish(Outgoing.of(topic, beat, key="grpo"))
+    assert await asking == "trainer"
+
+
+async def audited(scene: Scene) -> AuditReport:
+    return await audit(BusHistory(scene.bus), RUN, lambda: read_manifests(scene.root / "checkpoints"))
+
+
+async def trained(scene: Scene, steps: int, first: int = 0, *, publish: bool = True) -> None:
+    """Go on to a step."""
+    training = TRAINING.model_copy(update={"max_steps": steps, "keep_checkpoints": 9})
+    for number in range(first, LOOP.groups_per_step * steps if publish else first):
+        await scene.publish_group(number, version=PolicyVersion(1, number // LOOP.groups_per_step))
+    await asyncio.wait_for(scene.trainer(training=training).run(asyncio.Event()), 20)
+
+
+async def test_a_restored_run_trains_the_undone_steps_again_and_its_audit_balances(
+    tmp_path: Path,
+    model_path: Path,  # noqa: F811
+) -> None:
+    scene = Scene.make(tmp_path, model_path)
+    await trained(scene, 6)
+    found = Savepoints.read(scene.store().storage)
+    done = restore(found, found.find("2"), 7.0)
+    assert done is not None
+    assert sorted(done.undone.values()) == [(1, 4), (1, 6)]
+    assert (await audited(scene)).is_balanced
+    # A crash in between: the choice holds, and is told again.
+    await trained(scene, 3, publish=False)
+    await trained(scene, 6, publish=False)
+    assert [report.parent for report in scene.reports() if not report.group_ids] == [None, (1, 2), (3, 3)]
+    assert scene.trained_ids(3) + scene.trained_ids(4) == scene.trained_ids(1)[8:], "those of steps 3 to 6, once more"
+    report = await audited(scene)
+    assert report.is_balanced, report.violations
+    (own,) = report.algorithms
+    assert (own.rolled_back.steps, own.rolled_back.trained, own.undone.steps) == (4, 16, 0)
+    assert (own.lineages, own.trained, own.pending) == ((1, 3, 4), 24, 0)
