@@ -69,8 +69,8 @@ RESTARTS = (
         "21",
         "one skip row too many of the parent counted",
         "consumers/training/session.py",
-        "Ancestry(manifest.policy_version, manifest.skips.count)",
-        "Ancestry(manifest.policy_version, manifest.skips.count + 1)",
+        "Ancestry(manifest.policy_version, manifest.skips.count, ",
+        "Ancestry(manifest.policy_version, manifest.skips.count + 1, ",
         (f"{TRAINING}/test_trainer_failures.py::test_rows_of_the_parent_s_checkpoint_are_counted_in_the_first_report",),
     ),
     # A gradient that was not applied: its records are in no weights, and count as trained.
