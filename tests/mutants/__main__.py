@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from tests.mutants.catalogue import MUTANTS, Mutant
+from tests.mutants.catalogue import MUTANTS
+from tests.mutants.mutant import Mutant
 from tests.mutants.runner import ROOT, Verdict, check_imports, judge, run_without_bugs
 
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"

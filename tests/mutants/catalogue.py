@@ -2,25 +2,15 @@
 
 They are mistakes against the promises that the loop rests on: what a checkpoint covers, what is read again after a
 restart, which tokens are trained, what a fenced worker may still do. A later letter is the same mistake elsewhere.
+Those of checkpoints and restarts from 17 on are in ``restarts``, those of whose run it is, of strangers' text and code,
+and of what watches a run in ``promises``.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from tests.mutants.mutant import Mutant
+from tests.mutants.promises import PROMISES
+from tests.mutants.restarts import RESTARTS
 
 INGEST, TRAINING, GENERATION = "tests/consumers/ingest", "tests/consumers/training", "tests/producers/generation"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """``old`` occurs once in ``file`` and becomes ``new``; then each of ``tests``, pytest's node ids, must fail."""
-
-    id: str
-    description: str
-    file: str
-    old: str
-    new: str
-    tests: Sequence[str]
-
 
 MUTANTS = (
     # A step's report, and with it the offsets, goes out in its transaction before the step's checkpoint is written.
@@ -287,4 +277,6 @@ MUTANTS = (
         "            while False:",
         ("tests/producers/dispatch/test_recovery.py::test_rows_of_an_older_lineage_are_undone_by_the_next",),
     ),
+    *RESTARTS,
+    *PROMISES,
 )

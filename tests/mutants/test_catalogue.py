@@ -6,7 +6,8 @@ from functools import cache
 import pytest
 
 from tests.architecture.sources import parsed
-from tests.mutants.catalogue import MUTANTS, Mutant
+from tests.mutants.catalogue import MUTANTS
+from tests.mutants.mutant import Mutant
 from tests.mutants.runner import ROOT
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from schemas.errors import SettingsError
+from schemas.secrets import MASK
 from settings.explaining import explain
 from settings.keys import REMOVED, RENAMED, known_keys
 from settings.loading import as_toml, load_settings, validated
@@ -47,6 +48,14 @@ def test_resolved_settings_read_back_equal(tmp_path: Path) -> None:
     path.write_text(as_toml(settings))
     assert isinstance(settings, Settings)
     assert load_settings(path, []) == settings
+
+
+def test_resolved_settings_hold_no_secret() -> None:
+    arguments = ["--kafka.sasl_plain_username=me", "--kafka.sasl_plain_password=canary-4711"]
+    arguments += ["--kafka.security_protocol=SASL_PLAINTEXT", "--kafka.sasl_mechanism=PLAIN"]
+    text = as_toml(load_settings(EXAMPLE, arguments))
+    assert f'sasl_plain_password = "{MASK}"' in text
+    assert "canary" not in text
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())

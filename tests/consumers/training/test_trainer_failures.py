@@ -1,10 +1,13 @@
 """What the trainer does when something around it fails, and what its messages say."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ import xxhash
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
-from bus.memory import MemoryBus
+from bus.memory import MemoryBus, MemoryPublisher
+from bus.port import Outgoing, Position
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.ingest.reader import TrajectoryReader
 from consumers.training.checkpoints.storage import open_storage, remove_leftovers
@@ -24,6 +28,7 @@ from consumers.training.policy import PolicyPaths, TrainedPolicy
 from schemas.errors import CheckpointError, DeliveryUnknown, StreamRLError, Superseded
 from schemas.identifiers import PolicyVersion
 from schemas.reports import SkipReason, StepReport
+from schemas.topics import SKIPS, STEPS
 from tests.consumers.training.flaky_bus import FlakyBus
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
 
@@ -97,6 +102,59 @@ async def test_a_checkpoint_claims_no_row_that_it_has_not_waited_for(
     assert (read_meanwhile, manifest.skips.count) == (2, 0)
     done = sum(found["low"] + len(found["done"]) for found in manifest.frontier.values())
     assert done == 4, "the samples of the two groups that were trained"
+
+
+@dataclass
+class SlowBus(MemoryBus):
+    """Holds back what is sent to ``slow``, but for the trainer's first report, until ``let_go`` is set."""
+
+    slow: str = ""
+    let_go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def publisher(self, client_id: str) -> "SlowPublisher":
+        return SlowPublisher(self, client_id)
+
+
+class SlowPublisher(MemoryPublisher):
+    bus: SlowBus
+
+    async def write(self, records: Sequence[Outgoing]) -> list[Position]:
+        if records[0].topic == self.bus.slow and self.bus.log(STEPS.full_name(RUN)).partitions[0]:
+            await self.bus.let_go.wait()
+        return await super().write(records)
+
+    async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
+        async def written() -> Position:
+            return (await self.write([record]))[0]
+
+        return asyncio.ensure_future(written())
+
+
+@pytest.mark.parametrize("slow", [STEPS.full_name(RUN), SKIPS.full_name(RUN)])
+async def test_a_checkpoint_waits_for_the_reports_and_rows_that_it_rests_on(scene: Scene, slow: str) -> None:
+    scene.bus, written = (bus := SlowBus(logs=scene.bus.logs, slow=slow)), asyncio.Event()
+    there: list[tuple[list[str], int]] = []
+    waiting: list[asyncio.Task[None]] = []
+
+    async def let_go_soon() -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(written.wait(), 0.5)
+        bus.let_go.set()
+
+    def note(failpoint: Failpoint) -> None:
+        if failpoint is Failpoint.SNAPSHOT_TAKEN:
+            waiting.append(asyncio.create_task(let_go_soon()))
+        elif failpoint is Failpoint.CHECKPOINT_WRITTEN:
+            there.append(([str(version) for version in raw_reports(scene)], len(scene.skips())))
+            written.set()
+
+    await scene.publish_group(0)
+    await scene.publish_group(0)  # again, so that there are rows
+    for number in (1, 2, 3):
+        await scene.publish_group(number)
+    await run(scene.trainer(training=training(max_steps=2), failpoint=note))
+    assert there == [(["1-0", "1-1"], 2)], "of step 2, whose own report comes after it"
+    assert len(waiting) == 1
 
 
 @pytest.mark.parametrize("announce", ["transaction", "plain"])

@@ -44,13 +44,14 @@ async def test_a_log_is_bounded_while_its_process_writes_and_nothing_is_lost_bet
 
 def test_so_many_copies_are_kept_the_newest_first(tmp_path: Path) -> None:
     path = tmp_path / "w.log"
-    for number in range(4):
+    for number in range(5):
         path.write_text(f"life {number}")
-        rotate(path, 2)
+        rotate(path, 3)
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {
         "w.log": "",
-        "w.log.1": "life 3",
-        "w.log.2": "life 2",
+        "w.log.1": "life 4",
+        "w.log.2": "life 3",
+        "w.log.3": "life 2",
     }
     path.write_text("more")
     rotate(path, 0)

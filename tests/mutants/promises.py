@@ -1,0 +1,162 @@
+"""Bugs against other promises: whose run a name is, what strangers are given and shown, what watches a run."""
+
+from tests.mutants.mutant import Mutant
+
+TRAINING = "tests/consumers/training"
+
+PROMISES = (
+    # Whoever has the name trains what is on its topics.
+    Mutant(
+        "36",
+        "the identity of a run not compared at its start",
+        "consumers/training/identity.py",
+        "    is_ours = there is None or moves_in or holds or takes_over\n",
+        "    is_ours = True\n",
+        (f"{TRAINING}/test_identity.py::test_where_they_differ_one_line_says_what_was_found_and_the_ways_on",),
+    ),
+    # A directory that lost its checkpoints begins anew under the lineages that the topics have seen.
+    Mutant(
+        "36b",
+        "lineages on the topics not compared with those of the directory",
+        "consumers/training/identity.py",
+        "    is_behind = start.topics.lineage > known\n",
+        "    is_behind = start.topics.lineage > known > 0\n",
+        (f"{TRAINING}/test_identity.py::test_where_they_differ_one_line_says_what_was_found_and_the_ways_on",),
+    ),
+    # A run that was adopted without a checkpoint trains the samples of the life before.
+    Mutant(
+        "37",
+        "a run adopted without giving up what its earlier life sampled",
+        "consumers/training/identity.py",
+        "    orphans = before.orphans_through if goes_on else lineage\n",
+        "    orphans = before.orphans_through\n",
+        (
+            f"{TRAINING}/test_identity.py::"
+            "test_an_adopted_run_begins_above_all_lineages_and_trains_nothing_of_the_earlier_life",
+            f"{TRAINING}/test_identity.py::test_where_all_agree_or_it_is_told_to_the_run_goes_on",
+        ),
+    ),
+    # The lease of a worker whose clock is behind is over when it begins.
+    Mutant(
+        "38",
+        "a lease judged by the sender's clock",
+        "producers/dispatch/fleet.py",
+        "        self._seen[worker] = _Seen(heartbeat, at, is_heard)\n",
+        "        self._seen[worker] = _Seen(heartbeat, heartbeat.sent_at, is_heard)\n",
+        ("tests/producers/dispatch/test_workers.py::test_a_worker_is_there_until_its_lease_ends",),
+    ),
+    # The processes of a run under way read what a refused start wrote, when they are started again.
+    Mutant(
+        "39",
+        "a refused start writes the configuration",
+        "deploy/local/run.py",
+        "    with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:\n",
+        """    directory.create()
+    directory.write_config(as_toml(settings))
+    with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
+""",
+        (
+            "tests/deploy/local/test_refused_start.py::"
+            "test_a_second_start_beside_a_run_with_a_broker_of_its_own_changes_no_file",
+        ),
+    ),
+    # The resolved file shall give the same run again, and has the password in it.
+    Mutant(
+        "40",
+        "secrets written into the resolved configuration",
+        "settings/loading.py",
+        "            tree[name] = value\n",
+        "            tree[name] = part.get_secret_value() if hasattr(part, 'get_secret_value') else value\n",
+        ("tests/settings/test_loading.py::test_resolved_settings_hold_no_secret",),
+    ),
+    # What a model wrote is judged, or run, beside the passwords of the worker.
+    Mutant(
+        "41",
+        "reward processes inherit the worker's environment",
+        "producers/rewards/runner.py",
+        "environment_for(os.environ, settings.environment)",
+        "dict(os.environ)",
+        (
+            "tests/producers/rewards/test_sandbox.py::"
+            "test_no_variable_reaches_a_reward_but_those_that_programs_need_and_the_user_names",
+        ),
+    ),
+    # A backward pass broke off in the middle, and what it had added stays when the halves are added.
+    Mutant(
+        "42",
+        "a retry for lack of memory keeps the partial gradient",
+        "consumers/training/trainer.py",
+        "            must_begin_anew = shortage.gradient_lost\n",
+        "            must_begin_anew = False\n",
+        (
+            f"{TRAINING}/test_out_of_memory.py::"
+            "test_a_micro_batch_that_does_not_fit_is_split_and_the_step_is_the_same_and_replays_bit_equal",
+        ),
+    ),
+    # A run of which no prompt can be sampled spins for ever.
+    Mutant(
+        "43",
+        "refused prompts not counted by the breaker",
+        "consumers/ingest/filters.py",
+        "            self._refused.failed(refused[0].detail)\n",
+        "            self._refused.good()\n",
+        (
+            "tests/consumers/ingest/test_breaker.py::"
+            "test_refused_prompts_are_skipped_by_that_name_and_all_of_them_end_the_trainer",
+        ),
+    ),
+    # Of a topic that was made anew, the record at the indexed offset is shown as the one that was asked for.
+    Mutant(
+        "44",
+        "the record index trusts an offset without a look at the name",
+        "inspection/replay/history.py",
+        "        if (found := trajectory_id_of(record)) != name:\n",
+        "        if (found := trajectory_id_of(record)) is None:\n",
+        ("tests/observability/record_index/test_following.py::test_the_index_is_never_trusted",),
+    ),
+    # Records whose step was undone stay settled, so that the audit calls them trained.
+    Mutant(
+        "45",
+        "the continuous audit does not unpack what a crash undid",
+        "inspection/audit/settling.py",
+        "                found.add(number)\n",
+        "                continue\n",
+        (
+            "tests/inspection/audit/test_follower.py::"
+            "test_settled_records_are_packed_and_a_crash_unpacks_those_that_it_undid",
+        ),
+    ),
+    # Copies move up from the newest on, so that the first of them goes over all others.
+    Mutant(
+        "46",
+        "log rotation loses all copies but one",
+        "deploy/local/logs.py",
+        "            for newer, older in reversed(list(pairwise(copies))):\n",
+        "            for newer, older in pairwise(copies):\n",
+        ("tests/deploy/local/test_logs.py::test_so_many_copies_are_kept_the_newest_first",),
+    ),
+    # Colours shall be seen, and with them a completion moves the cursor.
+    Mutant(
+        "47",
+        "escape sequences of strangers reach the terminal",
+        "schemas/plain_text.py",
+        "each if each.isprintable() or each in keep else",
+        'each if each.isprintable() or each in keep or each == "\\x1b" else',
+        (
+            "tests/schemas/test_plain_text.py::test_what_a_terminal_would_obey_is_written_out",
+            "tests/schemas/test_plain_text.py::test_nothing_printed_is_obeyed",
+        ),
+    ),
+    # A file of the right length is adopted whatever its bytes are.
+    Mutant(
+        "48",
+        "workers adopt weights without verifying them",
+        "producers/generation/weights.py",
+        "    if have != file.size or found != file.sha256:\n",
+        "    if have != file.size:\n",
+        (
+            "tests/producers/generation/test_weights.py::"
+            "test_a_corrupted_file_is_refused_and_fetched_again_while_the_old_weights_serve",
+        ),
+    ),
+)
