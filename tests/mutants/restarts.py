@@ -240,4 +240,13 @@ RESTARTS = (
 """,
         ("tests/producers/dispatch/test_workers.py::test_our_own_silence_costs_nobody_a_lease",),
     ),
+    # Nor does time in which the broker was away.
+    Mutant(
+        "35b",
+        "a broker's silence counts for the leases of workers",
+        "producers/dispatch/dispatcher.py",
+        "                self.state.extend_leases(silent_s)\n",
+        "                self.state.flights.extend(silent_s)\n",
+        ("tests/producers/dispatch/test_dispatcher.py::test_a_broker_that_is_silent_costs_no_worker_its_orders",),
+    ),
 )

@@ -455,12 +455,14 @@ async def test_a_broker_that_is_silent_costs_no_worker_its_orders() -> None:
     await _started(scene)
     await scene.settle()
     down = True
-    for _ in range(10):
-        time += 3.0
+    for _ in range(30):  # steps that are small enough for the dispatcher not to take itself for the cause
+        time += 1.0
         await scene.settle()
     down = False
-    await scene.beat("w1")
-    await scene.settle()
+    for _ in range(3):  # lost workers are looked for as time goes on, and w1 is one that could get their orders
+        time += 1.0
+        await scene.beat("w1")
+        await scene.settle()
     assert not scene.orders("w1")
     for _ in range(20):  # small steps: of a large one a dispatcher that is busy just then takes itself for the cause
         time += 1.0
