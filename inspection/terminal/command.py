@@ -32,8 +32,6 @@ from schemas.trajectories import Trajectory
 
 CLIENT_ID = "streamrl-top"
 CATCHING_UP_S = 0.05
-LAG_WITHIN_S = 3.0
-"""The first line waits so long for the lag, for which the broker is asked separately."""
 JSON_SECTIONS = ("loop", "lag", "workers", "split", "staleness", "lengths")
 
 
@@ -156,7 +154,7 @@ async def print_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) 
     """Print what the feed's state says.
 
     Consumes: the state, which the feed updates. Produces: text on standard output.
-    Waits for: the feed's past and the first lag, then for each interval.
+    Waits for: the feed's past, then for each interval.
     On failure: raises. On stop: prints nothing more; a finished run ends it after its last line.
     """
     await _caught_up(feed, stop)
@@ -179,12 +177,6 @@ async def _caught_up(feed: RunFeed, stop: asyncio.Event) -> None:
     # A feed has positions only when it has read the past: a line before that would tell of an empty run.
     while not feed.positions and not stop.is_set():
         await stopped_within(stop, CATCHING_UP_S)
-    # Nobody asks for the lag then, so there is none to wait for.
-    if feed.committed is None or feed.shards is None:
-        return
-    until = time.monotonic() + LAG_WITHIN_S
-    while not feed.state.committed_lag and time.monotonic() < until and not stop.is_set():
-        await stopped_within(stop, CATCHING_UP_S)
 
 
 async def stopped_within(stop: asyncio.Event, seconds: float) -> None:
@@ -199,20 +191,19 @@ def line_of(state: RunState, now: float) -> str:
     """Health, step, reward, rates, staleness, lag per bucket, weights per worker."""
     found = snapshot(state, now)
     loop, lag = found["loop"], found["lag"]
-    rates, metrics = loop["rates"], loop["metrics"]
+    of = "" if loop["max_steps"] is None else f"/{loop['max_steps']}"
     behind = " ".join(f"b{bucket}:{count}" for bucket, count in zip(lag["buckets"], lag["lag"], strict=True))
     held = " ".join(
         f"{plain_text(each['id'])}@{each['version']}" for each in found["workers"] if each["state"] != "stopped"
     )
-    skips = " ".join(f"{reason}:{count}" for reason, count in sorted(loop["skips"].items()))
+    skips = " ".join(f"{reason}:{count}" for reason, count in loop["skipped_by_reason"].items())
     parts = (
         f"{plain_text(state.run)} {loop['health']}",
-        f"step {loop['step']}",
-        f"reward {short(metrics.get('reward'))}",
-        f"{short(rates['trajectories'])} traj/s",
-        f"{short(rates['tokens'])} tok/s",
-        f"trained {short(rates['trained'])}/s",
-        f"staleness {short(metrics.get('off_policy/mean'))} (max {short(metrics.get('off_policy/max'))})",
+        f"step {loop['step']}{of}",
+        f"reward {short(loop['reward'])}",
+        f"{short(loop['trajectories_per_s'])} traj/s",
+        f"sampling {short(loop['sampled_per_s'])} traj/s {short(loop['sampled_tokens_per_s'])} tok/s",
+        f"staleness {short(loop['staleness_mean'])} (max {short(loop['staleness_max'])})",
         f"lag {behind or '-'}",
         f"workers {held or '-'}",
         *([f"skipped {skips}"] if skips else []),

@@ -118,22 +118,38 @@ class StepHistory:
         told = [entry.metrics["reward"] for entry in self.entries if "reward" in entry.metrics]
         return told[-ENDS:]
 
-    def trajectories_per_s(self) -> float:
-        """Trained a second over the last ten steps."""
+    def pace(self, now: float | None = None) -> "StepPace":
+        """Over the last ten steps, up to the newest; with ``now``, the time in which a step is overdue counts too."""
         entries = list(self.entries)[-RATE_STEPS - 1 :]
         if len(entries) < 2:
-            return 0.0
+            return StepPace(0.0, 0.0)
         # What the first of them trained was trained before its report, outside of the time that is divided by.
-        elapsed = entries[-1].sent_at - entries[0].sent_at
-        return sum(entry.trajectories for entry in entries[1:]) / elapsed if elapsed > 0 else 0.0
+        elapsed, steps = entries[-1].sent_at - entries[0].sent_at, len(entries) - 1
+        if now is not None:  # as long as a step usually takes, nothing speaks for a change of pace
+            elapsed += max(0.0, now - entries[-1].sent_at - elapsed / steps)
+        if elapsed <= 0:
+            return StepPace(0.0, 0.0)
+        return StepPace(steps / elapsed, sum(entry.trajectories for entry in entries[1:]) / elapsed)
+
+
+class StepPace(NamedTuple):
+    """Optimizer steps, and trajectories trained in them, a second."""
+
+    steps_per_s: float
+    trajectories_per_s: float
+
+
+LEAST_S = 1.0
+"""Over less than that, what comes in bursts is no rate."""
 
 
 @dataclass
 class Rate:
     """How much came a second: counts by tenths of a second within a window, so that at most ten are held for each."""
 
-    window_s: float = 5.0
+    window_s: float = 10.0
     total: float = 0.0
+    _since: float | None = None
     _slots: deque[list[float]] = field(default_factory=deque)
     _held: float = 0.0
 
@@ -142,6 +158,7 @@ class Rate:
         # Tenths of a second: fine enough for a window of seconds, and few enough to hold.
         self.total += amount
         slot = int(at * 10) / 10
+        self._since = slot if self._since is None else self._since
         # Records of several partitions come a little out of order; a late one counts now rather than not at all.
         if self._slots and slot <= self._slots[-1][0]:
             self._slots[-1][1] += amount
@@ -151,10 +168,11 @@ class Rate:
         self._forget(self._slots[-1][0])
 
     def per_s(self, now: float) -> float:
-        """Mean over the window that ends now."""
+        """Mean over the window that ends now, or over the time since the first came if that is shorter."""
         self._forget(now)
+        seen_s = self.window_s if self._since is None else min(self.window_s, max(LEAST_S, now - self._since))
         # Adding and taking away floating-point amounts may leave a little less than nothing.
-        return max(0.0, self._held) / self.window_s
+        return max(0.0, self._held) / seen_s
 
     def _forget(self, now: float) -> None:
         while self._slots and self._slots[0][0] <= now - self.window_s:
@@ -201,11 +219,13 @@ CurveRow = dict[str, float | None]
 class Curves:
     """Metrics over the optimizer steps, few enough to draw.
 
-    At most ``most`` points, each the mean of ``stride`` steps, so that all of the past stays in view.
+    At most ``most`` points, each the mean of ``stride`` steps, so that all of the past stays in view. ``families``:
+    beginnings and ends of further names, of which a few are taken as they come.
     """
 
     names: Sequence[str]
     most: int = 400
+    families: Sequence[tuple[str, str]] = ()
     stride: int = 1
     rows: list[CurveRow] = field(default_factory=list)
     _pending: list[CurveRow] = field(default_factory=list)
@@ -215,6 +235,7 @@ class Curves:
         for rows in (self._pending, self.rows):
             while rows and (rows[-1]["step"] or 0) >= step:
                 rows.pop()
+        self._take_names(values)
         # Points of ``stride`` steps each; a rest waits here, and is drawn as the last point.
         self._pending.append({"step": float(step), **{name: values.get(name) for name in self.names}})
         if len(self._pending) >= self.stride:
@@ -224,16 +245,29 @@ class Curves:
             self.rows = [_mean(self.rows[begin : begin + 2]) for begin in range(0, len(self.rows), 2)]
             self.stride *= 2
 
+    def _take_names(self, values: Mapping[str, float]) -> None:
+        room = MOST_IN_FAMILIES - sum(_is_of(name, self.families) for name in self.names)
+        new = [name for name in values if name not in self.names and _is_of(name, self.families)]
+        self.names = (*self.names, *new[: max(0, room)])
+
     def columns(self) -> dict[str, list[float | None]]:
         """By name, and the steps as ``step``; what is not a whole point yet is the last one."""
         rows = [*self.rows, *([_mean(self._pending)] if self._pending else [])]
-        return {name: [_short(row[name]) for row in rows] for name in ("step", *self.names)}
+        return {name: [_short(row.get(name)) for row in rows] for name in ("step", *self.names)}
+
+
+MOST_IN_FAMILIES = 8
+"""A run may have many reward functions; a chart has room for some."""
+
+
+def _is_of(name: str, families: Sequence[tuple[str, str]]) -> bool:
+    return any(name.startswith(begin) and name.endswith(end) for begin, end in families)
 
 
 def _mean(rows: Sequence[CurveRow]) -> CurveRow:
     mean: CurveRow = {}
-    for name in rows[0]:
-        known = [value for row in rows if (value := row[name]) is not None]
+    for name in rows[-1]:  # names only ever come up
+        known = [value for row in rows if (value := row.get(name)) is not None]
         mean[name] = sum(known) / len(known) if known else None
     # A point stands at its last step, so that a step taken again is found behind it or not at all.
     mean["step"] = rows[-1]["step"]
@@ -242,6 +276,43 @@ def _mean(rows: Sequence[CurveRow]) -> CurveRow:
 
 def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}") if abs(value) < 1e4 else round(value, 1)
+
+
+SKIPS_HELD = 20_000
+"""Skip rows that no step has reported yet: more than come between two steps, unless none comes at all."""
+
+
+@dataclass
+class SkipCounts:
+    """Trajectories skipped since the run began, by reason: as the newest step reported them, and the rows since then.
+
+    What a crash undid does not count: a lineage reports on from what its checkpoint holds.
+    """
+
+    reported: Counter[str] = field(default_factory=Counter)
+    _lineage: int = 0
+    _reported_at: float = -math.inf
+    _since: deque[tuple[int, float, str, int]] = field(default_factory=lambda: deque(maxlen=SKIPS_HELD))
+
+    def add(self, lineage: int, sent_at: float, reason: str, count: int) -> None:
+        """A row came; it may be one that a report has counted already."""
+        # Rows and reports are stamped by one clock: that of the trainer that sends both.
+        if lineage > self._lineage or (lineage == self._lineage and sent_at > self._reported_at):
+            self._since.append((lineage, sent_at, reason, count))
+
+    def report(self, lineage: int, sent_at: float, reported: Mapping[str, int]) -> None:
+        """A step of the newest lineage, or a lineage's beginning, says what counts up to it."""
+        self.reported, self._lineage, self._reported_at = Counter(reported), lineage, sent_at
+        waiting, self._since = list(self._since), deque(maxlen=SKIPS_HELD)
+        for row in waiting:
+            self.add(*row)
+
+    def counts(self) -> dict[str, int]:
+        """By reason, those above 0."""
+        found = self.reported.copy()
+        for *_, reason, count in self._since:
+            found[reason] += count
+        return {reason: count for reason, count in sorted(found.items()) if count}
 
 
 FATES_KEPT = 20_000

@@ -21,6 +21,7 @@ from tests.schemas.examples import SHA256, examples, trajectory
 RUN = "living_run"
 PARTITIONS, BUCKETS, STEPS_TAKEN = 8, 4, 5
 METRICS = {
+    **{f"kafka/finished/bucket_{bucket}": 4.0 for bucket in range(BUCKETS)},
     **{f"kafka/lag/bucket_{bucket}": 1.0 for bucket in range(BUCKETS)},
     "ledger/groups": 2.0,
     "ledger/skipped/stale": 4.0,
