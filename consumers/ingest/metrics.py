@@ -72,7 +72,7 @@ class IngestMetrics:
             "kafka/dead_letters": float(dead_letters),
             "off_policy/dropped": float(skipped.get(SkipReason.STALE, 0) + skipped.get(SkipReason.ORPHAN_LINEAGE, 0)),
             **{f"kafka/lag/bucket_{bucket}": float(count) for bucket, count in self._by_bucket(lag).items()},
-            # With these a display tells the lag at any moment between two steps: ends of the topic, less what is finished.
+            # With these a display knows the lag between two steps too: ends of the topic, less what is finished.
             **{f"kafka/finished/bucket_{bucket}": float(count) for bucket, count in self._by_bucket(finished).items()},
             **{f"ledger/skipped/{reason}": float(count) for reason, count in sorted(skipped.items())},
         }

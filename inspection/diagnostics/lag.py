@@ -41,7 +41,9 @@ def show_lag(connection: RunConnection, interval_s: float, *, as_json: bool) -> 
     """
     lag, groups = uvloop.run(_lags(connection, interval_s))
     if as_json:
-        print(json.dumps({"lag": sum(lag.values()), "lag_by_bucket": lag, "groups": [lag_json(each) for each in groups]}))
+        print(
+            json.dumps({"lag": sum(lag.values()), "lag_by_bucket": lag, "groups": [lag_json(each) for each in groups]})
+        )
     else:
         print(plain_lines([lag_line(lag), *(line for each in groups for line in lag_lines(each))]))
     return 0

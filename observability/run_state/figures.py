@@ -27,7 +27,9 @@ LIVE: Mapping[str, FigureMeaning] = {
     "step_age_s": FigureMeaning("s", "since the newest step was reported"),
     "steps_per_min": FigureMeaning("steps/min", "pace of the last ten steps; it falls while the next one is overdue"),
     "reward": FigureMeaning("", "mean over the trajectories of the newest step"),
-    "staleness_mean": FigureMeaning("optimizer steps", "mean over the trajectories of the newest step, each by its oldest token"),
+    "staleness_mean": FigureMeaning(
+        "optimizer steps", "mean over the trajectories of the newest step, each by its oldest token"
+    ),
     "staleness_max": FigureMeaning("optimizer steps", "most among them; never above `loop.max_staleness`"),
     "ordered_per_s": FigureMeaning("trajectories/s", "that workers were given to sample, in the last 10 s"),
     "sampled_per_s": FigureMeaning("trajectories/s", "that came onto the topic in the last 10 s"),

@@ -54,7 +54,18 @@ def test_the_loop_has_a_rate_on_every_arrow(width: int, data: dict[str, Any]) ->
         "trajectories_per_s": 987.0, "weights_per_min": 30.0, "time_left_s": 4000.0,
     }}  # fmt: skip
     drawn = draw_loop(shown, width, 6).plain
-    for told in ("prompts", "workers", "trajectories", "trainer", "2.50/s", "1000/s", "250k", "987/s", "30/min", "67 min"):
+    for told in (
+        "prompts",
+        "workers",
+        "trajectories",
+        "trainer",
+        "2.50/s",
+        "1000/s",
+        "250k",
+        "987/s",
+        "30/min",
+        "67 min",
+    ):
         assert told in drawn, told
     assert f"{data['loop']['step']}/900" in drawn
     assert drawn.count("▶") == 3
