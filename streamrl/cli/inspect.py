@@ -7,6 +7,7 @@ import typer
 
 from inspection.process import DISPLAY_NICENESS, NICENESS, log_to_stderr, lower_priority, use_one_thread
 from schemas.errors import UserError
+from streamrl.cli.arguments import RunName, Servers, Where
 
 PastRun = Annotated[
     Path, typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file.")
@@ -280,25 +281,6 @@ def show(
 
 # Looks inside a run: records, standing, lag, a check-up, and traces. Reads only, and takes no part in the run.
 
-# Unlike ``PastRun`` it may be left out: these commands need a broker that runs, and one can be looked for.
-Where = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[RUN]",
-        help="The run's directory, its name, or its configuration; left out: the newest run whose broker runs.",
-    ),
-]
-Run = Annotated[str, typer.Option("--run", help="Name of the run, if the broker has several.")]
-Servers = Annotated[
-    str | None,
-    typer.Option(
-        "--bootstrap-servers",
-        "--kafka.bootstrap_servers",
-        # The variable that settings have: who set it for runs looks at the same broker.
-        envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS",
-        help="The broker; the run's own if left out. Security is set by STREAMRL_KAFKA__... or the configuration.",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -315,7 +297,7 @@ def tail(
     most: Annotated[int | None, typer.Option("--max", min=1, help="End after so many records.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes; Ctrl-C ends it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line, arrays included.")] = False,
-    run: Run = "",
+    run: RunName = "",
     bootstrap_servers: Servers = None,
 ) -> None:
     """Print the records of a topic, decoded, one line each.
@@ -331,7 +313,7 @@ def tail(
     raise typer.Exit(print_records(connect(where, run, bootstrap_servers), wish))
 
 
-def status(where: Where = None, run: Run = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
+def status(where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
     """Say where a run stands: step, workers, lag, skips.
 
     Version, step, workers, lag by length bucket, what is in flight, trained and skipped.
@@ -346,7 +328,7 @@ def status(where: Where = None, run: Run = "", bootstrap_servers: Servers = None
 def lag(
     where: Where = None,
     interval: Annotated[float, typer.Option(min=0, max=60, help="Seconds in which rates are measured.")] = 2.0,
-    run: Run = "",
+    run: RunName = "",
     bootstrap_servers: Servers = None,
     as_json: AsJson = False,
 ) -> None:
@@ -361,7 +343,7 @@ def lag(
     raise typer.Exit(show_lag(connect(where, run, bootstrap_servers), interval, as_json=as_json))
 
 
-def doctor(where: Where = None, run: Run = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
+def doctor(where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
     """Check what a run needs, and say how to mend what fails.
 
     Broker, topics, sizes, codecs, clocks, disk, engine, GPU. Exit code 2 if something fails.
@@ -433,7 +415,7 @@ def ui(
         "127.0.0.1"
     ),
     no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser; only print the address.")] = False,
-    run: Run = "",
+    run: RunName = "",
     bootstrap_servers: Servers = None,
 ) -> None:
     """Show a run live in the browser.
@@ -457,7 +439,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one line and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object an interval.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Print lines, also on a terminal.")] = False,
-    run: Run = "",
+    run: RunName = "",
     bootstrap_servers: Servers = None,
 ) -> None:
     """Show a run live in the terminal.
