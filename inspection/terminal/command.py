@@ -19,7 +19,7 @@ from bus.history import BusHistory
 from bus.kafka.connection import advised
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
-from inspection.process import tune_garbage_collector
+from inspection.process import give_way_when, tune_garbage_collector
 from inspection.terminal.drawing import short
 from observability.run_state.feed import RunFeed
 from observability.run_state.pace import Pace
@@ -67,14 +67,17 @@ async def _show(connection: RunConnection, where: str, options: LineOptions, *, 
     reading = asyncio.create_task(feed.run(stop))
     shown = _on_screen(connection, feed, where or connection.run, stop) if on_screen else _in_lines(feed, options, stop)
     showing = asyncio.create_task(shown)
+    # A single line is soon over.
+    yielding = asyncio.create_task(give_way_when(lambda: bool(feed.positions) and not options.once))
     try:
         await asyncio.wait({reading, showing}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stop.set()
+        yielding.cancel()
         # A feed that ended by itself has failed: the screen would show a past for ever.
         if reading.done() and not showing.done():
             showing.cancel()
-        results = await asyncio.gather(reading, showing, return_exceptions=True)
+        results = await asyncio.gather(reading, showing, yielding, return_exceptions=True)
     # The first problem is the one that ended the other task.
     for problem in results:
         if isinstance(problem, Exception):
@@ -97,7 +100,7 @@ async def _on_screen(connection: RunConnection, feed: RunFeed, run_path: str, st
         try:
             return await read_trajectory(connection, place)
         except BusUnavailable as error:
-            raise BusUnavailable(advised(error, connection.advice)) from error
+            raise BusUnavailable(advised(error, connection.bus.availability.explanation)) from error
 
     tell_in_events(feed.state)
     app = TopApp(feed.state, read, run_path, pace_s=feed.pace_s)

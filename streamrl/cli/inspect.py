@@ -5,7 +5,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from inspection.process import DISPLAY_NICENESS, NICENESS, log_to_stderr, lower_priority, use_one_thread
+from inspection.process import (
+    DISPLAY_NICENESS,
+    NICENESS,
+    enter_own_session,
+    log_to_stderr,
+    lower_priority,
+    say_at_once,
+    use_one_thread,
+)
 from schemas.errors import UserError
 from streamrl.cli.arguments import RunName, Servers, Where
 
@@ -422,14 +430,14 @@ def ui(
 
     The loop, curves, a timeline, trajectories, dead letters. Any number may look.
     """
+    say_at_once("looking for the run")
     use_one_thread()
     from inspection.dashboard.command import serve
     from inspection.diagnostics.connect import connect
 
     log_to_stderr()
     connection = connect(where, run, bootstrap_servers)
-    # Only now: whoever starts a display waits for its first sight. Before any thread, as it may go on in a child.
-    lower_priority(DISPLAY_NICENESS)
+    enter_own_session()
     raise typer.Exit(serve(connection, where, host, port, open_browser=not no_open))
 
 
@@ -447,6 +455,7 @@ def top(
     The loop, curves, lengths, workers, trajectories, events. Any number may look. Where there is no terminal, it prints
     a line an interval until the run is finished.
     """
+    say_at_once("looking for the run")
     use_one_thread()
     import sys
 
@@ -455,8 +464,8 @@ def top(
 
     log_to_stderr()
     connection = connect(where, run, bootstrap_servers)
-    if not once:  # somebody waits for a single line, and it is soon over
-        lower_priority(DISPLAY_NICENESS)
+    if not once:
+        enter_own_session()
     # The view needs a terminal on both sides: to draw on, and to take keys from.
     on_screen = sys.stdout.isatty() and sys.stdin.isatty() and not (once or as_json or plain)
     manner = LineOptions(interval, as_json, once)
