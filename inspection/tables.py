@@ -52,6 +52,8 @@ TOKENS = (
     pa.field("loss_mask", pa.list_(pa.uint8())),
 )
 """``token_ids``, ``logprobs`` (nats, of the behaviour policy) and ``loss_mask`` are of one length, the completion's."""
+NOT_IN_THE_RECORD = frozenset({"partition", "offset", "step", "skip_reason"})
+"""Columns of where a record stands, and of what became of it, which other topics tell."""
 Place = tuple[int, int]
 """Partition and offset on the trajectories topic."""
 
@@ -77,6 +79,20 @@ async def trajectory_table(history: History, run: str, algorithm: str, *, tokens
     rows.sort(key=lambda row: (row["partition"], row["offset"]))
     # By a schema rather than by what is in the rows: no row, or a column of nulls, tells no type.
     return pa.Table.from_pylist(rows, pa.schema([*FACTS, *TOKENS]) if tokens else FACTS)
+
+
+def readable_columns(records: Sequence[Record]) -> dict[str, pa.Array]:
+    """What trajectories say of themselves, tokens included, a row a record; null where none is."""
+    rows: list[dict[str, Any]] = []
+    for record in records:
+        one = _trajectory(record)
+        found = {} if one is None else _facts(one, (record.partition, record.offset), None, None)
+        rows.append(found if one is None else found | {field.name: getattr(one, field.name) for field in TOKENS})
+    return {
+        field.name: pa.array([row.get(field.name) for row in rows], field.type)
+        for field in (*FACTS, *TOKENS)
+        if field.name not in NOT_IN_THE_RECORD
+    }
 
 
 async def step_table(history: History, run: str, algorithm: str) -> pa.Table:
