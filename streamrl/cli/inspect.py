@@ -154,7 +154,8 @@ def export(
         Path | None, typer.Option(metavar="DIR", help="An empty directory; the run's own export/ if left out.")
     ] = None,
     encoding: Annotated[
-        Literal["parquet", "jsonl"], typer.Option("--format", help="Parquet has texts, rewards, tokens and log-probs as columns.")
+        Literal["parquet", "jsonl"],
+        typer.Option("--format", help="Parquet also has texts, tokens and rewards as columns."),
     ] = "parquet",
     topics: Annotated[
         list[str] | None,
