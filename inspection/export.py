@@ -2,8 +2,8 @@
 
 An export is byte-exact: what reads a run from a broker reads it from there alike. Parquet segments of trajectories
 show, for people and query engines, the columns of the Python API's table beside the bytes, token ids and log-probs too;
-only the bytes are read back. The manifest is written last, so that its presence means complete, and no file is trusted whose
-checksum differs from it.
+only the bytes are read back. The manifest is written last, so that its presence means complete, and no file is trusted
+whose checksum differs from it.
 
 Invariant an_export_is_a_moment_of_the_run: checkpoints are taken before the ends of the topics are fixed, and ends in
 the order in which reports refer to records, so that what an export refers to is in it.

@@ -13,9 +13,42 @@ def register(app: typer.Typer) -> None:
     """Add the commands, in the order in which help lists them."""
     for command in (pause, resume, drain):
         app.command()(command)
+    app.add_typer(runs, name="runs")
     app.add_typer(checkpoints, name="checkpoints")
     app.add_typer(kafka, name="kafka")
     app.add_typer(topics, name="topics")
+
+
+# What runs have left on this disk.
+
+runs = typer.Typer(help="List runs on this disk, and remove them.", no_args_is_help=True)
+RunsDirectory = Annotated[Path, typer.Option("--directory", help="Where runs keep their directories.")]
+
+
+@runs.command()
+def ls(
+    directory: RunsDirectory = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """List runs: state, last step, reward, size, time. Oldest first."""
+    from deploy.local.run_store import list_runs
+
+    raise typer.Exit(list_runs(directory, as_json=as_json))
+
+
+@runs.command()
+def rm(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names as `ls` shows them.")],
+    directory: RunsDirectory = Path("runs"),
+    keep_results: Annotated[
+        bool, typer.Option("--keep-results", help="Only broker data, weights, logs: report and checkpoints stay.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove runs for good. Refused while one is alive."""
+    from deploy.local.run_store import remove_runs
+
+    raise typer.Exit(remove_runs(directory, names, keep_results=keep_results, ask=not yes))
 
 
 # A run's checkpoints.
