@@ -403,7 +403,7 @@ def _write_parquet(path: Path, records: Sequence[Record], *, readable: bool) -> 
         "value": pa.array([record.value for record in records], pa.large_binary()),
     }
     if readable:
-        from inspection.tables import readable_columns
+        from inspection.trajectory_columns import readable_columns
 
         columns |= readable_columns(records)
     # Texts and log-probs compress to a fifth or so.

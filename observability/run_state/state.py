@@ -20,13 +20,12 @@ from observability.run_state.aggregates import (
     EventLog,
     LengthCalibration,
     Rate,
-    SkipCauses,
-    SkipCounts,
     StalenessHistogram,
     StepHistory,
     Track,
     TrajectoryFates,
 )
+from observability.run_state.skips import SkipCauses, SkipCounts
 from observability.run_state.trajectory_summary import NEWEST, TrajectorySummary, sampled, summary_of
 from schemas.control import DrainWorker, FlowControl, RunFinished, WeightsReady
 from schemas.errors import WireError

@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from bus.port import Record
-from observability.run_state.aggregates import CAUSES_HELD, EXAMPLE_LIMIT
+from observability.run_state.skips import CAUSES_HELD, EXAMPLE_LIMIT
 from observability.run_state.snapshot import snapshot
 from observability.run_state.state import AWAY_S, CURVES, SHOWN_TRAJECTORIES, TRAINER, WORKERS_HELD, RunState
 from schemas.control import RunFinished
