@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -171,12 +170,3 @@ def test_mistakes_of_the_user_end_with_2_and_one_line(tmp_path: Path) -> None:
     ended = _command("audit")
     assert ended.returncode == 2
     assert "--export DIR" in ended.stderr
-
-
-def test_inspection_imports_neither_torch_nor_a_client_before_it_needs_one() -> None:
-    program = (
-        "import sys; import inspection.audit.command, inspection.dead_letters;"
-        "print([name for name in ('torch', 'transformers', 'aiokafka', 'pyarrow') if name in sys.modules])"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == "[]"
