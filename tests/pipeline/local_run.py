@@ -15,6 +15,13 @@ from typing import Any
 CLI = [sys.executable, "-m", "streamrl.cli.app"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 PATIENCE_S = 240.0
+EMULATED: dict[str, dict[str, Any]] = {
+    "loop": {"max_completion_length": 1000, "bucket_boundaries": [500]},
+    "generation": {"engine": "emulated"},
+    "training": {"backend": "emulated"},
+    "emulation": {"time_scale": 20.0},
+}
+"""Where processes come and go, and not what they compute, is looked at: these start in a third of the time."""
 
 
 def write_config(directory: Path, model: Path, name: str, /, **sections: dict[str, Any]) -> Path:
