@@ -23,10 +23,10 @@ from schemas.errors import UserError
 from schemas.reports import SkipReason
 from schemas.topics import DEAD_LETTERS, TRAJECTORIES
 from settings.run_directory import RunDirectory
+from tests.command import ended
 from tests.consumers.factories import trajectory
 from tests.inspection.audit import world as worlds
 from tests.inspection.audit.test_balance import busy_world
-from tests.command import ended
 from tests.pipeline.local_run import CLI, ENVIRONMENT
 
 pytestmark = pytest.mark.kafka

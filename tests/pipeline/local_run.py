@@ -19,7 +19,7 @@ EMULATED: dict[str, dict[str, Any]] = {
     "loop": {"max_completion_length": 1000, "bucket_boundaries": [500]},
     "generation": {"engine": "emulated"},
     "training": {"backend": "emulated"},
-    "emulation": {"time_scale": 20.0},
+    "emulation": {"time_scale": 50.0},
 }
 """Where processes come and go, and not what they compute, is looked at: these start in a third of the time."""
 

@@ -9,54 +9,20 @@ from producers.generation.engines.length_trace import LengthTraceSettings, trace
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import Trajectory
 from tests.pipeline.accounts import read_accounts, read_all
+from tests.pipeline.emulated import CONFIG, GROUP, NAME
 from tests.pipeline.local_run import LocalRun
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
-NAME = "emulated-test"
-CONFIG = """
-[run]
-directory = "{directory}"
-name = "{name}"
-workers = 2
-[data]
-dataset = "chain_sum"
-[loop]
-groups_per_step = 8
-num_generations = 4
-max_staleness = 1
-max_completion_length = 3000
-bucket_boundaries = [500, 1000]
-[generation]
-engine = "emulated"
-max_num_seqs = 16
-[training]
-backend = "emulated"
-max_steps = 4
-[emulation]
-time_scale = 50.0
-[emulation.decode]
-adopt_s = 0.5
-chunk_tokens = 400
-[emulation.training]
-forward_backward_s_per_token = 1e-4
-"""
 
-
-async def test_the_whole_pipeline_runs_without_a_model(tmp_path: Path, bootstrap_servers: str) -> None:
-    config = tmp_path / "emulated.toml"
-    config.write_text(CONFIG.format(directory=tmp_path, name=NAME))
-    run = LocalRun.start(config, NAME, f"--kafka.bootstrap_servers={bootstrap_servers}")
-    try:
-        assert run.wait() == 0, run.text()[-4000:]
-    finally:
-        run.end()
+@pytest.mark.xdist_group(GROUP)
+async def test_the_whole_pipeline_runs_without_a_model(emulated_run: LocalRun, bootstrap_servers: str) -> None:
     accounts = await read_accounts(bootstrap_servers, NAME)
     assert [report.step for report in accounts.steps] == [1, 2, 3, 4]
     assert len(accounts.trained) == 4 * 8 * 4
     assert set(accounts.trained.values()) == {1}
     assert not accounts.dead_letters
-    assert {version.name for version in (run.directory / "weights").iterdir()} >= {"1-3", "1-4"}
+    assert {version.name for version in (emulated_run.directory / "weights").iterdir()} >= {"1-3", "1-4"}
     for report in accounts.steps:
         assert report.metrics["emulated/train_s"] > 0
     await _lengths_and_times_are_those_of_the_settings(bootstrap_servers)

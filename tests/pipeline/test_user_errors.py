@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.pipeline.accounts import read_accounts
 from tests.command import Ended, ended
+from tests.pipeline.accounts import read_accounts
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, EMULATED, write_config
 

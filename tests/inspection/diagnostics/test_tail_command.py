@@ -17,9 +17,9 @@ def tail(connection: RunConnection, *arguments: str) -> Ended:
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_a_topic_is_named_shortly_or_in_full(living_run: RunConnection) -> None:
-    assert await named_topic(living_run, "trajectories") == ("living_run.trajectories", TRAJECTORIES)
-    unnamed = RunConnection(living_run.kafka, "")
-    assert await named_topic(unnamed, "living_run.trajectories") == ("living_run.trajectories", TRAJECTORIES)
+    full = living_run.name_of(TRAJECTORIES)
+    assert await named_topic(living_run, "trajectories") == (full, TRAJECTORIES)
+    assert await named_topic(RunConnection(living_run.kafka, ""), full) == (full, TRAJECTORIES)
     with pytest.raises(UserError, match="did you mean trajectories"):
         await named_topic(living_run, "trajektories")
 
