@@ -94,14 +94,16 @@ class LocalRun:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def steps(self) -> int:
-        return max((int(line["step"]) for line in self.metrics()), default=0)
+        path = self.directory / "metrics.jsonl"
+        whole = [line for line in path.read_text().splitlines()[-2:] if line.endswith("}")] if path.exists() else []
+        return int(json.loads(whole[-1])["step"]) if whole else 0
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.text()[-4000:]}"
             assert time.monotonic() < deadline, f"no {what} in {PATIENCE_S} s:\n{self.text()[-4000:]}"
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def wait(self) -> int:
         return self.process.wait(PATIENCE_S)
