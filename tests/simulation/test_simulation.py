@@ -22,7 +22,8 @@ from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.run import run_seed, simulate
 from tests.simulation.worlds.scenarios import SCENARIOS
 
-BOUNDED = 105
+BOUNDED = 3 * len(SCENARIOS)
+"""Three of each scenario; `make chaos` runs thousands."""
 MOST_TRIED = 60
 
 
@@ -34,13 +35,14 @@ def test_a_bounded_number_of_seeds_of_all_scenarios_keeps_every_promise() -> Non
 
 def test_every_scenario_does_the_harm_it_is_named_for() -> None:
     for name, scenario in SCENARIOS.items():
-        kinds = {kind for seed in range(5) for _, kind, _, _ in run_seed(seed, name, keep_trace=True).trace}
-        if scenario.rates.ack_lost:
-            assert {"unknown", "late", "refused"} & kinds, name
-        if scenario.harm.kill_trainer:
-            assert "kill" in kinds, name
-        if scenario.harm.zombie_trainer:
-            assert {"freeze", "thaw"} <= kinds, name
+        wanted = [{"unknown", "late", "refused"}] if scenario.rates.ack_lost else []
+        wanted += [{"kill"}] if scenario.harm.kill_trainer else []
+        wanted += [{"freeze"}, {"thaw"}] if scenario.harm.zombie_trainer else []
+        kinds: set[str] = set()
+        for seed in range(5):
+            if not all(each & kinds for each in wanted):
+                kinds |= {kind for _, kind, _, _ in run_seed(seed, name, keep_trace=True).trace}
+        assert all(each & kinds for each in wanted), name
 
 
 @pytest.mark.parametrize("scenario", ["everything", "zombie-trainers"])

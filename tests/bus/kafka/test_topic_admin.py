@@ -1,5 +1,4 @@
 import asyncio
-import itertools
 
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
@@ -11,9 +10,10 @@ from bus.kafka.topic_admin import apply_topics, diff_topics
 from bus.port import Outgoing
 from schemas.errors import BrokerError
 from schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES
+from tests.broker_fixture import unique_numbers
 
 pytestmark = pytest.mark.kafka
-_numbers = itertools.count()
+_numbers = unique_numbers()
 
 
 @pytest.fixture
