@@ -69,8 +69,8 @@ CURVES: tuple[tuple[str, tuple[Curve, ...]], ...] = (
         "The stream",
         (
             Curve("Staleness", "optimizer steps", (("off_policy/mean", "mean"), ("off_policy/max", "most"))),
-            Curve("Consumer lag", "records", (("report/lag", "all buckets"),)),
-            Curve("Consumer lag by length bucket", "records", ((f"{LAG_PREFIX}*", "bucket "),)),
+            Curve("Lag", "trajectories not finished", (("report/lag", "all buckets"),)),
+            Curve("Lag by length bucket", "trajectories not finished", ((f"{LAG_PREFIX}*", "bucket "),)),
             Curve(
                 "Padding waste", "share of computed tokens", (("padding/all", "all"), ("padding/bucket_*", "bucket "))
             ),
@@ -90,7 +90,7 @@ CURVES: tuple[tuple[str, tuple[Curve, ...]], ...] = (
         ),
     ),
 )
-ONLY_COMPARED = frozenset({"Trainer waiting", "Consumer lag"})
+ONLY_COMPARED = frozenset({"Trainer waiting", "Lag"})
 """Said by other curves when there is one run."""
 
 
