@@ -131,7 +131,7 @@ async def check_clocks(connection: RunConnection) -> Finding:
     return warn(
         "clocks",
         detail,
-        "synchronise the clocks with NTP; times in displays rest on them, and on the broker's how long it keeps records",
+        "synchronise the clocks with NTP; displays rest on them, and on the broker's how long it keeps records",
     )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from producers.dispatch.plans import mean_excess
 from schemas.identifiers import PolicyVersion, make_trajectory_id
+from schemas.messages import is_near_version
 from schemas.profiles import DecodeCurve
 from schemas.reports import Heartbeat, StepReport, WorkerState
 from schemas.trajectories import WorkOrder
@@ -126,7 +127,11 @@ class LiveWorkers:
         return [
             seen.heartbeat
             for seen in self._seen.values()
-            if seen.heartbeat.state is WorkerState.READY and seen.is_heard and self._is_alive(seen, now)
+            if seen.heartbeat.state is WorkerState.READY
+            and seen.is_heard
+            and self._is_alive(seen, now)
+            # The coordinator says so once; the worker itself ends if it is new enough to know the rule.
+            and is_near_version(seen.heartbeat.wire)
         ]
 
     def get(self, worker_id: str) -> Heartbeat | None:
