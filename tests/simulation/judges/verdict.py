@@ -21,7 +21,23 @@ from tests.simulation.worlds.world import World
 
 def judge(world: World) -> list[Problem]:
     """Everything that is wrong, the processes' own complaints first."""
-    return [*world.problems, *judge_bus(bus_history(world)), *judge_training(evidence(world)), *audit(world)]
+    return [
+        *world.problems,
+        *judge_bus(bus_history(world)),
+        *judge_training(evidence(world)),
+        *audit(world),
+        *_refused(world),
+    ]
+
+
+def _refused(world: World) -> list[Problem]:
+    """Nothing was written into a directory that never held the run."""
+    strangers = [each for each in world.crew.directories if each.identity.load() is None]
+    return [
+        Problem("refusal", f"a directory that never held the run has lineages {sorted(each.place.numbers)}")
+        for each in strangers
+        if each.place.numbers or each.place.pieces
+    ]
 
 
 def bus_history(world: World) -> BusHistory:
@@ -39,8 +55,8 @@ def bus_history(world: World) -> BusHistory:
 def evidence(world: World) -> Evidence:
     """Of the one algorithm there is."""
     broker, setup = world.bus.broker, world.setup
-    newest = SimCheckpoints(world.crew.place, setup.keep_checkpoints, lambda name: None, at_once).newest()
-    checkpoint = None
+    newest = SimCheckpoints(world.crew.directory.place, setup.keep_checkpoints, lambda name: None, at_once).newest()
+    checkpoint, held = None, world.crew.directory.identity.load()
     if newest is not None:
         manifest = newest.state.manifest
         frontier: Any = manifest.frontier
@@ -54,6 +70,7 @@ def evidence(world: World) -> Evidence:
         checkpoint=checkpoint,
         gone=world.bus.broker.gone,
         began=_beginnings(broker),
+        orphans_through=held.orphans_through if held is not None else 0,
     )
 
 
