@@ -212,9 +212,13 @@ class KeptHistory:
             async with self._lock:
                 with suppress(BusError, DataLossRefused):
                     async with self._kept() as subscription:
-                        first, end = await subscription.beginning_offsets(), await subscription.end_offsets()
                         places = {topic: number for number, topic in enumerate(topics)}
-                        wanted = sorted((tp for tp in end if tp.topic in places), key=lambda tp: (places[tp.topic], tp))
+                        asked = [tp for tp in subscription.partitions() if tp.topic in places]
+                        # At once, since somebody waits; whichever is answered first, an extent is never negative.
+                        first, end = await asyncio.gather(
+                            subscription.beginning_offsets(asked), subscription.end_offsets(asked)
+                        )
+                        wanted = sorted(asked, key=lambda tp: (places[tp.topic], tp))
                         return {tp: Extent(first[tp], max(first[tp], end[tp])) for tp in wanted}
         return await self._plain.extents(*topics)
 

@@ -226,13 +226,14 @@ class MemorySubscription:
         """The next offset that ``poll`` will deliver, by partition."""
         return dict(self.offsets)  # a copy: the next poll changes ours
 
-    async def end_offsets(self) -> dict[TopicPartition, int]:
+    async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         """The offset after the last record, by partition."""
-        return {tp: len(self.bus.log(tp.topic).partitions[tp.partition]) for tp in self.offsets}
+        wanted = self.offsets.keys() & (self.offsets if partitions is None else set(partitions))
+        return {tp: len(self.bus.log(tp.topic).partitions[tp.partition]) for tp in wanted}
 
-    async def beginning_offsets(self) -> dict[TopicPartition, int]:
+    async def beginning_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         """Nothing is ever deleted."""
-        return dict.fromkeys(self.offsets, 0)
+        return dict.fromkeys(self.offsets.keys() & (self.offsets if partitions is None else set(partitions)), 0)
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Remember the offsets under the group's name."""
