@@ -174,11 +174,7 @@ class KafkaSubscription:
         return await self._factory.offsets(self._open_consumer().end_offsets, self._asked(partitions))
 
     async def beginning_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
-        """The oldest offset that the broker still holds, by partition; of all that it reads, or of those among them.
-
-        Raises:
-            BusUnavailable: no broker answers.
-        """
+        """The oldest offset that the broker still holds, by partition, as ``end_offsets``. Raises BusUnavailable."""
         return await self._factory.offsets(self._open_consumer().beginning_offsets, self._asked(partitions))
 
     def _asked(self, partitions: Iterable[TopicPartition] | None) -> frozenset[TopicPartition]:

@@ -106,8 +106,8 @@ class LiveWorkers:
 
     def _note(self, heartbeat: Heartbeat, at: float, *, is_heard: bool) -> None:
         worker, incarnation = heartbeat.worker_id, heartbeat.incarnation
-        # A late heartbeat of a process that was replaced.
-        if (worker, incarnation) in self._former:
+        # A late heartbeat of a process that was replaced, or one whose writer may not understand its orders.
+        if (worker, incarnation) in self._former or not is_near_version(heartbeat.wire):
             return
         seen = self._seen.get(worker)
         # A restart: its orders are lost, and its lease begins anew.
@@ -127,11 +127,7 @@ class LiveWorkers:
         return [
             seen.heartbeat
             for seen in self._seen.values()
-            if seen.heartbeat.state is WorkerState.READY
-            and seen.is_heard
-            and self._is_alive(seen, now)
-            # The coordinator says so once; the worker itself ends if it is new enough to know the rule.
-            and is_near_version(seen.heartbeat.wire)
+            if seen.heartbeat.state is WorkerState.READY and seen.is_heard and self._is_alive(seen, now)
         ]
 
     def get(self, worker_id: str) -> Heartbeat | None:
