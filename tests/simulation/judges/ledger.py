@@ -48,6 +48,8 @@ class Evidence:
     """When each lineage really began, whatever the clock of its machine said."""
     orphans_through: int = 0
     """What lineages up to this one sampled belongs to a life that the run went on without."""
+    rolled_back: tuple[PolicyVersion, int] | None = None
+    """What an operator restored last, and the lineage up to which all else that came after it is undone."""
 
 
 @dataclass
@@ -122,6 +124,7 @@ def judge_training(evidence: Evidence) -> list[Problem]:
         *_sizes(chain, evidence),
         *_staleness(chain, evidence),
         *_orphans(chain, evidence),
+        *_undone(chain, evidence),
     ]
 
 
@@ -264,4 +267,16 @@ def _orphans(chain: Chain, evidence: Evidence) -> list[Problem]:
         for version, ref in trained
         if (record := evidence.records.get((ref.partition, ref.offset))) is not None
         and record.newest_version.lineage <= evidence.orphans_through
+    ]
+
+
+def _undone(chain: Chain, evidence: Evidence) -> list[Problem]:
+    """What an operator undid stays undone."""
+    if evidence.rolled_back is None:
+        return []
+    restored, through = evidence.rolled_back
+    return [
+        Problem("restore", f"{version} survives, though {restored} was restored and all after it undone")
+        for version in chain.steps
+        if version.lineage <= through and version.number > restored.number
     ]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bus.port import Record
+from consumers.training.checkpoints.marks import read_rollback
 from schemas.errors import WireError
 from schemas.messages import Message
 from schemas.reports import RefusedStep, SkipRecord, StepReport
@@ -56,7 +57,7 @@ def evidence(world: World) -> Evidence:
     """Of the one algorithm there is."""
     broker, setup = world.bus.broker, world.setup
     newest = SimCheckpoints(world.crew.directory.place, setup.keep_checkpoints, lambda name: None, at_once).newest()
-    checkpoint, held = None, world.crew.directory.identity.load()
+    checkpoint, rollback = None, read_rollback(world.crew.directory.place)
     if newest is not None:
         manifest = newest.state.manifest
         frontier: Any = manifest.frontier
@@ -70,7 +71,8 @@ def evidence(world: World) -> Evidence:
         checkpoint=checkpoint,
         gone=world.bus.broker.gone,
         began=_beginnings(broker),
-        orphans_through=held.orphans_through if held is not None else 0,
+        orphans_through=world.crew.directory.orphans_through,
+        rolled_back=None if rollback is None else (rollback.version, rollback.lineage),
     )
 
 

@@ -228,11 +228,15 @@ class MemoryPlace:
 
 @dataclass(eq=False)
 class SimDirectory:
-    """A run's directory. ``adopts``: its trainers are told to take the run over."""
+    """A run's directory. ``adopts``: its trainers are told to take the run over.
+
+    ``orphans_through``: lineages up to this one were the run's in another directory, whose life ended there.
+    """
 
     place: MemoryPlace
     identity: MemoryIdentity = field(default_factory=MemoryIdentity)
     adopts: bool = False
+    orphans_through: int = 0
 
 
 @dataclass(frozen=True)

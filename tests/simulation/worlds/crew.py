@@ -23,8 +23,9 @@ from producers.generation.worker import GenerationWorker
 from producers.lengths.predictor import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
 from schemas.control import RunIdentity
+from schemas.reports import StepReport
 from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, CONTROL
+from schemas.topics import CATALOGUE, CONTROL, STEPS
 from tests.simulation.bus.broker import committed
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.clocks import HostClock
@@ -53,7 +54,6 @@ class Crew:
 
     def __post_init__(self) -> None:
         setup = self.setup
-        self.directories = [self.empty_directory()]
         self.loop = LoopSettings(
             groups_per_step=setup.groups_per_step,
             num_generations=setup.num_generations,
@@ -65,10 +65,14 @@ class Crew:
         )
         for topic in CATALOGUE:
             self.bus.create_topic(topic.full_name(RUN), topic.partition_count(self.loop.trajectory_partitions))
+        self.directories = [self.empty_directory()]
 
     def empty_directory(self, *, adopts: bool = False) -> SimDirectory:
         """One in which nothing was started yet."""
-        return SimDirectory(MemoryPlace(self.setup.by_lineage), adopts=adopts)
+        (steps,) = self.bus.broker.logs(STEPS.full_name(RUN))
+        reports = [each for record in committed(steps) if isinstance(each := message_of(record), StepReport)]
+        newest = max((report.version.lineage for report in reports), default=0)
+        return SimDirectory(MemoryPlace(self.setup.by_lineage), adopts=adopts, orphans_through=newest)
 
     @property
     def directory(self) -> SimDirectory:
