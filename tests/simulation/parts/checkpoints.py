@@ -319,7 +319,7 @@ class SimCheckpoints:
         """
         slot = self.place.slot(manifest.lineage, manifest.step)
         pinned = pinned_versions(read_pins(self.place).values())
-        self._set_pinned_aside(slot, manifest.lineage, pinned)
+        self._set_pinned_aside(slot, lineage, pinned)
         try:
             await self.place.put(slot, saved, manifest, lineage.check, self.before_write, self.pause)
         except OSError as error:
@@ -330,13 +330,14 @@ class SimCheckpoints:
                 self.place.remove(old)
         return slot.name
 
-    def _set_pinned_aside(self, slot: Slot, lineage: int, pinned: Collection[PolicyVersion]) -> None:
+    def _set_pinned_aside(self, slot: Slot, lineage: Any, pinned: Collection[PolicyVersion]) -> None:
         """On a disk a lineage takes over the places of older ones; what is pinned there moves out of the way."""
         data = self.place.manifest(slot)
-        if data is None or self.place.aside(slot, lineage) == slot:
+        if data is None or self.place.aside(slot, lineage.number) == slot:
             return
         with suppress(CheckpointError):
             there = decode_manifest(data)
-            if there.lineage < lineage and there.policy_version in pinned:
+            if there.lineage < lineage.number and there.policy_version in pinned:
+                lineage.check()
                 self.before_write("set aside")
                 self.place.set_aside(slot, there.lineage)
