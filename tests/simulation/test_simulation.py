@@ -120,9 +120,8 @@ def test_offsets_trusted_from_commits_are_found_to_lose_records(monkeypatch: pyt
 
 def test_without_the_lineage_check_zombies_are_found_in_the_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lineage, "check", lambda self: None)
-    # Or a writer does not find what it has just written: the other took it for left behind.
-    wanted = {"lineage", "contents", "crash"}
-    assert rules_broken("zombie-trainers", wanted) & wanted
+    wanted = {"lineage", "contents"}
+    assert rules_broken("zombie-trainers", wanted, first=60) & wanted
 
 
 def test_rows_that_are_not_sent_again_are_found_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +192,7 @@ def test_a_restore_that_the_next_start_does_not_heed_is_found(monkeypatch: pytes
     assert "restore" in rules_broken("restores", {"restore"})
 
 
-@pytest.mark.parametrize(("scenario", "seed"), [("restores", 6)])
+@pytest.mark.parametrize(("scenario", "seed"), [("restores", 20)])
 def test_seeds_that_found_something_find_nothing_any_more(scenario: str, seed: int) -> None:
-    """restores 6: back to one checkpoint, then forward to one that this had undone; its groups counted as under way."""
+    """20: back to one checkpoint, then forward to one that this had undone; its groups counted as under way."""
     assert run_seed(seed, scenario).problems == ()

@@ -5,7 +5,7 @@ from typing import Any
 
 from bus.port import Record
 from consumers.training.checkpoints.marks import read_rollback
-from schemas.errors import WireError
+from schemas.errors import CheckpointError, WireError
 from schemas.messages import Message
 from schemas.reports import RefusedStep, SkipRecord, StepReport
 from schemas.topics import SKIPS, STEPS, TRAJECTORIES
@@ -25,10 +25,17 @@ def judge(world: World) -> list[Problem]:
     return [
         *world.problems,
         *judge_bus(bus_history(world)),
-        *judge_training(evidence(world)),
+        *_judged(world),
         *audit(world),
         *_refused(world),
     ]
+
+
+def _judged(world: World) -> list[Problem]:
+    try:
+        return judge_training(evidence(world))
+    except CheckpointError as error:
+        return [Problem("contents", str(error))]
 
 
 def _refused(world: World) -> list[Problem]:

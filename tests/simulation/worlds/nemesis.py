@@ -212,16 +212,19 @@ class Nemesis:
             self._world.note("damage", "nemesis")
 
     async def _restore_checkpoint(self) -> None:
-        """An operator ends the trainer and goes back; a supervisor may start it again before that is said."""
+        """An operator ends the trainer and goes back, unless it was started again meanwhile: the command refuses then.
+
+        One that stands still is not heard of, and may go on later.
+        """
         world = self._world
         if world.has_finished:
             return
         for life in world.of_role("trainer"):
             world.kill(life, "to restore")
-        await asyncio.sleep(self._draw(0.0, 1.0))
+        await asyncio.sleep(self._draw(0.0, 0.5))
         found = Savepoints.read(world.crew.directory.place)
         sound = [entry for entry in found.entries if entry.manifest is not None]
-        if world.has_finished or not sound:
+        if world.has_finished or not sound or self._one("trainer") is not None:
             return
         entry = self._chance.choice(sound)
         try:

@@ -155,7 +155,7 @@ SCENARIOS: dict[str, Scenario] = {
     "restores": Scenario(
         LOSSY,
         Harm(restore_checkpoint=3, kill_trainer=1, kill_in_write=1, zombie_trainer=0.5, damage_checkpoint=0.3),
-        vary={"checkpoint_every": 1, "max_steps": 8, "keep_checkpoints": 3},
+        vary={"checkpoint_every": 1, "max_steps": 12, "keep_checkpoints": 3, "harm_for_s": 20.0},
     ),
     "directories": Scenario(
         LOSSY,
