@@ -140,8 +140,8 @@ class Subscription(Protocol):
         ...
 
     # Kafka's convention for every offset here: the next one wanted, that is, one behind the last one read.
-    async def positions(self) -> dict[TopicPartition, int]:
-        """The next offset that ``poll`` will deliver, by partition."""
+    async def positions(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
+        """The next offset that ``poll`` will deliver, by partition; of all that it reads, or of those among them."""
         ...
 
     # Behind the last record that may be delivered: on Kafka an open transaction holds this end back.

@@ -103,10 +103,10 @@ class SimSubscription:
         """Deliver from these offsets next; the others stay where they are."""
         self.offsets |= offsets
 
-    async def positions(self) -> dict[TopicPartition, int]:
+    async def positions(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         """The next offset that ``poll`` will deliver, by partition."""
         self._check_open()
-        return dict(self.offsets)
+        return {tp: self.offsets[tp] for tp in self._asked(partitions)}
 
     async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         """The offset after the last record that may be read, by partition."""
