@@ -45,7 +45,38 @@ _IN_OTHER_LIBRARIES = {
     "max_off_policy_steps": "loop.max_staleness",
     "lr": "training.learning_rate",
     "kl_coef": "algorithm.beta",
+    "init_kl_coef": "algorithm.beta",
+    "kl_loss_coef": "algorithm.beta",
+    "kl_loss_type": "algorithm.kl_estimator",
+    "use_kl_in_reward": "algorithm.kl_in_reward",
+    "adv_estimator": "algorithm.name",
+    "advantage_estimator": "algorithm.name",
+    "loss_mode": "algorithm.policy_loss",
+    "policy_loss_type": "algorithm.policy_loss",
+    "loss_agg_mode": "algorithm.loss_type",
+    "importance_sampling_level": "algorithm.policy_loss",
     "clip_ratio": "algorithm.epsilon",
+    "cliprange": "algorithm.epsilon",
+    "eps_clip": "algorithm.epsilon",
+    "clip_ratio_low": "algorithm.epsilon",
+    "clip_ratio_high": "algorithm.epsilon_high",
+    "eps_clip_high": "algorithm.epsilon_high",
+    "delta": "algorithm.importance_sampling_cap",
+    "tis_imp_ratio_cap": "algorithm.importance_sampling_cap",
+    "vllm_importance_sampling_mode": "algorithm.importance_sampling_mode",
+    "vllm_importance_sampling_clip_max": "algorithm.importance_sampling_cap",
+    "vllm_importance_sampling_clip_min": "algorithm.importance_sampling_floor",
+    "ppo_epochs": "algorithm.num_iterations",
+    "num_ppo_epochs": "algorithm.num_iterations",
+    "num_epochs_per_batch": "algorithm.num_iterations",
+    "ppo_mini_batch_size": "algorithm.num_mini_batches",
+    "ppo_n_minibatches": "algorithm.num_mini_batches",
+    "filter_groups": "algorithm.dynamic_sampling",
+    "gae_lambda": "algorithm.critic.lam",
+    "lambd": "algorithm.critic.lam",
+    "critic_learning_rate": "algorithm.critic.learning_rate",
+    "value_clip": "algorithm.critic.cliprange_value",
+    "teacher_model_name_or_path": "algorithm.teacher.path",
     "model_name_or_path": "model.path",
     "reward_funcs": "rewards.functions",
     "reward_weights": "rewards.weights",
@@ -92,7 +123,9 @@ def suggestion(location: Key) -> str:
     """The right name for a wrong one: the same name in another section, a similar one beside it, or all beside it."""
     *parents, wrong = location
     beside = keys_in(tuple(parents))
-    by_leaf = {key.rpartition(".")[2]: key for key in known_keys()} | _IN_OTHER_LIBRARIES
+    # Of several settings of one name, the one that lies least deep, such as training's learning rate.
+    deepest_first = sorted(known_keys(), key=lambda key: -key.count("."))
+    by_leaf = {key.rpartition(".")[2]: key for key in deepest_first} | _IN_OTHER_LIBRARIES
     prefix = "".join(f"{part}." for part in parents)
     # Cutoffs of difflib's ratio: in its own section half of the letters are enough; elsewhere only what is nearly the
     # same, since there are some 240 names to be near to.
