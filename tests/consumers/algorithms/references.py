@@ -81,7 +81,7 @@ class Reference:
 def computed(case: Case, settings: AlgorithmSettings, sizes: Sequence[int] = WHOLE) -> Computed:
     """The loss of the batch in micro-batches of so many rows."""
     algorithm = algorithm_of(settings)
-    scores = torch.tensor(_scores(case, settings, algorithm))
+    scores = torch.tensor(_scores(case, settings, algorithm), dtype=torch.float64)
     parts = [rows[~torch.isnan(scores[rows])] for rows in torch.arange(len(scores)).split(list(sizes))]
     parts = [rows for rows in parts if len(rows)]
     starts = [
