@@ -44,6 +44,17 @@ _OWN_SECTIONS: tuple[tuple[str, Iterable[str], frozenset[str]], ...] = (
 )
 """Sections of ``[algorithm]``, and the algorithms that read them."""
 
+
+def _read_by(section: str, keys: Iterable[str], names: frozenset[str]) -> ExclusionRule:
+    """Settings in a section of ``[algorithm]`` that only some algorithms read, and maybe one of the user's own."""
+    return ExclusionRule(
+        tuple(f"algorithm.{section}.{key}" for key in keys),
+        ("algorithm.name",),
+        lambda settings: settings.algorithm.name in names or is_import_path(settings.algorithm.name),
+        lambda settings: f'algorithm.name = "{settings.algorithm.name}"',
+    )
+
+
 RULES = (
     ExclusionRule(
         ("loop.max_staleness",),
@@ -87,15 +98,7 @@ RULES = (
         lambda settings: settings.algorithm.overlong_l_max is not None,
         lambda _: "no algorithm.overlong_l_max, so no overlong penalty",
     ),
-    *(
-        ExclusionRule(
-            tuple(f"algorithm.{section}.{key}" for key in keys),
-            ("algorithm.name",),
-            lambda settings, names=names: settings.algorithm.name in names or is_import_path(settings.algorithm.name),
-            lambda settings: f'algorithm.name = "{settings.algorithm.name}"',
-        )
-        for section, keys, names in _OWN_SECTIONS
-    ),
+    *(_read_by(section, keys, names) for section, keys, names in _OWN_SECTIONS),
     ExclusionRule(
         ("algorithm.options",),
         ("algorithm.name",),

@@ -63,7 +63,7 @@ class Critic(nn.Module):
         problem = self._optimizer.problem(loss, norm, 0.0)
         return problem and f"critic: {problem}"
 
-    def apply(self, norm: float, step: int) -> None:
+    def take_step(self, norm: float, step: int) -> None:
         """Take an update of the step that follows ``step`` finished ones."""
         self._optimizer.apply(norm, learning_rate_at(step, self._training, self._peak))
 

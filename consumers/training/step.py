@@ -433,7 +433,7 @@ class PolicyLearner:
             log.value_losses.append(value_loss)
             log.value_norms.append(value_norm)
             if not problem:
-                self.critic.apply(value_norm, self.step)
+                self.critic.take_step(value_norm, self.step)
         if not problem:
             self._optimizer.apply(norm, learning_rate_at(self.step, self._training))
         log.note(loss, norm, self._sums, problem)

@@ -71,7 +71,7 @@ class Reference:
         theirs = self.naive(case)
         gradients = [torch.autograd.grad(loss, leaf)[0] for loss in (ours, theirs)]
         assert gradients[1].abs().max() > 1e-4, "a reference without a gradient would prove nothing"
-        return abs(float(ours) - float(theirs)), float((gradients[0] - gradients[1]).abs().max())
+        return abs(ours.item() - theirs.item()), (gradients[0] - gradients[1]).abs().max().item()
 
     @property
     def algorithm(self) -> AlgorithmSettings:
@@ -140,7 +140,7 @@ def _pairs(
         for row, value in zip(rows.tolist(), each, strict=True)
     }
     better, worse = (
-        {str(row // 3): float(at_row[row]) for row in at_row if scores[row] == sign} for sign in (1.0, -1.0)
+        {str(row // 3): at_row[row].item() for row in at_row if scores[row] == sign} for sign in (1.0, -1.0)
     )
     terms = terms_by_group(settings, better, worse)
     return [

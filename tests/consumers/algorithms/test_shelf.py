@@ -59,7 +59,7 @@ def test_masked_tokens_have_exactly_no_gradient(reference: Reference) -> None:
     (gradient,) = torch.autograd.grad(loss, getattr(case, reference.leaf))
     assert torch.isfinite(gradient).all()
     assert (gradient[masked] == 0.0).all()
-    assert float(loss) == pytest.approx(float(reference.naive(case)), abs=1e-9)
+    assert loss.item() == pytest.approx(reference.naive(case).item(), abs=1e-9)
 
 
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda reference: reference.name)
@@ -68,7 +68,7 @@ def test_on_policy_every_ratio_is_one_and_nothing_is_clipped(reference: Referenc
     same = case.pi.detach()
     on_policy = replace(case, mu=same, start=same)
     for sums in computed(on_policy, reference.algorithm).sums:
-        tokens = float(sums.metrics["ratio"])
+        tokens = sums.metrics["ratio"].item()
         assert tokens == round(tokens)
         assert (float(sums.metrics["ratio_min"]), float(sums.metrics["ratio_max"])) == (1.0, 1.0)
         assert float(sums.metrics["clip_low"]) == float(sums.metrics["clip_high"]) == 0.0
