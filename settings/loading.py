@@ -14,7 +14,7 @@ from pathlib import Path
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from consumers.algorithms.settings import WITHOUT_A_GROUP, is_import_path
+from consumers.algorithms.settings import PAIRWISE, WITHOUT_A_GROUP, is_import_path
 from schemas.errors import SettingsError
 from schemas.secrets import ENV_PREFIX, refuse_mask, variable_of
 from schemas.settings import UNSET
@@ -165,10 +165,12 @@ def _check_emulation(settings: Settings) -> None:
             f'expected generation.engine = "emulated" with training.backend = "emulated", which exports no model, '
             f'got "{settings.generation.engine}"'
         )
-    if engine_is and settings.algorithm.dynamic_sampling:
+    algorithm = settings.algorithm
+    if engine_is and (algorithm.dynamic_sampling or algorithm.name in PAIRWISE):
+        got = f'algorithm.name = "{algorithm.name}"' if algorithm.name in PAIRWISE else "true"
         raise SettingsError(
-            'expected algorithm.dynamic_sampling = false with generation.engine = "emulated", whose rewards are all '
-            "equal, got true: every group would be skipped"
+            "expected algorithm.dynamic_sampling = false, and no pairs of better and worse, with "
+            f'generation.engine = "emulated", whose rewards are all equal, got {got}: every group would be skipped'
         )
     if not training_is and not settings.model.path:
         raise SettingsError("expected a value for model.path, got none; set it in the file or with --model.path ...")

@@ -219,13 +219,13 @@ class AlgorithmSettings(Section):
         int, Field(ge=1, description="Tokens before overlong_l_max over which the penalty grows from nothing.")
     ] = 64
     overlong_factor: Annotated[float, Field(ge=0, description="The whole overlong penalty, in units of reward.")] = 1.0
+    options: Annotated[
+        dict[str, JsonValue], Field(description="Settings of an algorithm of your own, which its class checks.")
+    ] = {}
     critic: CriticSettings = CriticSettings()
     preference: PreferenceSettings = PreferenceSettings()
     selection: SelectionSettings = SelectionSettings()
     teacher: TeacherSettings = TeacherSettings()
-    options: Annotated[
-        dict[str, JsonValue], Field(description="Settings of an algorithm of your own, which its class checks.")
-    ] = {}
 
     @model_validator(mode="before")
     @classmethod

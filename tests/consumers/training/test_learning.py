@@ -25,11 +25,14 @@ LIMITS = ModelLimits(vocabulary=VOCABULARY, positions=64)
 TRAINING = TrainingSettings(learning_rate=1.5e-2, threads=1, max_steps=STEPS)
 
 
+def save_bandit(directory: Path) -> Path:
+    """A policy of some 3,000 parameters."""
+    return save_tiny_model(directory, vocab_size=VOCABULARY, num_hidden_layers=1, tie_word_embeddings=False)
+
+
 @pytest.fixture(scope="module")
 def bandit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(
-        tmp_path_factory.mktemp("bandit"), vocab_size=VOCABULARY, num_hidden_layers=1, tie_word_embeddings=False
-    )
+    return save_bandit(tmp_path_factory.mktemp("bandit"))
 
 
 @torch.no_grad()
