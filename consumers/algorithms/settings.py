@@ -54,6 +54,8 @@ ALIASES = {
 PAIRWISE = frozenset({"dpo", "ipo"})
 WITHOUT_A_GROUP = frozenset({"ppo", "reinforce_plus_plus", "rft", "distillation"})
 """Those that teach something by a group of one, too."""
+CENTRED = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo", "rloo"})
+"""Those whose advantages are rewards less a baseline of the group's."""
 BY_RETURNS = frozenset({"ppo", "reinforce_plus_plus"})
 """Those whose rewards stand at tokens."""
 
@@ -257,6 +259,12 @@ class AlgorithmSettings(Section):
                 'algorithm.scale_rewards="batch" needs algorithm.beta=0: the batch\'s deviation is known only after '
                 "the gradient, and would scale the KL term too, and algorithm.log_ratio_penalty=0 likewise; "
                 f"got beta={self.beta}, log_ratio_penalty={self.log_ratio_penalty}"
+            )
+        is_centred = (own or self.name in CENTRED) and not self.whiten_advantages
+        if self.scale_rewards == "batch" and not is_centred:
+            yield (
+                'algorithm.scale_rewards="batch" divides centred rewards, and expects one of '
+                f"{', '.join(sorted(CENTRED))} without whiten_advantages, got {self.name}"
             )
         if self.overlong_l_max is not None and self.overlong_l_cache >= self.overlong_l_max:
             yield (

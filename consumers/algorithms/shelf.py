@@ -83,7 +83,9 @@ class Algorithm:
     @property
     def has_plain_credit(self) -> bool:
         """Whether a token's advantage is its sequence's, and a sequence with advantage 0 has no gradient."""
-        return type(self).token_advantages is Algorithm.token_advantages and not self.settings.whiten_advantages
+        kind = type(self)
+        is_plain = kind.token_advantages is Algorithm.token_advantages and kind.surrogate is Algorithm.surrogate
+        return is_plain and not self.settings.whiten_advantages
 
     @property
     def is_separable(self) -> bool:
