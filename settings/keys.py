@@ -75,14 +75,30 @@ IN_OTHER_LIBRARIES = {
     "adam_beta_2": "training.adam_beta2",
     # the loss
     **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef", "kl_tau"), "algorithm.beta"),
-    **dict.fromkeys(("clip_ratio", "clip_ratio_low", "eps_clip", "epsilon_low", "eps_clip_low"), "algorithm.epsilon"),
+    **dict.fromkeys(
+        ("clip_ratio", "cliprange", "clip_ratio_low", "eps_clip", "epsilon_low", "eps_clip_low"), "algorithm.epsilon"
+    ),
     **dict.fromkeys(("clip_ratio_high", "eps_clip_high"), "algorithm.epsilon_high"),
-    **dict.fromkeys(("loss_agg_mode", "policy_loss_type"), "algorithm.loss_type"),
+    **dict.fromkeys(("policy_loss_type", "loss_mode", "importance_sampling_level"), "algorithm.policy_loss"),
+    "loss_agg_mode": "algorithm.loss_type",
+    "kl_loss_type": "algorithm.kl_estimator",
+    "use_kl_in_reward": "algorithm.kl_in_reward",
     **dict.fromkeys(("adv_estimator", "advantage_estimator"), "algorithm.name"),
-    **dict.fromkeys(("vllm_importance_sampling_cap", "tis_imp_ratio_cap"), "algorithm.importance_sampling_cap"),
+    **dict.fromkeys(
+        ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max", "tis_imp_ratio_cap", "delta"),
+        "algorithm.importance_sampling_cap",
+    ),
+    "vllm_importance_sampling_clip_min": "algorithm.importance_sampling_floor",
+    "vllm_importance_sampling_mode": "algorithm.importance_sampling_mode",
     **dict.fromkeys(
         ("dynamic_filtering", "filter_groups", "online_difficulty_filtering"), "algorithm.dynamic_sampling"
     ),
+    **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "max_epochs", "num_epochs_per_batch"), "algorithm.num_iterations"),
+    **dict.fromkeys(("steps_per_generation", "ppo_mini_batch_size", "ppo_n_minibatches"), "algorithm.num_mini_batches"),
+    **dict.fromkeys(("gae_lambda", "lambd"), "algorithm.critic.lam"),
+    "critic_learning_rate": "algorithm.critic.learning_rate",
+    "value_clip": "algorithm.critic.cliprange_value",
+    "teacher_model_name_or_path": "algorithm.teacher.path",
     # model, data, rewards
     **dict.fromkeys(("model_name_or_path", "pretrain", "model_id", "model.name"), "model.path"),
     **dict.fromkeys(("train_files", "train_dataset", "dataset_name", "prompt_data"), "data.path"),
@@ -110,11 +126,7 @@ IN_OTHER_LIBRARIES = {
 }
 """What TRL, verl, prime-rl, OpenRLHF call a setting, by its last name or with its section; what it is here."""
 
-ONE_UPDATE = "each batch is trained once, in one optimizer step"
 NOT_HERE = {
-    **dict.fromkeys(
-        ("num_iterations", "steps_per_generation", "ppo_epochs", "max_epochs", "ppo_mini_batch_size"), ONE_UPDATE
-    ),
     **dict.fromkeys(("num_train_epochs", "total_epochs", "num_episodes"), "a run is as long as training.max_steps"),
     **dict.fromkeys(
         ("eval_steps", "test_freq", "eval_interval", "eval_strategy"), "evaluation.function runs before and after a run"
@@ -184,9 +196,10 @@ def _near(wrong: str, prefix: str, beside: list[str]) -> str | None:
     by_leaf: dict[str, list[str]] = {}
     for key in known_keys():
         by_leaf.setdefault(key.rpartition(".")[2], []).append(key)
-    # A name that several sections have says nothing: which is meant?
-    if len(same := by_leaf.get(wrong, [])) == 1:
-        return same[0]
+    # A name that several sections have says nothing: which is meant? One that a section has, rather than a part of one.
+    same = by_leaf.get(wrong, [])
+    if len(outer := [key for key in same if key.count(".") == 1] or same) == 1:
+        return outer[0]
     # Cutoffs of difflib's ratio: in its own section half of the letters are enough; elsewhere only what is nearly the
     # same, since there are some 240 names to be near to.
     if close := difflib.get_close_matches(wrong, beside, n=1, cutoff=0.5):

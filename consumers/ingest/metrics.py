@@ -67,7 +67,7 @@ class IngestMetrics:
         found = {
             "kafka/records_per_s": self.records / elapsed,
             "kafka/bytes_per_s": self.bytes_read / elapsed,
-            "kafka/intake_latency_s": self.latency_s / self.trajectories if self.trajectories else 0.0,
+            "kafka/ingest_latency_s": self.latency_s / self.trajectories if self.trajectories else 0.0,
             "kafka/pending_bytes": float(pending_bytes),
             "kafka/dead_letters": float(dead_letters),
             "off_policy/dropped": float(skipped.get(SkipReason.STALE, 0) + skipped.get(SkipReason.ORPHAN_LINEAGE, 0)),

@@ -63,6 +63,15 @@ CURVES: tuple[tuple[str, tuple[Curve, ...]], ...] = (
                 ),
             ),
             Curve("Learning rate", "", (("optim/lr", "learning rate"),)),
+            Curve("Critic's loss", "", (("critic/loss", "value loss"),)),
+            Curve("Critic's explained variance", "share", (("critic/explained_variance", "of the returns"),)),
+            Curve(
+                "Preferences",
+                "",
+                (("preference/accuracy", "share of pairs the right way round"), ("preference/margin", "margin")),
+            ),
+            Curve("KL to the teacher", "nats a token", (("distillation/reverse_kl", "policy against teacher"),)),
+            Curve("Masked importance weights", "share", (("sampling/masked_ratio", "of tokens"),)),
         ),
     ),
     (

@@ -192,7 +192,9 @@ Changes = Annotated[
         "original weights.",
     ),
 ]
-Algorithm = Annotated[str | None, typer.Option(help="What if: another algorithm (grpo, rloo).")]
+Algorithm = Annotated[
+    str | None, typer.Option(help="What if: another algorithm (docs/algorithms.md), with its own defaults.")
+]
 Only = Annotated[
     list[str] | None,
     typer.Option(metavar="TRAJECTORY", help="What if: only these (id or partition@offset); may be repeated."),

@@ -111,5 +111,5 @@ def test_runs_are_found_by_their_topics() -> None:
 @pytest.mark.asyncio(loop_scope="session")
 async def test_a_run_that_is_not_there_is_told_with_those_that_are(living_run: RunConnection) -> None:
     assert await living_run.with_run() is living_run
-    with pytest.raises(UserError, match="living_run"):
+    with pytest.raises(UserError, match=living_run.run):
         await RunConnection(living_run.kafka, "no-such").with_run()

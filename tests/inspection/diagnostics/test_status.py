@@ -39,7 +39,7 @@ async def test_where_a_run_stands_is_read_from_the_ends_of_its_topics(living_run
 
 async def test_lag_is_measured_by_partition_in_records_rates_and_seconds(living_run: RunConnection) -> None:
     (lag,) = await measure_lags(living_run, 2, interval_s=0.2)
-    assert lag.group == "living_run.grpo"
+    assert lag.group == f"{living_run.run}.grpo"
     assert lag.consumer_lag == 25
     third = lag.partitions[3]
     assert (third.partition, third.bucket, third.next_offset, third.end, third.consumer_lag) == (3, 1, 2, 6, 4)
@@ -54,7 +54,7 @@ async def test_looking_commits_nothing_and_joins_no_group(living_run: RunConnect
     before = await measure_lags(living_run, 2)
     await read_status(living_run)
     after = await measure_lags(living_run, 2)
-    assert [lag.group for lag in after] == ["living_run.grpo"]
+    assert [lag.group for lag in after] == [f"{living_run.run}.grpo"]
     assert [each.next_offset for each in after[0].partitions] == [each.next_offset for each in before[0].partitions]
 
 
