@@ -15,6 +15,20 @@ TOGETHER = (
     ("tests/chaos/crashing/test_crash_points.py",),
     # They look at one run.
     ("tests/pipeline/test_traced_run.py", "tests/pipeline/test_emulated_run.py::test_the_whole_pipeline"),
+    # They look at one recorded run, or at what one training left.
+    ("tests/inspection/replay/",),
+    ("tests/inspection/report/commands/",),
+    ("tests/consumers/training/test_protocol.py",),
+    ("tests/producers/lengths/test_learning.py",),
+    ("tests/producers/lengths/language_model/",),
+    ("tests/benchmarks/lengths/",),
+    # They look at one page in one browser, or at one server.
+    ("tests/inspection/dashboard/test_page.py",),
+    ("tests/inspection/dashboard/test_server.py",),
+    ("tests/inspection/report/test_page.py",),
+    ("tests/inspection/charts/test_drawing.py",),
+    # They need the pretrained model, which the first converts where none did before.
+    ("tests/producers/generation/engines/test_real_model.py", "tests/streamrl/init/test_smollm2.py"),
     # They parse all sources once.
     ("tests/architecture/test_budgets.py", "tests/architecture/test_import_layers.py"),
 )
