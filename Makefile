@@ -32,7 +32,7 @@ demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--
 	@$(VENV)/bin/streamrl demo --engine $(ENGINE) --seed $(SEED) $(ARGS)
 
 test: .venv/ready .venv-vllm/ready  ## run all tests, on real brokers of their own (JOBS=4 side by side)
-	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 	.venv-vllm/bin/python -m pytest -m vllm -n 2 --dist loadfile tests/producers/generation/engines
 
 check: check-lint check-types check-tree check-docs  ## lint, formatting, types, the shape of the tree, published figures, and the manual's links
