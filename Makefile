@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-engine bench-observation bench-demo bench-smollm2 docs fmt lock clean
+.PHONY: help setup setup-vllm demo test check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-algorithms bench-engine bench-observation bench-demo bench-smollm2 docs fmt lock clean
 SHELL := /bin/bash
 # Where this is set, each of the many processes of a run or a test would compile all it imports of ours anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -103,6 +103,9 @@ bench-profile: .venv/ready .venv-vllm/ready  ## how well the emulated engine's c
 
 bench-engine: .venv/ready .venv-vllm/ready  ## what the way from a work order to a trajectory costs vLLM
 	.venv/bin/python -m benchmarks.engine $(ARGS)
+
+bench-algorithms: .venv/ready  ## every loss against naive formulas and TRL's own, and what each algorithm learns
+	.venv/bin/python -m benchmarks.algorithms $(ARGS)
 
 bench-plan: .venv/ready .venv-vllm/ready  ## what `streamrl plan` predicts against real runs on transformers and vLLM
 	.venv/bin/python -m benchmarks.plan $(ARGS)

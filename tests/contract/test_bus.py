@@ -162,6 +162,11 @@ async def test_positions_and_end_offsets_tell_how_far_behind_a_reader_is(adapter
     subscription = await adapter.subscribe(partitions=[0, 1])
     assert await subscription.positions() == {adapter.at(0): 0, adapter.at(1): 0}
     assert await subscription.end_offsets() == {adapter.at(0): 3, adapter.at(1): 0}
+    # Of some, and never of what it does not read.
+    asked = [adapter.at(0), adapter.at(2)]
+    assert await subscription.end_offsets(asked) == {adapter.at(0): 3}
+    assert await subscription.beginning_offsets(asked) == {adapter.at(0): 0}
+    assert await subscription.positions(asked) == {adapter.at(0): 0}
     await read(subscription, 2)
     assert await subscription.positions() == {adapter.at(0): 2, adapter.at(1): 0}
 

@@ -23,6 +23,7 @@ RUN = f"living_run{os.environ.get('PYTEST_XDIST_WORKER', '')}"
 """Each process of a session writes one of its own to the broker that they share."""
 PARTITIONS, BUCKETS, STEPS_TAKEN = 8, 4, 5
 METRICS = {
+    **{f"kafka/finished/bucket_{bucket}": 4.0 for bucket in range(BUCKETS)},
     **{f"kafka/lag/bucket_{bucket}": 1.0 for bucket in range(BUCKETS)},
     "ledger/groups": 2.0,
     "ledger/skipped/stale": 4.0,
