@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test check shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-engine bench-observation bench-demo bench-smollm2 docs fmt lock clean
+.PHONY: help setup setup-vllm demo test test-compose check shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-engine bench-observation bench-demo bench-smollm2 docs fmt lock clean
 SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -32,6 +32,11 @@ demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--
 test: .venv/ready .venv-vllm/ready  ## run all tests, on real brokers of their own (JOBS=4 side by side)
 	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 	.venv-vllm/bin/python -m pytest -m vllm -n 2 --dist loadfile tests/producers/generation/engines
+
+test-compose: .venv/ready  ## the compose file on a Docker engine: build, run, kill, scale, stop, start (15 minutes)
+	@docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 || \
+	  { echo "error: expected a Docker engine with Compose, got none that answers; start one, then try again" >&2; exit 2; }
+	STREAMRL_TEST_COMPOSE=1 .venv/bin/python -m pytest -v -p no:xdist tests/deploy/compose/test_engine.py $(ARGS)
 
 check: .venv/ready  ## lint, formatting, types, the shape of the tree, published figures, and the manual's links
 	.venv/bin/ruff check .

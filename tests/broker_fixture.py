@@ -62,8 +62,11 @@ def docker_answers() -> bool:
 def _in_a_container(stack: ExitStack) -> str | None:
     """The address of a broker in a container, on loopback only; None where the image cannot be had."""
     import docker
+    from testcontainers.core.config import testcontainers_config
     from testcontainers.core.container import DockerContainer
 
+    # Its reaper would be one more image to pull, with a port that is open to the network; the stack removes the broker.
+    testcontainers_config.ryuk_disabled = True
     (port,) = free_ports(1)
     container = DockerContainer(f"apache/kafka:{KAFKA_VERSION}")
     container.with_envs(**_container_settings(port)).with_kwargs(ports={"9092/tcp": (HOST, port)})

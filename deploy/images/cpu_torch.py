@@ -39,11 +39,11 @@ _TEXTS = {
         f'int cuptiGetResultString(int code, const char **text) {{ *text = "{MESSAGE}"; return 0; }}'
     ),
 }
-_HEAD = f"""\
+_HEAD = """\
 /* What a C++ caller can catch; torch's own code makes a Python exception of it. */
 extern void _ZSt21__throw_runtime_errorPKc(const char *) __attribute__((noreturn));
 extern void *_ZTVN10__cxxabiv117__class_type_infoE[];
-static void nothing(void) {{}}
+static void nothing(void) {}
 """
 VIRTUAL_FUNCTIONS = 64
 """No class of these has more; nothing is ever made of them."""

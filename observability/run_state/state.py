@@ -85,6 +85,7 @@ class RunState:
     ``step``: the newest that was reported, ``step_at`` when. ``skips``: rows on the topic of skips, by reason.
     ``skip_causes``: of those skips that a user may want to do something about, what they have in common, by reason.
     ``committed_lag``: by length bucket, from the trainer's committed offsets; empty if nobody asks for them.
+    ``finished_step``: the step at which the coordinator ended the run, -1 if it never did, also once it is continued.
     ``read_at``: when the topics were last read to their ends, in epoch seconds. ``mean_length``: of the newest
     completions, in tokens. ``bucket_of``: length buckets by partition.
     """
@@ -111,6 +112,7 @@ class RunState:
     step_at: float | None = None
     mode: str = "run"
     finished: bool = False
+    finished_step: int = -1
     silent: set[str] = field(default_factory=set)
     read_at: float | None = None
     mean_length: float = 0.0
@@ -329,7 +331,7 @@ class RunState:
 
     def _finish(self, message: RunFinished) -> None:
         # The last word of the coordinator; a run that is continued takes it back.
-        self.finished = True
+        self.finished, self.finished_step = True, message.step
         self.log.add(message.sent_at, "good", f"the run is finished at step {message.step}: {message.reason}")
 
 
