@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,12 @@ def printable(_logger: Any, _method: str, event: structlog.typing.EventDict) -> 
 class LinePrinter:
     """A structlog logger that prints to standard output as it is at that moment, and survives a full disk.
 
-    ``copy``: an unbuffered file, opened for appending, that has every line as well.
+    ``copy``: the descriptor of a file, opened for appending, that gets every line as well.
     """
 
     _lock = threading.Lock()
 
-    def __init__(self, copy: RawIOBase | None = None) -> None:
+    def __init__(self, copy: int | None = None) -> None:
         self._copy = copy
 
     def msg(self, message: str) -> None:
@@ -57,7 +56,7 @@ class LinePrinter:
                 sys.stdout.flush()
             if self._copy is not None:
                 with suppress(OSError):
-                    self._copy.write(f"{message}\n".encode(errors="replace"))
+                    os.write(self._copy, f"{message}\n".encode(errors="replace"))
 
     log = debug = info = warn = warning = msg
     fatal = failure = err = error = critical = exception = msg
@@ -69,7 +68,8 @@ def line_printer(copy: Path | None = None) -> Callable[..., LinePrinter]:
     if copy is not None:
         with suppress(OSError):
             copy.parent.mkdir(parents=True, exist_ok=True)
-            file = copy.open("ab", buffering=0)
+            # Open as long as the process is, like standard output.
+            file = os.open(copy, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     return lambda *_: LinePrinter(file)
 
 

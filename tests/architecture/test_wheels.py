@@ -43,11 +43,10 @@ def without_compiler(dockerfile: str, locks: dict[str, set[str]], compiled: set[
     """Packages that the stages of an image would have to compile and cannot."""
     missing: set[str] = set()
     for stage in re.split(r"^FROM ", dockerfile, flags=re.M)[1:]:
-        installed = set().union(
-            *(names for file, names in locks.items() if re.search(rf"^COPY .*{file} ", stage, re.M))
-        )
-        if not re.search(r"apt-get install .*\bgcc\b.*\blibc6-dev\b", stage):
-            missing |= installed & compiled
+        has_compiler = re.search(r"apt-get install .*\bgcc\b.*\blibc6-dev\b", stage)
+        for file, names in locks.items():
+            if re.search(rf"^COPY .*{file} ", stage, re.M) and not has_compiler:
+                missing |= names & compiled
     return missing
 
 
