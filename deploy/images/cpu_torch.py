@@ -3,7 +3,7 @@
 PyPI has one build of torch for x86, and it is linked against CUDA: the libraries that it needs take five times its own
 room. Here its CUDA half is deleted, and in the place of every library that the rest is linked against, and that is not
 installed, comes a small one of the same name with the symbols that are asked for: functions of CUDA say that there is
-no device, and torch's own raise a RuntimeError. torch then finds no device, as on any machine without one. Nothing that
+no driver, and torch's own raise a RuntimeError. torch then finds no device, as on any machine without one. Nothing that
 computes on a processor is touched. A build that has no CUDA half (PyTorch's own index has one) is left as it is.
 
 Part of an image's build; it needs ``nm``, ``readelf`` and ``gcc``, and imports nothing but the standard library.
@@ -21,9 +21,9 @@ CUDA_HALF = "libtorch_cuda.so"
 ONLY_CUDA = (CUDA_HALF, "libtorch_cuda_linalg.so", "libtorch_nvshmem.so", "libcaffe2_nvrtc.so")
 """The rest of torch is linked against the first alone, and opens the others when a device is used."""
 MESSAGE = "this image has torch without CUDA; use the image of Dockerfile.vllm on a GPU"
-NO_DEVICE = 100
-"""cudaErrorNoDevice; to the other libraries' callers it is an error like any but 0."""
-_TEXTS = {
+NO_DRIVER = 35
+"""cudaErrorInsufficientDriver, what CUDA says where there is none; to the callers of other libraries, some error."""
+_SPECIAL = {
     # Asked as torch is loaded, for the place in which to put a function.
     "_ZN4c10d15get_gil_checkerEv": "void **_ZN4c10d15get_gil_checkerEv(void) { static void *place; return &place; }",
     # One is made as torch is loaded, as the default of an argument: Python asks its class, and copies nothing of it.
@@ -34,7 +34,9 @@ _TEXTS = {
         "    of_class[0] = &_ZTVN10__cxxabiv117__class_type_infoE[2], functions[1] = of_class, *self = &functions[2];\n"
         "}"
     ),
+    "cudaGetErrorName": 'const char *cudaGetErrorName(int code) { return "cudaErrorInsufficientDriver"; }',
     "cudaGetErrorString": f'const char *cudaGetErrorString(int code) {{ return "{MESSAGE}"; }}',
+    "cudaDriverGetVersion": "int cudaDriverGetVersion(int *version) { return *version = 0; }",
     "cuptiGetResultString": (
         f'int cuptiGetResultString(int code, const char **text) {{ *text = "{MESSAGE}"; return 0; }}'
     ),
@@ -86,8 +88,8 @@ def source_of(symbols: Iterable[str]) -> str:
 
 
 def _definition(symbol: str) -> str:
-    if symbol in _TEXTS:
-        return _TEXTS[symbol]
+    if symbol in _SPECIAL:
+        return _SPECIAL[symbol]
     kind, name = symbol[:4], symbol[4:]
     # A class that is named, though no object of it exists: what typeid() and a constructor's code refer to.
     if kind == "_ZTI":
@@ -99,7 +101,7 @@ def _definition(symbol: str) -> str:
         return f"void *{symbol}[{VIRTUAL_FUNCTIONS}] = {{0, 0, [2 ... {VIRTUAL_FUNCTIONS - 1}] = (void *)nothing}};"
     if symbol.startswith("_Z"):
         return f'void {symbol}(void) {{ _ZSt21__throw_runtime_errorPKc("{MESSAGE} ({symbol})"); }}'
-    return f"long {symbol}(void) {{ return {NO_DEVICE}; }}"
+    return f"long {symbol}(void) {{ return {NO_DRIVER}; }}"
 
 
 def make(library: Path, content: Missing) -> None:
