@@ -30,7 +30,7 @@ def bootstrap_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         yield named
         return
     with ExitStack() as stack:
-        address = _in_a_container(stack) if docker_answers() else None
+        address = in_a_container(stack) if docker_answers() else None
         if address is None:
             cluster = stack.enter_context(start_cluster(tmp_path_factory.mktemp("kafka"), heap_mb=HEAP_MB))
             address = cluster.bootstrap_servers
@@ -59,7 +59,7 @@ def docker_answers() -> bool:
             gc.collect()
 
 
-def _in_a_container(stack: ExitStack) -> str | None:
+def in_a_container(stack: ExitStack) -> str | None:
     """The address of a broker in a container, on loopback only; None where the image cannot be had."""
     import docker
     from testcontainers.core.config import testcontainers_config
@@ -69,7 +69,9 @@ def _in_a_container(stack: ExitStack) -> str | None:
     testcontainers_config.ryuk_disabled = True
     (port,) = free_ports(1)
     container = DockerContainer(f"apache/kafka:{KAFKA_VERSION}")
-    container.with_envs(**_container_settings(port)).with_kwargs(ports={"9092/tcp": (HOST, port)})
+    container.with_envs(**_container_settings(port))
+    # `with_bind_ports` knows no address, and would open the port to the network.
+    container.ports["9092/tcp"] = (HOST, port)
     try:
         stack.enter_context(container)
     except (docker.errors.DockerException, OSError) as error:

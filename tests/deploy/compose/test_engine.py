@@ -7,11 +7,13 @@ import shutil
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from streamrl.init.examples import write_example
+from tests import broker_fixture
 from tests.deploy.compose.engine import Compose, docker, why_not
 
 pytestmark = [
@@ -163,3 +165,16 @@ def test_the_health_check_of_the_broker_costs_next_to_nothing(compose: Compose) 
     # A Java runtime takes more than a second; a broker with nothing to do a few hundredths of one.
     spent = compose.processor_s("kafka") - before - 0.1 * (time.monotonic() - began)
     assert spent / 10 < 0.2
+
+
+def test_the_broker_of_the_tests_listens_to_this_machine_alone_and_an_image_that_cannot_be_had_is_done_without(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        address = broker_fixture.in_a_container(stack)
+        assert address is not None
+        (published,) = docker("ps", "--filter", f"publish={address.rpartition(':')[2]}", "--format", "{{.Ports}}")
+        assert published == f"{address}->9092/tcp"
+    monkeypatch.setattr(broker_fixture, "KAFKA_VERSION", "0.0.0")
+    with ExitStack() as stack:
+        assert broker_fixture.in_a_container(stack) is None
