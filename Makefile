@@ -36,7 +36,7 @@ test: .venv/ready .venv-vllm/ready  ## run all tests, on real brokers of their o
 test-compose: .venv/ready  ## the compose file on a Docker engine: build, run, kill, scale, stop, start (15 minutes)
 	@docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 || \
 	  { echo "error: expected a Docker engine with Compose, got none that answers; start one, then try again" >&2; exit 2; }
-	STREAMRL_TEST_COMPOSE=1 .venv/bin/python -m pytest -v -p no:xdist tests/deploy/compose/test_engine.py $(ARGS)
+	STREAMRL_TEST_COMPOSE=1 .venv/bin/python -m pytest -v tests/deploy/compose/test_engine.py $(ARGS)
 
 check: .venv/ready  ## lint, formatting, types, the shape of the tree, published figures, and the manual's links
 	.venv/bin/ruff check .

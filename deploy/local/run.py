@@ -122,8 +122,8 @@ def run_locally(
     for warning in _check_task(settings, resumed):
         print(f"warning: {warning}")
     directory.require_writable()
-    engine, workers = settings.generation.engine, settings.run.workers
-    print(f"run {settings.run.name}: engine {engine}, {workers} workers, in {directory.path}/")
+    workers = f"{settings.run.workers} workers" if settings.run.workers else "workers join from elsewhere"
+    print(f"run {settings.run.name}: engine {settings.generation.engine}, {workers}, in {directory.path}/")
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
         asyncio.run(_hold(settings, address, adopt=adopt))
         # Only now is this start the one that goes on: processes of a run under way read what is written here.

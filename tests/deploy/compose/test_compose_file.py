@@ -105,7 +105,7 @@ def test_the_settings_of_every_process_are_valid_and_agree(name: str) -> None:
     assert settings.run.path == Path("/runs/x")
     assert settings.metrics.port
     assert settings.run.log_files == (name not in ("prepare", "run")), "run writes the logs of those that it starts"
-    if name == "run":
+    if name in ("prepare", "run"):  # either leaves the settings that the processes of `run` read
         assert settings.coordinator.relays == (f"http://run:{settings.relay.port}",)
         assert settings.relay.host == "0.0.0.0"
         assert not settings.run.trainer
