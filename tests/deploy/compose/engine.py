@@ -77,6 +77,8 @@ class Compose:
             command, env=clean | ports | self.variables, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
         )
         said = done.stdout + done.stderr
+        if check and done.returncode and arguments[0] == "up":
+            said += self("logs", "--tail", "5", check=False)
         assert not check or done.returncode == 0, f"{' '.join(arguments)}: {done.returncode}\n{said[-4000:]}"
         return said
 
