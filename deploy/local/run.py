@@ -25,7 +25,6 @@ from bus.kafka.bus import KafkaBus
 from bus.kafka.topic_admin import apply_topics
 from consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
 from consumers.training.identity import IdentityFile, IdentityKeeper, here
-from coordinator.relay import check_port
 from deploy.local.evaluation import Evaluation, evaluate
 from deploy.local.logs import LogRotation
 from deploy.local.resuming import (
@@ -194,6 +193,8 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
     """
     check_installed(settings.tracking)
     if settings.relay.port:
+        from coordinator.relay import check_port  # an HTTP server comes with it
+
         check_port(settings.relay)
     if settings.data.path is not None:
         check_path(settings.data.path)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import structlog
 
+from consumers.algorithms.shelf import algorithm_of
 from producers.generation.prompt_survey import PromptSurvey, survey
 from producers.prompts.sources import open_source
 from producers.rewards.trial import try_rewards
@@ -115,6 +116,7 @@ def checked(settings: Settings) -> list[str]:
     from producers.generation.engines.model_files import read_context
     from producers.generation.tokenizer import ModelTokenizer
 
+    algorithm_of(settings.algorithm)  # one of the user's own may not be there, or not take its options
     prompts = SampledPrompts(settings)
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     context = read_context(settings.model.path, settings.generation.max_model_len)

@@ -1,11 +1,13 @@
 import asyncio
-import itertools
+import time
 
 import pytest
+from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaTimeoutError
 
+from bus.history import BusHistory
 from bus.kafka import topic_admin
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
@@ -13,9 +15,10 @@ from bus.kafka.topic_admin import apply_topics, diff_topics
 from bus.port import Outgoing
 from schemas.errors import BrokerError
 from schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES
+from tests.broker_fixture import unique_numbers
 
 pytestmark = pytest.mark.kafka
-_numbers = itertools.count()
+_numbers = unique_numbers()
 
 
 @pytest.fixture
@@ -50,6 +53,22 @@ async def test_when_apply_returns_every_topic_takes_records(
         assert position.partition == last
     await publisher.close()
     assert not [record for record in caplog.records if record.name.startswith("aiokafka")]
+
+
+async def test_a_writer_s_wrong_clock_neither_refuses_nor_ages_a_record(bootstrap_servers: str, run: str) -> None:
+    await apply_topics(bootstrap_servers, run, 1)
+    topic, began = TRAJECTORIES.full_name(run), time.time()
+    producer = AIOKafkaProducer(bootstrap_servers=bootstrap_servers)
+    await producer.start()
+    for wrong_by_s in (-30 * 86_400, 7200):
+        stamp = int(1000 * (began + wrong_by_s))
+        await producer.send_and_wait(topic, b"x", partition=0, timestamp_ms=stamp)
+    await producer.stop()
+    history = BusHistory(KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers)), "stamps")
+    stamps = [record.timestamp async for record in history.records(topic)]
+    assert len(stamps) == 2
+    # Broker and test share a machine; the stamps are whole milliseconds.
+    assert all(began - 0.01 <= stamp <= time.time() for stamp in stamps)
 
 
 async def test_partitions_are_added_and_never_taken_away(bootstrap_servers: str, run: str) -> None:

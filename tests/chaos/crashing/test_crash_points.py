@@ -10,7 +10,8 @@ from tests.chaos.crashing.points import CrashPoint
 from tests.chaos.crashing.trial import KILLED, STEPS, Trained, Trials, codes_of
 from tests.pipeline.tiny_model import save_tiny_model
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos]
+# One process for all: they share the records on the broker and the trainer that nobody disturbed.
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos, pytest.mark.xdist_group("crash points")]
 
 UNDISTURBED: dict[str, Trained] = {}
 SAMPLED = [point for point in POINTS if point.name in SAMPLE]
