@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-algorithms bench-engine bench-observation bench-demo bench-smollm2 docs fmt lock clean
+.PHONY: help setup setup-vllm demo test test-compose check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-algorithms bench-engine bench-observation bench-demo bench-smollm2 docs fmt lock clean
 SHELL := /bin/bash
 # Where this is set, each of the many processes of a run or a test would compile all it imports of ours anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,8 +32,13 @@ demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--
 	@$(VENV)/bin/streamrl demo --engine $(ENGINE) --seed $(SEED) $(ARGS)
 
 test: .venv/ready .venv-vllm/ready  ## run all tests, on real brokers of their own (JOBS=4 side by side)
-	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 	.venv-vllm/bin/python -m pytest -m vllm -n 2 --dist loadfile tests/producers/generation/engines
+
+test-compose: .venv/ready  ## the compose file on a Docker engine: build, run, kill, scale, stop, start (15 minutes)
+	@docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 || \
+	  { echo "error: expected a Docker engine with Compose, got none that answers; start one, then try again" >&2; exit 2; }
+	STREAMRL_TEST_COMPOSE=1 .venv/bin/python -m pytest -v tests/deploy/compose/test_engine.py $(ARGS)
 
 check: check-lint check-types check-tree check-docs  ## lint, formatting, types, the shape of the tree, published figures, and the manual's links
 

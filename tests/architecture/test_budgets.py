@@ -1,12 +1,9 @@
 import ast
 import statistics
 
-import pytest
-
 from tests.architecture.shape import shape_of
 from tests.architecture.sources import PACKAGES, ROOT, functions, sources
 
-pytestmark = pytest.mark.xdist_group("sources")  # one process parses them for all
 LOOP_LINES = ("Consumes:", "Produces:", "Waits for:", "On failure:", "On stop:")
 LONG = {
     "consumers/training/checkpoints/storage.py": "two kinds of place behind one protocol",
