@@ -31,7 +31,7 @@ from schemas.identifiers import PolicyVersion
 from schemas.reports import CarriedOver, RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
 
 TRAINED = 0
-REASONS = tuple(reason for reason in SkipReason if reason is not SkipReason.OTHER)
+REASONS: tuple[SkipReason, ...] = tuple(reason for reason in SkipReason if reason is not SkipReason.OTHER)
 CODE_OF = {reason: code for code, reason in enumerate(REASONS, start=1)}
 """Codes of ``RecordEntries``: 0 is trained, the others are skip reasons as they are declared, and then ``CARRIED``."""
 CARRIED = len(REASONS) + 1

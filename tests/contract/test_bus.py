@@ -1,7 +1,6 @@
 """The promises of ``bus.port``, kept by every adapter."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator, Iterable
 
@@ -12,11 +11,12 @@ from bus.kafka.settings import KafkaSettings
 from bus.memory import MemoryBus
 from bus.port import Bus, Outgoing, Position, Publisher, Record, Start, Subscription, TopicPartition
 from schemas.errors import BusError, BusUnavailable, DataLossRefused
+from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 
 PARTITIONS = 4
 MIB = 1 << 20
-_numbers = itertools.count()
+_numbers = unique_numbers()
 
 
 class Adapter:
