@@ -179,7 +179,8 @@ async def open_announcer(
     return TransactionalAnnouncer(bus, name, f"{run_name}.{algorithm}", await bus.transactional(name))
 
 
-# Announcements under way while the trainer goes on gathering: at most one, so that their order never changes.
+# Announcements under way while the trainer goes on gathering: at most one, so that their order never changes. What is
+# announced may still have to be made: then weights are exported before anybody is told of them, and one set at a time.
 
 
 @dataclass
@@ -190,18 +191,20 @@ class Announcements:
     done: Callable[[], None]
     under_way: "asyncio.Task[None] | None" = None
 
-    async def post(self, records: Sequence[Outgoing], offsets: Offsets) -> None:
-        """Announce once the one before is settled; returns while this one is under way.
+    async def post(self, make: Callable[[], Awaitable[Sequence[Outgoing]]], offsets: Offsets) -> None:
+        """Make records and announce them, once the one before is settled; returns while this one is under way.
+
+        What fails in the making ends the announcement.
 
         Raises:
             Superseded: see ``StepAnnouncer``, for the one before.
             BusError: see ``StepAnnouncer``, for the one before.
         """
         await self.settled()
-        self.under_way = asyncio.create_task(self._announce(records, offsets))
+        self.under_way = asyncio.create_task(self._announce(make, offsets))
 
-    async def _announce(self, records: Sequence[Outgoing], offsets: Offsets) -> None:
-        await self.announcer.announce(records, offsets)
+    async def _announce(self, make: Callable[[], Awaitable[Sequence[Outgoing]]], offsets: Offsets) -> None:
+        await self.announcer.announce(await make(), offsets)
         self.done()
 
     async def settled(self) -> None:
