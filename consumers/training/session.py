@@ -388,10 +388,10 @@ class TrainerSession:
         context.failpoint(Failpoint.SNAPSHOT_TAKEN)
         # A restart announces this step's report again, and none before it: those have to be on the topic by now.
         await self.announcements.settled()
-        assert self.report is not None, "a step was taken, and its report is made by the time that it is settled"
         # The snapshot's records are never read again, so a row lost now would be a record without an outcome.
         await self.reader.flush()
         context.failpoint(Failpoint.ROWS_SETTLED)
+        assert self.report is not None, "a step was taken, and its report is made by the time that it is settled"
         manifest = CheckpointManifest(
             run=context.run_name,
             run_id=self.run_id,

@@ -5,7 +5,9 @@ process needs. For the same reason those of an engine, of rewards and of the ran
 """
 
 import asyncio
+import socket
 from functools import partial
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from consumers.training.identity import IdentityFile
@@ -171,11 +173,18 @@ def build_worker(settings: Settings, context: ProcessContext) -> GenerationWorke
         engine=context.around_engine(engine),
         tokenizer=tokenizer,
         rewards=rewards,
-        # A folder for each worker: two downloads never write one file.
-        weights_cache=settings.run.path / "workers" / context.name,
+        weights_cache=weights_cache(settings),
         on_tick=context.on_tick,
         run_id=IdentityFile(settings.run.path).run_id,
     )
+
+
+def weights_cache(settings: Settings) -> Path:
+    """Where the workers of this host keep the run's weights, together."""
+    if settings.generation.weights_cache is not None:
+        return settings.generation.weights_cache / settings.run.name
+    # By host: the run's directory may be on a disk that machines share, and each is to fetch for itself.
+    return settings.run.path / "workers" / socket.gethostname()
 
 
 def _modelled(settings: Settings) -> tuple[Engine, Tokenizer, RewardScorer]:
