@@ -9,32 +9,35 @@ Relay and workers are another process. The paths take turns in one run, a few st
 - delta: the same, and what is fetched is the difference to the version before.
 
 The trainer's stall is the time between an optimizer step and the next micro-batch for which its thread cannot compute:
-all of the export, or the copy and what has to be waited for. Beside it ``compute_ratio`` tells what a step's own
-computing takes while the export goes on, relative to *today*, where nothing goes on beside it: on a machine whose cores
-are all busy what is no stall is paid here.
+all of the export, or the copy and what has to be waited for. ``stalled_cpu_share`` is the same of the thread's
+processor time, which other processes of a busy machine change less. ``compute_ratio`` tells what a step's own computing
+takes while the export goes on, relative to *today*, where nothing goes on beside it: on a machine whose cores are all
+busy what is no stall is paid there.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import cramjam
 import numpy as np
 import torch
 
 from benchmarks.conditions import conditions
+from bus.embedded.node import free_ports
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.training.checkpoints.storage import open_storage
 from consumers.training.model import named_tensors, with_floats_as
@@ -84,13 +87,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 @dataclass
 class Observed:
-    """One step of a path: seconds on the clock, of which the trainer's thread was stalled; its processor seconds.
+    """One step of a path: seconds on the clock, of which the trainer's thread was stalled, and on the processor.
 
-    ``adopted_s``: from the end of the optimizer step until the last worker samples with the weights.
+    ``thread_s``: processor seconds of the thread that trains, ``stalled_thread_s`` of them for the weights; ``cpu_s``:
+    of the whole trainer. ``adopted_s``: from the end of the optimizer step until the last worker samples with the weights.
     """
 
     step_s: float
     stall_s: float
+    thread_s: float
+    stalled_thread_s: float
     cpu_s: float
     adopted_s: float = 0.0
     host: dict[str, float] = field(default_factory=dict)
@@ -107,15 +113,15 @@ class Bench:
             learning_rate=LEARNING_RATE, dtype="bfloat16", device="cpu", threads=1, max_grad_norm_ratio=0.0
         )
         self.compute, self.exporter = ComputeThread(1), ComputeThread(1)
-        self.stores = {
-            path: WeightStore(scratch / path, 3, "delta" if path == "delta" else "full") for path in PATHS
-        }
+        self.stores = {path: WeightStore(scratch / path, 3, "delta" if path == "delta" else "full") for path in PATHS}
         paths = PolicyPaths(str(model), open_storage(scratch / "checkpoints", scratch), scratch / "unused")
         self.open_policy = partial(TrainedPolicy, paths, AlgorithmSettings(), training, 256, None, 0)
         self.policy: TrainedPolicy
         self.batch = synthetic(options.rows, options.length, 1 << 15)
         self.observed: dict[str, list[Observed]] = defaultdict(list)
-        self.under_way: asyncio.Task[None] | None = None
+        self.exporting: asyncio.Task[str] | None = None
+        self.adopting: list[asyncio.Task[None]] = []
+        self.one_at_a_time = asyncio.Lock()
 
     async def run(self) -> dict[str, Any]:
         """Rows of all paths, and the codecs on the last two versions."""
@@ -138,26 +144,33 @@ class Bench:
 
     async def step(self, path: str) -> Observed:
         """One optimizer step, and its weights on their way."""
-        began, spent = time.monotonic(), time.process_time()
+        began, spent, thread = time.monotonic(), time.process_time(), await self.compute(time.thread_time)
         for _ in range(self.options.micro_batches):
             await self.compute(self.policy.accumulate, self.batch)
         outcome = await self.compute(self.policy.finish_step, 1.0)
         if not outcome.applied:
             raise StreamRLError(f"expected an optimizer step on made-up samples, got: {outcome.problem}")
         stepped, version = time.monotonic(), PolicyVersion(1, self.policy.step)
-        # What the path has to wait for: the one before, in whose memory the copy is made.
-        await self.settle()
-        found = Observed(0.0, 0.0, 0.0)
+        thread_stepped = await self.compute(time.thread_time)
         if path == "today":
             sha256 = await self.compute(self.exported_in_line, version)
-            self.under_way = asyncio.create_task(self.adopt(path, version, sha256, stepped, found))
+            self.exporting = asyncio.create_task(_known(sha256))
         else:
+            # The one before, in whose memory the copy is made.
+            if self.exporting is not None:
+                await self.exporting
             snapshot = await self.compute(self.policy.snapshot)
             export = partial(self.exported_beside, path, snapshot, version)
-            self.under_way = asyncio.create_task(self.publish(export, path, version, stepped, found))
-        found.stall_s = time.monotonic() - stepped
-        found.step_s = time.monotonic() - began
-        found.cpu_s = time.process_time() - spent
+            self.exporting = asyncio.create_task(self.exporter(export))
+        now, thread_now = time.monotonic(), await self.compute(time.thread_time)
+        found = Observed(
+            step_s=now - began,
+            stall_s=now - stepped,
+            thread_s=thread_now - thread,
+            stalled_thread_s=thread_now - thread_stepped,
+            cpu_s=time.process_time() - spent,
+        )
+        self.adopting.append(asyncio.create_task(self.adopt(path, version, self.exporting, stepped, found)))
         return found
 
     def exported_in_line(self, version: PolicyVersion) -> str:
@@ -176,26 +189,23 @@ class Bench:
         snapshot.digests()
         return sha256
 
-    async def publish(
-        self, export: Callable[[], str], path: str, version: PolicyVersion, stepped: float, found: Observed
+    async def adopt(
+        self, path: str, version: PolicyVersion, exporting: "asyncio.Task[str]", stepped: float, found: Observed
     ) -> None:
-        """Export, then let the workers have it."""
-        await self.adopt(path, version, await self.exporter(export), stepped, found)
-
-    async def adopt(self, path: str, version: PolicyVersion, sha256: str, stepped: float, found: Observed) -> None:
-        """Have the workers fetch and adopt a version."""
+        """Have the workers fetch and adopt a version once it is exported."""
         assert self.host.stdin is not None
         assert self.host.stdout is not None
-        self.host.stdin.write(json.dumps({"path": path, "version": str(version), "sha256": sha256}) + "\n")
-        self.host.stdin.flush()
-        found.host = json.loads(await asyncio.to_thread(self.host.stdout.readline))
+        job = {"path": path, "version": str(version), "sha256": await exporting}
+        async with self.one_at_a_time:
+            self.host.stdin.write(json.dumps(job) + "\n")
+            self.host.stdin.flush()
+            found.host = json.loads(await asyncio.to_thread(self.host.stdout.readline))
         found.adopted_s = found.host["adopted_at"] - stepped  # Linux's monotonic clock is one for all processes
 
     async def settle(self) -> None:
-        """Wait for what is under way."""
-        if self.under_way is not None:
-            await self.under_way
-            self.under_way = None
+        """Wait for what is under way: the next path begins with nothing beside it."""
+        await asyncio.gather(*self.adopting)
+        self.adopting, self.exporting = [], None
 
     def consecutive(self) -> tuple[Path, Path]:
         """The files of the last two versions of one turn, in bfloat16."""
@@ -216,6 +226,7 @@ class Bench:
             "path": path,
             "stall_share": round(median(lambda each: each.stall_s / each.step_s), 4),
             "bytes": round(median(lambda each: each.host["bytes"])),
+            "stalled_cpu_share": round(median(lambda each: each.stalled_thread_s / each.thread_s), 4),
             "adopted_s": round(median(lambda each: each.adopted_s), 2),
             "stall_s": round(median(lambda each: each.stall_s), 3),
             "step_s": round(median(lambda each: each.step_s), 2),
@@ -268,11 +279,19 @@ def codecs_on(before: Path, new: Path) -> list[dict[str, Any]]:
             cramjam.zstd.decompress(packed[name])
 
     return [
-        timed("gaps and differences in planes (ours)", ours, lambda: apply_deltas(before, [target], target.parent / "made")),
+        timed(
+            "gaps and differences in planes (ours)",
+            ours,
+            lambda: apply_deltas(before, [target], target.parent / "made"),
+        ),
         timed("XOR, zstd", lambda: pack("xor", old ^ young), lambda: unpack("xor")),
         timed("XOR in planes, zstd", lambda: pack("planes", planes()), lambda: unpack("planes")),
         timed("bit mask and XOR of what changed, zstd", bits, lambda: unpack("bits", "values")),
     ]
+
+
+async def _known(sha256: str) -> str:
+    return sha256
 
 
 @contextmanager
@@ -294,10 +313,12 @@ def _host(scratch: Path, model: Path) -> Iterator["subprocess.Popen[str]"]:
 
 def serve(scratch: str, model: str) -> None:
     """The workers' process: a line of JSON in for each version, one out when all workers have adopted it."""
-    asyncio.run(_serve(Path(scratch), model))
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # logs and libraries print, too
+    asyncio.run(_serve(Path(scratch), model, answers))
 
 
-async def _serve(scratch: Path, model: str) -> None:
+async def _serve(scratch: Path, model: str, answers: TextIO) -> None:
     sent = {"bytes": 0}
 
     def note(_status: int, size: int) -> None:
@@ -316,7 +337,7 @@ async def _serve(scratch: Path, model: str) -> None:
         for path in PATHS
     }
     async with _relays(scratch, note) as addresses:
-        print("ready", flush=True)
+        print("ready", file=answers, flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             job = json.loads(line)
             version, path = PolicyVersion.parse(job["version"]), job["path"]
@@ -337,36 +358,24 @@ async def _serve(scratch: Path, model: str) -> None:
 
             await asyncio.gather(*(adopt(*pair, ready) for pair in zip(fetchers[path], decoders, strict=True)))
             answer = {"adopted_at": time.monotonic(), "cpu_s": time.process_time() - spent, "bytes": sent["bytes"]}
-            print(json.dumps(answer), flush=True)
+            print(json.dumps(answer), file=answers, flush=True)
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-class _relays:
+@asynccontextmanager
+async def _relays(scratch: Path, note: Callable[[int, int], None]) -> AsyncIterator[dict[str, str]]:
     """A relay for the store of each path; their addresses."""
-
-    def __init__(self, scratch: Path, note: Callable[[int, int], None]) -> None:
-        self._scratch, self._note = scratch, note
-        self._stop = asyncio.Event()
-        self._serving: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> dict[str, str]:
-        from bus.embedded.ports import free_ports
-
-        addresses = {}
-        for path, port in zip(PATHS, free_ports(len(PATHS)), strict=True):
-            relay = Relay(WeightsStore(self._scratch / path), RelaySettings(port=port), self._note)
-            self._serving.append(asyncio.create_task(relay.run(self._stop)))
-            addresses[path] = f"http://127.0.0.1:{port}"
-        await asyncio.sleep(0.5)
-        return addresses
-
-    async def __aexit__(self, *_: object) -> None:
-        self._stop.set()
-        await asyncio.gather(*self._serving)
+    stop, ports = asyncio.Event(), free_ports(len(PATHS))
+    relays = [
+        Relay(WeightsStore(scratch / path), RelaySettings(port=port), note)
+        for path, port in zip(PATHS, ports, strict=True)
+    ]
+    serving = [asyncio.create_task(relay.run(stop)) for relay in relays]
+    await asyncio.sleep(0.5)
+    try:
+        yield {path: f"http://127.0.0.1:{port}" for path, port in zip(PATHS, ports, strict=True)}
+    finally:
+        stop.set()
+        await asyncio.gather(*serving)
 
 
 if __name__ == "__main__":

@@ -190,6 +190,7 @@ class Announcements:
     announcer: StepAnnouncer
     done: Callable[[], None]
     under_way: "asyncio.Task[None] | None" = None
+    _is_made: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def post(self, make: Callable[[], Awaitable[Sequence[Outgoing]]], offsets: Offsets) -> None:
         """Make records and announce them, once the one before is settled; returns while this one is under way.
@@ -201,11 +202,29 @@ class Announcements:
             BusError: see ``StepAnnouncer``, for the one before.
         """
         await self.settled()
+        self._is_made.clear()
         self.under_way = asyncio.create_task(self._announce(make, offsets))
 
     async def _announce(self, make: Callable[[], Awaitable[Sequence[Outgoing]]], offsets: Offsets) -> None:
-        await self.announcer.announce(await make(), offsets)
+        try:
+            records = await make()
+        finally:
+            self._is_made.set()
+        await self.announcer.announce(records, offsets)
         self.done()
+
+    async def made(self) -> None:
+        """Wait until the records of the one under way are made, if not until they are announced.
+
+        Raises:
+            Superseded: see ``StepAnnouncer``.
+            BusError: see ``StepAnnouncer``.
+        """
+        if self.under_way is None:
+            return
+        await self._is_made.wait()
+        if self.under_way.done():
+            await self.settled()
 
     async def settled(self) -> None:
         """Wait for the one under way.

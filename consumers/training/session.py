@@ -270,11 +270,11 @@ class TrainerSession:
     async def copy_weights(self) -> WeightSnapshot | None:
         """A copy of the weights to be exported, or to make checksums of; none if neither is wanted of this step.
 
-        Waits for the export and the announcement before, whose memory the copy takes: so at most one is under way, and
-        exports that take longer than a step hold the trainer up instead of piling up. None is left out for the next
-        one: a step without weights may be the one that generation waits for (``training.weight_sync_steps``).
+        Waits for the export before, whose memory the copy takes: so at most one is under way, and exports that take
+        longer than a step hold the trainer up instead of piling up. None is left out for the next one: a step without
+        weights may be the one that generation waits for (``training.weight_sync_steps``).
         """
-        await self.announcements.settled()
+        await self.announcements.made()
         if not self.context.training.tensor_digests and not self._is_export_due:
             return None
         return await self.compute(self.policy.snapshot)

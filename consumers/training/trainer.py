@@ -10,7 +10,7 @@ One optimizer step, in this order:
  3. form micro-batches and add up their gradients while further groups arrive;
  4. at ``groups_per_step`` groups: normalise, clip, apply; or refuse, skip the groups, and report that;
  5. mark the step's records as finished on the live frontier;
- 6. copy the weights, once the version before is announced, and export the copy;
+ 6. copy the weights, once the version before is exported, and export the copy;
  7. make the step's report;
  8. write a checkpoint when one is due, with the report in it;
  9. announce: the report, and once a second the offsets, in one short transaction.

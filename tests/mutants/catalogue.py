@@ -175,7 +175,7 @@ MUTANTS = (
         "08d",
         "weights copied over those that are being exported",
         "consumers/training/session.py",
-        "        await self.announcements.settled()\n        if not self.context.training.tensor_digests",
+        "        await self.announcements.made()\n        if not self.context.training.tensor_digests",
         "        if not self.context.training.tensor_digests",
         (f"{TRAINING}/test_background_export.py::test_the_next_step_is_computed_while_weights_are_exported",),
     ),

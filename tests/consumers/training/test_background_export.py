@@ -70,7 +70,7 @@ async def test_the_next_step_is_computed_while_weights_are_exported(tmp_path: Pa
 
     trainer.failpoint = shut
     async with held.running(trainer):
-        # The second step is taken; it is not copied, let alone the third begun, before the first one is announced.
+        # The second step is taken; it is not copied, let alone the third begun, before the first one is exported.
         await held.until(lambda: passed.count(Failpoint.LEFT_OUT_SKIPPED) == 2)
         await asyncio.sleep(0.05)
         assert passed.count(Failpoint.WEIGHTS_COPIED) == 1
