@@ -90,7 +90,7 @@ class Observed:
     """One step of a path: seconds on the clock, of which the trainer's thread was stalled, and on the processor.
 
     ``thread_s``: processor seconds of the thread that trains, ``stalled_thread_s`` of them for the weights; ``cpu_s``:
-    of the whole trainer. ``adopted_s``: from the end of the optimizer step until the last worker samples with the weights.
+    of the whole trainer. ``adopted_s``: from the end of the optimizer step until the last worker has the weights.
     """
 
     step_s: float

@@ -130,8 +130,8 @@ class WeightCache:
     def keep_only(self, versions: Iterable[PolicyVersion]) -> None:
         """Use no others from now on, and delete what nobody uses of older ones and of interrupted fetches."""
         kept = set(versions)  # at least one
-        for version in self._used.keys() - kept:
-            os.close(self._used.pop(version))
+        for left in self._used.keys() - kept:
+            os.close(self._used.pop(left))
         newest = max(kept)
         for directory in self.root.glob("*"):
             if not directory.is_dir():
