@@ -25,11 +25,11 @@ from consumers.training.checkpoints.catalogue import Lineage
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from consumers.training.checkpoints.storage import CheckpointStorage, remove_leftovers
 from consumers.training.checkpoints.store import CheckpointStore, TrainerState, VerifiedCheckpoint
+from consumers.training.companions import open_companions
 from consumers.training.model import (
     WeightCopy,
     copy_tokenizer,
     load_model,
-    load_reference,
     named_tensors,
     resolve_device,
     with_floats_as,
@@ -82,9 +82,8 @@ class TrainedPolicy:
             device,
             gradient_checkpointing=training.gradient_checkpointing,
         )
-        # Always the initial model, also after a restore: KL(pi || ref) is measured from where the run began.
-        reference = load_reference(paths.model, device) if algorithm.beta > 0 else None
-        self.learner = PolicyLearner(model, reference, algorithm, training, max_completion_length)
+        companions = open_companions(model, paths.model, algorithm, training)
+        self.learner = PolicyLearner(model, companions, algorithm, training, max_completion_length)
         self._is_swept = False
         # Digests are of float32; without them the copy may be as small as what is exported.
         self._copy = WeightCopy(torch.float32 if training.tensor_digests else getattr(torch, training.dtype))
@@ -126,7 +125,8 @@ class TrainedPolicy:
     def snapshot(self) -> "CopiedWeights":
         """A copy of the weights as they are, in the memory of the one before."""
         self._copied = self._copy.take(self.learner.model)
-        return CopiedWeights(self._copied, self.step, self._export)
+        critic = self.learner.critic
+        return CopiedWeights(self._copied, {} if critic is None else critic.weights(), self.step, self._export)
 
     def _export(self, tensors: Mapping[str, Tensor], step: int, version: PolicyVersion, now: float) -> str:
         if not self._is_swept:
@@ -178,9 +178,13 @@ class TrainedPolicy:
 
 @dataclass(frozen=True)
 class CopiedWeights:
-    """``WeightSnapshot`` of the weights after ``step`` steps; ``write`` exports tensors of a step."""
+    """``WeightSnapshot`` of the weights after ``step`` steps; ``write`` exports tensors of a step.
+
+    ``critic``: the weights that no worker needs.
+    """
 
     tensors: Mapping[str, Tensor]
+    critic: Mapping[str, Tensor]
     step: int
     write: Callable[[Mapping[str, Tensor], int, PolicyVersion, float], str]
 
@@ -189,8 +193,8 @@ class CopiedWeights:
         return self.write(self.tensors, self.step, version, now)
 
     def digests(self) -> dict[str, str]:
-        """xxh3-128, in hex, of each float32 tensor's little-endian bytes, by its name on disk."""
-        return digests_of(self.tensors)
+        """xxh3-128, in hex, of each float32 tensor's little-endian bytes, by its name on disk; the critic's, too."""
+        return digests_of({**self.tensors, **self.critic})
 
 
 def limits_of(config: Any) -> ModelLimits:

@@ -16,6 +16,7 @@ from producers.generation.engines.port import Engine
 from producers.generation.rollout import WorkerLoad
 from schemas.errors import BusError
 from schemas.identifiers import PolicyVersion
+from schemas.messages import WIRE_VERSION
 from schemas.reports import Heartbeat, WorkerState
 
 log = structlog.get_logger()
@@ -102,6 +103,7 @@ class Heartbeats:
             orders=self._orders(),
             kv_tokens=self.engine.kv_tokens,
             run_id=self.run_id,
+            wire=WIRE_VERSION,
             sequence=self._sequence - 1,
             sent_at=self.clock(),
         )
