@@ -354,10 +354,9 @@ class MeteredDevice(EmulatedDevice):
 
     launched_s = 0.0
 
-    def launch(self, seconds: float) -> None:
-        """As the emulated device does, counted."""
+    def _launch(self, seconds: float) -> None:
         self.launched_s += seconds
-        super().launch(seconds)
+        super()._launch(seconds)
 
 
 class BusyPolicy(EmulatedPolicy):

@@ -1,5 +1,6 @@
 """``[generation]``: which engine a worker runs and how; knows nothing of any engine's library."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -64,3 +65,10 @@ class GenerationSettings(Section):
         int, Field(ge=1, description="Finished completions the broker may owe us before nothing new is started.")
     ] = 256
     fetch_timeout_s: Annotated[float, Field(gt=0, description="Longest silence of a relay.")] = 30.0
+    weights_cache: Annotated[
+        Path | None,
+        Field(
+            description="Directory in which the workers of a host keep the weights they fetch, each version once; "
+            "unset: in the run's directory, one for each host name. Containers share it if it is a volume of theirs."
+        ),
+    ] = None

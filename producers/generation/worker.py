@@ -47,7 +47,7 @@ LOGGED_REFUSALS = 4
 
 @dataclass
 class GenerationWorker:
-    """One per process. ``weights_cache`` is a directory of its own, kept between restarts.
+    """One per process. ``weights_cache`` is a directory that it shares with others of the run, kept between restarts.
 
     ``on_tick`` is told, by name, of every turn of a loop. ``run_id``: of the run whose directory it has, if it has one.
     """

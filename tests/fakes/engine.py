@@ -92,7 +92,7 @@ class FakeEngine:
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         if version in self.refuse:
             raise WeightsError(f"fake refusal of {version}")
-        self.adopted.append((version, sorted(path.name for path in directory.iterdir())))
+        self.adopted.append((version, sorted(path.name for path in directory.iterdir() if path.name[0] != ".")))
         self.version = version
 
     async def close(self) -> None:
