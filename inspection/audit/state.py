@@ -24,7 +24,7 @@ from schemas.errors import DataError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
 
-FORMAT = 2
+FORMAT = 3
 _TABLE = "CREATE TABLE IF NOT EXISTS part (name TEXT PRIMARY KEY, content BLOB NOT NULL, checksum BLOB NOT NULL)"
 Mark = tuple[int, bytes]
 
@@ -221,6 +221,7 @@ def _dumped_index(index: AuditIndex) -> dict[str, Any]:
         "ordered": np.fromiter(index.ordered, dtype=np.uint64, count=len(index.ordered)).tobytes(),
         "orders": [index.orders, index.samples],
         "dead_letters": dict(index.dead_letters),
+        "continued": [index.continued, index.continuations],
     }
 
 
@@ -236,6 +237,8 @@ def _loaded_index(content: dict[str, Any]) -> AuditIndex:
         ordered=set(np.frombuffer(content["ordered"], dtype=np.uint64).tolist()),
         orders=content["orders"][0],
         samples=content["orders"][1],
+        continued=content["continued"][0],
+        continuations=content["continued"][1],
     )
     index.dead_letters.update(content["dead_letters"])
     return index

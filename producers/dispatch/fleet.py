@@ -93,7 +93,8 @@ class LiveWorkers:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._seen: dict[str, _Seen] = {}
-        self._former: set[tuple[str, str]] = set()
+        # Incarnations that were followed by another, and from where on they kept partial trajectories.
+        self._former: dict[tuple[str, str], int | None] = {}
 
     def observe(self, heartbeat: Heartbeat, at: float) -> None:
         """Note a heartbeat; those of an incarnation that was followed by another are ignored."""
@@ -111,7 +112,7 @@ class LiveWorkers:
         seen = self._seen.get(worker)
         # A restart: its orders are lost, and its lease begins anew.
         if seen is not None and seen.heartbeat.incarnation != incarnation:
-            self._former.add((worker, seen.heartbeat.incarnation))
+            self._former[worker, seen.heartbeat.incarnation] = seen.heartbeat.partials_from
         elif seen is not None and heartbeat.sequence <= seen.heartbeat.sequence:
             return  # a repeat is no sign of life
         self._seen[worker] = _Seen(heartbeat, at, is_heard)
@@ -138,6 +139,18 @@ class LiveWorkers:
         """The worker's present incarnation."""
         seen = self._seen.get(worker_id)
         return seen.heartbeat.incarnation if seen is not None else None
+
+    def partials_from(self, worker_id: str, incarnation: str | None) -> int:
+        """From which offset of its partition on that process kept what is unfinished; 0 if nobody knows.
+
+        What was said last holds to its end: nothing that it wrote later lies before what it wrote earlier.
+        """
+        if incarnation is None:
+            return 0
+        seen = self._seen.get(worker_id)
+        if seen is not None and seen.heartbeat.incarnation == incarnation:
+            return seen.heartbeat.partials_from or 0
+        return self._former.get((worker_id, incarnation)) or 0
 
     def has(self, worker_id: str, incarnation: str | None, now: float) -> bool:
         """Whether that incarnation of the worker is there."""

@@ -28,15 +28,22 @@ from schemas.trajectories import (
     ChatTurn,
     FinishReason,
     LengthEstimate,
+    PartialSource,
+    PartialTrajectory,
     Prompt,
     SamplingParams,
     TokenChunk,
     Trajectory,
+    TrajectoryPart,
     VersionSpan,
     WorkOrder,
 )
 
 SHA256 = "0123456789abcdef" * 4
+PARTS = (
+    TrajectoryPart(worker_id="worker-1", attempt=0, start=0),
+    TrajectoryPart(worker_id="worker-2", attempt=1, start=2),
+)
 
 
 def trajectory(tokens: int = 5, **changes: object) -> Trajectory:
@@ -98,6 +105,26 @@ def work_order(content: str | tuple[ChatTurn, ...]) -> WorkOrder:
     )
 
 
+def heartbeat(**changes: object) -> Heartbeat:
+    """Of a worker that leaves."""
+    fields: dict[str, object] = {
+        "worker_id": "worker-1",
+        "incarnation": "a1b2",
+        "state": WorkerState.DRAINING,
+        "engine": "transformers",
+        "version": PolicyVersion(2, 4),
+        "capacity": 16,
+        "running": 3,
+        "waiting": 1,
+        "generated_tokens": 1234,
+        "finished_trajectories": 5,
+        "tokens_per_s": 99.5,
+        "sequence": 7,
+        "sent_at": 1_795_000_005.0,
+    }
+    return Heartbeat.model_validate(fields | changes)
+
+
 def examples() -> dict[str, Message]:
     """By name of kind."""
     return {
@@ -115,6 +142,28 @@ def examples() -> dict[str, Message]:
             finish_reason=FinishReason.STOP,
         ),
         "trajectory": trajectory(),
+        "partial-trajectory": PartialTrajectory(
+            trajectory_id="gsm8k/7/0/3",
+            group_id="gsm8k/7/0",
+            worker_id="worker-2",
+            incarnation="a1b2",
+            attempt=1,
+            prompt_hash=2**63 + 5,
+            start=16,
+            token_ids=np.array([5, 6, 7], np.int32),
+            logprobs=np.array([-0.5, -1.5, -0.25], np.float32),
+            version_spans=(
+                VersionSpan(version=PolicyVersion(2, 3), start=16, end=18),
+                VersionSpan(version=PolicyVersion(2, 4), start=18, end=19),
+            ),
+            parts=PARTS,
+            finish_reason=FinishReason.LENGTH,
+        ),
+        "trajectory-continued": trajectory(parts=PARTS),
+        "work-order-continued": work_order("What is 2 + 2?").replace(
+            partials=(PartialSource(partition=3, offset=1 << 40), PartialSource(partition=9, offset=0))
+        ),
+        "heartbeat-durable": heartbeat(orders={"gsm8k/7/0": 0.25}, kv_tokens=4096, partials_from=77),
         "trajectory-empty": trajectory(0, finish_reason=FinishReason.ABORT, prompt_token_ids=np.zeros(0, np.int32)),
         "trajectory-refused": trajectory(
             0,
@@ -155,21 +204,7 @@ def examples() -> dict[str, Message]:
             step=4,
             sent_at=1_795_000_004.0,
         ),
-        "heartbeat": Heartbeat(
-            worker_id="worker-1",
-            incarnation="a1b2",
-            state=WorkerState.DRAINING,
-            engine="transformers",
-            version=PolicyVersion(2, 4),
-            capacity=16,
-            running=3,
-            waiting=1,
-            generated_tokens=1234,
-            finished_trajectories=5,
-            tokens_per_s=99.5,
-            sequence=7,
-            sent_at=1_795_000_005.0,
-        ),
+        "heartbeat": heartbeat(),
         "trainer-beat": TrainerBeat(
             algorithm="grpo", incarnation="c3d4", version=PolicyVersion(2, 4), sequence=9, sent_at=1_795_000_005.5
         ),
