@@ -105,7 +105,7 @@ PARTIAL_TRAJECTORIES = Topic(
     tombstones_ms=60_000,
     max_message_bytes=_room_for(PartialTrajectory),
     writers=("worker",),
-    readers=("worker",),
+    readers=("worker", "export"),
 )
 TRAJECTORIES = Topic(
     name="trajectories",

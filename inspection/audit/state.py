@@ -24,7 +24,7 @@ from schemas.errors import DataError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
 
-FORMAT = 3
+FORMAT = 2
 _TABLE = "CREATE TABLE IF NOT EXISTS part (name TEXT PRIMARY KEY, content BLOB NOT NULL, checksum BLOB NOT NULL)"
 Mark = tuple[int, bytes]
 
@@ -237,9 +237,9 @@ def _loaded_index(content: dict[str, Any]) -> AuditIndex:
         ordered=set(np.frombuffer(content["ordered"], dtype=np.uint64).tolist()),
         orders=content["orders"][0],
         samples=content["orders"][1],
-        continued=content["continued"][0],
-        continuations=content["continued"][1],
     )
+    # Files from before there were any lack them.
+    index.continued, index.continuations = content.get("continued", (0, 0))
     index.dead_letters.update(content["dead_letters"])
     return index
 

@@ -94,7 +94,7 @@ class LiveWorkers:
         self._lease_s = lease_s
         self._seen: dict[str, _Seen] = {}
         # Incarnations that were followed by another, and from where on they kept partial trajectories.
-        self._former: dict[tuple[str, str], int | None] = {}
+        self._former: dict[tuple[str, str | None], int | None] = {}
 
     def observe(self, heartbeat: Heartbeat, at: float) -> None:
         """Note a heartbeat; those of an incarnation that was followed by another are ignored."""
@@ -140,17 +140,15 @@ class LiveWorkers:
         seen = self._seen.get(worker_id)
         return seen.heartbeat.incarnation if seen is not None else None
 
-    def partials_from(self, worker_id: str, incarnation: str | None) -> int:
-        """From which offset of its partition on that process kept what is unfinished; 0 if nobody knows.
+    def partials_from(self, worker_id: str, incarnation: str | None) -> int | None:
+        """From which offset of its partition on that process kept what is unfinished; 0 if nobody knows, none if not.
 
         What was said last holds to its end: nothing that it wrote later lies before what it wrote earlier.
         """
-        if incarnation is None:
-            return 0
         seen = self._seen.get(worker_id)
         if seen is not None and seen.heartbeat.incarnation == incarnation:
-            return seen.heartbeat.partials_from or 0
-        return self._former.get((worker_id, incarnation)) or 0
+            return seen.heartbeat.partials_from
+        return self._former.get((worker_id, incarnation), 0)
 
     def has(self, worker_id: str, incarnation: str | None, now: float) -> bool:
         """Whether that incarnation of the worker is there."""

@@ -386,10 +386,10 @@ class DispatchState:
         order = flight.order
         if not self.ledger.is_trainable(order.group_id):
             return ()
-        offset = self.fleet.partials_from(order.worker_id, flight.incarnation)
         offsets = {source.partition: source.offset for source in order.partials}
         own = partial_partition_of(order.worker_id)
-        offsets[own] = min(offset, offsets.get(own, offset))
+        if (offset := self.fleet.partials_from(order.worker_id, flight.incarnation)) is not None:
+            offsets[own] = min(offset, offsets.get(own, offset))
         return tuple(PartialSource(partition=at, offset=first) for at, first in sorted(offsets.items()))
 
     def give_up(self, flight: Flight, now: float, time_of_day: float) -> list[Trajectory]:

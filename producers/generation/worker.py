@@ -43,7 +43,7 @@ POLL_S = 0.5
 GATE_S = 0.1
 """How often to look whether orders may be taken again; at most so long does an idle slot wait after a pause."""
 LAST_BEAT_S = 2.0
-LAST_CHUNKS_S = 5.0
+LAST_CHUNKS_S = 2.0
 """For what is unfinished to be on record before it is given up."""
 ORDERS_PER_POLL = 32
 LOGGED_REFUSALS = 4

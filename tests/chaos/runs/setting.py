@@ -24,7 +24,13 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "loop": {"groups_per_step": GROUPS_PER_STEP},
     "dispatch": {"lease_s": 3.0},
     "coordinator": {"heartbeat_timeout_s": 5.0},
-    "generation": {"max_num_seqs": 16, "heartbeat_interval_s": 0.25},
+    "generation": {
+        "max_num_seqs": 16,
+        "heartbeat_interval_s": 0.25,
+        "chunk_tokens": 4,
+        "partial_trajectories": "durable",
+        "partial_chunk_tokens": 4,
+    },
     "training": {"max_steps": MAX_STEPS, "checkpoint_every": 3},
     "kafka": {"request_timeout_ms": 4000, "delivery_timeout_ms": 8000},
 }

@@ -38,8 +38,8 @@ from tests.producers.generation.factories import WORKER, work_order
 from tests.producers.generation.test_worker import RUN, V0, V1, MakeStage, Stage, stages
 
 TOPIC = PARTIAL_TRAJECTORIES.full_name(RUN)
-DURABLE = {"partial_trajectories": "durable", "partial_chunk_tokens": 4}
-LENGTH, HALF = 400, 204
+DURABLE = {"partial_trajectories": "durable", "partial_chunk_tokens": 4, "drain_grace_s": 0.1}
+LENGTH, HALF = 240, 124
 GROUPS, SAMPLES = 8, 4
 
 
@@ -177,7 +177,7 @@ async def test_everything_restarted_goes_on_where_it_stood(stage: MakeStage) -> 
 
 @pytest.mark.parametrize("how", ["stop", "drain"])
 async def test_a_worker_that_leaves_hands_over_up_to_its_last_token(stage: MakeStage, how: str) -> None:
-    changes = {"partial_chunk_tokens": 256, "drain_grace_s": 0.1}
+    changes = {"partial_chunk_tokens": 256}
     it = stage(engine=engine(hold_at=42, chunk=7), settings=DURABLE | changes)
     await it.ready()
     await it.order(work_order(0, samples=3))

@@ -35,7 +35,7 @@ class SamplingFaults:
 
 @dataclass
 class SimEngine:
-    """Samples completions whose tokens depend on the request alone, in two pieces, ``token_s`` per token.
+    """Samples completions whose tokens depend on the request alone, in some pieces, ``token_s`` per token.
 
     A log-probability says which engine sampled its token, and which token of the completion it is (``sampled_at``).
     """
@@ -48,6 +48,7 @@ class SimEngine:
     name: str = "simulated"
     kv_tokens: int | None = None
     version: PolicyVersion | None = None
+    pieces: int = 2
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.max_num_seqs)
@@ -65,18 +66,23 @@ class SimEngine:
         group_id = request.request_id.rpartition("/")[0]
         if xxhash.xxh32_intdigest(group_id.encode()) % 1000 < 1000 * self.faults.refused:
             raise PromptRefused("longer than 2 tokens", "expected a prompt of 1 to 2 tokens, got 3")
-        half, known = length // 2, len(request.prefix_token_ids)
+        known = len(request.prefix_token_ids)
         async with self._slots:
-            if known <= half:
-                await asyncio.sleep(self.token_s * (length / 2 - known))
-                if self.chance.random() < self.faults.engine:
+            for piece in range(1, self.pieces):
+                if (end := length * piece // self.pieces) < known:
+                    continue
+                await self._sample(known, length * (piece - 1) / self.pieces, length * piece / self.pieces)
+                if piece == 1 and self.chance.random() < self.faults.engine:
                     raise EngineError(f"simulated failure of {request.request_id}")
-                if half > known:
-                    yield self._delta(request, known, half)
-            await asyncio.sleep(self.token_s * min(length / 2, max(0, length - known)))
+                if end > known:
+                    yield self._delta(request, known, end)
+                    known = end
+            await self._sample(known, length * (self.pieces - 1) / self.pieces, length)
             aborted = self.chance.random() < self.faults.abort
-            reason = FinishReason.ABORT if aborted else FinishReason.STOP
-            yield self._delta(request, max(known, half), length, reason)
+            yield self._delta(request, known, length, FinishReason.ABORT if aborted else FinishReason.STOP)
+
+    async def _sample(self, known: int, start: float, end: float) -> None:
+        await asyncio.sleep(self.token_s * max(0.0, end - max(start, known)))
 
     def _delta(
         self, request: GenerationRequest, start: int, end: int, reason: FinishReason | None = None

@@ -76,8 +76,8 @@ def test_the_first_token_after_which_the_text_has_a_stop_string_ends_it(text: st
     texts = [tokenizer.decode(tokens[:end]) for end in range(1, len(tokens) + 1)]
     first = next((end for end, shown in enumerate(texts, 1) if any(one in shown for one in stop)), None)
     assert ended_at(tokenizer, tokens, tuple(stop)) == first
-    # Told of any beginning at once, it finds the same end; one that lies in that beginning, at its last token.
-    for known in range(1, len(tokens) + 1):
+    # Told of a beginning at once, it finds the same end; one that lies in that beginning, at its last token.
+    for known in {1, len(tokens) // 2, len(tokens) - 1, len(tokens)} - {0, -1} if tokens else ():
         assert ended_at(tokenizer, tokens, tuple(stop), known) == (first and max(first, known))
 
 
