@@ -93,8 +93,7 @@ class LiveWorkers:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._seen: dict[str, _Seen] = {}
-        # Incarnations that were followed by another, and from where on they kept partial trajectories.
-        self._former: dict[tuple[str, str | None], int | None] = {}
+        self._former: dict[tuple[str, str | None], int | None] = {}  # those before: ``partials_from`` as said last
 
     def observe(self, heartbeat: Heartbeat, at: float) -> None:
         """Note a heartbeat; those of an incarnation that was followed by another are ignored."""
@@ -135,16 +134,8 @@ class LiveWorkers:
         seen = self._seen.get(worker_id)
         return seen.heartbeat if seen is not None else None
 
-    def incarnation_of(self, worker_id: str) -> str | None:
-        """The worker's present incarnation."""
-        seen = self._seen.get(worker_id)
-        return seen.heartbeat.incarnation if seen is not None else None
-
     def partials_from(self, worker_id: str, incarnation: str | None) -> int | None:
-        """From which offset of its partition on that process kept what is unfinished; 0 if nobody knows, none if not.
-
-        What was said last holds to its end: nothing that it wrote later lies before what it wrote earlier.
-        """
+        """What that process said last, 0 if nobody knows. It holds to its end: what it wrote later lies behind."""
         seen = self._seen.get(worker_id)
         if seen is not None and seen.heartbeat.incarnation == incarnation:
             return seen.heartbeat.partials_from

@@ -328,7 +328,8 @@ class DispatchState:
         self._newest = max(self._newest, order.created_at)
         self.ledger.restore(order.group_id, order.admitted_version, order.due_step)
         # Of another incarnation than the worker's present one: it has restarted since, and the order counts as lost.
-        incarnation = order.incarnation or self.fleet.incarnation_of(order.worker_id)
+        known = self.fleet.get(order.worker_id)
+        incarnation = order.incarnation or (known.incarnation if known is not None else None)
         self.flights.send(order, incarnation, now)
 
     def resume(self, now: float) -> None:

@@ -349,19 +349,16 @@ class StopMatcher:
 
     def go_on_behind(self, prefix: Sequence[int]) -> bool:
         """Take in what was sampled before; whether a stop string is in it."""
-        tokens = list(prefix)
-        self._seen = len(tokens)
+        tokens, decode = list(prefix), self._tokenizer.decode
+        self._seen = whole = len(tokens)
         # The last tokens may be part of a character: their text is another once it is whole.
-        held = next((n for n in range(_HELD_TOKENS) if not self._text(tokens, n).endswith("\ufffd")), 0)
-        settled = len(tokens) - held
-        text = self._text(tokens, held)
+        ends = range(whole, max(-1, whole - _HELD_TOKENS), -1)
+        settled = next((end for end in ends if not decode(tokens[:end]).endswith("\ufffd")), whole)
+        text = decode(tokens[:settled])
         self._known, self._new = tokens[max(0, settled - _HELD_TOKENS) : settled], tokens[settled:]
-        self._shown = len(self._tokenizer.decode(self._known))
+        self._shown = len(decode(self._known))
         self._tail = text[max(0, len(text) - self._overlap) :]
-        return self._sampling.find_stop(self._text(tokens, 0)) is not None
-
-    def _text(self, tokens: Sequence[int], held: int) -> str:
-        return self._tokenizer.decode(tokens[: len(tokens) - held])
+        return self._sampling.find_stop(decode(tokens)) is not None
 
     def is_complete(self, completion: "ActiveCompletion") -> bool:
         """Take in what the completion has grown by, a token a decode step; whether a stop string ends there."""
