@@ -30,7 +30,7 @@ class Heartbeat(Message):
     of all running completions together; None: its slots are the only bound. ``run_id``: of the run that it works
     for, as the control topic says; None before it has read that. ``partials_from``: the offset, in the worker's
     partition of partial-trajectories, from which on everything is that it keeps there of what is unfinished; None: it
-    keeps nothing there.
+    keeps nothing there. ``wire``: the wire version that it speaks.
     """
 
     SCHEMA: ClassVar[str] = "heartbeat"
@@ -50,6 +50,7 @@ class Heartbeat(Message):
     kv_tokens: Annotated[int, Field(ge=1)] | None = None
     run_id: ShortText | None = None
     partials_from: Annotated[int, Field(ge=0)] | None = None
+    wire: Annotated[int, Field(ge=1)] = 1
     sequence: Annotated[int, Field(ge=0)]
     sent_at: float
 
@@ -167,7 +168,10 @@ class RefusedStep(Message):
 
 
 class SkipReason(StrEnum):
-    """Why an accepted trajectory has no gradient in the model."""
+    """Why an accepted trajectory has no gradient in the model.
+
+    ``OTHER`` is never written: it stands for the word of a newer writer, whose row counts all the same.
+    """
 
     REFUSED = "refused"
     OUT_OF_MEMORY = "out_of_memory"
@@ -179,6 +183,11 @@ class SkipReason(StrEnum):
     FILTERED = "filtered"
     ORPHAN_LINEAGE = "orphan_lineage"
     RETENTION_EXPIRED = "retention_expired"
+    OTHER = "other"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "SkipReason | None":
+        return cls.OTHER if isinstance(value, str) else None
 
 
 class SkipRecord(Message):

@@ -1,9 +1,10 @@
-"""One message of every kind, each field set to something that is not its default."""
+"""Messages of every kind, for tests: the golden bytes hold these values."""
 
 import numpy as np
 
 from schemas.control import (
     DrainWorker,
+    FleetTarget,
     FlowControl,
     OperatorCommand,
     RunFinished,
@@ -105,28 +106,53 @@ def work_order(content: str | tuple[ChatTurn, ...]) -> WorkOrder:
     )
 
 
-def heartbeat(**changes: object) -> Heartbeat:
-    """Of a worker that leaves."""
-    fields: dict[str, object] = {
-        "worker_id": "worker-1",
-        "incarnation": "a1b2",
-        "state": WorkerState.DRAINING,
-        "engine": "transformers",
-        "version": PolicyVersion(2, 4),
-        "capacity": 16,
-        "running": 3,
-        "waiting": 1,
-        "generated_tokens": 1234,
-        "finished_trajectories": 5,
-        "tokens_per_s": 99.5,
-        "sequence": 7,
-        "sent_at": 1_795_000_005.0,
+def full_examples() -> dict[str, Message]:
+    """Those of ``examples`` that leave fields at their defaults, once more with every field set."""
+    some = few_examples()
+    order = work_order("2 + 2?").replace(due_step=9, incarnation="a1b2")
+    sampling = order.sampling.model_copy(
+        update={"min_p": 0.05, "stop": ("\n", "END"), "include_stop_str_in_output": True}
+    )
+    estimate = order.estimate.model_copy(update={"boundaries_version": 3})
+    ref = RecordRef("gsm8k/7/0/0", 1, 10)
+    return {
+        "work-order-full": order.replace(sampling=sampling, estimate=estimate),
+        "trajectory-full": trajectory(position=107, due_step=9, refusal="longer than 127 tokens"),
+        "step-report-full": some["step-report"].replace(
+            left_out=(ref,),
+            digests={"model.weight": "00ff" * 8},
+            parent=PolicyVersion(1, 3),
+            parent_skips=7,
+            undoes=1,
+            carried_parts=2,
+            prompt_cursor=120,
+            run_id="0f6ad1c2-7a53-4f3e-9d0e-1b7a4f1c2d3e",
+        ),
+        "skip-full": some["skip"].replace(
+            reason=SkipReason.RETENTION_EXPIRED, trajectory_id="gsm8k/7/0/1", end_offset=20, lineage=2, sequence=11
+        ),
+        "heartbeat-full": some["heartbeat"].replace(
+            orders={"gsm8k/7/0": 1.5}, kv_tokens=4096, run_id="0f6ad1c2-7a53-4f3e-9d0e-1b7a4f1c2d3e", wire=2
+        ),
+        "trajectory-continued": trajectory(parts=PARTS),
+        "work-order-continued": work_order("What is 2 + 2?").replace(
+            partials=(PartialSource(partition=3, offset=1 << 40), PartialSource(partition=9, offset=0))
+        ),
+        "heartbeat-durable": some["heartbeat"].replace(partials_from=77, wire=2),
+        "run-identity-full": some["run-identity"].replace(wire=2),
+        "control-flow-full": some["control-flow"].replace(mode="drain", command_offset=4),
+        "control-drain-worker-full": some["control-drain-worker"].replace(command_offset=5),
+        "control-fleet-target": FleetTarget(sequence=6, sent_at=1_795_000_012.0, workers=3, reason="balance"),
     }
-    return Heartbeat.model_validate(fields | changes)
 
 
 def examples() -> dict[str, Message]:
-    """By name of kind."""
+    """By name of kind; together each field is set to something that is not its default."""
+    return few_examples() | full_examples()
+
+
+def few_examples() -> dict[str, Message]:
+    """Of every kind; they are as they were when the first golden bytes were written."""
     return {
         "work-order": work_order("What is 2 + 2?"),
         "work-order-chat": work_order(
@@ -159,11 +185,6 @@ def examples() -> dict[str, Message]:
             parts=PARTS,
             finish_reason=FinishReason.LENGTH,
         ),
-        "trajectory-continued": trajectory(parts=PARTS),
-        "work-order-continued": work_order("What is 2 + 2?").replace(
-            partials=(PartialSource(partition=3, offset=1 << 40), PartialSource(partition=9, offset=0))
-        ),
-        "heartbeat-durable": heartbeat(orders={"gsm8k/7/0": 0.25}, kv_tokens=4096, partials_from=77),
         "trajectory-empty": trajectory(0, finish_reason=FinishReason.ABORT, prompt_token_ids=np.zeros(0, np.int32)),
         "trajectory-refused": trajectory(
             0,
@@ -204,7 +225,21 @@ def examples() -> dict[str, Message]:
             step=4,
             sent_at=1_795_000_004.0,
         ),
-        "heartbeat": heartbeat(),
+        "heartbeat": Heartbeat(
+            worker_id="worker-1",
+            incarnation="a1b2",
+            state=WorkerState.DRAINING,
+            engine="transformers",
+            version=PolicyVersion(2, 4),
+            capacity=16,
+            running=3,
+            waiting=1,
+            generated_tokens=1234,
+            finished_trajectories=5,
+            tokens_per_s=99.5,
+            sequence=7,
+            sent_at=1_795_000_005.0,
+        ),
         "trainer-beat": TrainerBeat(
             algorithm="grpo", incarnation="c3d4", version=PolicyVersion(2, 4), sequence=9, sent_at=1_795_000_005.5
         ),

@@ -5,13 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-
 from bus.kafka.topic_admin import apply_topics
 from deploy.local.run import child_specs
 from deploy.local.supervisor import ChildSpec
-from schemas.topics import STEPS, TRAJECTORIES, Topic
 from settings.loading import as_toml, load_settings
 from settings.run_directory import RunDirectory
 from settings.tree import Settings
@@ -24,16 +20,13 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "loop": {"groups_per_step": GROUPS_PER_STEP},
     "dispatch": {"lease_s": 3.0},
     "coordinator": {"heartbeat_timeout_s": 5.0},
-    "generation": {
-        "max_num_seqs": 16,
-        "heartbeat_interval_s": 0.25,
-        "chunk_tokens": 4,
-        "partial_trajectories": "durable",
-        "partial_chunk_tokens": 4,
-    },
+    "generation": {"max_num_seqs": 16, "heartbeat_interval_s": 0.25},
     "training": {"max_steps": MAX_STEPS, "checkpoint_every": 3},
     "kafka": {"request_timeout_ms": 4000, "delivery_timeout_ms": 8000},
 }
+
+DURABLE: Mapping[str, Any] = {"partial_trajectories": "durable", "partial_chunk_tokens": 4, "chunk_tokens": 4}
+"""What a killed worker had begun goes on elsewhere. Not among the sections that the last version reads, too."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +51,7 @@ def make_setting(
 ) -> Setting:
     """``changes`` to sections come on top of ours."""
     sections = {name: {**SECTIONS.get(name, {}), **changes.get(name, {})} for name in {*SECTIONS, *changes}}
+    sections["generation"] = {**DURABLE, **sections["generation"]}
     root.mkdir(parents=True, exist_ok=True)
     settings = load_settings(write_config(root, model, name, **sections), [])
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
@@ -72,30 +66,7 @@ def make_setting(
 
 
 async def create_topics(setting: Setting) -> None:
-    """The run's topics; the broker's clock stamps what recovery times are read from."""
+    """The run's topics."""
     kafka = setting.settings.kafka
     assert kafka.bootstrap_servers is not None
     await apply_topics(kafka.bootstrap_servers, setting.name, setting.settings.loop.trajectory_partitions)
-    await stamp_by_broker(kafka.bootstrap_servers, setting.name, (STEPS, TRAJECTORIES))
-
-
-async def stamp_by_broker(address: str, run: str, topics: tuple[Topic, ...]) -> None:
-    admin = AIOKafkaAdminClient(bootstrap_servers=address)
-    await admin.start()
-    try:
-        replicas = min(3, len((await admin.describe_cluster())["brokers"]))
-        await admin.alter_configs(
-            [
-                ConfigResource(
-                    ConfigResourceType.TOPIC,
-                    topic.full_name(run),
-                    configs={
-                        **topic.configs(replication_factor=replicas),
-                        "message.timestamp.type": "LogAppendTime",
-                    },
-                )
-                for topic in topics
-            ]
-        )
-    finally:
-        await admin.close()

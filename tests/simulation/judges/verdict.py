@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bus.port import Record
-from schemas.errors import WireError
+from consumers.training.checkpoints.marks import read_rollback
+from schemas.errors import CheckpointError, WireError
 from schemas.messages import Message
 from schemas.reports import RefusedStep, SkipRecord, StepReport
 from schemas.topics import SKIPS, STEPS, TRAJECTORIES
@@ -26,9 +27,10 @@ def judge(world: World) -> list[Problem]:
     return [
         *world.problems,
         *judge_bus(bus_history(world)),
-        *judge_training(evidence(world)),
+        *_judged(world),
         *judge_parts(_trajectories(world.bus.broker).values()),
         *audit(world),
+        *_refused(world),
     ]
 
 
@@ -50,6 +52,23 @@ def judge_parts(trajectories: Iterable[Trajectory | None]) -> list[Problem]:
     return found
 
 
+def _judged(world: World) -> list[Problem]:
+    try:
+        return judge_training(evidence(world))
+    except CheckpointError as error:
+        return [Problem("contents", str(error))]
+
+
+def _refused(world: World) -> list[Problem]:
+    """Nothing was written into a directory that never held the run."""
+    strangers = [each for each in world.crew.directories if each.identity.load() is None]
+    return [
+        Problem("refusal", f"a directory that never held the run has lineages {sorted(each.place.numbers)}")
+        for each in strangers
+        if each.place.numbers or each.place.pieces
+    ]
+
+
 def bus_history(world: World) -> BusHistory:
     """Of the whole bus."""
     broker, events = world.bus.broker, world.bus.events
@@ -65,8 +84,8 @@ def bus_history(world: World) -> BusHistory:
 def evidence(world: World) -> Evidence:
     """Of the one algorithm there is."""
     broker, setup = world.bus.broker, world.setup
-    newest = SimCheckpoints(world.crew.place, setup.keep_checkpoints, lambda name: None, at_once).newest()
-    checkpoint = None
+    newest = SimCheckpoints(world.crew.directory.place, setup.keep_checkpoints, lambda name: None, at_once).newest()
+    checkpoint, rollback = None, read_rollback(world.crew.directory.place)
     if newest is not None:
         manifest = newest.state.manifest
         frontier: Any = manifest.frontier
@@ -80,6 +99,8 @@ def evidence(world: World) -> Evidence:
         checkpoint=checkpoint,
         gone=world.bus.broker.gone,
         began=_beginnings(broker),
+        orphans_through=world.crew.directory.orphans_through,
+        rolled_back=None if rollback is None else (rollback.version, rollback.lineage),
     )
 
 
