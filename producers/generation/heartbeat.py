@@ -44,6 +44,7 @@ class Heartbeats:
     state: WorkerState = WorkerState.STARTING
     version: PolicyVersion = NO_VERSION
     run_id: str | None = None
+    partials_from: Callable[[], int | None] = lambda: None
     _sequence: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _rates: deque[tuple[float, int]] = field(default_factory=deque)
@@ -103,6 +104,7 @@ class Heartbeats:
             orders=self._orders(),
             kv_tokens=self.engine.kv_tokens,
             run_id=self.run_id,
+            partials_from=self.partials_from(),
             wire=WIRE_VERSION,
             sequence=self._sequence - 1,
             sent_at=self.clock(),

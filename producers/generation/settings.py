@@ -51,7 +51,20 @@ class GenerationSettings(Section):
     chunk_tokens: Annotated[
         int, Field(ge=1, description="Tokens an engine gathers per completion before the worker sees them.")
     ] = 32
-    stream_tokens: Annotated[bool, Field(description="Publish tokens on the tokens topic as they are sampled.")] = False
+    partial_trajectories: Annotated[
+        Literal["off", "stream", "durable"],
+        Field(
+            description="Tokens before their trajectory is finished: off: nobody sees them; stream: on the tokens "
+            "topic as they are sampled, at most once, to be looked at; durable: on partial-trajectories, so that "
+            "another worker goes on where one was lost, drained or stopped, also after a restart of everything."
+        ),
+    ] = "off"
+    partial_chunk_tokens: Annotated[
+        int, Field(ge=1, description="durable: tokens of a completion that are written at once.")
+    ] = 256
+    partial_chunk_s: Annotated[
+        float, Field(gt=0, description="durable: seconds after which fewer are written, too.")
+    ] = 2.0
     heartbeat_interval_s: Annotated[float, Field(gt=0, le=60, description="Seconds between heartbeats.")] = 1.0
     fencing_timeout_s: Annotated[
         float,
