@@ -28,7 +28,8 @@ class Heartbeat(Message):
     last progress: a token of it, a finished sample, or, while a sample of it waits for its first token, a token of any
     other. None: this heartbeat does not say. ``kv_tokens``: tokens of context that the engine's key-value cache holds,
     of all running completions together; None: its slots are the only bound. ``run_id``: of the run that it works
-    for, as the control topic says; None before it has read that.
+    for, as the control topic says; None before it has read that. ``capacity``, ``running`` and ``waiting`` are of
+    orders; ``request_address``: where gateways bring requests, which have slots of their own; None: nowhere.
     """
 
     SCHEMA: ClassVar[str] = "heartbeat"
@@ -47,6 +48,7 @@ class Heartbeat(Message):
     orders: dict[ShortText, Annotated[float, Field(ge=0)]] | None = None
     kv_tokens: Annotated[int, Field(ge=1)] | None = None
     run_id: ShortText | None = None
+    request_address: ShortText | None = None
     sequence: Annotated[int, Field(ge=0)]
     sent_at: float
 

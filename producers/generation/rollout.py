@@ -9,7 +9,7 @@ import time
 from array import array
 from asyncio import Future
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -122,7 +122,7 @@ class RewardScorer(Protocol):
 
 @dataclass
 class Rollout:
-    """Samples for one worker; ``load`` counts what it does."""
+    """Samples for one worker; ``load`` counts what it does. ``places``: entered while a sample is in the engine."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -131,6 +131,7 @@ class Rollout:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     tokens: "TokenStream | None" = None
     clock: Callable[[], float] = time.time
+    places: "AbstractAsyncContextManager[None]" = field(default_factory=nullcontext)
 
     async def sample(self, order: WorkOrder, sample_index: int, prompt_token_ids: Sequence[int]) -> Trajectory:
         """Sample and score one completion; a failing engine is asked once more.
@@ -144,7 +145,8 @@ class Rollout:
         started_at = self.clock()
         self.load.generating += 1
         try:
-            completion = await self._generate_twice(request)
+            async with self.places:
+                completion = await self._generate_twice(request)
         finally:
             self.load.generating -= 1
         # The slot is free by now: scoring costs the engine nothing.
@@ -198,7 +200,7 @@ class Rollout:
     async def _generate(self, request: GenerationRequest) -> "SampledCompletion":
         # A second attempt begins anew; what the first one streamed stays on the tokens topic.
         completion = SampledCompletion()
-        async with _closing(self.engine.generate(request)) as deltas:
+        async with closed_early(self.engine.generate(request)) as deltas:
             async for delta in deltas:
                 # Taken before extend: where the delta's first token stands in the completion.
                 start = len(completion.token_ids)
@@ -212,7 +214,7 @@ class Rollout:
 
 
 @asynccontextmanager
-async def _closing(deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[AsyncIterator[TokenDelta]]:
+async def closed_early(deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[AsyncIterator[TokenDelta]]:
     """Closes an async generator when its reader leaves early, so that its slot in the engine is free at once."""
     try:
         yield deltas

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from schemas.settings import Section
 
@@ -51,6 +51,25 @@ class GenerationSettings(Section):
         int, Field(ge=1, description="Tokens an engine gathers per completion before the worker sees them.")
     ] = 32
     stream_tokens: Annotated[bool, Field(description="Publish tokens on the tokens topic as they are sampled.")] = False
+    request_slots: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=4096,
+            description="Of max_num_seqs, the slots kept for requests of gateways, which orders leave alone; unset: a "
+            "quarter with gateway.enabled, else none.",
+        ),
+    ] = None
+    request_host: Annotated[
+        str, Field(description="Address on which a worker takes requests of gateways; one they reach if elsewhere.")
+    ] = "127.0.0.1"
+    request_secret: Annotated[
+        SecretStr | None,
+        Field(
+            description="Known to gateways and workers alone; unset: made once in the run's directory, which processes "
+            "on other machines do not see."
+        ),
+    ] = None
     heartbeat_interval_s: Annotated[float, Field(gt=0, le=60, description="Seconds between heartbeats.")] = 1.0
     fencing_timeout_s: Annotated[
         float,

@@ -26,6 +26,7 @@ from producers.generation.engines.port import Engine, Tokenizer, encoded
 from producers.generation.heartbeat import Heartbeats
 from producers.generation.outbox import Fence, FencedPublisher, Outbox
 from producers.generation.rollout import RewardScorer, Rollout, TokenStream, WorkerLoad
+from producers.generation.serving import RequestServer, RequestSlots
 from producers.generation.settings import GenerationSettings
 from producers.generation.weights import WeightsAdopter, WeightsFetcher
 from schemas.errors import PromptRefused, WireError
@@ -50,6 +51,7 @@ class GenerationWorker:
     """One per process. ``weights_cache`` is a directory of its own, kept between restarts.
 
     ``on_tick`` is told, by name, of every turn of a loop. ``run_id``: of the run whose directory it has, if it has one.
+    ``requests``: how it serves gateways beside its orders, None if it does not.
     """
 
     bus: Bus
@@ -66,12 +68,14 @@ class GenerationWorker:
     open_fetcher: Callable[[Path, float, int], WeightsFetcher] = WeightsFetcher
     on_tick: Callable[[str], None] = lambda name: None
     run_id: str | None = None
+    requests: RequestSlots | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped, drained, or the run is finished.
 
-        Consumes: this worker's partition of work-orders (from now on), control (from the beginning).
-        Produces: trajectories, heartbeats, and tokens if the settings say so.
+        Consumes: this worker's partition of work-orders (from now on), control (from the beginning), and requests of
+            gateways over connections of their own.
+        Produces: trajectories, heartbeats, and tokens if the settings say so; the tokens of requests.
         Waits for: the first weights; orders; the broker when it is behind.
         On failure: raises (``EngineError``, ``ModelError``, ``RewardLoadError``, ``BusError``) after a last heartbeat;
             what was running is ordered elsewhere. ``Superseded``, without a last heartbeat: another process has our id.
@@ -114,6 +118,8 @@ class WorkerSession:
     adopter: WeightsAdopter
     heartbeats: Heartbeats
     executor: "OrderExecutor"
+    requests: RequestServer | None = None
+    is_leaving: bool = False
 
     @classmethod
     def open(
@@ -121,6 +127,7 @@ class WorkerSession:
     ) -> "WorkerSession":
         """Put the parts together: whatever publishes does it through the fence."""
         run, worker_id, settings = worker.run_name, worker.worker_id, worker.settings
+        slots = worker.requests.slots if worker.requests is not None else 0
         fence = Fence(worker_id, uuid.uuid4().hex[:12], settings.fencing_timeout_s, worker.monotonic)
         fenced = FencedPublisher(publisher, fence)
         rollout = Rollout(
@@ -132,6 +139,8 @@ class WorkerSession:
             clock=worker.clock,
             load=WorkerLoad(worker.monotonic),
         )
+        if slots:
+            rollout.places = asyncio.Semaphore(worker.engine.max_num_seqs - slots)
         executor = OrderExecutor(
             rollout,
             Outbox(fenced, settings.max_undelivered),
@@ -146,6 +155,7 @@ class WorkerSession:
             rollout.load,
             worker.clock,
             fence.incarnation,
+            request_slots=slots,
         )
         first_relay = partition_of_worker(worker_id)  # workers start at different relays
         fetcher = worker.open_fetcher(worker.weights_cache, settings.fetch_timeout_s, first_relay)
@@ -159,7 +169,17 @@ class WorkerSession:
             worker.run_id,
             lambda identity: heartbeats.belong_to(identity.run_id),
         )
-        return cls(worker, work_orders, follower, adopter, heartbeats, executor)
+        session = cls(worker, work_orders, follower, adopter, heartbeats, executor)
+        if (wanted := worker.requests) is not None:
+            session.requests = RequestServer(
+                worker.engine,
+                rollout.load,
+                worker_id,
+                wanted,
+                is_open=lambda: adopter.held is not None and not session.is_leaving,
+                version=lambda: heartbeats.version,
+            )
+        return session
 
     async def work(self, stop: asyncio.Event) -> None:
         """Start the parts, take orders, finish."""
@@ -170,6 +190,8 @@ class WorkerSession:
             background.append(tasks.create_task(self.control.control_loop()))
             if await _done_before(stop, self._start_parts()):
                 background.append(tasks.create_task(self.adopter.adopt_loop()))
+                if self.requests is not None:
+                    self.heartbeats.take_requests_at(await self.requests.open())
                 await self._orders_loop(stop, tasks)
                 await self._finish(stop)
             # The group ends with its last task, and these would go on for ever.
@@ -178,6 +200,8 @@ class WorkerSession:
 
     async def sign_off(self) -> None:
         """Say that this worker is gone, so that nobody waits for its lease to end; bounded in time."""
+        if self.requests is not None:
+            await self.requests.close()
         if self.control.fence.superseded is not None:
             return  # the id is another's: a last heartbeat of ours would say that it is gone
         self.heartbeats.update(state=WorkerState.STOPPED)
@@ -222,16 +246,22 @@ class WorkerSession:
     async def _finish(self, stop: asyncio.Event) -> None:
         """Let what is running end: for as long as it takes when drained, for the grace period when stopped."""
         self.heartbeats.update(state=WorkerState.DRAINING)
+        self.is_leaving = True
         loop, deadline = asyncio.get_running_loop(), None
+        idle = [loop.create_task(self.requests.wait_until_idle())] if self.requests is not None else []
         # Not once the run is finished: nobody is left to train on what still runs.
-        while self.executor.running and not self.control.finished:
+        while (left_over := [*self.executor.running.values(), *(task for task in idle if not task.done())]) and (
+            not self.control.finished
+        ):
             self.worker.on_tick("orders")
             if stop.is_set() and deadline is None:
                 deadline = loop.time() + self.worker.settings.drain_grace_s
             left = POLL_S if deadline is None else min(POLL_S, deadline - loop.time())
             if left <= 0:
                 break
-            await asyncio.wait(self.executor.running.values(), timeout=left)
+            await asyncio.wait(left_over, timeout=left)
+        for task in idle:
+            task.cancel()
         await self.executor.abandon()
 
 

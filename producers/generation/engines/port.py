@@ -12,12 +12,18 @@ from schemas.trajectories import FinishReason, Prompt, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Sample one completion of these prompt tokens; ``prompt``: what they were made of, if that is known."""
+    """Sample one completion of these prompt tokens; ``prompt``: what they were made of, if that is known.
+
+    ``chunk_tokens``: gathered before they are handed over, none for as many as the engine's settings say.
+    ``interactive``: somebody waits for the first token, so it is begun as soon as a slot is free.
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     prompt: Prompt | None = None
+    chunk_tokens: int | None = None
+    interactive: bool = False
 
 
 @dataclass(frozen=True, slots=True)

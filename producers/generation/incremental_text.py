@@ -1,0 +1,36 @@
+"""The text of tokens that come one by one, for whoever cannot wait for the last of them."""
+
+from collections.abc import Sequence
+
+from producers.generation.engines.port import Tokenizer
+
+_HELD_TOKENS = 8
+"""Tokens that may wait for the rest of a character: UTF-8 has at most 4 bytes in one, and a token at least one."""
+
+
+class IncrementalText:
+    """What a token adds to the text may depend on those before it (a space, the bytes of one character).
+
+    So a window of tokens is decoded without and with the newest ones: what the text is longer by is new, and the window
+    moves on. ``is_settled``: nothing that comes changes what ``add`` returned last.
+    """
+
+    __slots__ = ("_known", "_new", "_shown", "_tokenizer", "is_settled")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: list[int] = []
+        self._shown = 0
+        self._new: list[int] = []
+        self.is_settled = True
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Take in tokens; the text behind what was settled before."""
+        self._new += token_ids
+        piece = self._tokenizer.decode(self._known + self._new)[self._shown :]
+        # U+FFFD at the end: bytes of a character that is not whole yet, and will be another text then.
+        self.is_settled = len(self._new) >= _HELD_TOKENS or bool(piece and not piece.endswith("\ufffd"))
+        if self.is_settled:
+            self._known, self._new = self._new, []
+            self._shown = len(self._tokenizer.decode(self._known))
+        return piece
