@@ -21,7 +21,7 @@ from settings.contradictions import meaningless_keys, refuse_contradictions
 from settings.explaining import value_at
 from settings.keys import REMOVED, RENAMED, Key, known_keys, secret_keys, suggestion
 from settings.layers import SettingsLayers, Tree, is_variable, merged
-from settings.tree import Settings
+from settings.tree import Settings, request_slots
 
 
 def load_settings(
@@ -150,6 +150,11 @@ def _check_sections_agree(settings: Settings) -> None:
     if settings.loop.num_generations < 2 and settings.training.backend != "emulated":
         raise SettingsError(
             f"expected loop.num_generations >= 2 for group advantages, got {settings.loop.num_generations}"
+        )
+    if request_slots(settings) >= settings.generation.max_num_seqs:
+        raise SettingsError(
+            f"expected generation.max_num_seqs ({settings.generation.max_num_seqs}) above the slots for requests, got "
+            f"{request_slots(settings)} of them: orders would have none; raise it, or lower generation.request_slots"
         )
     _check_emulation(settings)
 

@@ -6,7 +6,7 @@ process needs. For the same reason those of an engine, of rewards and of the ran
 
 import asyncio
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from consumers.training.identity import IdentityFile
 from coordinator.coordinator import Coordinator, FleetScaling
@@ -18,12 +18,19 @@ from producers.generation.engines.factory import build_emulated, build_engine
 from producers.generation.engines.length_trace import trace_length
 from producers.generation.engines.port import Engine, Tokenizer
 from producers.generation.rollout import RewardScorer
+from producers.generation.serving import RequestSlots, shared_secret
 from producers.generation.worker import GenerationWorker
 from producers.lengths.predictor import SampleLength
 from producers.lengths.startup import build_predictor
 from producers.prompts.sources import open_source
 from schemas.errors import SettingsError, UserError
-from settings.tree import Settings, decode_curve, worker_curves
+from schemas.secrets import revealed
+from settings.run_directory import RunDirectory
+from settings.tree import Settings, decode_curve, request_slots, worker_curves
+
+if TYPE_CHECKING:
+    from producers.gateway.text import ChatTokenizer
+    from producers.gateway.tool_calls import ToolCallParser
 
 
 class Role(Protocol):
@@ -68,9 +75,12 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
             return build_relay(settings, context)
         case "ranker":
             return build_ranker(settings, context)
+        case "gateway":
+            return build_gateway(settings, context)
         case _:
             raise UserError(
-                f"expected one of worker, trainer, standby, dispatcher, ranker, coordinator, relay, got {role!r}"
+                "expected one of worker, trainer, standby, dispatcher, ranker, gateway, coordinator, relay, got "
+                f"{role!r}"
             )
 
 
@@ -175,7 +185,66 @@ def build_worker(settings: Settings, context: ProcessContext) -> GenerationWorke
         weights_cache=settings.run.path / "workers" / context.name,
         on_tick=context.on_tick,
         run_id=IdentityFile(settings.run.path).run_id,
+        requests=_requests(settings),
     )
+
+
+def _requests(settings: Settings) -> RequestSlots | None:
+    slots = request_slots(settings)
+    return RequestSlots(settings.generation.request_host, slots, _request_secret(settings)) if slots else None
+
+
+def _request_secret(settings: Settings) -> str:
+    given = revealed(settings.generation.request_secret, "generation", "request_secret")
+    return given or shared_secret(RunDirectory(settings.run.path).gateway / "secret")
+
+
+def build_gateway(settings: Settings, context: ProcessContext) -> Role:
+    """The gateway to the run's workers.
+
+    Raises:
+        SettingsError: workers keep no slots for requests, or there is no such tool parser.
+        ModelError: the model has no tokenizer.
+    """
+    from producers.gateway.gateway import Gateway  # its web server is no other process's affair
+
+    if not request_slots(settings):
+        raise SettingsError(
+            "expected workers that take requests, got none: set gateway.enabled, for the workers too, or "
+            "generation.request_slots"
+        )
+    tokenizer, parser = _conversation(settings)
+    gateway = Gateway(
+        bus=context.bus,
+        run_name=settings.run.name,
+        loop=settings.loop,
+        settings=settings.gateway,
+        lengths=settings.lengths,
+        engine=settings.generation.engine,
+        tokenizer=tokenizer,
+        parser=parser,
+        secret=_request_secret(settings),
+        directory=RunDirectory(settings.run.path).gateway,
+        observer=context.request_observer,
+        on_tick=context.on_tick,
+    )
+    context.watch_gateway(gateway.status)
+    return gateway
+
+
+def _conversation(settings: Settings) -> "tuple[ChatTokenizer, ToolCallParser]":
+    from producers.gateway.tool_calls import BUILT_IN, VllmToolCalls
+
+    name = settings.gateway.tool_parser
+    if settings.generation.engine == "emulated":
+        from producers.generation.engines.emulated import FillerChat
+
+        return FillerChat(settings.emulation.lengths.prompt_characters_per_token), BUILT_IN["hermes"]()
+    from producers.generation.engines.vllm_tools import vllm_tool_parser
+    from producers.generation.tokenizer import ModelTokenizer
+
+    tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
+    return tokenizer, BUILT_IN[name]() if name in BUILT_IN else VllmToolCalls(vllm_tool_parser(name, tokenizer))
 
 
 def _modelled(settings: Settings) -> tuple[Engine, Tokenizer, RewardScorer]:

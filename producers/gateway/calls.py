@@ -199,7 +199,9 @@ class RunningCall:
 
     def _delta(self, reply: Reply, token_ids: list[int], logprobs: list[float]) -> ReplyDelta:
         reason = reply.sampled.finish_reason
-        text = reply.text.add(token_ids) if token_ids else ""
+        ends = reason is FinishReason.STOP and bool(token_ids) and reply.text.hides(token_ids[-1])
+        shown = token_ids[:-1] if ends else token_ids
+        text = reply.text.add(shown) if shown else ""
         if reason is not None:
             text += reply.text.finish(reason)
         return ReplyDelta(reply, token_ids, logprobs, text, reason)

@@ -20,6 +20,7 @@ from producers.gateway.app import RequestObserver, build_app
 from producers.gateway.feedback import FeedbackDesk, FeedbackStore
 from producers.gateway.keys import KeyFile, KeyRing
 from producers.gateway.links import WorkerPool
+from producers.gateway.listening import BACKLOG, listen
 from producers.gateway.service import CompletionService
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.text import ChatTokenizer
@@ -27,7 +28,7 @@ from producers.gateway.tool_calls import ToolCallParser
 from producers.generation.outbox import Outbox
 from producers.lengths.predictor import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
-from schemas.errors import BusError, UserError
+from schemas.errors import BusError
 from schemas.reports import Heartbeat
 from schemas.settings import LoopSettings
 from schemas.topics import HEARTBEATS, TRAJECTORIES
@@ -37,8 +38,6 @@ log = structlog.get_logger()
 CLIENT_ID = "gateway"
 POLL_S = 0.5
 RETRY_S = 1.0
-BACKLOG = 2048
-"""Connections that may wait to be accepted: a thousand requesters may come at once."""
 TICK_S = 1.0
 
 
@@ -93,7 +92,7 @@ class Gateway:
     @property
     def keys(self) -> KeyFile:
         """The file of API keys."""
-        return KeyFile(self.settings.keys or self.directory / "keys.json")
+        return KeyFile(self.settings.key_file(self.directory))
 
     def status(self) -> GatewayStatus:
         """What goes on."""
@@ -135,7 +134,7 @@ class Gateway:
         On stop: takes no more requests, gives those under way ``shutdown_timeout_s``; what is kept for feedback stays.
         """
         self.keys.read()  # a file that is none is told now, and not by every answer
-        listener = _listen(self.settings.host, self.settings.port)
+        listener = listen(self.settings.host, self.settings.port)
         await asyncio.to_thread(self.desk.store.open)
         loops = [
             asyncio.create_task(loop)
@@ -230,14 +229,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise UserError(
-            f"expected a free port for the gateway, got {host}:{port} in use ({error.strerror}); choose another with "
-            "--gateway.port, or an address of this machine with --gateway.host"
-        ) from error

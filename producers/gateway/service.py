@@ -226,7 +226,8 @@ class CompletionService:
 
     def _new_text(self, call: CompletionCall) -> ReplyText:
         if call.tools:
-            return ReplyText(SpecialsShown(self.tokenizer), call.sampling, self.parser.openers)
+            shown = SpecialsShown(self.tokenizer)
+            return ReplyText(shown, call.sampling, self.parser.openers, shown.is_special)
         return ReplyText(self.tokenizer, call.sampling)
 
 

@@ -72,6 +72,10 @@ class GatewaySettings(Section):
         Field(min_length=1, max_length=64, description="Name of the reward that feedback gives; see rewards.weights."),
     ] = "feedback"
 
+    def key_file(self, directory: Path) -> Path:
+        """Where API keys are; ``directory``: the gateway's of the run."""
+        return self.keys or directory / "keys.json"
+
     @model_validator(mode="after")
     def _guarded(self) -> Self:
         if not self.require_key and not is_loopback(self.host):

@@ -4,7 +4,7 @@ A stop string is cut off, and so nothing is sent that may be the beginning of on
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pydantic import JsonValue
@@ -58,6 +58,7 @@ class SpecialsShown:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self.encode_prompt = tokenizer.encode_prompt
+        self.is_special = tokenizer.is_special
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens."""
@@ -123,10 +124,17 @@ class ReplyText:
     """The text of one completion as its tokens come: ``add`` returns what can be sent by now, ``finish`` the rest.
 
     ``openers``: texts at which something begins that is not to be sent as it stands, such as a tool call; from the
-    first of them on everything is held back. ``text`` is all there is so far, with what is held back.
+    first of them on everything is held back. ``text`` is all there is so far, with what is held back. ``hides``: the
+    token that ended it is no text, where the tokenizer writes special tokens out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, openers: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        openers: Sequence[str] = (),
+        hides: Callable[[int], bool] = lambda token_id: False,
+    ) -> None:
         self._grown = IncrementalText(tokenizer)
         self._sampling = sampling
         self._openers = tuple(openers)
@@ -134,6 +142,7 @@ class ReplyText:
         self._settled = ""
         self._pending = ""
         self._sent = 0
+        self.hides = hides
 
     @property
     def text(self) -> str:

@@ -16,10 +16,12 @@ Invariants, each with a test of its name:
 
 import asyncio
 import hmac
+import os
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgpack
@@ -138,6 +140,29 @@ async def prove(socket: WebSocket, secret: str, *, is_worker: bool) -> bool:
 def _proof(secret: str, nonces: bytes, *, is_worker: bool) -> bytes:
     role = b"worker" if is_worker else b"gateway"
     return hmac.digest(secret.encode(), role + nonces, "sha256")
+
+
+def shared_secret(path: Path) -> str:
+    """What gateways and workers of one run directory know; made by whoever comes first.
+
+    Raises:
+        UserError: the file can be neither read nor made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whole before it has its name: two processes that come at once end up with one and the same.
+        new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(32))
+        with suppress(FileExistsError):
+            os.link(new, path)
+        new.unlink()
+        return path.read_text().strip()
+    except OSError as error:
+        raise UserError(
+            f"expected a file for the secret of gateways and workers at {path}, got: {error.strerror}; make it "
+            "readable, or give all processes of the run one generation.request_secret"
+        ) from error
 
 
 @dataclass(frozen=True)

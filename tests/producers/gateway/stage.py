@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from bus.port import Outgoing
 from producers.gateway.gateway import Gateway
 from producers.gateway.keys import KeyFile
 from producers.gateway.settings import GatewaySettings
@@ -18,6 +19,7 @@ from producers.generation.serving import RequestSlots
 from producers.generation.settings import GenerationSettings
 from producers.generation.worker import GenerationWorker
 from producers.lengths.settings import LengthSettings
+from schemas.control import control_key
 from schemas.errors import EngineError, PromptRefused
 from schemas.identifiers import PolicyVersion
 from schemas.reports import Heartbeat
@@ -28,8 +30,6 @@ from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import FakeRelay, running_relay
-from bus.port import Outgoing
-from schemas.control import control_key
 
 RUN = "r"
 EOS = 0
@@ -210,7 +210,9 @@ async def stage(
             for number, engine in enumerate(found)
         ]
         try:
-            await until(lambda: len(gateway.pool.ready) == len(found) or serving.done() or any(w.done() for w in workers))
+            await until(
+                lambda: len(gateway.pool.ready) == len(found) or serving.done() or any(w.done() for w in workers)
+            )
             transport = httpx.ASGITransport(app=gateway.app(), raise_app_exceptions=True)
             headers = {"Authorization": f"Bearer {key}", "Host": "localhost"}
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
