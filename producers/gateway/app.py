@@ -141,10 +141,9 @@ class Guard:
         except Exception:
             log.exception("a request failed", path=scope["path"])
             if not status:
-                error = ApiError(
-                    500, "expected an answer, got a mistake of the gateway's own; see its log", kind="server_error"
-                )
-                await JSONResponse(error.body(), error.status)(scope, receive, named)
+                ours = "expected an answer, got a mistake of the gateway's own; its log says more"
+                mistake = ApiError(500, ours, kind="server_error")
+                await JSONResponse(mistake.body(), mistake.status)(scope, receive, named)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self.observer.answered(route, status or 499, time.monotonic() - began)

@@ -123,7 +123,7 @@ class RunningCall:
         sampling = self.call.sampling
         if sampling.seed is not None:
             # Each choice draws random numbers of its own, from 31 bits, which every engine takes for a seed.
-            own = xxhash.xxh32_intdigest(str(index), seed=sampling.seed & 0xFFFFFFFF) & 0x7FFFFFFF
+            own = xxhash.xxh32_intdigest(str(index).encode(), seed=sampling.seed & 0xFFFFFFFF) & 0x7FFFFFFF
             sampling = sampling.model_copy(update={"seed": own})
         sequence = ServedSequence(prompt.token_ids, sampling, estimate, lambda _: None, self.call.session)
         reply = Reply(index, prompt, estimate, text, sequence)

@@ -238,8 +238,8 @@ class TextCompletionRequest(SamplingFields):
         if isinstance(prompt, str):
             return [prompt]
         if isinstance(prompt[0], int):
-            return [prompt]  # type: ignore[list-item]
-        return prompt  # type: ignore[return-value]
+            return [prompt]
+        return prompt
 
     def check(self) -> None:
         """See ``SamplingFields``."""

@@ -137,8 +137,9 @@ class ReplyText:
     ) -> None:
         self._grown = IncrementalText(tokenizer)
         self._sampling = sampling
-        self._openers = tuple(openers)
         self._marks = (*sampling.stop, *openers)
+        # At a whole stop string the engine ends the completion, and what is said of it is known with the end.
+        self._bounds = tuple(openers) if sampling.include_stop_str_in_output else self._marks
         self._settled = ""
         self._pending = ""
         self._sent = 0
@@ -175,8 +176,8 @@ class ReplyText:
         return piece
 
     def _end(self, end: int) -> int:
-        """Where the first opener is, or else ``end``."""
-        return min([end, *(at for opener in self._openers if (at := self._settled.find(opener)) >= 0)])
+        """Where the first opener or stop string is, or else ``end``."""
+        return min([end, *(at for mark in self._bounds if (at := self._settled.find(mark)) >= 0)])
 
     def _held_back(self) -> int:
         """Characters at the end that may be the beginning of a stop string or of an opener."""

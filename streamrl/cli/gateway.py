@@ -1,12 +1,8 @@
-"""`streamrl gateway`: the role, and the API keys of those who may ask it.
-
-A group that is also a command: what stands first decides, ``keys`` or the configuration of a run.
-"""
+"""`streamrl gateway`: the role, and the API keys of those who may ask it."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -14,21 +10,20 @@ from streamrl.cli.arguments import OVERRIDES, USAGE, split
 
 
 class RoleGroup(TyperGroup):
-    """Takes arguments that name none of its commands as its own."""
+    """Takes a configuration in place of a command, as the other roles do."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Like a group if a command stands first, else like a command."""
-        if args and args[0] in self.commands:
-            return super().parse_args(ctx, args)
-        return click.Command.parse_args(self, ctx, args)
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """What names no command is for ``serve``."""
+        if not args or not {args[0]} & {*self.commands, "-h", "--help"}:
+            args = ["serve", *args]
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
 
 
 gateway = typer.Typer(
     cls=RoleGroup,
-    invoke_without_command=True,
-    context_settings=OVERRIDES,
-    epilog=f"Arguments: {USAGE}",
-    subcommand_metavar="[keys COMMAND | ARGUMENTS]",
+    help="The gateway: OpenAI's interface to a run's workers. `streamrl gateway CONFIG.TOML` serves.",
+    subcommand_metavar="[COMMAND] [ARGS]...",
 )
 keys = typer.Typer(help="Make, list and remove the API keys of a run's gateway.", no_args_is_help=True)
 gateway.add_typer(keys, name="keys")
@@ -39,14 +34,12 @@ def register(app: typer.Typer) -> None:
     app.add_typer(gateway, name="gateway")
 
 
-@gateway.callback()
+@gateway.command(context_settings=OVERRIDES, options_metavar="[OPTIONS]", epilog=f"Arguments: {USAGE}")
 def serve(context: typer.Context) -> None:
-    """The gateway: OpenAI's interface to a run's workers.
+    """Answer requesters from a run's workers, until stopped.
 
-    With API keys, which `streamrl gateway keys add` makes; feedback to what it samples is trained on.
+    Feedback to what is sampled for them is trained on, if they agree.
     """
-    if context.invoked_subcommand is not None:
-        return
     config, overrides = split(context.args)
     # Within the command: ``--help``, which loads this module, stays instant without such imports.
     from deploy.wiring.process import run_role

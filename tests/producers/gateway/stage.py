@@ -1,7 +1,7 @@
 """A gateway, a worker and a scripted engine around a bus in memory, in one event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +52,7 @@ class ScriptedEngine:
     failures: int = 0
     release: asyncio.Event = field(default_factory=asyncio.Event)
     version: PolicyVersion = V0
+    ends_with: FinishReason = FinishReason.STOP
     running: int = 0
     most: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -80,7 +81,7 @@ class ScriptedEngine:
                 await asyncio.sleep(0)
                 seen += chr(token) if token else ""
                 stopped = token == EOS or request.sampling.find_stop(seen) is not None
-                reason = FinishReason.STOP if stopped else FinishReason.LENGTH if number + 1 >= limit else None
+                reason = self.ends_with if stopped else FinishReason.LENGTH if number + 1 >= limit else None
                 yield TokenDelta([token], [-0.5], self.version, reason)
                 if reason is not None:
                     return
@@ -162,6 +163,33 @@ class Stage:
     async def chat(self, text: str = "hello", **changes: Any) -> httpx.Response:
         body = {"model": RUN, "messages": [{"role": "user", "content": text}]} | changes
         return await self.client.post("/v1/chat/completions", json=body)
+
+    async def ask(
+        self, path: str, body: bytes, send: Callable[[Any], Awaitable[None]], gone: asyncio.Event | None = None
+    ) -> None:
+        """Over the application's own interface; the requester leaves when ``gone`` is set."""
+        parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if parts:
+                return parts.pop(0)
+            await (gone or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+
+        headers = {"host": "localhost", "authorization": f"Bearer {self.key}", "content-type": "application/json"}
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        }
+        await self.gateway.app()(scope, receive, send)
 
     async def text(self, prompt: Any = "hello", **changes: Any) -> httpx.Response:
         return await self.client.post("/v1/completions", json={"model": RUN, "prompt": prompt} | changes)
