@@ -79,6 +79,7 @@ def build_app(service: CompletionService, keys: KeyRing, observer: RequestObserv
     Routes(service, keys, settings, watcher).add_to(app)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _own_mistake)
     guarded: ASGIApp = app
     if settings.allowed_origins:
         guarded = CORSMiddleware(
@@ -101,6 +102,12 @@ async def _http_error(_request: Request, error: Exception) -> Response:
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     body = {"error": {"message": str(error.detail), "type": kind, "param": None, "code": None}}
     return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _own_mistake(_request: Request, _error: Exception) -> Response:
+    ours = "expected an answer, got a mistake of the gateway's own; its log says more"
+    mistake = ApiError(500, ours, kind="server_error")
+    return JSONResponse(mistake.body(), mistake.status)
 
 
 @dataclass
@@ -138,12 +145,8 @@ class Guard:
             await JSONResponse(error.body(), error.status, error.headers())(scope, receive, named)
         except ClientDisconnect:
             log.debug("a requester left before its request was read")
-        except Exception:
+        except Exception:  # its answer was given, by ``_own_mistake``, if there was none yet
             log.exception("a request failed", path=scope["path"])
-            if not status:
-                ours = "expected an answer, got a mistake of the gateway's own; its log says more"
-                mistake = ApiError(500, ours, kind="server_error")
-                await JSONResponse(mistake.body(), mistake.status)(scope, receive, named)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self.observer.answered(route, status or 499, time.monotonic() - began)

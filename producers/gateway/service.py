@@ -163,7 +163,9 @@ class CompletionService:
     def _limit(self, wanted: int | None, default: int) -> int:
         longest = self.loop.max_completion_length
         if wanted is not None and wanted > longest:
-            raise invalid("max_tokens", f"expected at most {longest} tokens, got {wanted} (loop.max_completion_length)")
+            raise invalid(
+                "max_tokens", f"expected max_tokens up to {longest} (loop.max_completion_length), got {wanted}"
+            )
         return min(longest, wanted or default)
 
     def _sampling(self, request: SamplingFields, limit: int) -> SamplingParams:
@@ -207,7 +209,10 @@ class CompletionService:
     def _encode(self, prompt: str | list[int]) -> EncodedPrompt:
         if isinstance(prompt, str):
             return EncodedPrompt(prompt, self.tokenizer.encode_text(prompt))
-        return EncodedPrompt(self.tokenizer.decode_with_special(prompt), prompt)
+        try:
+            return EncodedPrompt(self.tokenizer.decode_with_special(prompt), prompt)
+        except Exception as error:  # tokenizers raise what they like, of ids that they do not have
+            raise invalid("prompt", "expected token ids of this model, got others") from error
 
     def _fitting(self, prompt: EncodedPrompt, param: str) -> EncodedPrompt:
         tokens, longest = len(prompt.token_ids), self.loop.max_prompt_length

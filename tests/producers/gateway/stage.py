@@ -32,7 +32,7 @@ from tests.fakes.waiting import until
 from tests.producers.generation.factories import FakeRelay, running_relay
 
 RUN = "r"
-EOS = 0
+EOS, VOCABULARY = 0, 0x1000
 V0 = PolicyVersion(1, 0)
 
 
@@ -62,8 +62,8 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         refuse_unfit(request.prompt_token_ids, 1 << 16)
-        if max(request.prompt_token_ids) >= 0x110000:
-            raise PromptRefused("vocabulary", f"expected token ids below {0x110000}, got more")
+        if max(request.prompt_token_ids) >= VOCABULARY:
+            raise PromptRefused("vocabulary", f"expected token ids below {VOCABULARY}, got more")
         self.requests.append(request)
         self.running += 1
         self.most = max(self.most, self.running)
@@ -202,6 +202,7 @@ async def stage(
     engines: Sequence[ScriptedEngine] = (),
     slots: int = 4,
     train: bool = True,
+    holder: str = "tester",
     limits: Mapping[str, int] | None = None,
     bus: FailingBus | None = None,
     tokenizer: CharacterTokenizer | None = None,
@@ -221,10 +222,10 @@ async def stage(
         "transformers",
         tokenizer or CharacterTokenizer(),
         HermesToolCalls(),
-        "secret",
+        "secret-of-the-run",
         path / "gateway",
     )
-    key = KeyFile(path / "gateway" / "keys.json").add("tester", train=train, **dict(limits or {}))
+    key = KeyFile(path / "gateway" / "keys.json").add(holder, train=train, **dict(limits or {}))
     gateway_stop = asyncio.Event()
     serving = asyncio.create_task(gateway.run(gateway_stop))
     found = list(engines) or [ScriptedEngine()]
@@ -266,5 +267,5 @@ def _worker(
         CharacterTokenizer(),
         FakeScorer(),
         path / f"weights-{number}",
-        requests=RequestSlots("127.0.0.1", slots, "secret"),
+        requests=RequestSlots("127.0.0.1", slots, "secret-of-the-run"),
     )
