@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from producers.generation.engines.port import Tokenizer
 
-_HELD_TOKENS = 8
-"""Tokens that may wait for the rest of a character: UTF-8 has at most 4 bytes in one, and a token at least one."""
+_HELD_TIMES = 8
+"""How often a character's rest is waited for: UTF-8 has at most 4 bytes in one, and a token at least one."""
 
 
 class IncrementalText:
@@ -15,13 +15,14 @@ class IncrementalText:
     moves on. ``is_settled``: nothing that comes changes what ``add`` returned last.
     """
 
-    __slots__ = ("_known", "_new", "_shown", "_tokenizer", "is_settled")
+    __slots__ = ("_held", "_known", "_new", "_shown", "_tokenizer", "is_settled")
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known: list[int] = []
         self._shown = 0
         self._new: list[int] = []
+        self._held = 0
         self.is_settled = True
 
     def add(self, token_ids: Sequence[int]) -> str:
@@ -29,8 +30,10 @@ class IncrementalText:
         self._new += token_ids
         piece = self._tokenizer.decode(self._known + self._new)[self._shown :]
         # U+FFFD at the end: bytes of a character that is not whole yet, and will be another text then.
-        self.is_settled = len(self._new) >= _HELD_TOKENS or bool(piece and not piece.endswith("\ufffd"))
+        self._held += 1
+        self.is_settled = self._held >= _HELD_TIMES or bool(piece and not piece.endswith("\ufffd"))
         if self.is_settled:
+            self._held = 0
             self._known, self._new = self._new, []
             self._shown = len(self._tokenizer.decode(self._known))
         return piece
