@@ -18,9 +18,11 @@ import asyncio
 import hmac
 import os
 import secrets
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -215,6 +217,9 @@ class RequestServer:
                 "set generation.request_host"
             ) from error
         host, port = self._runner.addresses[0][:2]
+        if ip_address(host).is_unspecified:
+            # On all addresses: told is the one that this machine's, or container's, own name stands for.
+            host = socket.gethostbyname(socket.gethostname())
         address = f"http://[{host}]:{port}{PATH}" if ":" in host else f"http://{host}:{port}{PATH}"
         log.info("worker takes requests", address=address, slots=self.settings.slots)
         return address

@@ -61,7 +61,11 @@ class GenerationSettings(Section):
         ),
     ] = None
     request_host: Annotated[
-        str, Field(description="Address on which a worker takes requests of gateways; one they reach if elsewhere.")
+        str,
+        Field(
+            description="Address on which a worker takes requests of gateways; 0.0.0.0: on all, telling the one "
+            "that its own name stands for."
+        ),
     ] = "127.0.0.1"
     request_secret: Annotated[
         SecretStr | None,

@@ -62,15 +62,18 @@ async def it() -> AsyncIterator[Stage]:
 async def test_tokens_come_back_with_their_version_and_one_end(it: Stage) -> None:
     await it.start(7)
     tokens: list[int] = []
+    reasons: list[str | None] = []
     while True:
         kind, rows = await it.next()
         assert kind == "tokens"
         for name, ids, logprobs, lineage, number, reason in rows:
             assert (name, lineage, number, len(logprobs)) == (7, 1, 0, len(ids))
             tokens += ids
-        if reason is not None:
+            reasons.append(reason)
+        if reasons[-1] is not None:
             break
-    assert (len(tokens), reason) == (8, "stop")
+    assert (len(tokens), reasons[-1]) == (8, "stop")
+    assert not any(reasons[:-1])
     assert it.engine.requests[0].interactive
     assert it.engine.requests[0].chunk_tokens == 1
     assert it.server.load.generated_tokens == 8
