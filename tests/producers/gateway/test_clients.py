@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -23,8 +22,8 @@ from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-EXAMPLES = int(os.environ.get("STREAMRL_FUZZ_EXAMPLES", "8"))
-"""Requests that the fuzzer makes of each kind for each operation; a long search is asked for by the environment."""
+EXAMPLES = 6
+"""Requests that the fuzzer makes of each kind for each operation: with 150 it takes minutes, and finds no more."""
 
 
 @pytest.fixture
@@ -166,6 +165,5 @@ async def test_no_request_makes_the_gateway_fail(it: Stage) -> None:
                     check(found.ok().as_strategy(generation_mode=mode))
 
     await asyncio.to_thread(fuzz)
-    print(dict(statuses))
     assert statuses[200]
     assert statuses[400]
