@@ -9,11 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
+from bus.port import Outgoing
 from schemas.errors import BusUnavailable
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import PolicyVersion, partition_of_worker
+from schemas.topics import WORK_ORDERS
 from schemas.trajectories import FinishReason
 from tests.fakes.waiting import until
 from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage
+from tests.producers.generation.factories import WORKER, work_order
 
 TOOLS = [
     {
@@ -296,3 +299,20 @@ async def test_a_session_stays_where_its_beginning_is_cached(tmp_path: Path) -> 
 async def test_an_aborted_completion_is_an_error(it: Stage) -> None:
     it.engine.ends_with = FinishReason.ABORT
     assert (await it.chat("6 x 7")).status_code == 502
+
+
+async def test_orders_leave_the_slots_of_requests_alone(tmp_path: Path) -> None:
+    engine = ScriptedEngine(max_num_seqs=4, hold_at=0)
+    async with stage(tmp_path, engines=[engine], slots=1) as it:
+        publisher = await it.bus.publisher("test")
+        order = work_order(0, samples=8, sample_indices=tuple(range(8)))
+        topic, partition = WORK_ORDERS.full_name(RUN), partition_of_worker(WORKER)
+        await publisher.publish(Outgoing.of(topic, order, key=order.group_id, partition=partition))
+        await until(lambda: engine.running == 3)
+        asking = asyncio.create_task(it.text("abc"))
+        await until(lambda: engine.running == 4)
+        assert it.gateway.pool.running == 1
+        engine.release.set()
+        assert (await asking).status_code == 200
+        await until(lambda: len(it.trajectories) == 8)
+        assert engine.most == 4
