@@ -22,7 +22,7 @@ class RoleGroup(TyperGroup):
 
 gateway = typer.Typer(
     cls=RoleGroup,
-    help="The gateway: OpenAI's interface to a run's workers. `streamrl gateway CONFIG.TOML` serves.",
+    help="The gateway: OpenAI's interface to a run's workers.\n\n`streamrl gateway CONFIG.TOML` serves.",
     subcommand_metavar="[COMMAND] [ARGS]...",
 )
 keys = typer.Typer(help="Make, list and remove the API keys of a run's gateway.", no_args_is_help=True)
@@ -66,7 +66,10 @@ def add(
     tokens_per_minute: Limit = None,
     concurrent: Limit = None,
 ) -> None:
-    """Make a key and print it, once: only its hash is kept. A running gateway takes it at once."""
+    """Make a key and print it, once.
+
+    Only its hash is kept; a running gateway takes it at once.
+    """
     secret = _file(run).add(
         name,
         train=train,
@@ -79,7 +82,7 @@ def add(
 
 @keys.command("list")
 def list_(run: RunPath) -> None:
-    """Print names, limits and whether what is sampled for a key may be trained on."""
+    """Print whose keys there are, their limits and consent."""
     for key in _file(run).read():
         limits: dict[str, Any] = key.model_dump(
             include={"requests_per_minute", "tokens_per_minute", "concurrent"}, exclude_none=True
