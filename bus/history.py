@@ -212,9 +212,13 @@ class KeptHistory:
             async with self._lock:
                 with suppress(BusError, DataLossRefused):
                     async with self._kept() as subscription:
-                        first, end = await subscription.beginning_offsets(), await subscription.end_offsets()
                         places = {topic: number for number, topic in enumerate(topics)}
-                        wanted = sorted((tp for tp in end if tp.topic in places), key=lambda tp: (places[tp.topic], tp))
+                        asked = [tp for tp in subscription.partitions() if tp.topic in places]
+                        # At once, since somebody waits; whichever is answered first, an extent is never negative.
+                        first, end = await asyncio.gather(
+                            subscription.beginning_offsets(asked), subscription.end_offsets(asked)
+                        )
+                        wanted = sorted(asked, key=lambda tp: (places[tp.topic], tp))
                         return {tp: Extent(first[tp], max(first[tp], end[tp])) for tp in wanted}
         return await self._plain.extents(*topics)
 
@@ -323,7 +327,7 @@ async def _read_until(
     """Deliver what lies before the ends, as polled. The subscription's own positions pass markers never delivered."""
     clock = asyncio.get_running_loop().time
     unread, moved_at = dict(ends), clock()
-    positions: Mapping[TopicPartition, int] = await subscription.positions()
+    positions: Mapping[TopicPartition, int] = await subscription.positions(unread)
     bounds = {(tp.topic, tp.partition): end for tp, end in ends.items()}  # plain keys: a named one a record is slow
     while unread:
         # No more than there are: what a consumer has fetched beyond the ends would be unpacked for nothing.
@@ -331,7 +335,7 @@ async def _read_until(
         records = await subscription.poll(max_records=most, timeout_s=POLL_S)
         yield [record for record in records if record.offset < bounds.get((record.topic, record.partition), 0)]
         # Ended by the position and not by the last record: transaction markers take offsets too, undelivered.
-        positions = await subscription.positions()
+        positions = await subscription.positions(unread)
         finished = [tp for tp, end in unread.items() if positions[tp] >= end]
         subscription.pause(finished)
         for tp in finished:

@@ -222,17 +222,21 @@ class MemorySubscription:
         """Deliver from these offsets next; the others stay where they are."""
         self.offsets |= offsets
 
-    async def positions(self) -> dict[TopicPartition, int]:
+    async def positions(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         """The next offset that ``poll`` will deliver, by partition."""
-        return dict(self.offsets)  # a copy: the next poll changes ours
+        return {tp: self.offsets[tp] for tp in self._asked(partitions)}  # a copy: the next poll changes ours
 
-    async def end_offsets(self) -> dict[TopicPartition, int]:
+    async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         """The offset after the last record, by partition."""
-        return {tp: len(self.bus.log(tp.topic).partitions[tp.partition]) for tp in self.offsets}
+        return {tp: len(self.bus.log(tp.topic).partitions[tp.partition]) for tp in self._asked(partitions)}
 
-    async def beginning_offsets(self) -> dict[TopicPartition, int]:
+    async def beginning_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         """Nothing is ever deleted."""
-        return dict.fromkeys(self.offsets, 0)
+        return dict.fromkeys(self._asked(partitions), 0)
+
+    def _asked(self, partitions: Iterable[TopicPartition] | None) -> list[TopicPartition]:
+        wanted = self.offsets if partitions is None else set(partitions)
+        return [tp for tp in self.offsets if tp in wanted]
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Remember the offsets under the group's name."""

@@ -140,17 +140,17 @@ class Subscription(Protocol):
         ...
 
     # Kafka's convention for every offset here: the next one wanted, that is, one behind the last one read.
-    async def positions(self) -> dict[TopicPartition, int]:
-        """The next offset that ``poll`` will deliver, by partition."""
+    async def positions(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
+        """The next offset that ``poll`` will deliver, by partition; of all that it reads, or of those among them."""
         ...
 
     # Behind the last record that may be delivered: on Kafka an open transaction holds this end back.
-    async def end_offsets(self) -> dict[TopicPartition, int]:
-        """The offset after the last record, by partition."""
+    async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
+        """The offset after the last record, by partition; of all that it reads, or of those among them."""
         ...
 
-    async def beginning_offsets(self) -> dict[TopicPartition, int]:
-        """The oldest offset that the broker still holds, by partition."""
+    async def beginning_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
+        """The oldest offset that the broker still holds, by partition; of all that it reads, or of those among them."""
         ...
 
     # Nothing reads it back: whoever restarts names its offsets in ``subscribe``.

@@ -19,6 +19,7 @@ from coordinator.settings import CoordinatorSettings, ScalingSettings
 from coordinator.state import CoordinatorState, decide, recover, subscribe_members
 from schemas.control import OperatorCommand
 from schemas.identifiers import PolicyVersion
+from schemas.messages import WIRE_VERSION, is_near_version
 from schemas.reports import Heartbeat, StepReport
 
 log = structlog.get_logger()
@@ -225,6 +226,8 @@ class CoordinatorSession:
         if (liveness := self.members.observe(heartbeat, at)) is not None:
             log.info("worker changed", worker=worker, liveness=liveness.value)
             self.lost.discard(worker)
+            if liveness is Liveness.ALIVE and not is_near_version(heartbeat.wire):
+                log.warning("worker gets no orders", worker=worker, wire=heartbeat.wire, expected=WIRE_VERSION)
 
     def _claim_again(self, heartbeat: Heartbeat, at: float) -> None:
         """A superseded incarnation that has not left after a while is told again: it may never have read it."""

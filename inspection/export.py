@@ -1,8 +1,9 @@
 """Exports: a run's topics as segment files (Parquet or JSON lines), and a history that is read from them.
 
-An export is byte-exact: what reads a run from a broker reads it from there alike. Parquet segments carry, for people
-and query engines, a few readable columns beside the bytes; only the bytes are read back. The manifest is written last,
-so that its presence means complete, and no file is trusted whose checksum differs from it.
+An export is byte-exact: what reads a run from a broker reads it from there alike. Parquet segments of trajectories
+show, for people and query engines, the columns of the Python API's table beside the bytes, token ids and log-probs too;
+only the bytes are read back. The manifest is written last, so that its presence means complete, and no file is trusted
+whose checksum differs from it.
 
 Invariant an_export_is_a_moment_of_the_run: checkpoints are taken before the ends of the topics are fixed, and ends in
 the order in which reports refer to records, so that what an export refers to is in it.
@@ -22,7 +23,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bus.history import Extent, History
-from bus.port import Position, Record, TopicPartition, message_of
+from bus.port import Position, Record, TopicPartition
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from schemas.errors import DataError
 from schemas.topics import (
@@ -37,13 +38,11 @@ from schemas.topics import (
     WORK_ORDERS,
     Topic,
 )
-from schemas.trajectories import Trajectory
 from schemas.weights import Sha256
 
 MANIFEST = "manifest.json"
 Format = Literal["parquet", "jsonl"]
 Progress = Callable[[str, int, int], None]
-READABLE = ("trajectory_id", "group_id", "worker_id", "prompt_text", "completion_text", "rewards", "admitted_version")
 USUAL = (STEPS, SKIPS, TRAJECTORIES, DEAD_LETTERS, CONTROL, COMMANDS, WORK_ORDERS)
 """What audit, replay and report need, each before what it refers to."""
 ALL = (*USUAL, HEARTBEATS, TOKENS)
@@ -404,22 +403,15 @@ def _write_parquet(path: Path, records: Sequence[Record], *, readable: bool) -> 
         "value": pa.array([record.value for record in records], pa.large_binary()),
     }
     if readable:
-        rows = [_readable(record) for record in records]
-        columns |= {name: pa.array([row.get(name) for row in rows], pa.string()) for name in READABLE}
+        from inspection.trajectory_columns import readable_columns
+
+        columns |= readable_columns(records)
     # Texts and log-probs compress to a fifth or so.
     pq.write_table(pa.table(columns), path, compression="zstd")
 
 
 def _named(headers: Iterable[tuple[str, bytes]]) -> list[dict[str, Any]]:
     return [{"name": name, "content": content} for name, content in headers]
-
-
-def _readable(record: Record) -> dict[str, str]:
-    message = message_of(record)
-    if not isinstance(message, Trajectory):
-        return {}
-    shown = {name: str(getattr(message, name)) for name in READABLE}
-    return shown | {"rewards": json.dumps(message.rewards)}
 
 
 def _read_parquet(path: Path, topic: str) -> list[Record]:

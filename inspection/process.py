@@ -1,26 +1,30 @@
 """The process of a command that looks at a run: its priority, where it logs, and how it collects garbage.
 
 Knows no run, and imports next to nothing: an audit, which is over soon, calls ``lower_priority`` before it imports what
-takes time. A display calls it when it is about to show something: whoever starts one waits for its first sight.
+takes time. A display goes into its own session before its first thread, and gives way once it has shown something:
+whoever starts one, or asks it for something, waits for it.
 
 Linux shares its processors between sessions first where it has autogroups, as most distributions do: a niceness then
 counts within one session only, and a command in another terminal takes as much from a trainer as any process. So the
 command goes on in a session of its own, whose share as a whole is made small.
 """
 
+import asyncio
 import gc
 import logging
 import os
 import signal
 import sys
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 from bus.embedded.process import die_with_parent
 
 NICENESS = 19
+SHOWN_S = 0.1
+"""Between two looks whether a display has shown something."""
 DISPLAY_NICENESS = 10
 """Of what somebody waits for while it goes on: a tenth of a processor for each that the run keeps busy. At 19 it would
 be a seventieth, with which a page stands still for minutes beside a run that leaves nothing."""
@@ -68,11 +72,67 @@ def lower_priority(niceness: int = NICENESS) -> None:
     Called before any thread is started. Where there are autogroups it returns in a child; this process passes signals
     on to it and ends as it ends.
     """
+    enter_own_session()
+    give_way(niceness)
+
+
+def enter_own_session() -> None:
+    """For who will give way later. Called before any thread is started; see ``lower_priority``."""
     if os.access(AUTOGROUP, os.W_OK):
         _continue_in_own_session()
+
+
+def give_way(niceness: int) -> None:
+    """From now on, all threads of this process."""
+    _set_niceness(max(niceness, _STARTED_WITH))
+
+
+def _set_niceness(niceness: int) -> None:
+    if os.access(AUTOGROUP, os.W_OK) and os.getsid(0) == os.getpid():  # never the session of whoever started us
         with suppress(OSError):  # the kernel lets nobody but the administrator do this ten times a second
             AUTOGROUP.write_text(str(niceness))
-    os.nice(niceness)
+    threads = os.listdir("/proc/self/task") if sys.platform == "linux" else []  # elsewhere one call is for all of them
+    for thread in threads or ["0"]:
+        with suppress(OSError):  # it ended meanwhile, or may not be raised
+            os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
+
+
+_STARTED_WITH = os.getpriority(os.PRIO_PROCESS, 0)
+
+
+async def give_way_when(is_shown: Callable[[], bool]) -> None:
+    """As a display does, once there is something to be seen."""
+    while not is_shown():  # noqa: ASYNC110 - what is seen is not ours to signal
+        await asyncio.sleep(SHOWN_S)
+    give_way(DISPLAY_NICENESS)
+
+
+_answering = 0
+
+
+@contextmanager
+def normal_priority() -> Iterator[None]:
+    """While somebody waits for an answer. What was lowered, only administrators may raise; else nothing changes."""
+    global _answering
+    lowered = os.getpriority(os.PRIO_PROCESS, 0)
+    if lowered <= _STARTED_WITH and not _answering:
+        yield
+        return
+    if not _answering:
+        _set_niceness(_STARTED_WITH)
+    _answering += 1
+    try:
+        yield
+    finally:
+        _answering -= 1
+        if not _answering:
+            give_way(DISPLAY_NICENESS)
+
+
+def say_at_once(text: str) -> None:
+    """To a person, before anything is imported that takes time: on a busy machine that may be long."""
+    if sys.stderr.isatty():
+        print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def use_one_thread() -> None:

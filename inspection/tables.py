@@ -11,49 +11,11 @@ from typing import Any
 import pyarrow as pa
 
 from bus.history import History
-from bus.port import Record, message_of
+from bus.port import message_of
 from inspection.replay.steps import StepLog, read_steps
+from inspection.trajectory_columns import FACTS, TOKENS, Place, facts_of, trajectory_in
 from schemas.reports import SkipRecord, StepReport
 from schemas.topics import SKIPS, TRAJECTORIES
-from schemas.trajectories import Trajectory
-
-FACTS = pa.schema(
-    [
-        ("trajectory_id", pa.string()),
-        ("group_id", pa.string()),
-        ("prompt_id", pa.string()),
-        ("dataset", pa.string()),
-        ("sample_index", pa.int32()),
-        ("prompt", pa.string()),
-        ("completion", pa.string()),
-        ("rewards", pa.map_(pa.string(), pa.float64())),
-        ("length", pa.int32()),
-        ("predicted_length", pa.int32()),
-        ("bucket", pa.int32()),
-        ("finish_reason", pa.string()),
-        ("oldest_version", pa.string()),
-        ("newest_version", pa.string()),
-        ("worker_id", pa.string()),
-        ("attempt", pa.int32()),
-        ("created_at", pa.float64()),
-        ("started_at", pa.float64()),
-        ("finished_at", pa.float64()),
-        ("partition", pa.int32()),
-        ("offset", pa.int64()),
-        ("step", pa.int64()),
-        ("skip_reason", pa.string()),
-    ]
-)
-"""Lengths in tokens, times in seconds since the epoch; ``step`` and ``skip_reason`` both null: pending."""
-TOKENS = (
-    pa.field("prompt_token_ids", pa.list_(pa.int32())),
-    pa.field("token_ids", pa.list_(pa.int32())),
-    pa.field("logprobs", pa.list_(pa.float32())),
-    pa.field("loss_mask", pa.list_(pa.uint8())),
-)
-"""``token_ids``, ``logprobs`` (nats, of the behaviour policy) and ``loss_mask`` are of one length, the completion's."""
-Place = tuple[int, int]
-"""Partition and offset on the trajectories topic."""
 
 
 async def trajectory_table(history: History, run: str, algorithm: str, *, tokens: bool) -> pa.Table:
@@ -68,9 +30,9 @@ async def trajectory_table(history: History, run: str, algorithm: str, *, tokens
     skipped = await _skipped(history, run, algorithm, log)
     rows = []
     async for record in history.records(TRAJECTORIES.full_name(run)):
-        if (trajectory := _trajectory(record)) is not None:
+        if (trajectory := trajectory_in(record)) is not None:
             place = record.partition, record.offset
-            rows.append(_facts(trajectory, place, trained.get(place), skipped.get(place)))
+            rows.append(facts_of(trajectory, place, trained.get(place), skipped.get(place)))
             if tokens:
                 rows[-1] |= {field.name: getattr(trajectory, field.name) for field in TOKENS}
     # Records ascend within a partition; partitions come as the broker delivers them.
@@ -135,38 +97,3 @@ async def _skipped(history: History, run: str, algorithm: str, log: StepLog) -> 
             end = row.offset + 1 if row.end_offset is None else row.end_offset
             found |= {(row.partition, offset): row.reason.value for offset in range(row.offset, end)}
     return found
-
-
-def _trajectory(record: Record) -> Trajectory | None:
-    message = message_of(record)
-    return message if isinstance(message, Trajectory) else None
-
-
-def _facts(one: Trajectory, place: Place, step: int | None, skip_reason: str | None) -> dict[str, Any]:
-    partition, offset = place
-    return {
-        "trajectory_id": one.trajectory_id,
-        "group_id": one.group_id,
-        "prompt_id": one.prompt_id,
-        "dataset": one.dataset,
-        "sample_index": one.sample_index,
-        "prompt": one.prompt_text,
-        "completion": one.completion_text,
-        # Arrow builds a value of a map type from pairs.
-        "rewards": list(one.rewards.items()),
-        "length": len(one.token_ids),
-        "predicted_length": one.predicted_length,
-        "bucket": one.bucket,
-        "finish_reason": one.finish_reason.value,
-        "oldest_version": str(one.oldest_version),
-        "newest_version": str(one.newest_version),
-        "worker_id": one.worker_id,
-        "attempt": one.attempt,
-        "created_at": one.created_at,
-        "started_at": one.started_at,
-        "finished_at": one.finished_at,
-        "partition": partition,
-        "offset": offset,
-        "step": step,
-        "skip_reason": skip_reason,
-    }

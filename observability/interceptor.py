@@ -273,14 +273,14 @@ class _ObservedSubscription:
     def seek(self, offsets: Mapping[TopicPartition, int]) -> None:
         self.inner.seek(offsets)
 
-    async def positions(self) -> dict[TopicPartition, int]:
-        return await self.inner.positions()
+    async def positions(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
+        return await self.inner.positions(partitions)
 
-    async def end_offsets(self) -> dict[TopicPartition, int]:
-        return await self.inner.end_offsets()
+    async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
+        return await self.inner.end_offsets(partitions)
 
-    async def beginning_offsets(self) -> dict[TopicPartition, int]:
-        return await self.inner.beginning_offsets()
+    async def beginning_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
+        return await self.inner.beginning_offsets(partitions)
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
         await self.inner.commit(offsets)

@@ -63,15 +63,20 @@ class Split:
 
 
 def one_site(
-    devices: int, generate_s: StageSeconds, train_s: StageSeconds, composed: Composed, candidates: int = 1
+    devices: int,
+    generate_s: StageSeconds,
+    train_s: StageSeconds,
+    composed: Composed,
+    candidates: int = 1,
+    most_trainers: int | None = None,
 ) -> list[Split]:
     """The fastest splits of up to so many like devices, the fastest first; among equals, the one with fewest devices.
 
-    Devices that make a step no faster are left over.
+    Devices that make a step no faster, or that no trainer could use, are left over.
     """
     found: list[Split] = []
     for workers in range(1, devices):
-        for trainers in range(1, devices - workers + 1):
+        for trainers in range(1, min(devices - workers, most_trainers or devices) + 1):
             # In no mode is a step shorter than its training: who trains longer than the worst step kept is out, before
             # the dearer estimate, for which batches are sampled in emulation.
             bound = found[-1].step_s if len(found) >= candidates else float("inf")
@@ -162,9 +167,16 @@ class Site:
     price: float = 0.0
 
 
+TRAINER_DEVICES = 1
+"""That `streamrl trainer` trains one model on."""
+
+
 @dataclass(frozen=True)
 class Demand:
-    """``training``: None where trainers are of the same devices. ``weights_gb`` cross the link at each step."""
+    """``training``: None where trainers are of the same devices. ``weights_gb`` cross the link at each step.
+
+    ``most_trainers``: devices that training can be divided among; None: any number, as in a study.
+    """
 
     settings: Settings
     generation: Site
@@ -172,6 +184,7 @@ class Demand:
     link_gbps: float | None = None
     weights_gb: float = 0.0
     recorded: Sequence[int] = ()
+    most_trainers: int | None = TRAINER_DEVICES
 
 
 @dataclass(frozen=True)
@@ -297,8 +310,9 @@ class ModeSearch:
         # Cached, since a number of workers comes up in the splits with each number of trainers.
         generate_s, train_s, demand = cache(stages.generation_s), cache(stages.training_s), self.demand
         if demand.training is not None:
-            return [two_sites(demand.generation.devices, demand.training.devices, generate_s, train_s, at_site)]
-        return one_site(demand.generation.devices, generate_s, train_s, at_site, CANDIDATES)
+            trainers = min(demand.training.devices, demand.most_trainers or demand.training.devices)
+            return [two_sites(demand.generation.devices, trainers, generate_s, train_s, at_site)]
+        return one_site(demand.generation.devices, generate_s, train_s, at_site, CANDIDATES, demand.most_trainers)
 
     def _fewer_slots(self, settings: Settings, split: Split, best: Prediction) -> tuple[Settings, Prediction]:
         """Fewer completions at once, if that is faster: it may be where a step waits for its longest one."""
@@ -416,11 +430,9 @@ def _row(choice: Choice) -> str:
 
 def _advice(demand: Demand, choice: Choice) -> Iterator[str]:
     yield ""
-    yield "# the best with the least staleness"
+    yield f"# of what delivers within {2 * WORTH:.0%} of the most, what has the least staleness"
+    yield "# (cost/M: of a million trajectories, in the currency of --price)"
     yield f"[run]\nworkers = {choice.split.workers}"
-    if choice.split.trainers > 1:
-        yield f"# and {choice.split.trainers} devices that share each step's micro-batches: a trainer uses one device"
-        yield "# so far, so this split cannot be run yet"
     yield f'[loop]\nmode = "{choice.mode}"'
     if choice.mode == "trajectory_async":
         yield f"max_staleness = {choice.max_staleness}"
@@ -429,6 +441,7 @@ def _advice(demand: Demand, choice: Choice) -> Iterator[str]:
     spare = demand.generation.devices - choice.split.workers
     spare += demand.training.devices if demand.training else 0
     if spare > choice.split.trainers:
-        yield f"# {spare - choice.split.trainers} devices are not needed"
+        limited = " (a trainer uses one device)" if choice.split.trainers == demand.most_trainers else ""
+        yield f"# {spare - choice.split.trainers} devices are not needed{limited}"
     if choice.simulated_share < 1:
         yield f"# simulated with {choice.simulated_share:.0%} of the workers and of the groups, and extrapolated"

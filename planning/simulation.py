@@ -170,10 +170,12 @@ def _emulated(settings: Settings, scratch: Path, chunk_tokens: int) -> Settings:
     decode = settings.emulation.decode.model_copy(update={"chunk_tokens": chunk_tokens})
     # Without chunks a completion shows no progress before it ends, and nothing is lost here that had to be found.
     patience = {} if chunk_tokens else {"order_timeout_s": LONGEST_S}
+    # Made-up rewards are all equal: with another algorithm whole groups would be skipped that a real run trains.
+    algorithm = changed("algorithm", name="grpo", dynamic_sampling=False)
     return settings.model_copy(
         update={
             "run": changed("run", directory=scratch, name=settings.run.name or "plan"),
-            "algorithm": changed("algorithm", dynamic_sampling=False),
+            "algorithm": algorithm,
             "generation": changed("generation", engine="emulated", stream_tokens=False),
             "training": changed("training", backend="emulated"),
             "coordinator": changed("coordinator", relays=(RELAY,)),

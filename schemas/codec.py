@@ -202,7 +202,8 @@ def _named_kind(headers: Headers) -> _Kind:
     kind = _KINDS.get(schema)
     # Older ones are read, since a version only adds optional fields; what a newer one means we cannot know.
     if kind is None or not 1 <= version <= kind.version:
-        raise UnknownSchema(f"expected one of {sorted(_KINDS)}, got {schema!r} version {version}")
+        newer = ", of a newer writer: update this process" if kind is not None and version > kind.version else ""
+        raise UnknownSchema(f"expected one of {sorted(_KINDS)}, got {schema!r} version {version}{newer}")
     return kind
 
 

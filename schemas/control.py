@@ -6,7 +6,7 @@ from pydantic import Field, TypeAdapter
 
 from schemas.errors import IdentityError
 from schemas.identifiers import PolicyVersion
-from schemas.messages import Message
+from schemas.messages import Message, refuse_far_version
 from schemas.trajectories import ShortText
 from schemas.weights import Sha256
 
@@ -80,7 +80,8 @@ class RunIdentity(Message):
     ``run_id``: a UUID. ``adoptions``: how often another directory has taken the run over; whoever knows a smaller
     number holds it no longer. ``lineages_before``: all lineages up to this one were on the topics when it was last
     taken over, and its trainers claim higher ones. ``orphans_through``: what the weights of these lineages sampled is
-    skipped, since the run went on without them. ``holder``: host and directory, for people.
+    skipped, since the run went on without them. ``holder``: host and directory, for people. ``wire``: the newest wire
+    version of a trainer that has held the run.
     """
 
     SCHEMA: ClassVar[str] = "run-identity"
@@ -90,6 +91,7 @@ class RunIdentity(Message):
     lineages_before: Annotated[int, Field(ge=0)] = 0
     orphans_through: Annotated[int, Field(ge=0)] = 0
     holder: ShortText = ""
+    wire: Annotated[int, Field(ge=1)] = 1
     since: float
 
     def is_held_like(self, other: "RunIdentity") -> bool:
@@ -107,13 +109,15 @@ IDENTITY_KEY = "identity"
 
 
 def refuse_stranger(run: str, expected: str | None, found: RunIdentity) -> None:
-    """Make sure that a process whose directory is of one run does not join another of the same name.
+    """Make sure that a process joins neither a run that it does not understand nor another one of the same name.
 
-    ``expected`` None: the directory says nothing, as on another machine.
+    ``expected``: the run that its directory is of; None: the directory says nothing, as on another machine.
 
     Raises:
+        WireVersionError: the run's trainer is of a wire version too far from ours.
         IdentityError: the topics are those of another run.
     """
+    refuse_far_version(f"the trainer of run {run}", found.wire)
     if expected is not None and expected != found.run_id:
         raise IdentityError(
             f"expected the topics of run {run} to belong to {expected}, as the run's directory says, got those of "

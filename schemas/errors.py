@@ -7,6 +7,7 @@ StreamRLError
 │   ├── ModelError         a model or tokenizer that cannot be loaded
 │   ├── DataError          a data set or prompt file
 │   ├── IdentityError      the topics of the run's name belong to another run, or to a life that this directory lost
+│   ├── WireVersionError   processes of a run that are more than one version of the wire apart
 │   ├── DiskFull           no room left for what has to be written, exit code 5
 │   ├── BadInput           so many bad records, prompts or rewards that what writes them must be mended
 │   ├── OutOfMemory        a micro-batch, or a single sample, that the device's memory does not hold
@@ -65,6 +66,10 @@ class DataError(UserError):
 
 class IdentityError(UserError):
     """The topics of the run's name belong to another run, or to a life of it that its directory does not have."""
+
+
+class WireVersionError(UserError):
+    """Processes of a run are more than one version of the wire apart."""
 
 
 class DiskFull(UserError):

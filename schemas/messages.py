@@ -10,12 +10,39 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, WithJsonSchema
 
+from schemas.errors import WireVersionError
+
+WIRE_VERSION = 2
+"""Of all that processes say to each other. A release raises it whose writers say what the one before does not know: a
+kind of message, a word, a schema's version. Who says no number is of version 1.
+"""
+
+
+def is_near_version(wire: int) -> bool:
+    """Whether this process may work with one of that wire version: the same, or the one before or after."""
+    return abs(wire - WIRE_VERSION) <= 1
+
+
+def refuse_far_version(who: str, wire: int) -> None:
+    """Make sure that this process may work with one of that wire version.
+
+    Raises:
+        WireVersionError: it may not.
+    """
+    if is_near_version(wire):
+        return
+    older = "this process" if wire > WIRE_VERSION else "that one"
+    raise WireVersionError(
+        f"expected {who} to speak wire version {max(1, WIRE_VERSION - 1)} to {WIRE_VERSION + 1}, since this process "
+        f"speaks {WIRE_VERSION}, got {wire}: update {older}; while a run goes on, one version at a time"
+    )
+
 
 class Message(BaseModel):
     """A record that travels on a topic. ``SCHEMA`` and ``VERSION`` go into the record's headers.
 
     A new version may only add optional fields, or move a text behind the header; unknown fields of a newer writer are
-    ignored.
+    ignored. A reader knows a new version one release before anybody writes it.
     """
 
     SCHEMA: ClassVar[str]

@@ -28,8 +28,9 @@ class Heartbeat(Message):
     last progress: a token of it, a finished sample, or, while a sample of it waits for its first token, a token of any
     other. None: this heartbeat does not say. ``kv_tokens``: tokens of context that the engine's key-value cache holds,
     of all running completions together; None: its slots are the only bound. ``run_id``: of the run that it works
-    for, as the control topic says; None before it has read that. ``capacity``, ``running`` and ``waiting`` are of
-    orders; ``request_address``: where gateways bring requests, which have slots of their own; None: nowhere.
+    for, as the control topic says; None before it has read that. ``wire``: the wire version that it speaks.
+    ``capacity``, ``running`` and ``waiting`` are of orders; ``request_address``: where gateways bring requests, which
+    have slots of their own; None: nowhere.
     """
 
     SCHEMA: ClassVar[str] = "heartbeat"
@@ -49,6 +50,7 @@ class Heartbeat(Message):
     kv_tokens: Annotated[int, Field(ge=1)] | None = None
     run_id: ShortText | None = None
     request_address: ShortText | None = None
+    wire: Annotated[int, Field(ge=1)] = 1
     sequence: Annotated[int, Field(ge=0)]
     sent_at: float
 
@@ -166,7 +168,10 @@ class RefusedStep(Message):
 
 
 class SkipReason(StrEnum):
-    """Why an accepted trajectory has no gradient in the model."""
+    """Why an accepted trajectory has no gradient in the model.
+
+    ``OTHER`` is never written: it stands for the word of a newer writer, whose row counts all the same.
+    """
 
     REFUSED = "refused"
     OUT_OF_MEMORY = "out_of_memory"
@@ -178,6 +183,11 @@ class SkipReason(StrEnum):
     FILTERED = "filtered"
     ORPHAN_LINEAGE = "orphan_lineage"
     RETENTION_EXPIRED = "retention_expired"
+    OTHER = "other"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "SkipReason | None":
+        return cls.OTHER if isinstance(value, str) else None
 
 
 class SkipRecord(Message):

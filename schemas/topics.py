@@ -48,6 +48,9 @@ class Topic:
             # Of three copies two acknowledge: one may be away without a pause, and no single
             # loss takes what was acknowledged.
             "min.insync.replicas": str(max(1, replication_factor - 1)),
+            # The broker's clock, by which it also deletes and rolls segments: by the writer's, a worker an hour fast is
+            # refused (``message.timestamp.after.max.ms``), and what one that is a week slow wrote is deleted at once.
+            "message.timestamp.type": "LogAppendTime",
         }
         if self.cleanup_policy == "compact":
             # Segments that close within ten minutes and are cleaned at once: a new process reads little more than the

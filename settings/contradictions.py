@@ -4,9 +4,18 @@ Invariant nothing_is_set_twice: a value that follows from other settings cannot 
 decides replaces what an earlier one said: ``--loop.mode synchronous`` goes with a file that has a ``max_staleness``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from consumers.algorithms.settings import (
+    BY_RETURNS,
+    PAIRWISE,
+    CriticSettings,
+    PreferenceSettings,
+    SelectionSettings,
+    TeacherSettings,
+    is_import_path,
+)
 from schemas.errors import SettingsError
 from settings.layers import SettingsLayers
 from settings.tree import Settings
@@ -24,6 +33,26 @@ class ExclusionRule:
 
 def _functions(settings: Settings) -> set[str]:
     return set(settings.rewards.functions)
+
+
+_OWN_SECTIONS: tuple[tuple[str, Iterable[str], frozenset[str]], ...] = (
+    ("critic", set(CriticSettings.model_fields) - {"gamma"}, frozenset({"ppo"})),
+    ("critic", ("gamma",), BY_RETURNS),
+    ("preference", PreferenceSettings.model_fields, PAIRWISE),
+    ("selection", SelectionSettings.model_fields, frozenset({"rft"})),
+    ("teacher", TeacherSettings.model_fields, frozenset({"distillation"})),
+)
+"""Sections of ``[algorithm]``, and the algorithms that read them."""
+
+
+def _read_by(section: str, keys: Iterable[str], names: frozenset[str]) -> ExclusionRule:
+    """Settings in a section of ``[algorithm]`` that only some algorithms read, and maybe one of the user's own."""
+    return ExclusionRule(
+        tuple(f"algorithm.{section}.{key}" for key in keys),
+        ("algorithm.name",),
+        lambda settings: settings.algorithm.name in names or is_import_path(settings.algorithm.name),
+        lambda settings: f'algorithm.name = "{settings.algorithm.name}"',
+    )
 
 
 RULES = (
@@ -68,6 +97,13 @@ RULES = (
         ("algorithm.overlong_l_max",),
         lambda settings: settings.algorithm.overlong_l_max is not None,
         lambda _: "no algorithm.overlong_l_max, so no overlong penalty",
+    ),
+    *(_read_by(section, keys, names) for section, keys, names in _OWN_SECTIONS),
+    ExclusionRule(
+        ("algorithm.options",),
+        ("algorithm.name",),
+        lambda settings: is_import_path(settings.algorithm.name) or not settings.algorithm.options,
+        lambda settings: f'algorithm.name = "{settings.algorithm.name}", which has none',
     ),
     ExclusionRule(
         ("kafka.sasl_mechanism", "kafka.sasl_plain_username", "kafka.sasl_plain_password"),

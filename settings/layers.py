@@ -15,6 +15,7 @@ from typing import Any, Self
 from schemas.errors import SettingsError
 from schemas.secrets import ENV_PREFIX, variable_of
 from settings.keys import Key, secret_keys
+from settings.run_directory import CONFIG
 
 Tree = dict[str, Any]
 
@@ -39,7 +40,8 @@ class SettingsLayers:
         Raises:
             SettingsError: one of them cannot be read.
         """
-        return cls(config, from_toml(config) if config else {}, from_environment(environ), from_arguments(arguments))
+        toml = _found_beside(config, from_toml(config)) if config else {}
+        return cls(config, toml, from_environment(environ), from_arguments(arguments))
 
     @property
     def layers(self) -> tuple[Tree, ...]:
@@ -78,6 +80,38 @@ def from_toml(path: Path) -> Tree:
         raise SettingsError(f"expected a configuration file, got {path}, which does not exist") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"expected TOML in {path}, got: {error}") from error
+
+
+INPUTS: tuple[Key, ...] = (
+    ("data", "path"),
+    ("model", "path"),
+    ("lengths", "base_model"),
+    ("dispatch", "profile"),
+    ("emulation", "profile"),
+    ("emulation", "lengths", "path"),
+    ("kafka", "ssl_cafile"),
+    ("kafka", "ssl_certfile"),
+    ("kafka", "ssl_keyfile"),
+)
+"""Files and directories that are read; some may be names on a hub instead."""
+
+
+def _found_beside(config: Path, toml: Tree) -> Tree:
+    """The same, with inputs that lie beside the file found from here; what a run writes goes to the working directory.
+
+    A resolved configuration was written into the run's directory and names things as they were seen from where the run
+    was started.
+    """
+    if config.parent == Path() or config.name == CONFIG:
+        return toml
+    for *section, name in INPUTS:
+        table: Any = toml
+        for part in section:
+            table = table.get(part) if isinstance(table, dict) else None
+        value = table.get(name) if isinstance(table, dict) else None
+        if isinstance(value, str) and value and (config.parent / value).exists():
+            table[name] = str(config.parent / value)
+    return toml
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Tree:

@@ -14,6 +14,7 @@ from pathlib import Path
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from consumers.algorithms.settings import PAIRWISE, WITHOUT_A_GROUP, is_import_path
 from schemas.errors import SettingsError
 from schemas.secrets import ENV_PREFIX, refuse_mask, variable_of
 from schemas.settings import UNSET
@@ -146,10 +147,13 @@ def _refuse_lone_underscores(environ: Mapping[str, str]) -> None:
 
 
 def _check_sections_agree(settings: Settings) -> None:
-    # An advantage is relative to the group's other samples; emulated training computes none.
-    if settings.loop.num_generations < 2 and settings.training.backend != "emulated":
+    # Most advantages are relative to the group's other samples; emulated training computes none.
+    name = settings.algorithm.name
+    is_alone = settings.loop.num_generations < 2 and settings.training.backend != "emulated"
+    if is_alone and not (name in WITHOUT_A_GROUP or is_import_path(name)):
         raise SettingsError(
-            f"expected loop.num_generations >= 2 for group advantages, got {settings.loop.num_generations}"
+            f"expected loop.num_generations >= 2 for group advantages, got {settings.loop.num_generations}; "
+            f"raise it, or choose one of {', '.join(sorted(WITHOUT_A_GROUP))} as algorithm.name"
         )
     if request_slots(settings) >= settings.generation.max_num_seqs:
         raise SettingsError(
@@ -166,10 +170,12 @@ def _check_emulation(settings: Settings) -> None:
             f'expected generation.engine = "emulated" with training.backend = "emulated", which exports no model, '
             f'got "{settings.generation.engine}"'
         )
-    if engine_is and settings.algorithm.dynamic_sampling:
+    algorithm = settings.algorithm
+    if engine_is and (algorithm.dynamic_sampling or algorithm.name in PAIRWISE):
+        got = f'algorithm.name = "{algorithm.name}"' if algorithm.name in PAIRWISE else "true"
         raise SettingsError(
-            'expected algorithm.dynamic_sampling = false with generation.engine = "emulated", whose rewards are all '
-            "equal, got true: every group would be skipped"
+            "expected algorithm.dynamic_sampling = false, and no pairs of better and worse, with "
+            f'generation.engine = "emulated", whose rewards are all equal, got {got}: every group would be skipped'
         )
     if not training_is and not settings.model.path:
         raise SettingsError("expected a value for model.path, got none; set it in the file or with --model.path ...")

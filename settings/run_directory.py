@@ -47,6 +47,27 @@ def require_name(settings: "Settings", role: str) -> None:
 
 
 CONFIG = "config.resolved.toml"
+EXPLAINED = """# Run {name}
+
+Written by `streamrl run`. To go on, or for more steps: `streamrl run {path}/config.resolved.toml`.
+
+| file | is |
+|---|---|
+| `report.html` | the run as a page, written at its end (`streamrl report {path}` writes it anew) |
+| `summary.json` | its figures in one object; what each means stands in the manual under Concepts, The figures |
+| `metrics.jsonl` | one line an optimizer step, under TRL's names |
+| `config.resolved.toml` | every setting as it was; this file alone repeats the run |
+| `checkpoints/step_N/` | models for `from_pretrained`, with `trainer_state/` to go on from (`streamrl checkpoints`) |
+| `identity.json` | which run this is; without it the topics of this name are refused |
+| `logs/` | one file a process; begin with `trainer.log`, then `worker-0.log` |
+| `kafka/` | the own broker's data: every prompt, trajectory and skip (`streamrl audit {path}`) |
+| `weights/` | the newest weight versions, for workers; of no use after the run |
+| `records.sqlite`, `audit.sqlite`, `gathered.json` | made again from the topics where they are missing |
+| `tracking/`, `traces/`, `cache/` | of experiment trackers, of tracing, and downloads; if there are any |
+
+`streamrl runs ls` tells what runs take up, `streamrl runs rm {name} --keep-results` removes what is bulky.
+"""
+"""README.md of a run's directory."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +77,14 @@ class RunDirectory:
     path: Path
 
     def create(self) -> None:
-        """Make the directory.
+        """Make the directory, with a page that says what is in it.
 
         Raises:
             UserError: it cannot be written.
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
+            (self.path / "README.md").write_text(EXPLAINED.format(name=self.path.name, path=self.path))
         except OSError as error:
             raise UserError(f"expected a writable directory for the run, got {self.path}: {error.strerror}") from error
 

@@ -45,6 +45,12 @@ class RunSettings(Section):
         int | None,
         Field(ge=1, le=256, description="Workers that it may add as lengths grow; unset: their number stays."),
     ] = None
+    trainer: Annotated[
+        bool,
+        Field(
+            description="Whether `streamrl run` starts the trainer; if not, `streamrl trainer` joins from elsewhere."
+        ),
+    ] = True
     standby_trainers: Annotated[
         int, Field(ge=0, le=4, description="Trainers that `streamrl run` keeps loaded, to take over from the first.")
     ] = 0
@@ -56,6 +62,13 @@ class RunSettings(Section):
         int, Field(ge=1 << 16, description="Size at which a process's log in the run's directory becomes a copy.")
     ] = 32 << 20
     log_backup_count: Annotated[int, Field(ge=0, le=100, description="Such copies that are kept of each log.")] = 3
+    log_files: Annotated[
+        bool,
+        Field(
+            description="A process by itself also writes its log into the run's directory, as `streamrl run` has its "
+            "processes do."
+        ),
+    ] = False
     record_index: Annotated[
         bool,
         Field(description="Keep a file of where each record stands in the run's directory, for who looks."),

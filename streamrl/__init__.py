@@ -12,12 +12,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from consumers.algorithms.shelf import Algorithm
     from streamrl.api import Run, run, run_async
     from streamrl.datasets import TrajectoryDataset
     from streamrl.streaming import stream
 
-__all__ = ["Run", "TrajectoryDataset", "run", "run_async", "stream"]
+__all__ = ["Algorithm", "Run", "TrajectoryDataset", "run", "run_async", "stream"]
 _HOMES = {
+    "Algorithm": "consumers.algorithms.shelf",
     "Run": "streamrl.api",
     "run": "streamrl.api",
     "run_async": "streamrl.api",

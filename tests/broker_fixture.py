@@ -1,10 +1,13 @@
-"""A pytest plugin: ``bootstrap_servers`` is a real broker for the whole session (one per xdist worker).
+"""A pytest plugin: ``bootstrap_servers`` is a real broker for the whole session, shared by the processes of xdist.
 
-The named one, else Apache Kafka's container image where a Docker engine answers, else an embedded node.
+The named one, else Apache Kafka's container image where a Docker engine answers, else an embedded node. It is started
+when the first test asks for it. Names on it are to be unique in the session: see ``unique_numbers``.
 """
 
 import gc
+import itertools
 import os
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -16,25 +19,99 @@ import pytest
 from bus.embedded.cluster import start_cluster
 from bus.embedded.jars import KAFKA_VERSION
 from bus.embedded.node import HOST, free_ports, live_brokers
+from schemas.errors import BrokerError
 
 NAMED_BY = "STREAMRL_KAFKA__BOOTSTRAP_SERVERS"
 HEAP_MB = 256
+SHARED_HEAP_MB = 512
 CONTAINER_START_S = 120
 """Pulling the image included."""
+POLL_S = 0.1
+REFUSAL = "no broker: "
+
+
+def unique_numbers() -> Iterator[int]:
+    """For names on the broker: other processes of the session count elsewhere."""
+    return itertools.count(os.getpid() * 1000)
 
 
 @pytest.fixture(scope="session")
-def bootstrap_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def bootstrap_servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """``host:port`` of the session's broker."""
     if named := os.environ.get(NAMED_BY):
         yield named
-        return
-    with ExitStack() as stack:
-        address = _in_a_container(stack) if docker_answers() else None
-        if address is None:
-            cluster = stack.enter_context(start_cluster(tmp_path_factory.mktemp("kafka"), heap_mb=HEAP_MB))
-            address = cluster.bootstrap_servers
-        yield address
+    elif hasattr(request.config, "workerinput"):
+        yield SharedBroker(tmp_path_factory.getbasetemp().parent).wanted()
+    else:
+        with ExitStack() as stack:
+            yield _started(stack, tmp_path_factory.mktemp("kafka"), HEAP_MB)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The process that only distributes tests holds the broker, since it outlives the others."""
+    config = session.config
+    distributes = not hasattr(config, "workerinput") and config.getoption("dist", "no") != "no"
+    if distributes and NAMED_BY not in os.environ:
+        config.stash[SHARED] = SharedBroker(config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+        config.stash[SHARED].start()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The broker ends with the session."""
+    if (shared := session.config.stash.get(SHARED, None)) is not None:
+        shared.stop()
+
+
+class SharedBroker(threading.Thread):
+    """A broker for all processes that know ``folder``: who wants it writes a file, and finds the address in another."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(name="shared broker")
+        self._folder, self._over = folder / "broker", threading.Event()
+        self._wish, self._answer = self._folder / "wanted", self._folder / "address"
+
+    def run(self) -> None:
+        """Start it when somebody asks, and hold it until ``stop``."""
+        self._folder.mkdir()
+        while not self._wish.exists():
+            if self._over.wait(POLL_S):
+                return
+        with ExitStack() as stack:
+            draft = self._folder / "draft"
+            try:
+                draft.write_text(_started(stack, self._folder / "kafka", SHARED_HEAP_MB))
+            except (BrokerError, OSError) as error:
+                draft.write_text(f"{REFUSAL}{error}")
+            draft.rename(self._answer)
+            self._over.wait()
+
+    def stop(self) -> None:
+        """End the broker, if there is one."""
+        self._over.set()
+        self.join()
+
+    def wanted(self) -> str:
+        """Ask for it; its address."""
+        self._wish.touch()
+        deadline = time.monotonic() + CONTAINER_START_S
+        while not self._answer.exists():
+            if time.monotonic() > deadline:
+                pytest.fail(f"no broker of the session within {CONTAINER_START_S} s")
+            time.sleep(POLL_S)
+        if (answer := self._answer.read_text()).startswith(REFUSAL):
+            pytest.fail(answer)
+        return answer
+
+
+SHARED = pytest.StashKey[SharedBroker]()
+
+
+def _started(stack: ExitStack, folder: Path, heap_mb: int) -> str:
+    """The address of a broker that ends with the stack."""
+    address = in_a_container(stack) if docker_answers() else None
+    if address is None:
+        address = stack.enter_context(start_cluster(folder, heap_mb=heap_mb)).bootstrap_servers
+    return address
 
 
 def docker_answers() -> bool:
@@ -59,14 +136,19 @@ def docker_answers() -> bool:
             gc.collect()
 
 
-def _in_a_container(stack: ExitStack) -> str | None:
+def in_a_container(stack: ExitStack) -> str | None:
     """The address of a broker in a container, on loopback only; None where the image cannot be had."""
     import docker
+    from testcontainers.core.config import testcontainers_config
     from testcontainers.core.container import DockerContainer
 
+    # Its reaper would be one more image to pull, with a port that is open to the network; the stack removes the broker.
+    testcontainers_config.ryuk_disabled = True
     (port,) = free_ports(1)
     container = DockerContainer(f"apache/kafka:{KAFKA_VERSION}")
-    container.with_envs(**_container_settings(port)).with_kwargs(ports={"9092/tcp": (HOST, port)})
+    container.with_envs(**_container_settings(port))
+    # `with_bind_ports` knows no address, and would open the port to the network.
+    container.ports["9092/tcp"] = (HOST, port)
     try:
         stack.enter_context(container)
     except (docker.errors.DockerException, OSError) as error:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import ssl
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -19,6 +19,7 @@ from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.helpers import create_ssl_context
 
 from bus.kafka.aiokafka_internals import end_sender, inner_futures
+from bus.kafka.processor_wait import ProcessorWait
 from bus.kafka.settings import KafkaSettings
 from schemas.errors import (
     BrokerError,
@@ -71,21 +72,32 @@ def our_errors(doing: str) -> Iterator[None]:
         raise BusError(f"{doing}: {error}") from error
 
 
+BUSY = "this machine is so busy that the command gets no processor time; it goes on by itself when there is some"
+
+
 @dataclass
 class BrokerAvailability:
     """Whether the broker at ``address`` answers: logged once when that changes, however many clients ask.
 
-    ``advice``: what a user can do about a broker that does not answer.
+    ``advice``: what a user can do about a broker that does not answer. ``processor``: tells a silent broker from a
+    process that had no chance to hear it.
     """
 
     address: str = ""
     advice: str = ""
     is_away: bool = False
+    processor: ProcessorWait = field(default_factory=ProcessorWait)
 
     @property
     def message(self) -> str:
         """What is logged when it stops answering."""
-        return f"the broker at {self.address} does not answer" + (f"; {self.advice}" if self.advice else "")
+        said = "is not heard" if self.processor.is_starved else "does not answer"
+        return f"the broker at {self.address} {said}" + (f"; {self.explanation}" if self.explanation else "")
+
+    @property
+    def explanation(self) -> str:
+        """What a user can make of it; empty if nothing is known."""
+        return BUSY if self.processor.is_starved else self.advice
 
     def report_silence(self, client_id: str, error: Exception) -> None:
         """A client got no answer."""
@@ -95,6 +107,7 @@ class BrokerAvailability:
 
     def report_answer(self, client_id: str) -> None:
         """A client got an answer."""
+        self.processor.begin()
         if self.is_away:
             self.is_away = False
             log.warning(f"the broker at {self.address} answers again", client_id=client_id)

@@ -158,28 +158,28 @@ class KafkaSubscription:
     def seek(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Deliver from these offsets next; the others stay where they are."""
         self._next |= offsets
-        self._seek_to_next(self._open_consumer())
+        for tp in self._assigned.intersection(offsets):  # each costs, and throws away what was fetched of it
+            self._open_consumer().seek(KafkaPartition(*tp), offsets[tp])
 
-    async def positions(self) -> dict[TopicPartition, int]:
-        """The next offset that ``poll`` will deliver, by partition."""
+    async def positions(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
+        """The next offset that ``poll`` will deliver, by partition; of all that it reads, or of those among them."""
         consumer = self._open_consumer()
-        return {tp: await consumer.position(KafkaPartition(*tp)) for tp in self._assigned}
+        return {tp: await consumer.position(KafkaPartition(*tp)) for tp in self._asked(partitions)}
 
-    async def end_offsets(self) -> dict[TopicPartition, int]:
-        """The offset after the last record, by partition.
-
-        Raises:
-            BusUnavailable: no broker answers.
-        """
-        return await self._factory.offsets(self._open_consumer().end_offsets, self._assigned)
-
-    async def beginning_offsets(self) -> dict[TopicPartition, int]:
-        """The oldest offset that the broker still holds, by partition.
+    async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
+        """The offset after the last record, by partition; of all that it reads, or of those among them.
 
         Raises:
             BusUnavailable: no broker answers.
         """
-        return await self._factory.offsets(self._open_consumer().beginning_offsets, self._assigned)
+        return await self._factory.offsets(self._open_consumer().end_offsets, self._asked(partitions))
+
+    async def beginning_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
+        """The oldest offset that the broker still holds, by partition, as ``end_offsets``. Raises BusUnavailable."""
+        return await self._factory.offsets(self._open_consumer().beginning_offsets, self._asked(partitions))
+
+    def _asked(self, partitions: Iterable[TopicPartition] | None) -> frozenset[TopicPartition]:
+        return self._assigned if partitions is None else self._assigned.intersection(partitions)
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Tell the broker how far we are, for lag displays only; the checkpoint is the truth.

@@ -1,49 +1,21 @@
 """Turns a group into training samples: shaped rewards → advantages, and which samples stay out and why.
 
-Pure numpy: knows no policy. Sources: GRPO (arXiv 2402.03300) for the group baseline and deviation, Dr. GRPO (arXiv
-2503.20783) for leaving the deviation out, RLOO (arXiv 2402.14740) for the leave-one-out baseline, DAPO (arXiv
-2503.14476) for the overlong penalty.
+Knows no policy and no tensors. What rewards are worth is the algorithm's to say (``shelf.py``); the overlong penalty is
+DAPO's (arXiv 2503.14476).
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.algorithms.settings import AlgorithmSettings
+from consumers.algorithms.estimators import Rewards, deviation
+from consumers.algorithms.settings import PAIRWISE, AlgorithmSettings
+from consumers.algorithms.shelf import algorithm_of
 from consumers.batching.micro_batches import Group, Sample, TrainingSample
 from schemas.reports import SkipReason
 from schemas.trajectories import FinishReason
-
-SCALE_EPSILON = 1e-4
-"""Added to a standard deviation before dividing by it, as TRL does."""
-
-Rewards = NDArray[np.float64]
-
-
-def deviation(rewards: Rewards) -> float:
-    """Sample standard deviation (denominator n - 1); 0 for fewer than two rewards, exactly 0 if all are equal."""
-    if rewards.size < 2 or np.ptp(rewards) == 0.0:
-        return 0.0
-    return float(np.std(rewards, ddof=1))
-
-
-def group_advantages(rewards: Rewards, *, scale: bool) -> Rewards:
-    """``R - mean(R)``, divided by ``deviation(R) + 1e-4`` if ``scale``; (G) in, (G) out; equal rewards give zeros."""
-    # Not left to the subtraction: the floating-point mean of three 0.1 is not 0.1, and what rounding leaves would be
-    # an advantage other than 0, for which a gradient is computed.
-    if rewards.size == 0 or np.ptp(rewards) == 0.0:
-        return np.zeros_like(rewards)
-    centred: Rewards = rewards - rewards.mean()
-    return centred / (deviation(rewards) + SCALE_EPSILON) if scale else centred
-
-
-def leave_one_out_advantages(rewards: Rewards) -> Rewards:
-    """``R_i - mean of the other rewards``; (G) in, (G) out; zeros for fewer than two rewards or equal ones."""
-    if rewards.size < 2 or np.ptp(rewards) == 0.0:
-        return np.zeros_like(rewards)
-    others: Rewards = (rewards.sum() - rewards) / (rewards.size - 1)
-    return rewards - others
 
 
 def overlong_penalty(lengths: NDArray[np.int64], *, l_max: int, l_cache: int, factor: float) -> Rewards:
@@ -82,27 +54,24 @@ def credit_group(group: Group, settings: AlgorithmSettings, limits: ModelLimits)
         rewards = rewards + overlong_penalty(
             lengths, l_max=settings.overlong_l_max, l_cache=settings.overlong_l_cache, factor=settings.overlong_factor
         )
-    # Before anything is left out: a truncated sample's reward still tells how hard the prompt is.
-    advantages = _advantages(rewards, settings)
+    algorithm = algorithm_of(settings)
+    excluded = [_exclusion(sample, settings, limits) for sample in group.samples]
+    usable = np.array([detail is None for detail in excluded], dtype=np.bool_)
+    # Of all rewards: those of a truncated sample, which stays out, still tell how hard the prompt is.
+    advantages = algorithm.advantages(rewards, usable)
     kept: list[TrainingSample] = []
     left_out: list[tuple[Sample, str]] = []
-    for sample, advantage in zip(group.samples, advantages.tolist(), strict=True):
-        if (detail := _exclusion(sample, settings, limits)) is None:
+    for sample, advantage, detail in zip(group.samples, advantages.tolist(), excluded, strict=True):
+        if detail is None and not math.isnan(advantage):
             kept.append(TrainingSample(sample, advantage))
         else:
-            left_out.append((sample, detail))
+            left_out.append((sample, detail or algorithm.unselected))
     return Credit(tuple(kept), tuple(left_out), rewards, deviation(rewards))
-
-
-def _advantages(rewards: Rewards, settings: AlgorithmSettings) -> Rewards:
-    if settings.name == "rloo":
-        return leave_one_out_advantages(rewards)
-    return group_advantages(rewards, scale=settings.scale_rewards == "group")
 
 
 def skip_reason_of(credit: Credit, settings: AlgorithmSettings) -> tuple[SkipReason, str] | None:
     """Why none of a group goes into a step, or none if it does."""
-    if settings.dynamic_sampling and credit.deviation == 0.0:
+    if (settings.dynamic_sampling or settings.name in PAIRWISE) and credit.deviation == 0.0:
         return SkipReason.ZERO_ADVANTAGE, "all rewards of the group are equal"
     if not credit.training_samples:
         return SkipReason.FILTERED, credit.left_out[0][1]

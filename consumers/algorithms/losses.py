@@ -1,15 +1,28 @@
-"""Token losses of the GRPO family as un-normalised sums, so that a batch may be split into any micro-batches.
+"""Log-probabilities and token losses as un-normalised sums, so that a batch may be split into any micro-batches.
 
-With mu the behaviour policy, pi the current one, sg stop-gradient, w = pi / mu, C the importance-sampling cap:
+With mu the behaviour policy, pi the current one, pi0 the one at the start of the step (pi itself at one update a
+batch), sg stop-gradient, A a token's advantage. ``ratio`` says what r is, and which weight c stands beside it:
 
-- ratio "behaviour": r = min(w, C), token loss -min(r A, clip(r, 1 - e_low, 1 + e_high) A). Staleness is clipped;
-  for A < 0 the cap is PPO's dual clip (arXiv 1912.09729).
-- ratio "proximal": r = pi / sg(pi), token loss -sg(min(w, C)) min(r A, clip(r) A). With one update per batch r is 1
-  and nothing is clipped: REINFORCE with truncated importance sampling.
+- "behaviour": r = pi / mu, c = 1. Staleness is clipped; truncated at C, r is PPO's dual clip for A < 0
+  (arXiv 1912.09729).
+- "proximal": r = pi / pi0, c = sg(pi0 / mu) (decoupled PPO, arXiv 2110.00641 and 2505.24298). At one update a batch r
+  is 1 and nothing is clipped: REINFORCE with importance weights.
 
-To each token beta w (exp(d) - d - 1) is added, d = log ref - log pi: the k3 estimator of KL(pi || ref), weighted since
-tokens are drawn from mu (DeepSeek-V3.2, arXiv 2512.02556); see ``_divergence``.
-Averages: grpo (arXiv 2402.03300), dapo (arXiv 2503.14476), dr_grpo (arXiv 2503.20783); see ``denominator``.
+``importance_sampling_mode`` keeps weights w within [floor, C]: TIS limits them, MIS and IcePop (arXiv 2510.18855) set
+those outside to 0; of a token, or the product over a sequence. It acts on c, and on r where r is pi / mu.
+
+``policy_loss``, with l = 1 - e_low, h = 1 + e_high:
+
+- clip (PPO, arXiv 1707.06347; clip-higher, DAPO, arXiv 2503.14476): -c min(r A, clip(r, l, h) A);
+- gspo (arXiv 2507.18071): the same with s = exp(mean of log r over the sequence) in place of r;
+- cispo (MiniMax-M1, arXiv 2506.13585): -c sg(clip(r, l, h)) A log pi;
+- dppo (arXiv 2602.04879, as prime-rl has it): -c keep r A, where keep is 0 for a token whose probability has moved by
+  more than e_high up (A > 0) or e_low down (A < 0);
+- reinforce (arXiv 2402.14740 with weights): -c A log pi, c = sg(pi / mu) where ``ratio`` is "behaviour".
+
+To each token ``log_ratio_penalty`` (log pi / mu)^2 is added, and beta times an estimate of KL(pi || ref), see
+``_divergence``. Averages: grpo (arXiv 2402.03300), dapo (arXiv 2503.14476), dr_grpo (arXiv 2503.20783); see
+``denominator``. Preferences (DPO, IPO) are of whole sequences: ``preference_losses``.
 
 Invariant accumulated_micro_batches_equal_one_batch: sums divided by ``denominator`` at the end do not depend on the
 split; nothing in here averages over a micro-batch.
@@ -17,15 +30,15 @@ split; nothing in here averages over a micro-batch.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from consumers.algorithms.settings import AlgorithmSettings
+from consumers.algorithms.settings import PAIRWISE, AlgorithmSettings
 from schemas.errors import ModelError
 
 MAX_LOGITS = 1 << 26
@@ -141,8 +154,67 @@ class BatchTotals:
     tokens: int
 
 
+@dataclass(frozen=True)
+class TokenBatch:
+    """B sequences of S positions. Values where ``mask`` is 0 are not looked at.
+
+    ``logprobs`` (of the policy, with a gradient), ``behaviour_logprobs`` (of who sampled), ``proximal_logprobs`` (of
+    the policy at the start of the step; None: this is the start), ``reference_logprobs`` (None: there is no reference)
+    and ``mask`` (0 or 1) are [B, S], log-probs in nats at the sampling temperature. ``advantages`` [B, S], or [B] where
+    all tokens of a sequence have the same.
+    """
+
+    logprobs: Tensor
+    behaviour_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    proximal_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+
+    @cached_property
+    def trained(self) -> Tensor:
+        """Bool [B, S]."""
+        return self.mask > 0
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        """Log pi / mu, [B, S], 0 where nothing is trained."""
+        # Masked before any exp, whose overflow would make the gradient 0 x inf.
+        return torch.where(self.trained, self.logprobs - self.behaviour_logprobs, 0.0)
+
+    @cached_property
+    def start_log_ratio(self) -> Tensor:
+        """Log pi0 / mu, [B, S], without a gradient."""
+        if self.proximal_logprobs is None:
+            return self.log_ratio.detach()
+        return torch.where(self.trained, self.proximal_logprobs - self.behaviour_logprobs, 0.0)
+
+    @cached_property
+    def step_log_ratio(self) -> Tensor:
+        """Log pi / pi0, [B, S]."""
+        return self.log_ratio - self.start_log_ratio
+
+    @cached_property
+    def token_advantages(self) -> Tensor:
+        """[B, S]."""
+        wide = self.advantages if self.advantages.ndim == 2 else self.advantages.unsqueeze(1)
+        return wide.expand_as(self.log_ratio)
+
+    def row(self, number: int) -> "TokenBatch":
+        """One sequence of it."""
+        here = slice(number, number + 1)
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value[here] for name, value in given.items() if value is not None})
+
+
+Surrogate = Callable[[TokenBatch], tuple[Tensor, Tensor]]
+"""Token losses [B, S], and which tokens were clipped [B, S]: -1 at the floor, 1 at the ceiling, else 0."""
+
+
 def denominator(settings: AlgorithmSettings, totals: BatchTotals, max_completion_length: int) -> float:
     """What the accumulated loss sum is divided by; at least 1, so that an empty batch stays finite."""
+    if settings.name in PAIRWISE:
+        return max(totals.sequences / 2, 1.0)
     match settings.loss_type:
         case "grpo":
             return float(max(totals.sequences, 1))
@@ -152,41 +224,61 @@ def denominator(settings: AlgorithmSettings, totals: BatchTotals, max_completion
             return float(max(totals.sequences, 1) * max_completion_length)
 
 
-def token_losses(
-    settings: AlgorithmSettings,
-    logprobs: Tensor,
-    behaviour_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    reference_logprobs: Tensor | None = None,
-) -> LossSums:
-    """Sum of token losses and of token metrics.
-
-    ``logprobs``, ``behaviour_logprobs``, ``reference_logprobs`` and ``mask`` (0 or 1) are [B, S] float32, log-probs
-    in nats at the sampling temperature; ``advantages`` is [B]. Values where the mask is 0 are not looked at.
-    """
-    trained = mask > 0  # bool [B, S]
-    # log w = log pi - log mu, [B, S]; masked before any exp, whose overflow would make the gradient 0 x inf.
-    log_ratio = torch.where(trained, logprobs - behaviour_logprobs, 0.0)
-    advantage = advantages.unsqueeze(1).expand_as(log_ratio)
-    losses, clipped = _surrogate(settings, log_ratio, advantage)
-    metrics = _ratio_metrics(log_ratio.detach(), advantage, clipped, trained)
-    if reference_logprobs is not None and settings.beta > 0:
-        gap = torch.where(trained, reference_logprobs - logprobs, 0.0)
-        divergence = _divergence(settings, gap, log_ratio)
+def token_losses(settings: AlgorithmSettings, tokens: TokenBatch, surrogate: Surrogate | None = None) -> LossSums:
+    """Sum of token losses and of token metrics. ``surrogate``: in place of the one that ``policy_loss`` names."""
+    losses, clipped = (surrogate or partial(policy_surrogate, settings))(tokens)
+    metrics = _ratio_metrics(tokens, clipped)
+    if settings.importance_sampling_mode.endswith("mask"):
+        log_weights = tokens.log_ratio.detach() if settings.ratio == "behaviour" else tokens.start_log_ratio
+        dropped = importance_weights(settings, log_weights, tokens.trained) == 0
+        metrics["is_masked"] = (dropped & tokens.trained).sum()
+    if settings.log_ratio_penalty > 0:
+        losses = losses + settings.log_ratio_penalty * tokens.log_ratio.square()
+    if tokens.reference_logprobs is not None and settings.has_own_kl_term:
+        divergence = _divergence(settings, tokens)
         losses = losses + settings.beta * divergence
         metrics["kl"] = divergence.detach().sum()
-    weights = trained.to(losses.dtype)
+    weights = tokens.trained.to(losses.dtype)
     if settings.loss_type == "grpo":  # 1 / |o_i| here, 1 / sequences in ``denominator``: each sequence counts the same
         weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1)
-    return LossSums(torch.where(trained, losses * weights, 0.0).sum(), metrics)
+    return LossSums(torch.where(tokens.trained, losses * weights, 0.0).sum(), metrics)
 
 
-def _truncated_weight(settings: AlgorithmSettings, log_ratio: Tensor) -> Tensor:
-    """min(w, C)."""
-    cap = settings.importance_sampling_cap
-    # Truncated in log space: clamping exp's overflow would turn its gradient into 0 x inf.
-    return torch.exp(log_ratio if cap is None else log_ratio.clamp(max=math.log(cap)))
+def importance_weights(settings: AlgorithmSettings, log_weights: Tensor, trained: Tensor) -> Tensor:
+    """Weights [B, S] of log weights that are 0 where nothing is trained, limited or masked as the settings say."""
+    mode, floor, cap = (
+        settings.importance_sampling_mode,
+        settings.importance_sampling_floor,
+        settings.importance_sampling_cap,
+    )
+    if mode == "none":
+        return torch.ones_like(log_weights)
+    if mode.startswith("sequence"):
+        log_weights = log_weights.sum(dim=1, keepdim=True).expand_as(log_weights)
+    if mode.endswith("mask"):
+        is_kept = torch.ones_like(trained) if cap is None else log_weights <= math.log(cap)
+        if floor > 0:
+            is_kept = is_kept & (log_weights >= math.log(floor))
+        # Filled in log space, since exp may overflow and 0 x inf is no number.
+        return torch.where(is_kept, torch.exp(torch.where(is_kept, log_weights, 0.0)), 0.0)
+    # Limited in log space: clamping exp's overflow would turn its gradient into 0 x inf.
+    lowest = math.log(floor) if floor > 0 else None
+    highest = None if cap is None else math.log(cap)
+    return torch.exp(log_weights if lowest is highest is None else log_weights.clamp(min=lowest, max=highest))
+
+
+def policy_surrogate(settings: AlgorithmSettings, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+    """See ``Surrogate``; the formulas are in the module's text."""
+    match settings.policy_loss:
+        case "clip" | "gspo":
+            return _clipped(settings, tokens)
+        case "cispo":
+            return _clipped_weights(settings, tokens)
+        case "dppo":
+            return _masked_by_probability(settings, tokens)
+        case "reinforce":
+            losses = -_outer_weights(settings, tokens, reinforce=True) * tokens.token_advantages * tokens.logprobs
+            return losses, torch.zeros_like(tokens.log_ratio, dtype=torch.int32)
 
 
 def _own_ratio(log_ratio: Tensor) -> Tensor:
@@ -194,28 +286,38 @@ def _own_ratio(log_ratio: Tensor) -> Tensor:
     return torch.exp(log_ratio - log_ratio.detach())
 
 
-def _divergence(settings: AlgorithmSettings, gap: Tensor, log_ratio: Tensor) -> Tensor:
-    """Estimate of KL(pi || ref) at each token [B, S], >= 0; ``gap`` is d = log ref - log pi.
-
-    sg(min(w, C)) r k3 with r = pi / sg(pi) and k3 = exp(d) - d - 1. Below the cap that is w k3 in value and gradient
-    (arXiv 2512.02556, section 3.1): its gradient is w (log pi - log ref) grad log pi, whose expectation under mu is the
-    gradient of KL(pi || ref). Without the weight it is (1 - exp(d)) grad log pi, which on policy is the gradient of
-    KL(ref || pi), and off policy of neither.
-    """
-    k3 = torch.exp(gap) - gap - 1  # unlike -d never negative for a single token
-    if not settings.use_bias_correction_kl:
-        return k3
-    return _truncated_weight(settings, log_ratio).detach() * _own_ratio(log_ratio) * k3
+def _outer_weights(settings: AlgorithmSettings, tokens: TokenBatch, *, reinforce: bool = False) -> Tensor:
+    """c, [B, S], without a gradient; where r is pi / mu itself, only whether a token is kept."""
+    if settings.ratio == "proximal":
+        return importance_weights(settings, tokens.start_log_ratio, tokens.trained).detach()
+    weights = importance_weights(settings, tokens.log_ratio, tokens.trained).detach()
+    if reinforce:
+        return weights
+    is_masking = settings.importance_sampling_mode.endswith("mask")
+    return (weights > 0).to(weights.dtype) if is_masking else torch.ones_like(weights)
 
 
-def _surrogate(settings: AlgorithmSettings, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-    """Token losses [B, S] and the signed mask of clipped tokens [B, S]: -1 at the floor, 1 at the ceiling."""
+def _log_ratio(settings: AlgorithmSettings, tokens: TokenBatch) -> Tensor:
+    """Log r, or log s, [B, S]."""
+    log_ratio = tokens.log_ratio if settings.ratio == "behaviour" else tokens.step_log_ratio
+    if settings.policy_loss == "gspo":
+        counts = tokens.trained.sum(dim=1, keepdim=True).clamp(min=1)
+        log_ratio = (log_ratio.sum(dim=1, keepdim=True) / counts).expand_as(log_ratio)
+    return log_ratio
+
+
+def _limited_ratio(settings: AlgorithmSettings, tokens: TokenBatch) -> Tensor:
+    """r, or s, [B, S]; limited where it is pi / mu and weights are limited a token."""
+    log_ratio = _log_ratio(settings, tokens)
+    if settings.ratio == "behaviour" and settings.importance_sampling_mode == "token_truncate":
+        return importance_weights(settings, log_ratio, tokens.trained)
+    return torch.exp(log_ratio)
+
+
+def _clipped(settings: AlgorithmSettings, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
     floor, ceiling = settings.clip_range
-    weight = _truncated_weight(settings, log_ratio)
-    if settings.ratio == "behaviour":
-        ratio, outer = weight, torch.ones_like(weight)
-    else:
-        ratio, outer = _own_ratio(log_ratio), weight.detach()
+    ratio, advantage = _limited_ratio(settings, tokens), tokens.token_advantages
+    outer = _outer_weights(settings, tokens)
     losses = -outer * torch.minimum(ratio * advantage, ratio.clamp(floor, ceiling) * advantage)
     # Outside the range a token is clipped only where min picks the constant: beyond it in the direction A pushes to.
     value = ratio.detach()
@@ -224,8 +326,74 @@ def _surrogate(settings: AlgorithmSettings, log_ratio: Tensor, advantage: Tensor
     return losses, high.int() - low.int()
 
 
-def _ratio_metrics(log_ratio: Tensor, advantage: Tensor, clipped: Tensor, trained: Tensor) -> dict[str, Tensor]:
+def _clipped_weights(settings: AlgorithmSettings, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+    floor, ceiling = settings.clip_range
+    value = _limited_ratio(settings, tokens).detach()
+    weights = _outer_weights(settings, tokens) * value.clamp(floor, ceiling)
+    # The weight has no gradient, so a clipped token keeps that of its log-prob.
+    return -weights * tokens.token_advantages * tokens.logprobs, (value > ceiling).int() - (value < floor).int()
+
+
+def _masked_by_probability(settings: AlgorithmSettings, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+    anchor = tokens.behaviour_logprobs if settings.ratio == "behaviour" else tokens.proximal_logprobs
+    before = tokens.logprobs.detach() if anchor is None else anchor
+    advantage = tokens.token_advantages
+    moved = torch.where(tokens.trained, torch.exp(tokens.logprobs.detach()) - torch.exp(before), 0.0)
+    high = (moved > settings.upper_epsilon) & (advantage > 0)
+    low = (moved < -settings.epsilon) & (advantage < 0)
+    kept = (~(high | low)).to(moved.dtype)
+    losses = -_outer_weights(settings, tokens) * kept * _limited_ratio(settings, tokens) * advantage
+    return losses, high.int() - low.int()
+
+
+def _divergence(settings: AlgorithmSettings, tokens: TokenBatch) -> Tensor:
+    """Estimate of KL(pi || ref) at each token [B, S]; d = log ref - log pi.
+
+    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (Schulman 2020). Weighted, k1 and k3 become c r k, with r = pi / sg(pi)
+    and c = sg(w) as limited: below the cap that is w k in value and gradient (DeepSeek-V3.2, arXiv 2512.02556, section
+    3.1). That of k3 is w (log pi - log ref) grad log pi, whose expectation under mu is the gradient of KL(pi || ref);
+    without the weight it is (1 - exp(d)) grad log pi, which on policy is the gradient of KL(ref || pi), and off policy
+    of neither. k2's own gradient is (log pi - log ref) grad log pi, so it is only multiplied by c (arXiv 2510.01555).
+    """
+    assert tokens.reference_logprobs is not None
+    gap = torch.where(tokens.trained, tokens.reference_logprobs - tokens.logprobs, 0.0)
+    match settings.kl_estimator:
+        case "k1":
+            estimate = -gap
+        case "k2":
+            estimate = gap.square() / 2
+        case "k3":
+            estimate = torch.exp(gap) - gap - 1  # unlike -d never negative for a single token
+    if not settings.use_bias_correction_kl:
+        return estimate
+    weights = importance_weights(settings, tokens.log_ratio, tokens.trained).detach()
+    if settings.kl_estimator == "k2":
+        return weights * estimate
+    return weights * _own_ratio(tokens.log_ratio) * estimate
+
+
+def sequence_scores(tokens: TokenBatch, *, average: bool) -> Tensor:
+    """Log pi / ref of each completion, [B]: summed over its trained tokens, or averaged."""
+    assert tokens.reference_logprobs is not None
+    gaps = torch.where(tokens.trained, tokens.logprobs - tokens.reference_logprobs, 0.0)
+    total = gaps.sum(dim=1)
+    return total / tokens.trained.sum(dim=1).clamp(min=1) if average else total
+
+
+def preference_losses(scores: Tensor, slopes: Tensor, halves: Tensor, tokens: TokenBatch) -> LossSums:
+    """Losses of pairs whose two sequences may be in different micro-batches.
+
+    ``scores`` [B]: of ``sequence_scores``, with a gradient. ``slopes`` [B]: what a pair's loss changes by with the
+    score of this row, d loss / d score, from a pass without gradient; ``halves`` [B]: half of the pair's loss. So the
+    value of the sum over both rows is the pair's loss, and its gradient too.
+    """
+    loss = (slopes * (scores - scores.detach()) + halves).sum()
+    return LossSums(loss, _ratio_metrics(tokens, torch.zeros_like(tokens.log_ratio, dtype=torch.int32)))
+
+
+def _ratio_metrics(tokens: TokenBatch, clipped: Tensor) -> dict[str, Tensor]:
     """Sums over trained tokens, and the extremes of w = pi / mu."""
+    log_ratio, trained = tokens.log_ratio.detach(), tokens.trained
     weight = torch.exp(log_ratio)
     return {
         "ratio": weight[trained].sum(),

@@ -80,6 +80,10 @@ class PartitionFrontier:
         """Records that were read and are not finished."""
         return sum(offset not in self.done for offset in self.read)
 
+    def finished(self) -> int:
+        """Offsets below the next one to be read that are finished; one that no record has counts as such."""
+        return self.position - self.unfinished()
+
     def copy(self) -> "PartitionFrontier":
         """An independent copy."""
         return PartitionFrontier(self.low, set(self.done), self.position, deque(self.read), list(self.passed))

@@ -51,19 +51,29 @@ class IngestMetrics:
         self.latency_s += max(0.0, self.clock() - trajectory.finished_at)
 
     def summary(
-        self, *, lag: Mapping[TopicPartition, int], pending_bytes: int, skipped: Mapping[str, int], dead_letters: int
+        self,
+        *,
+        lag: Mapping[TopicPartition, int],
+        finished: Mapping[TopicPartition, int],
+        pending_bytes: int,
+        skipped: Mapping[str, int],
+        dead_letters: int,
     ) -> dict[str, float]:
-        """Metrics since the last call; the counters start again. Skips and dead letters count from the start."""
+        """Metrics since the last call; the counters start again. ``finished``, ``skipped``: since the run began;
+        ``dead_letters``: since this process started.
+        """
         now = self.monotonic()
         elapsed = max(1e-3, now - self.since)
         found = {
             "kafka/records_per_s": self.records / elapsed,
             "kafka/bytes_per_s": self.bytes_read / elapsed,
-            "kafka/intake_latency_s": self.latency_s / self.trajectories if self.trajectories else 0.0,
+            "kafka/ingest_latency_s": self.latency_s / self.trajectories if self.trajectories else 0.0,
             "kafka/pending_bytes": float(pending_bytes),
             "kafka/dead_letters": float(dead_letters),
             "off_policy/dropped": float(skipped.get(SkipReason.STALE, 0) + skipped.get(SkipReason.ORPHAN_LINEAGE, 0)),
             **{f"kafka/lag/bucket_{bucket}": float(count) for bucket, count in self._by_bucket(lag).items()},
+            # With these a display knows the lag between two steps too: ends of the topic, less what is finished.
+            **{f"kafka/finished/bucket_{bucket}": float(count) for bucket, count in self._by_bucket(finished).items()},
             **{f"ledger/skipped/{reason}": float(count) for reason, count in sorted(skipped.items())},
         }
         self.records = self.bytes_read = self.trajectories = 0
@@ -91,8 +101,8 @@ class IngestMetrics:
             for tp, end in self.ends.items()
         }
 
-    def _by_bucket(self, lag: Mapping[TopicPartition, int]) -> dict[int, int]:
+    def _by_bucket(self, counts: Mapping[TopicPartition, int]) -> dict[int, int]:
         found: dict[int, int] = defaultdict(int)
-        for tp, count in lag.items():
+        for tp, count in counts.items():
             found[tp.partition // self.loop.shards] += count  # partition = bucket x shards + shard
         return dict(sorted(found.items()))

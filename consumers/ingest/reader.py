@@ -215,8 +215,9 @@ class TrajectoryReader:
         """``kafka/*``, ``off_policy/dropped`` and ``ledger/*``."""
         return self._metrics.summary(
             lag=await self.lag(),
+            finished={tp: self.ledger.frontier.partition(tp.partition).finished() for tp in self._metrics.ends},
             pending_bytes=self.ledger.pending_bytes,
-            skipped=self._rejections.counts,
+            skipped=self._rejections.tally.reasons,
             dead_letters=self._rejections.dead_letters,
         )
 

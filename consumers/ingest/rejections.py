@@ -88,14 +88,13 @@ class _Pending:
 
 @dataclass
 class RejectionWriter:
-    """``counts``: records by reason since this process started; ``refused_by``: the broker will never take some row."""
+    """``dead_letters``: since this process started; ``refused_by``: the broker will never take some row."""
 
     run_name: str
     algorithm: str
     clock: Callable[[], float]
     tally: SkipTally
     publisher: Publisher | None = None
-    counts: Counter[str] = field(default_factory=Counter)
     dead_letters: int = 0
     refused_by: BusError | None = None
     _outbox: deque[_Pending] = field(default_factory=deque)
@@ -138,7 +137,6 @@ class RejectionWriter:
         # Counted with the record's end, not when it is sent; a checkpoint that counts it waits for it in ``flush``.
         self._outbox.append(_Pending(record))
         self.tally.add(row)
-        self.counts[reason.value] += end_of(row) - row.offset
 
     def dead_letter(self, record: Record, error: WireError) -> None:
         """Put a record's bytes, unchanged, on the dead-letters topic with the reason in the headers.

@@ -30,7 +30,7 @@ from bus.history import BusHistory, Extent
 from bus.port import Bus, Outgoing, message_of
 from schemas.control import IDENTITY_KEY, RunIdentity, WeightsReady, refuse_stranger
 from schemas.errors import DeliveryUnknown, IdentityError, Superseded, UserError
-from schemas.messages import Message
+from schemas.messages import WIRE_VERSION, Message, refuse_far_version
 from schemas.reports import RefusedStep, StepReport
 from schemas.topics import CONTROL, STEPS
 
@@ -225,8 +225,17 @@ def decide(start: Start) -> RunIdentity:
     """The identity under which the run may go on; equal to that on the topics if it goes on as it is.
 
     Raises:
+        WireVersionError: a trainer held the run whose wire version is too far from ours.
         IdentityError: the topics are those of another run, or of lineages that are not here.
     """
+    if start.topics.identity is not None:
+        refuse_far_version(f"the trainers of run {start.run}", start.topics.identity.wire)
+    identity = _decided(start)
+    # Of the newest that ever held it: what that one wrote is still on the topics.
+    return identity.replace(wire=max(identity.wire, WIRE_VERSION))
+
+
+def _decided(start: Start) -> RunIdentity:
     here, held, there = start.here, start.held, start.topics.identity
     if held.newest is not None and held.newest.run != start.run:
         raise IdentityError(
@@ -401,7 +410,7 @@ class IdentityKeeper:
             )
 
     async def _start(self, held: LookUp) -> Start:
-        fresh = RunIdentity(run_id=str(uuid.uuid4()), holder=self.holder, since=self.clock())
+        fresh = RunIdentity(run_id=str(uuid.uuid4()), holder=self.holder, wire=WIRE_VERSION, since=self.clock())
         # In this order: a lineage is claimed here before the topics hear of it, so whatever another process of this
         # directory does meanwhile, nothing is missed here that was seen there.
         topics = await read_topics(self.bus, self.run)
@@ -425,19 +434,18 @@ class IdentityKeeper:
 
 
 async def refuse_other_run(bus: Bus, run: str, store: IdentityStore) -> None:
-    """Make sure that a process that only joins a run does not join another of the same name.
+    """Make sure that a process that only joins a run understands it, and does not join another of the same name.
 
     A directory that says nothing, as on another machine, joins whatever run there is.
 
     Raises:
+        WireVersionError: the run's trainer is of a wire version too far from ours.
         IdentityError: the topics are those of another run than the directory.
         BusUnavailable: no broker answers.
     """
     own = store.load()
-    if own is None:
-        return
     if (found := (await read_topics(bus, run, only_control=True)).identity) is not None:
-        refuse_stranger(run, own.run_id, found)
+        refuse_stranger(run, own.run_id if own is not None else None, found)
 
 
 def here(directory: Path) -> str:

@@ -24,10 +24,10 @@ from consumers.training.checkpoints.catalogue import Lineage
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from consumers.training.checkpoints.storage import CheckpointStorage, remove_leftovers
 from consumers.training.checkpoints.store import CheckpointStore, TrainerState, VerifiedCheckpoint
+from consumers.training.companions import open_companions
 from consumers.training.model import (
     copy_tokenizer,
     load_model,
-    load_reference,
     named_tensors,
     resolve_device,
     with_floats_as,
@@ -80,9 +80,8 @@ class TrainedPolicy:
             device,
             gradient_checkpointing=training.gradient_checkpointing,
         )
-        # Always the initial model, also after a restore: KL(pi || ref) is measured from where the run began.
-        reference = load_reference(paths.model, device) if algorithm.beta > 0 else None
-        self.learner = PolicyLearner(model, reference, algorithm, training, max_completion_length)
+        companions = open_companions(model, paths.model, algorithm, training)
+        self.learner = PolicyLearner(model, companions, algorithm, training, max_completion_length)
         self._is_swept = False
         self._named: dict[str, Tensor] | None = None
         self._texts_by_dtype: dict[str, dict[str, str]] = {}
@@ -138,8 +137,9 @@ class TrainedPolicy:
         return self._checkpoints.write(state, self._write_model, lineage)
 
     def digests(self) -> dict[str, str]:
-        """xxh3-128, in hex, of each float32 tensor's little-endian bytes, by its name on disk."""
-        return digests_of(self._tensors())
+        """xxh3-128, in hex, of each float32 tensor's little-endian bytes, by its name on disk; the critic's, too."""
+        critic = self.learner.critic
+        return digests_of(self._tensors() | ({} if critic is None else critic.weights()))
 
     def _tensors(self) -> dict[str, Tensor]:
         """The weights by name, on the CPU; kept until the next gradient, for export, digests and checkpoint.

@@ -16,6 +16,7 @@ import structlog
 
 from bus.port import Bus, Outgoing
 from consumers.algorithms.settings import AlgorithmSettings
+from consumers.algorithms.shelf import algorithm_of
 from consumers.batching.micro_batches import MicroBatcher
 from consumers.batching.settings import BatchingSettings
 from consumers.ingest.reader import TrajectoryReader
@@ -80,6 +81,7 @@ class TrainerContext:
     failpoint: FailpointHook = no_failpoint
 
     def __post_init__(self) -> None:
+        algorithm_of(self.algorithm)  # one of the user's own may not be there, or not take its options
         if self.training.weight_sync_steps > self.loop.staleness_bound + 1:
             raise SettingsError(
                 f"expected training.weight_sync_steps of at most the staleness bound (loop.mode, loop.max_staleness) "

@@ -2,40 +2,62 @@
 
 What the losses average over (sequences or tokens of the whole batch, a deviation of all its rewards) is known only
 when the last micro-batch is in. Since a gradient is linear in its loss, the division may come then: each micro-batch
-adds the gradient of a plain sum, and ``finish_step`` multiplies the total by one number. Shapes: B rows of S tokens,
-of which A rows are active. Knows no bus and no files. Invariants:
+adds the gradient of a plain sum, and ``finish_step`` multiplies the total by one number.
+
+That is so while a step is one update of credit that each sequence has by itself (``Algorithm.is_separable``). Otherwise
+micro-batches are held, and only what needs no other sequence is computed as they come: log-probs of the policy, the
+reference and the teacher, and the critic's values. ``finish_step`` then settles the credit of the whole batch and
+takes ``num_iterations`` x ``num_mini_batches`` updates, each with the sums of its own rows.
+
+Shapes: B rows of S tokens, of which A rows are active. Knows no bus and no files. Invariants:
 - accumulated_micro_batches_equal_one_batch: the step does not depend on how its batch was split;
 - what_does_not_fit_counts_for_nothing: after ``OutOfMemory`` sums and metrics are as before; the gradient too, unless
   the error says that it is lost, since memory may run out when half of the layers have theirs;
 - a_bad_gradient_changes_nothing: NaN or infinity in loss or gradient, or a norm far above the recent ones, leaves
-  weights, moments and step as they were.
+  weights and moments as they were; of several updates, each for itself, and a step without any update is not taken.
 """
 
 import gc
-import math
-from collections import defaultdict, deque
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from consumers.algorithms.advantages import SCALE_EPSILON
-from consumers.algorithms.losses import BatchTotals, CompletionScorer, LossSums, denominator, token_losses
+from consumers.algorithms.estimators import SCALE_EPSILON
+from consumers.algorithms.losses import (
+    BatchTotals,
+    CompletionScorer,
+    LossSums,
+    TokenBatch,
+    denominator,
+    preference_losses,
+    sequence_scores,
+    token_losses,
+)
 from consumers.algorithms.settings import AlgorithmSettings
+from consumers.algorithms.shelf import algorithm_of
+from consumers.algorithms.token_credit import PairTerms, StepTensors, terms_by_group, value_losses, whitened
 from consumers.batching.micro_batches import MicroBatch
+from consumers.training.companions import Companions
+from consumers.training.optimizer import GuardedAdamW, learning_rate_at
 from consumers.training.ports import StepOutcome
 from consumers.training.settings import TrainingSettings
+from consumers.training.updates import (
+    HeldBatch,
+    HeldRows,
+    RowLoss,
+    UpdateLog,
+    UpdateSums,
+    critic_metrics,
+    mini_batches,
+    totals_of,
+)
 from schemas.errors import OutOfMemory
-
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-RECENT_NORMS = "recent_grad_norms"
-RECENT_STEPS = 50
-MIN_RECENT_STEPS = 10
-"""Applied gradient norms whose median a new one is compared with, and how many of them that takes: at the beginning,
-and after a warm-up of few steps, norms change by much."""
-
+from schemas.identifiers import group_id_of
 
 MAX_SAID = 300
 """Characters of what an allocator says, which may list all of the device's memory."""
@@ -47,48 +69,46 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
 
-def learning_rate_at(step: int, settings: TrainingSettings) -> float:
-    """Learning rate of the optimizer step that follows ``step`` finished ones."""
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
-    span = max(settings.max_steps - settings.warmup_steps, 1)
-    progress = min((step - settings.warmup_steps) / span, 1.0)
-    factor = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
-    return settings.learning_rate * factor[settings.lr_schedule]
-
-
 class PolicyLearner:
     """Model, optimizer and the gradient being gathered. Not safe for two threads at once."""
 
     def __init__(
         self,
         model: Any,
-        reference: Any | None,
+        companions: Companions,
         algorithm: AlgorithmSettings,
         training: TrainingSettings,
         max_completion_length: int,
     ) -> None:
         self.model = model
         self.step = 0
-        self._algorithm = algorithm
+        self.critic = companions.critic
+        self.algorithm = algorithm_of(algorithm)
+        self._settings = algorithm
         self._training = training
         self._max_completion_length = max_completion_length
         in_float32 = training.cast_lm_head_to_fp32
         self._scorer = CompletionScorer(model, float32_head=in_float32)
-        self._reference = None if reference is None else CompletionScorer(reference, float32_head=in_float32)
-        self._optimizer = _adamw(model, training)
-        self._recent_norms: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._reference, self._teacher = (
+            None if frozen is None else CompletionScorer(frozen, float32_head=in_float32)
+            for frozen in (companions.reference, companions.teacher)
+        )
+        self._optimizer = GuardedAdamW(model.named_parameters(), training, training.max_grad_norm)
         self._reset_sums()
 
     def _reset_sums(self) -> None:
         self._sequences = 0  # with at least one trained token
         self._tokens = 0  # trained ones, for the denominator
-        self._computed_tokens = 0  # of these, those that had a gradient to be computed
-        self._loss = torch.zeros((), device=self.model.device)
-        self._sums: dict[str, list[Tensor]] = defaultdict(list)
+        self._sums = self._no_sums()
+        self._held: list[HeldBatch] = []
+        self._pairs: dict[str, PairTerms] = {}
+
+    def _no_sums(self) -> UpdateSums:
+        nothing = torch.zeros((), device=self.model.device)
+        return UpdateSums(nothing, nothing.clone())
 
     def accumulate(self, batch: MicroBatch) -> None:
-        """Add the un-normalised gradient of a micro-batch.
+        """Add the un-normalised gradient of a micro-batch, or hold it for ``finish_step``.
 
         Samples whose advantage is 0 have no gradient unless there is a KL term; they count, but are not computed.
 
@@ -98,43 +118,103 @@ class PolicyLearner:
         mask = torch.tensor(batch.loss_mask)  # float32 [B, S]
         mask[:, 0] = 0.0  # the first token has nothing before it to be predicted from
         has_tokens = mask.sum(dim=1) > 0  # bool [B]
-        active = has_tokens
-        if self._algorithm.beta == 0 and not self._training.compute_zero_advantage:
-            active = has_tokens & (torch.as_tensor(batch.advantages) != 0)
-        if active.any() and (shortage := self._backward(batch, mask, active)) is not None:
+        active = self._active(batch, has_tokens)
+        shortage = None
+        if not self.algorithm.is_separable:
+            shortage = self._hold(batch, mask, is_computed=bool(active.any()))
+        elif active.any():
+            shortage = self._backward(batch, mask, active)
+        if shortage is not None:
             # Raised out here, where no frame of the traceback holds activations; and what is free by now is given
             # back, since pieces of what did not fit would stand in the way of what does.
-            if self.model.device.type == "cuda":
-                gc.collect()
-                torch.cuda.empty_cache()
+            self._free_memory()
             raise shortage
         self._sequences += int(has_tokens.sum())
         self._tokens += int(mask.sum())
 
-    def _backward(self, batch: MicroBatch, mask: Tensor, active: Tensor) -> OutOfMemory | None:
+    def _active(self, batch: MicroBatch, has_tokens: Tensor) -> Tensor:
+        """Rows whose gradient is to be computed, bool [B]."""
+        settings = self._settings
+        has_other_terms = settings.has_own_kl_term or settings.log_ratio_penalty > 0
+        if not self.algorithm.has_plain_credit or has_other_terms or self._training.compute_zero_advantage:
+            return has_tokens
+        return has_tokens & (torch.as_tensor(batch.advantages) != 0)
+
+    def _free_memory(self) -> None:
+        if self.model.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _backward(
+        self, batch: MicroBatch, mask: Tensor, active: Tensor, held: HeldBatch | None = None
+    ) -> OutOfMemory | None:
         """Add the gradient of the active rows, or say that memory does not hold them."""
         begun = False
         try:
-            sums, mask = self._forward(batch, mask, active)
+            sums, mask = self._forward(batch, mask, active, held)
             begun = True
             sums.loss.backward()  # type: ignore[no-untyped-call]
+            value_loss = self._critic_backward(held, active) if held is not None else None
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            said = (str(error).strip() or type(error).__name__).splitlines()[0][:MAX_SAID]
-            return OutOfMemory(
-                f"expected a micro-batch of {int(active.sum())} samples, {batch.num_tokens} tokens, to fit into "
-                f"memory, got: {said}; lower batching.token_budget or set training.gradient_checkpointing",
-                gradient_lost=begun,
-            )
-        self._loss += sums.loss.detach()
-        self._computed_tokens += int(mask.sum())
+            return self._shortage(error, batch, active, gradient_lost=begun)
+        self._sums.loss += sums.loss.detach()
+        if value_loss is not None:
+            self._sums.value_loss += value_loss
+        self._sums.computed += int(mask.sum())
         for name, value in sums.metrics.items():
-            self._sums[name].append(value)
+            self._sums.metrics[name].append(value)
         return None
 
-    def _forward(self, batch: MicroBatch, mask: Tensor, active: Tensor) -> tuple[LossSums, Tensor]:
+    def _shortage(
+        self, error: RuntimeError | MemoryError, batch: MicroBatch, rows: Tensor, *, gradient_lost: bool
+    ) -> OutOfMemory:
+        if not is_out_of_memory(error):
+            raise error
+        said = (str(error).strip() or type(error).__name__).splitlines()[0][:MAX_SAID]
+        return OutOfMemory(
+            f"expected a micro-batch of {int(rows.sum())} samples, {batch.num_tokens} tokens, to fit into "
+            f"memory, got: {said}; lower batching.token_budget or set training.gradient_checkpointing",
+            gradient_lost=gradient_lost,
+        )
+
+    def _forward(
+        self, batch: MicroBatch, mask: Tensor, active: Tensor, held: HeldBatch | None
+    ) -> tuple[LossSums, Tensor]:
         """Loss and metrics of the active rows as sums over their trained tokens, and the mask of these rows."""
+        tokens, entropy = self._token_batch(batch, mask, active, held)
+        if self.algorithm.is_pairwise:
+            sums = self._pair_sums(tokens, batch, active)
+        else:
+            sums = token_losses(self._settings, tokens, self.algorithm.surrogate)
+        metrics = {**sums.metrics, "entropy": entropy.detach()}
+        if self.algorithm.has_teacher and not self._settings.whiten_advantages:
+            credit = tokens.token_advantages / -self._settings.teacher.kl_coef
+            metrics["reverse_kl"] = torch.where(tokens.trained, credit, 0.0).sum()
+        return replace(sums, metrics=metrics), tokens.mask
+
+    def _token_batch(
+        self, batch: MicroBatch, mask: Tensor, active: Tensor, held: HeldBatch | None
+    ) -> tuple[TokenBatch, Tensor]:
+        """The active rows with the policy's log-probs, and the sum of their entropies."""
+        rows = self._rows(batch, active)
+        input_ids, mask, temperatures = rows(batch.input_ids), rows(mask), rows(batch.temperatures)
+        with self._autocast():
+            reference = self._frozen(self._reference, input_ids, mask, temperatures) if held is None else None
+            teacher = self._frozen(self._teacher, input_ids, mask, temperatures) if held is None else None
+            logprobs, entropy = self._scorer(input_ids, mask, temperatures)  # [A, width] in nats, and a sum
+        proximal = None
+        if held is None:
+            start = StepTensors(rows(batch.advantages), mask, logprobs.detach(), reference, teacher)
+            advantages, _ = self.algorithm.token_advantages(start)
+        else:
+            advantages = rows(held.advantages)
+            reference = None if held.start.reference_logprobs is None else rows(held.start.reference_logprobs)
+            if self._keeps_proximal and held.start.start_logprobs is not None:
+                proximal = rows(held.start.start_logprobs)
+        behaviour = rows(batch.behaviour_logprobs)
+        return TokenBatch(logprobs, behaviour, advantages, mask, proximal, reference), entropy
+
+    def _rows(self, batch: MicroBatch, active: Tensor) -> Callable[[Any], Tensor]:
         device = self.model.device
         # The longest of the rows that are left, which may be shorter than the micro-batch was padded to.
         width = int(torch.as_tensor(batch.lengths)[active].max())
@@ -144,132 +224,260 @@ class PolicyLearner:
             tensor = torch.as_tensor(array)[active]
             return (tensor[:, :width] if tensor.ndim == 2 else tensor).to(device)
 
-        input_ids, mask, temperatures = rows(batch.input_ids), rows(mask), rows(batch.temperatures)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._training.dtype == "bfloat16"):
-            reference = self._reference_logprobs(input_ids, mask, temperatures)
-            logprobs, entropy = self._scorer(input_ids, mask, temperatures)  # [A, width] in nats, and a sum
-        sums = token_losses(
-            self._algorithm, logprobs, rows(batch.behaviour_logprobs), rows(batch.advantages), mask, reference
-        )
-        return replace(sums, metrics={**sums.metrics, "entropy": entropy.detach()}), mask
+        return rows
 
-    def _reference_logprobs(self, input_ids: Tensor, mask: Tensor, temperatures: Tensor) -> Tensor | None:
-        if self._reference is None:
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._training.dtype == "bfloat16")
+
+    @staticmethod
+    def _frozen(
+        scorer: CompletionScorer | None, input_ids: Tensor, mask: Tensor, temperatures: Tensor
+    ) -> Tensor | None:
+        if scorer is None:
             return None
         with torch.no_grad():
-            return self._reference(input_ids, mask, temperatures)[0]
+            return scorer(input_ids, mask, temperatures)[0]
+
+    # What is held: the tensors of the step's start, the credit of the whole batch, and the updates.
+
+    @property
+    def _keeps_proximal(self) -> bool:
+        return self._settings.ratio == "proximal" and self._settings.updates_per_step > 1
+
+    def _hold(self, batch: MicroBatch, mask: Tensor, *, is_computed: bool) -> OutOfMemory | None:
+        """Compute what needs no other sequence; or say that memory does not hold it."""
+        everything = torch.ones(len(batch.refs), dtype=torch.bool)
+        start = StepTensors(torch.as_tensor(batch.advantages), mask)
+        try:
+            with torch.no_grad():
+                start = self._start_tensors(batch, mask) if is_computed else start
+        except (RuntimeError, MemoryError) as error:
+            return self._shortage(error, batch, everything, gradient_lost=False)
+        self._held.append(HeldBatch(batch, mask, start, torch.zeros_like(mask)))
+        return None
+
+    def _start_tensors(self, batch: MicroBatch, mask: Tensor) -> StepTensors:
+        device = self.model.device
+        inputs = torch.as_tensor(batch.input_ids).to(device), mask.to(device)
+        temperatures = torch.as_tensor(batch.temperatures).to(device)
+        is_asked = self.algorithm.needs_start_logprobs or self._keeps_proximal
+        with self._autocast():
+            found = [
+                self._frozen(scorer, *inputs, temperatures)
+                for scorer in (self._scorer if is_asked else None, self._reference, self._teacher)
+            ]
+            values = None if self.critic is None else self.critic(inputs[0]) * inputs[1]
+        start, reference, teacher, values = (None if each is None else each.float().cpu() for each in (*found, values))
+        return StepTensors(torch.as_tensor(batch.advantages), mask, start, reference, teacher, values)
+
+    def _settle_credit(self) -> dict[str, float]:
+        """Advantages and returns of all that is held, and what they look like."""
+        masks = [held.mask for held in self._held]
+        for held in self._held:
+            held.advantages, held.returns = self.algorithm.token_advantages(held.start)
+        metrics = critic_metrics(self._held)
+        if self._settings.kl_in_reward:
+            gaps = [
+                (held.start.start_logprobs - held.start.reference_logprobs)[held.mask > 0]
+                for held in self._held
+                if held.start.start_logprobs is not None and held.start.reference_logprobs is not None
+            ]
+            metrics["kl"] = float(torch.cat(gaps).mean())
+        if self._settings.whiten_advantages:
+            for held, advantages in zip(
+                self._held, whitened([held.advantages for held in self._held], masks), strict=True
+            ):
+                held.advantages = advantages
+        return metrics
+
+    def _gather(self, parts: list[HeldRows], *, is_first: bool) -> str:
+        """Add up the gradient of one update; why it could not be, or nothing."""
+        if self.algorithm.is_pairwise:
+            self._pairs = self._pair_terms(parts, is_first=is_first)
+        waiting, done = deque(parts), list[HeldRows]()
+        while waiting:
+            part = waiting.popleft()
+            active = self._active(part.held.batch, part.rows) & part.rows
+            if not active.any():
+                continue
+            shortage = self._backward(part.held.batch, part.held.mask, active, part.held)
+            if shortage is None:
+                done.append(part)
+                continue
+            problem, gradient_lost = str(shortage), shortage.gradient_lost
+            del shortage
+            self._free_memory()
+            if int(part.rows.sum()) < 2:
+                return problem
+            waiting.extendleft(reversed(part.halves()))
+            if gradient_lost:
+                waiting.extendleft(reversed(done))
+                done.clear()
+                self._clear_gradients()
+                self._sums = self._no_sums()
+        return ""
+
+    def _critic_backward(self, held: HeldBatch, active: Tensor) -> Tensor | None:
+        if self.critic is None or held.returns is None or held.start.values is None:
+            return None
+        rows = self._rows(held.batch, active)
+        with self._autocast():
+            values = self.critic(rows(held.batch.input_ids))
+        start, returns, mask = rows(held.start.values), rows(held.returns), rows(held.mask)
+        loss = value_losses(values, start, returns, mask, self._settings.critic.cliprange_value)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    # Preferences: a pair's rows may be in different micro-batches, so its slope is found before any gradient.
+
+    def _pair_terms(self, parts: list[HeldRows], *, is_first: bool) -> dict[str, PairTerms]:
+        better: dict[str, float] = {}
+        worse: dict[str, float] = {}
+        for part in parts:
+            scores = self._scores_now(part, is_first=is_first)
+            names = [name for name, wanted in zip(part.held.groups, part.rows.tolist(), strict=True) if wanted]
+            signs = torch.as_tensor(part.held.batch.advantages)[part.rows]
+            for name, sign, score in zip(names, signs.tolist(), scores.tolist(), strict=True):
+                (better if sign > 0 else worse)[name] = score
+        return terms_by_group(self._settings, better, worse)
+
+    @torch.no_grad()
+    def _scores_now(self, part: HeldRows, *, is_first: bool) -> Tensor:
+        """Scores log pi / ref of the part's rows as the policy is now, float64 [A]."""
+        held = part.held
+        logprobs = held.start.start_logprobs
+        if not is_first:
+            rows = self._rows(held.batch, part.rows)
+            inputs = rows(held.batch.input_ids), rows(held.mask), rows(held.batch.temperatures)
+            with self._autocast():
+                found = self._scorer(*inputs)[0].float().cpu()
+            logprobs = torch.zeros_like(held.mask)
+            logprobs[part.rows, : found.shape[1]] = found
+        assert logprobs is not None
+        assert held.start.reference_logprobs is not None
+        tokens = TokenBatch(
+            logprobs[part.rows].double(),
+            torch.as_tensor(held.batch.behaviour_logprobs)[part.rows],
+            held.advantages[part.rows],
+            held.mask[part.rows],
+            reference_logprobs=held.start.reference_logprobs[part.rows],
+        )
+        return sequence_scores(tokens, average=self._settings.preference.length_average)
+
+    def _pair_sums(self, tokens: TokenBatch, batch: MicroBatch, active: Tensor) -> LossSums:
+        refs = [ref for ref, wanted in zip(batch.refs, active.tolist(), strict=True) if wanted]
+        signs = torch.as_tensor(batch.advantages)[active].tolist()
+        terms = [self._pairs.get(group_id_of(ref.trajectory_id)) for ref in refs]
+        slopes = [0.0 if pair is None else sign * pair.slope for pair, sign in zip(terms, signs, strict=True)]
+        halves = [0.0 if pair is None else pair.loss / 2 for pair in terms]
+        scores = sequence_scores(tokens, average=self._settings.preference.length_average)
+        return preference_losses(scores, scores.new_tensor(slopes), scores.new_tensor(halves), tokens)
 
     def discard(self) -> None:
-        """Drop the gathered gradient."""
-        self._optimizer.zero_grad(set_to_none=True)
+        """Drop the gathered gradient, and what is held."""
+        self._clear_gradients()
         self._reset_sums()
 
-    def finish_step(self, reward_deviation: float) -> StepOutcome:
-        """Normalise, clip and apply the gathered gradient; ``reward_deviation`` is of all rewards of the batch."""
-        totals = BatchTotals(self._sequences, self._tokens)
+    def _clear_gradients(self) -> None:
+        self._optimizer.clear()
+        if self.critic is not None:
+            self.critic.clear()
+
+    def finish_step(self, reward_deviation: float, observe: Callable[[], None] = lambda: None) -> StepOutcome:
+        """Normalise, clip and apply the gathered gradient; ``reward_deviation`` is of all rewards of the batch.
+
+        ``observe`` is called when the scaled gradient of the step's first update lies on the model.
+        """
+        log = UpdateLog(self._sequences, self._tokens)
+        if self.algorithm.is_separable:
+            self._update(log, BatchTotals(self._sequences, self._tokens), "", reward_deviation, observe)
+        else:
+            log.metrics |= self._settle_credit() if self._held else {}
+            for parts in mini_batches(self._held, self._settings, self.step):
+                problem = self._gather(parts, is_first=not log.losses)
+                log.pairs.append(self._pairs)
+                self._update(log, totals_of(parts), problem, reward_deviation, observe)
+            if not log.losses:  # nothing is trained at all: as a batch without any gradient, it is still a step
+                self._update(log, BatchTotals(0, 0), "", reward_deviation, observe)
+        metrics = self._metrics(log)
+        if log.applied:
+            self.step += 1
+        self.discard()
+        return StepOutcome(bool(log.applied), "" if log.applied else log.problem, metrics)
+
+    def _update(
+        self,
+        log: UpdateLog,
+        totals: BatchTotals,
+        problem: str,
+        reward_deviation: float,
+        observe: Callable[[], None],
+    ) -> None:
+        """Apply what was gathered, unless there is a problem; it is gone afterwards, and noted in the log."""
         # The loss is the sum of token losses / denominator. With ``scale_rewards="batch"`` the advantages, which were
         # only centred so far, are divided by sd + 1e-4 as well: A / k with k > 0 makes each token loss, a minimum of
         # multiples of A, 1 / k of what it was. (A KL term would not shrink with it; settings refuse the two together.)
         # So one factor turns the gathered gradient into that of the loss.
-        scale = 1.0 / denominator(self._algorithm, totals, self._max_completion_length)
-        if self._algorithm.scale_rewards == "batch":
+        scale = 1.0 / denominator(self._settings, totals, self._max_completion_length)
+        if self._settings.scale_rewards == "batch":
             scale /= reward_deviation + SCALE_EPSILON
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = 0.0
-        if gradients:
-            torch._foreach_mul_(gradients, scale)
-            norm = float(nn.utils.get_total_norm(gradients))
-        metrics = self._metrics(scale, norm)
-        loss = float(self._loss) * scale
-        problem = self._problem(loss, norm)
+        norm = self._optimizer.scale(scale)
+        loss = float(self._sums.loss) * scale
+        if not log.losses:
+            observe()
+        problem = problem or self._optimizer.problem(loss, norm, self._training.max_grad_norm_ratio)
+        if self.critic is not None:
+            value_scale = 1.0 / max(totals.tokens, 1)
+            value_norm, value_loss = self.critic.scale(value_scale), float(self._sums.value_loss) * value_scale
+            problem = problem or self.critic.problem(value_loss, value_norm)
+            log.value_losses.append(value_loss)
+            log.value_norms.append(value_norm)
+            if not problem:
+                self.critic.take_step(value_norm, self.step)
         if not problem:
-            self._apply(norm)
-        self.discard()
-        return StepOutcome(not problem, problem, metrics)
+            self._optimizer.apply(norm, learning_rate_at(self.step, self._training))
+        log.note(loss, norm, self._sums, problem)
+        self._clear_gradients()
+        self._sums = self._no_sums()
 
-    def _problem(self, loss: float, norm: float) -> str:
-        """Why the gradient must not be applied; empty if it may be."""
-        if not math.isfinite(loss + norm):
-            return f"expected a finite loss and gradient, got {loss} and {norm}"
-        factor = self._training.max_grad_norm_ratio
-        if not factor or len(self._recent_norms) < MIN_RECENT_STEPS:
-            return ""
-        usual = max(median(self._recent_norms), self._training.max_grad_norm)  # below that nothing is clipped either
-        if norm <= factor * usual:
-            return ""
-        return f"expected a gradient norm of at most {factor} x {usual:.3g}, got {norm:.6g}"
-
-    def _apply(self, norm: float) -> None:
-        self._recent_norms.append(norm)
-        # The norm is known already; ``clip_grad_norm_`` would compute it a second time.
-        nn.utils.clip_grads_with_norm_(self.model.parameters(), self._training.max_grad_norm, torch.tensor(norm))
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate_at(self.step, self._training)
-        self._optimizer.step()
-        self.step += 1
-
-    def _metrics(self, scale: float, norm: float) -> dict[str, float]:
+    def _metrics(self, log: UpdateLog) -> dict[str, float]:
         metrics = {
-            "loss": float(self._loss) * scale,
-            "grad_norm": norm,
+            "loss": fmean(log.losses),
+            "grad_norm": fmean(log.norms),
             "optim/lr": learning_rate_at(self.step, self._training),
-            "tokens/trained": float(self._tokens),
-            "tokens/computed": float(self._computed_tokens),
+            "tokens/trained": float(log.tokens),
+            "tokens/computed": float(log.computed),
         }
-        if self._sums:
-            metrics |= self._token_means()
-        return metrics
-
-    def _token_means(self) -> dict[str, float]:
-        """Means over the tokens that entered the gradient."""
-        mean = {
-            name: float(torch.stack(values).sum()) / self._computed_tokens
-            for name, values in self._sums.items()
-            if not name.endswith(("_min", "_max"))
-        }
-        named = {
-            "ratio": mean["ratio"],
-            "entropy": mean["entropy"],
-            "mismatch_kl/all/mean": mean["mismatch_kl"],
-            "clip_ratio/low_mean": mean["clip_low"],
-            "clip_ratio/high_mean": mean["clip_high"],
-            "clip_ratio/region_mean": mean["clip_low"] + mean["clip_high"],
-            "sampling/importance_sampling_ratio/min": float(torch.stack(self._sums["ratio_min"]).min()),
-            "sampling/importance_sampling_ratio/max": float(torch.stack(self._sums["ratio_max"]).max()),
-        }
-        return named | ({"kl": mean["kl"]} if "kl" in mean else {})
+        if not self.algorithm.is_separable:
+            metrics |= {"optim/updates": float(log.applied), "optim/updates_skipped": float(log.skipped)}
+        if log.value_losses:
+            metrics |= {"critic/loss": fmean(log.value_losses), "critic/grad_norm": fmean(log.value_norms)}
+        metrics |= log.metrics | log.pair_metrics(self._settings.preference.beta)
+        return metrics | (log.token_means() if log.sums else {})
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """AdamW's state as ``<parameter>.<moment>``, on the CPU, and the recent gradient norms."""
-        norms = {RECENT_NORMS: torch.tensor(list(self._recent_norms), dtype=torch.float64)}
-        return norms | {
-            f"{name}.{moment}": self._optimizer.state[parameter][moment].detach().cpu().clone().contiguous()
-            for name, parameter in self.model.named_parameters()
-            if parameter in self._optimizer.state
-            for moment in MOMENTS
-        }
+        """AdamW's state as ``<parameter>.<moment>``, on the CPU, the recent gradient norms, and all of the critic."""
+        return self._optimizer.tensors() | ({} if self.critic is None else self.critic.tensors())
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Put back what ``optimizer_tensors`` gave; parameters it leaves out start afresh."""
-        self._recent_norms.extend(tensors.get(RECENT_NORMS, torch.zeros(0)).tolist())
-        for name, parameter in self.model.named_parameters():
-            if f"{name}.step" in tensors:
-                self._optimizer.state[parameter] = {
-                    moment: tensors[f"{name}.{moment}"].to(parameter.device) for moment in MOMENTS
-                }
+        self._optimizer.load(tensors)
+        if self.critic is not None:
+            self.critic.load(tensors)
 
-
-def _adamw(model: Any, settings: TrainingSettings) -> torch.optim.AdamW:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # As usual, biases and the scales of norms are not decayed: pulling those to 0 regularises nothing.
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.learning_rate,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_epsilon,
-        fused=True,
-    )
+    @torch.no_grad()
+    def row_losses(self, batch: MicroBatch) -> list[RowLoss]:
+        """Each row's share of the sums; of an algorithm whose credit needs no other sequence."""
+        assert self.algorithm.is_separable
+        mask = torch.tensor(batch.loss_mask)
+        mask[:, 0] = 0.0
+        everything = torch.ones(len(batch.refs), dtype=torch.bool)
+        tokens, _ = self._token_batch(batch, mask, everything, None)
+        found = []
+        for number in range(len(batch.refs)):
+            row = tokens.row(number)
+            sums, count = token_losses(self._settings, row, self.algorithm.surrogate), int(mask[number].sum())
+            # Over no token at all the maximum is -inf.
+            largest = float(sums.metrics["ratio_max"]) if count else 0.0
+            found.append(RowLoss(count, float(sums.loss), float(sums.metrics["ratio"]), largest))
+        return found

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from consumers.algorithms.advantages import Credit, deviation
+from consumers.algorithms.advantages import Credit
+from consumers.algorithms.estimators import deviation
 from consumers.batching.micro_batches import Group, MicroBatch, Sample
 from consumers.ingest.translation import Translation
 from consumers.training.checkpoints.manifest import SkipSummary

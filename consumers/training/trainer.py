@@ -195,6 +195,7 @@ async def _metrics(session: TrainerSession, gathered: GatheredStep, learned: dic
         "ledger/groups": float(len(gathered.groups)),
         "lineage/number": float(session.lineage.number),
         "progress/step": float(session.policy.step),
+        "progress/max_steps": float(session.context.training.max_steps),
     }
 
 

@@ -193,7 +193,7 @@ def restore_checkpoint(run: Path, wanted: str) -> int:
     found = Savepoints.read(storage_of(past))
     entry = found.find(wanted)
     version = PolicyVersion(*entry.order)
-    _refuse_if_alive(past)
+    refuse_if_alive(past)
     done = restore(found, entry, time.time())
     if done is None:
         print(f"nothing to do: the next start goes on from {version} anyway")
@@ -204,7 +204,12 @@ def restore_checkpoint(run: Path, wanted: str) -> int:
     return 0
 
 
-def _refuse_if_alive(run: PastRun) -> None:
+def refuse_if_alive(run: PastRun) -> None:
+    """Make sure that no process of a run is heard; who cannot be asked counts as gone.
+
+    Raises:
+        UserError: one is.
+    """
     from bus.kafka.bus import KafkaBus
 
     address = run.settings.kafka.bootstrap_servers or own_broker(run.directory) or _left_running(run)
@@ -215,14 +220,13 @@ def _refuse_if_alive(run: PastRun) -> None:
         living = asyncio.run(living_process(bus, run.name, LISTEN_S))
     except (BusError, BrokerError) as error:
         print(
-            f"could not ask whether run {run.name} is alive ({error}); a trainer that is will be fenced",
+            f"could not ask whether run {run.name} is alive ({error}); going on",
             file=sys.stderr,
         )
         return
     if living is not None:
         raise UserError(
-            f"expected run {run.name} to stand still, but its {living} beats; stop the run, then restore, then start "
-            "it again"
+            f"expected run {run.name} to stand still, but its {living} beats; stop it, then give this command again"
         )
 
 

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from observability.run_state.figures import Value, live_figures, span_text
 from observability.run_state.state import RunState
 from schemas.plain_text import plain_text
 from settings.loading import without_settings
@@ -110,31 +111,36 @@ class HasRestarts(Protocol):
     restarts: dict[str, int]
 
 
-def _reward(metrics: Mapping[str, float]) -> str:
-    return f"{metrics['reward']:.3f}" if "reward" in metrics else "-"
+def _text(value: Value, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _step_text(figures: Mapping[str, Value], max_steps: int) -> str:
+    left = figures["time_left_s"]
+    return f"step {figures['step']}/{max_steps}" + (f"  {span_text(left)} left" if left else "")
 
 
 def plain_line(state: RunState, max_steps: int, now: float) -> str:
     """One line: step, reward, throughput, staleness, lag per bucket, version per worker."""
-    metrics, workers = state.metrics, state.living_workers(now)
+    figures, workers = live_figures(state, now), state.living_workers(now)
     lag = " ".join(f"b{bucket}:{count}" for bucket, count in state.lag.items()) or "-"
     held = " ".join(f"{beat.worker_id}@{beat.version}" for beat in workers) or ("gone" if state.step else "none yet")
     return plain_text(
-        f"step {state.step}/{max_steps}  reward {_reward(metrics)}  "
-        f"{state.steps.trajectories_per_s():.0f} traj/s  {sum(beat.tokens_per_s for beat in workers):.0f} tok/s  "
-        f"staleness {metrics.get('off_policy/mean', 0.0):.1f} (max {metrics.get('off_policy/max', 0.0):.0f})  "
+        f"{_step_text(figures, max_steps)}  reward {_text(figures['reward'], 3)}  "
+        f"{_text(figures['trajectories_per_s'], 0)} traj/s  sampling {figures['sampled_tokens_per_s']} tok/s  "
+        f"staleness {_text(figures['staleness_mean'], 1)} (max {_text(figures['staleness_max'], 0)})  "
         f"lag {lag}  workers {held}"
     )
 
 
 def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now: float) -> RenderableType:
     """The table for a terminal."""
-    metrics = state.metrics
+    figures = live_figures(state, now)
     head = Text.assemble(
-        (f"step {state.step}/{max_steps}  ", "bold"),
-        (f"reward {_reward(metrics)}  ", "bold green"),
-        f"{state.steps.trajectories_per_s():.0f} trajectories/s  ",
-        f"staleness {metrics.get('off_policy/mean', 0.0):.1f} mean, {metrics.get('off_policy/max', 0.0):.0f} max  ",
+        (f"{_step_text(figures, max_steps)}  ", "bold"),
+        (f"reward {_text(figures['reward'], 3)}  ", "bold green"),
+        f"{_text(figures['trajectories_per_s'], 0)} trajectories/s  ",
+        f"staleness {_text(figures['staleness_mean'], 1)} mean, {_text(figures['staleness_max'], 0)} max  ",
         "  ".join(f"{name} restarted ×{count}" for name, count in restarts.items()),
     )
     table = Table(expand=False)
@@ -144,7 +150,7 @@ def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now:
         cells = (str(beat.version), str(beat.running), str(beat.waiting), f"{beat.tokens_per_s:.0f}")
         table.add_row(Text(plain_text(beat.worker_id)), beat.state.value, *cells)
     lag = "  ".join(f"bucket {bucket}: {count}" for bucket, count in state.lag.items())
-    return Group(head, table, Text(f"consumer lag  {lag or '-'}", style="dim"))
+    return Group(head, table, Text(f"lag  {lag or '-'}", style="dim"))
 
 
 async def show_progress(state: RunState, max_steps: int, supervisor: HasRestarts, stop: asyncio.Event) -> None:

@@ -125,14 +125,13 @@ async def worker_heard(kafka: KafkaSettings, run: str, seconds: float) -> str | 
 OperatorAction = Literal["pause", "resume", "drain", "drain_worker"]
 
 
-def send_command(bootstrap_servers: str, run: str, action: OperatorAction, reason: str, worker_id: str | None) -> None:
+def send_command(kafka: KafkaSettings, run: str, action: OperatorAction, reason: str, worker_id: str | None) -> None:
     """Publish the command and wait until the broker has it.
 
     Raises:
-        BrokerError: no broker answers at that address.
+        BrokerError: no broker answers.
     """
     command = OperatorCommand(action=action, worker_id=worker_id, reason=reason, sent_at=time.time())
-    kafka = kafka_from_environment().model_copy(update={"bootstrap_servers": bootstrap_servers})
     asyncio.run(_publish(kafka, run, command))
 
 

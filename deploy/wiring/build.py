@@ -1,36 +1,30 @@
 """The composition root: builds each role from the settings and what its process hands it; here ports meet adapters.
 
-The trainer is built in ``deploy.wiring.trainer``, apart, because its libraries take half a gigabyte, which no other
-process needs. For the same reason those of an engine, of rewards and of the ranker are imported when they are built.
+A role is imported when it is built: each process has one, and what the others need takes it seconds of a start (an HTTP
+server, a planner) or half a gigabyte (torch). The trainer is built in ``deploy.wiring.trainer``, apart.
 """
 
 import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from consumers.training.identity import IdentityFile
-from coordinator.coordinator import Coordinator, FleetScaling
-from coordinator.relay import Relay, WeightsStore
-from coordinator.scaling import FleetBounds
 from deploy.wiring.context import ProcessContext
-from producers.dispatch.dispatcher import Dispatcher
-from producers.generation.engines.factory import build_emulated, build_engine
-from producers.generation.engines.length_trace import trace_length
-from producers.generation.engines.port import Engine, Tokenizer
-from producers.generation.rollout import RewardScorer
-from producers.generation.serving import RequestSlots, shared_secret
-from producers.generation.worker import GenerationWorker
-from producers.lengths.predictor import SampleLength
-from producers.lengths.startup import build_predictor
-from producers.prompts.sources import open_source
 from schemas.errors import SettingsError, UserError
 from schemas.secrets import revealed
 from settings.run_directory import RunDirectory
 from settings.tree import Settings, decode_curve, request_slots, worker_curves
 
 if TYPE_CHECKING:
+    from coordinator.coordinator import Coordinator, FleetScaling
+    from coordinator.relay import Relay
+    from producers.dispatch.dispatcher import Dispatcher
     from producers.gateway.text import ChatTokenizer
     from producers.gateway.tool_calls import ToolCallParser
+    from producers.generation.engines.port import Engine, Tokenizer
+    from producers.generation.rollout import RewardScorer
+    from producers.generation.serving import RequestSlots
+    from producers.generation.worker import GenerationWorker
+    from producers.lengths.predictor import SampleLength
 
 
 class Role(Protocol):
@@ -84,12 +78,14 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
             )
 
 
-def build_coordinator(settings: Settings, context: ProcessContext) -> Coordinator:
+def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinator":
     """The coordinator; it announces the relays that the settings name.
 
     Raises:
         SettingsError: no relay is named, so no worker could ever fetch weights.
     """
+    from coordinator.coordinator import Coordinator
+
     relays = settings.coordinator.relays
     if not relays:
         if not settings.relay.port:
@@ -103,25 +99,34 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> Coordinato
     return Coordinator(context.bus, settings.run.name, coordinator, on_tick=context.on_tick, scaling=_scaling(settings))
 
 
-def _scaling(settings: Settings) -> FleetScaling | None:
+def _scaling(settings: Settings) -> "FleetScaling | None":
     """None unless the run may have more workers than it starts with."""
+    from coordinator.coordinator import FleetScaling
+    from coordinator.scaling import FleetBounds
+
     if settings.run.max_workers is None:
         return None
     bounds = FleetBounds(settings.run.workers, settings.run.max_workers)
     return FleetScaling(bounds, settings.scaling, overlaps=settings.loop.staleness_bound > 0)
 
 
-def build_relay(settings: Settings, context: ProcessContext) -> Relay:
+def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
     """The relay over the run's weights store."""
+    from coordinator.relay import Relay, WeightsStore
+
     return Relay(WeightsStore(settings.run.weights_store), settings.relay, context.on_response)
 
 
-def build_dispatcher(settings: Settings, context: ProcessContext) -> Dispatcher:
+def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher":
     """The dispatcher over the prompts that the settings name.
 
     Raises:
         DataError: there are no such prompts.
     """
+    from producers.dispatch.dispatcher import Dispatcher
+    from producers.lengths.startup import build_predictor
+    from producers.prompts.sources import open_source
+
     dispatcher = Dispatcher(
         bus=context.bus,
         run_name=settings.run.name,
@@ -153,8 +158,10 @@ def build_ranker(settings: Settings, context: ProcessContext) -> Role:
     return Ranker(context.bus, settings.run.name, model_trainer, on_tick=context.on_tick)
 
 
-def _trace(settings: Settings) -> SampleLength | None:
+def _trace(settings: Settings) -> "SampleLength | None":
     """The lengths that emulated workers will produce."""
+    from producers.generation.engines.length_trace import trace_length
+
     # A real engine's lengths are known to nobody before they are sampled.
     return partial(trace_length, settings.emulation.lengths) if settings.generation.engine == "emulated" else None
 
@@ -164,12 +171,15 @@ def _sampling_seed(settings: Settings) -> int | None:
     return settings.run.seed if settings.generation.engine == "transformers" else None
 
 
-def build_worker(settings: Settings, context: ProcessContext) -> GenerationWorker:
+def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWorker":
     """A worker under the name of its process, around a model or around what stands in for one.
 
     Raises:
         ModelError: the model's tokenizer or the engine's library cannot be loaded.
     """
+    from consumers.training.identity import IdentityFile
+    from producers.generation.worker import GenerationWorker
+
     engine, tokenizer, rewards = (_emulated_worker if settings.generation.engine == "emulated" else _modelled)(settings)
     return GenerationWorker(
         bus=context.bus,
@@ -189,12 +199,16 @@ def build_worker(settings: Settings, context: ProcessContext) -> GenerationWorke
     )
 
 
-def _requests(settings: Settings) -> RequestSlots | None:
+def _requests(settings: Settings) -> "RequestSlots | None":
+    from producers.generation.serving import RequestSlots
+
     slots = request_slots(settings)
     return RequestSlots(settings.generation.request_host, slots, _request_secret(settings)) if slots else None
 
 
 def _request_secret(settings: Settings) -> str:
+    from producers.generation.serving import shared_secret
+
     given = revealed(settings.generation.request_secret, "generation", "request_secret")
     return given or shared_secret(RunDirectory(settings.run.path).gateway / "secret")
 
@@ -247,7 +261,8 @@ def _conversation(settings: Settings) -> "tuple[ChatTokenizer, ToolCallParser]":
     return tokenizer, BUILT_IN[name]() if name in BUILT_IN else VllmToolCalls(vllm_tool_parser(name, tokenizer))
 
 
-def _modelled(settings: Settings) -> tuple[Engine, Tokenizer, RewardScorer]:
+def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
+    from producers.generation.engines.factory import build_engine
     from producers.generation.tokenizer import ModelTokenizer
     from producers.rewards.runner import RewardRunner
 
@@ -256,9 +271,10 @@ def _modelled(settings: Settings) -> tuple[Engine, Tokenizer, RewardScorer]:
     return engine, tokenizer, RewardRunner(settings.rewards)
 
 
-def _emulated_worker(settings: Settings) -> tuple[Engine, Tokenizer, RewardScorer]:
+def _emulated_worker(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
     """Without a library that could load a model: eight of these processes share two cores and little memory."""
     from producers.generation.engines.emulated import ConstantRewards, FillerTokenizer
+    from producers.generation.engines.factory import build_emulated
 
     emulation = settings.emulation
     # Decode times are in emulated seconds; ``time_scale`` turns them into those of the wall clock.

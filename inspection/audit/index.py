@@ -26,12 +26,12 @@ from inspection.audit.columns import Ints, Mask, RecordEntries, RecordPositions,
 from inspection.audit.rows import RowContent, RowSum, SkipRows
 from observability.record_index.entries import fields_of, trajectory_id_of
 from schemas.codec import named_error
-from schemas.errors import DataError
+from schemas.errors import DataError, MalformedFrame
 from schemas.identifiers import PolicyVersion
 from schemas.reports import CarriedOver, RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
 
 TRAINED = 0
-REASONS = tuple(SkipReason)
+REASONS: tuple[SkipReason, ...] = tuple(reason for reason in SkipReason if reason is not SkipReason.OTHER)
 CODE_OF = {reason: code for code, reason in enumerate(REASONS, start=1)}
 """Codes of ``RecordEntries``: 0 is trained, the others are skip reasons as they are declared, and then ``CARRIED``."""
 CARRIED = len(REASONS) + 1
@@ -336,6 +336,9 @@ class AuditIndex:
         """
         message = record.message()
         if isinstance(message, SkipRecord):
+            # The checkpoint's hash is over the word itself, which is not known here.
+            if message.reason is SkipReason.OTHER:
+                raise MalformedFrame("expected a reason to skip that is known here, got one of a newer StreamRL")
             if message.sequence == 0:
                 raise DataError(
                     f"expected numbered skip rows, got one without a number at {record.topic}@{record.offset}: the run "

@@ -14,7 +14,7 @@ from inspection.dashboard.server import build_app
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
 from inspection.opening import open_index
-from inspection.process import tune_garbage_collector
+from inspection.process import give_way_when, tune_garbage_collector
 from inspection.replay.show import Piece, pieces_of
 from observability.record_index.following import FOLLOW_EVERY_S
 from observability.run_state.pace import Pace
@@ -47,7 +47,7 @@ async def _serve(connection: RunConnection, where: Path | None, host: str, port:
         state,
         str(where or connection.run),
         lambda: _pieces(connection),
-        connection.advice,
+        lambda: connection.bus.availability.explanation,
         open_index(connection.directory, connection.address, connection.run),
         connection.bus.for_single_records(),
     )
@@ -62,12 +62,16 @@ async def _serve(connection: RunConnection, where: Path | None, host: str, port:
             await asyncio.to_thread(webbrowser.open, address)
         tune_garbage_collector()
         feed = await feed_of(connection, state, CLIENT_ID, pace.seconds)
-        following = asyncio.create_task(context.follower.run(stop))
+        tasks = [
+            asyncio.create_task(context.follower.run(stop)),
+            asyncio.create_task(give_way_when(lambda: bool(feed.positions))),
+        ]
         try:
             await feed.run(stop)
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
     finally:
         stop.set()
         await runner.cleanup()

@@ -57,7 +57,7 @@ class DashboardContext:
     state: RunState
     run_path: str
     load_pieces: Callable[[], Piece] = lambda: PLAIN
-    advice: str = ""
+    advice: Callable[[], str] = str
     index: RecordIndex = field(default_factory=lambda: RecordIndex(None))
     looks: Bus | None = None
     follower: IndexFollower = field(init=False)

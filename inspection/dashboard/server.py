@@ -31,6 +31,7 @@ from inspection.dashboard.records import (
     newest_dead_letters,
     retry_dead_letter,
 )
+from inspection.process import normal_priority
 from observability.run_state.pace import OFTEN_S
 from observability.run_state.snapshot import SECTIONS, snapshot
 from observability.run_state.state import RunState
@@ -223,7 +224,7 @@ async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
     except NotIndexedYet as error:
         return _refusal(503, str(error), again=True)
     except StreamRLError as error:
-        return _refusal(503, advised(error, request.app[CONTEXT].advice))
+        return _refusal(503, advised(error, request.app[CONTEXT].advice()))
 
 
 def _refusal(status: int, text: str, *, again: bool = False) -> web.Response:
@@ -264,7 +265,7 @@ async def _snapshot(request: web.Request) -> web.StreamResponse:
 
 
 async def _trajectory(request: web.Request) -> web.StreamResponse:
-    with request.app[LOOKS].one():
+    with request.app[LOOKS].one(), normal_priority():
         return web.json_response(await inspect(request.app[CONTEXT], request.query.get("id", "")[:300]))
 
 

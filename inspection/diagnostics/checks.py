@@ -23,10 +23,11 @@ from bus.kafka.cluster import CODECS, ClusterFacts, ask_cluster, codec_problem
 from bus.kafka.records import LARGEST_UNCOMPRESSED
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.topic_admin import Change, diff_topics
-from bus.port import Record
+from bus.port import Record, message_of
 from inspection.diagnostics.connect import CLIENT_ID, RunConnection, runs_of
 from inspection.diagnostics.tail import newest_records
 from schemas.errors import BrokerError, BusError
+from schemas.reports import Heartbeat
 from schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES, Topic
 
 Level = Literal["ok", "warn", "fail"]
@@ -107,27 +108,35 @@ def verdict(findings: Iterable[Finding]) -> Iterator[str]:
 
 
 async def check_clocks(connection: RunConnection) -> Finding:
-    """Workers beat every second: a heartbeat that just came should be stamped now."""
+    """Workers beat every second: a heartbeat that just came should be stamped now, by the broker and by its writer."""
     try:
-        fresh, skew_s = await _skew(connection)
+        fresh, skew_s, newest = await _skew(connection)
         by_broker = await _stamped_by_broker(connection)
     except BusError as error:
         return warn("clocks", f"not measured: {error}", "see the broker's finding")
-    # With LogAppendTime the broker overwrites what the writer stamped.
-    who = "the broker" if by_broker else "a worker"
     # An old heartbeat says nothing of the clocks, unless it is of the future.
-    if skew_s is None or (not fresh and skew_s <= TOLERATED_S):
+    if skew_s is None or newest is None or (not fresh and skew_s <= TOLERATED_S):
         return ok("clocks", "not measured: no worker beats now, and a broker tells its time only by records")
-    detail = f"{who} stamps records {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's clock"
-    if abs(skew_s) <= TOLERATED_S:
+    # On topics that nobody has applied the catalogue to, the writer's stamp may stand.
+    skews = {f"{'the broker' if by_broker else 'a worker'} stamps records": skew_s}
+    if by_broker and isinstance(beat := message_of(newest), Heartbeat):
+        # Less the broker's own skew, what is left is the worker's; the beat's way to the broker counts as well.
+        skews[f"{beat.worker_id} writes"] = skew_s + beat.sent_at - newest.timestamp
+    detail = " and ".join(
+        f"{who} {abs(each):.1f} s {'ahead of' if each > 0 else 'behind'} this machine's clock"
+        for who, each in skews.items()
+    )
+    if max(map(abs, skews.values())) <= TOLERATED_S:
         return ok("clocks", detail)
     return warn(
-        "clocks", detail, "synchronise the clocks with NTP; displays, lag in seconds and retention rest on them"
+        "clocks",
+        detail,
+        "synchronise the clocks with NTP; displays rest on them, and on the broker's how long it keeps records",
     )
 
 
-async def _skew(connection: RunConnection) -> tuple[bool, float | None]:
-    """Whether a record came while we listened, and the newest stamp less our time."""
+async def _skew(connection: RunConnection) -> tuple[bool, float | None, Record | None]:
+    """Whether a record came while we listened, the newest stamp less our time, and that record."""
     # Reading the newest record again and again costs less than a subscription.
     before, deadline = await _newest(connection), time.monotonic() + LISTEN_S
     newest = before
@@ -135,8 +144,8 @@ async def _skew(connection: RunConnection) -> tuple[bool, float | None]:
         await asyncio.sleep(LOOK_EVERY_S)
         newest = await _newest(connection)
         if newest is not None and newest.offset != before.offset:
-            return True, newest.timestamp - time.time()
-    return False, None if newest is None else newest.timestamp - time.time()
+            return True, newest.timestamp - time.time(), newest
+    return False, None if newest is None else newest.timestamp - time.time(), newest
 
 
 async def _newest(connection: RunConnection) -> Record | None:

@@ -109,6 +109,8 @@ def connect(where: Path | None, run: str, servers: str | None) -> RunConnection:
     """
     if run and not is_plain_name(run):
         raise UserError(f"expected the name of a run (a-z, 0-9, '.', '_', '-'), got {run!r}")
+    if where is None and run and not servers and RunDirectory(RUNS / run).config.is_file():
+        where = Path(run)  # the broker of another run, if that is the newest, would not have it
     if where is None:
         return _connect_to_broker(servers, run)
     # With a broker named, a bare word that is no path here is the name of a run there.

@@ -1,14 +1,14 @@
-"""`streamrl lag`: how far each consumer of the trajectories is behind, in records, in time, and how fast.
+"""`streamrl lag`: how far the trainer and each consumer group of the trajectories are behind.
 
-Lag means one thing everywhere: records at or above the offset that the consumer committed as finished, whether it has
-read them or not. A trajectory that waits for the rest of its group, or for its step to be kept, is not finished; those
-behind it in its partition count too until it is, even if they were trained before it.
+Two figures, which differ where groups end out of order. The lag is what every display means by it: trajectories on the
+topic that the trainer has not finished. A group's consumer lag is Kafka's: records at or above its committed offset.
+The trainer commits, about once a second, the offset below which everything is finished; one trajectory that waits for
+the rest of its group holds it, and those behind it count until then, even if they were trained before it.
 """
 
 import asyncio
 import json
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,8 @@ from bus.kafka.cluster import committed_offsets
 from bus.port import TopicPartition
 from inspection.diagnostics.connect import CLIENT_ID, RunConnection
 from inspection.diagnostics.tail import newest_records
-from observability.run_state.state import LAG_PREFIX, RunState
+from observability.run_state.feed import ends_by_bucket
+from observability.run_state.state import RunState, lag_by_bucket
 from schemas.plain_text import plain_lines
 from schemas.topics import STEPS, TRAJECTORIES
 
@@ -33,24 +34,30 @@ WIDTHS = (11, 8, 11, 11, 9, 9, 9, 10)
 
 
 def show_lag(connection: RunConnection, interval_s: float, *, as_json: bool) -> int:
-    """Print the lag of every consumer group; the exit code.
+    """Print the lag, and that of every consumer group; the exit code.
 
     Raises:
         UserError: no such run, or no broker.
     """
-    lags = uvloop.run(_lags(connection, interval_s))
+    lag, groups = uvloop.run(_lags(connection, interval_s))
     if as_json:
-        print(json.dumps([lag_json(lag) for lag in lags]))
+        print(
+            json.dumps({"lag": sum(lag.values()), "lag_by_bucket": lag, "groups": [lag_json(each) for each in groups]})
+        )
     else:
-        print(plain_lines(line for lag in lags for line in lag_lines(lag)))
+        print(plain_lines([lag_line(lag), *(line for each in groups for line in lag_lines(each))]))
     return 0
 
 
-async def _lags(connection: RunConnection, interval_s: float) -> "list[GroupLag]":
+async def _lags(connection: RunConnection, interval_s: float) -> "tuple[dict[int, int], list[GroupLag]]":
     connection = await connection.with_run()
-    partitions = len(await BusHistory(connection.bus, CLIENT_ID).extents(connection.name_of(TRAJECTORIES)))
-    metrics = {} if connection.settings is not None else await last_metrics(connection)
-    return await measure_lags(connection, shards_of(connection, partitions, metrics), interval_s)
+    history, topic = BusHistory(connection.bus, CLIENT_ID), connection.name_of(TRAJECTORIES)
+    state = await newest_steps(connection)
+    shards = shards_of(connection, len(await history.extents(topic)), state.metrics)
+    groups = await measure_lags(connection, shards, interval_s)
+    if shards is not None:
+        state.ends = ends_by_bucket({tp: held.end for tp, held in (await history.extents(topic)).items()}, shards)
+    return state.lag, groups
 
 
 def shards_of(connection: RunConnection, partitions: int, metrics: Mapping[str, float]) -> int | None:
@@ -58,20 +65,20 @@ def shards_of(connection: RunConnection, partitions: int, metrics: Mapping[str, 
     if connection.settings is not None:
         return connection.settings.loop.shards
     # Partitions are dealt to buckets in blocks of equal size.
-    buckets = sum(name.startswith(LAG_PREFIX) for name in metrics)
+    buckets = len(lag_by_bucket(metrics))
     return partitions // buckets if buckets and partitions % buckets == 0 else None
 
 
-async def last_metrics(connection: RunConnection) -> Mapping[str, float]:
-    """Metrics of the newest step, empty if there is none."""
+async def newest_steps(connection: RunConnection) -> RunState:
+    """What the newest steps say, which is nothing if there is none."""
     history, topic, state = BusHistory(connection.bus, CLIENT_ID), connection.name_of(STEPS), RunState(connection.run)
     state.observe_records(await newest_records(history, topic, await history.extents(topic), NEWEST_STEPS))
-    return state.metrics
+    return state
 
 
 @dataclass(frozen=True)
 class PartitionLag:
-    """One partition of the trajectories topic. ``next_offset``: the first one not finished, as committed.
+    """One partition of the trajectories topic. ``next_offset``: below it everything is finished, as committed.
 
     Rates are records a second; None: not measured. ``behind_s``: age of the oldest record not finished, in seconds.
     ``bucket`` None: the shards are not known.
@@ -86,8 +93,8 @@ class PartitionLag:
     behind_s: float | None = None
 
     @property
-    def lag(self) -> int:
-        """Records that are not finished."""
+    def consumer_lag(self) -> int:
+        """Records at or above the committed offset."""
         return max(0, self.end - self.next_offset)
 
 
@@ -99,21 +106,14 @@ class GroupLag:
     partitions: tuple[PartitionLag, ...]
 
     @property
-    def lag(self) -> int:
-        """Records that are not finished."""
-        return sum(each.lag for each in self.partitions)
+    def consumer_lag(self) -> int:
+        """Records at or above the committed offsets."""
+        return sum(each.consumer_lag for each in self.partitions)
 
     @property
     def behind_s(self) -> float | None:
         """Of the partition that is furthest behind."""
         return max((each.behind_s for each in self.partitions if each.behind_s is not None), default=None)
-
-    def by_bucket(self) -> dict[int | None, int]:
-        """Records that are not finished, by length bucket."""
-        found: dict[int | None, int] = defaultdict(int)
-        for each in self.partitions:
-            found[each.bucket] += each.lag
-        return dict(found)
 
 
 @dataclass(frozen=True)
@@ -191,19 +191,27 @@ async def _ages(connection: RunConnection, topic: str, offsets: Mapping[TopicPar
     return found
 
 
+def lag_line(lag: Mapping[int, int]) -> str:
+    """The lag by length bucket."""
+    buckets = "  ".join(f"bucket {bucket}: {count:,}" for bucket, count in lag.items())
+    return f"lag {sum(lag.values()):,} trajectories not finished{f'  ({buckets})' if buckets else ''}"
+
+
+def consumer_lag_text(lag: GroupLag) -> str:
+    """One group in a line."""
+    name = lag.group or "no consumer group has committed offsets yet"
+    return f"{name}: consumer lag {lag.consumer_lag:,}, {seconds_text(lag.behind_s)} behind"
+
+
 def lag_lines(lag: GroupLag) -> Iterator[str]:
     """One group: its sum, then a line a partition."""
-    name = lag.group or "no consumer group has committed offsets yet"
-    yield f"{name}: lag {lag.lag:,}, {seconds_text(lag.behind_s)} behind"
+    yield consumer_lag_text(lag)
     yield _row("partition", "bucket", "next", "end", "lag", "in/s", "out/s", "behind")
     for each in lag.partitions:
         bucket = "-" if each.bucket is None else each.bucket
         rates = (figure_text(each.produced_per_s), figure_text(each.consumed_per_s))
-        yield _row(each.partition, bucket, each.next_offset, each.end, each.lag, *rates, seconds_text(each.behind_s))
-    if lag.partitions and lag.partitions[0].bucket is not None:
-        yield "  by bucket  " + "  ".join(
-            f"{bucket_name(bucket)} {count:,}" for bucket, count in lag.by_bucket().items()
-        )
+        lag_and_rates = (each.consumer_lag, *rates)
+        yield _row(each.partition, bucket, each.next_offset, each.end, *lag_and_rates, seconds_text(each.behind_s))
 
 
 def _row(*cells: object) -> str:
@@ -212,12 +220,10 @@ def _row(*cells: object) -> str:
 
 def lag_json(lag: GroupLag) -> dict[str, Any]:
     """One group."""
-    buckets = {str(bucket): count for bucket, count in lag.by_bucket().items() if bucket is not None}
     return {
         "group": lag.group,
-        "lag": lag.lag,
+        "consumer_lag": lag.consumer_lag,
         "behind_s": lag.behind_s,
-        "by_bucket": buckets,
         "partitions": [_partition_json(each) for each in lag.partitions],
     }
 
@@ -228,16 +234,11 @@ def _partition_json(each: PartitionLag) -> dict[str, Any]:
         "bucket": each.bucket,
         "next_offset": each.next_offset,
         "end": each.end,
-        "lag": each.lag,
+        "consumer_lag": each.consumer_lag,
         "produced_per_s": each.produced_per_s,
         "consumed_per_s": each.consumed_per_s,
         "behind_s": each.behind_s,
     }
-
-
-def bucket_name(bucket: int | None) -> str:
-    """Before a figure; None: the buckets are not known."""
-    return "all buckets" if bucket is None else f"bucket {bucket}:"
 
 
 def figure_text(value: float | None) -> str:

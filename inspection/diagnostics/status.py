@@ -19,24 +19,29 @@ from bus.port import Record
 from inspection.diagnostics.connect import CLIENT_ID, RunConnection
 from inspection.diagnostics.lag import (
     GroupLag,
-    bucket_name,
+    consumer_lag_text,
     figure_text,
     lag_json,
+    lag_line,
     measure_lags,
-    seconds_text,
     shards_of,
 )
 from inspection.diagnostics.tail import newest_records
 from observability.run_state.aggregates import NO_VERSION
+from observability.run_state.feed import ends_by_bucket
+from observability.run_state.figures import Value, live_figures
+from observability.run_state.snapshot import health
 from observability.run_state.state import RunState, is_alive
 from schemas.identifiers import PolicyVersion
 from schemas.plain_text import plain_lines
 from schemas.reports import Heartbeat, WorkerState
-from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, STEPS, TRAJECTORIES
+from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
 
-STEPS_READ = 20
-"""Enough for the rate of the last ten, and for those that a resumed trainer has undone."""
+STEPS_READ, SKIPS_READ = 20, 500
+"""Enough for the rate of the last ten, and for those that a resumed trainer has undone; and for rows since the last."""
 HEARD_WITHIN_S = 60.0
+NOT_READ = frozenset({"sampled_per_s", "weights_per_min"})
+"""Trajectories are not read, and of control messages only the last of each kind is there."""
 
 
 def show_status(connection: RunConnection, *, as_json: bool) -> int:
@@ -61,8 +66,7 @@ class RunStatus:
     address: str
     at: float
     state: RunState
-    lags: tuple[GroupLag, ...]
-    dead_letters: int
+    groups: tuple[GroupLag, ...] = ()
 
     @property
     def version(self) -> PolicyVersion:
@@ -76,20 +80,10 @@ class RunStatus:
         return self.state.step or self.version.number
 
     @property
-    def step_age_s(self) -> float | None:
-        """Since its report; None: it is no longer kept."""
-        return None if self.state.step_at is None else max(0.0, self.at - self.state.step_at)
-
-    @property
-    def generating(self) -> int:
-        """Completions that living workers hold."""
-        return sum(beat.running + beat.waiting for beat in self.state.living_workers(self.at))
-
-    @property
-    def lag(self) -> int:
-        """Trajectories not finished by the consumer that is furthest behind."""
-        # Several algorithms may train from one run, each with a group of its own.
-        return max((lag.lag for lag in self.lags), default=0)
+    def figures(self) -> dict[str, Value]:
+        """As every display tells them, but for rates of what this command does not read."""
+        found = live_figures(self.state, self.at) | {"step": self.step}
+        return {name: value for name, value in found.items() if name not in NOT_READ}
 
     @property
     def trained_groups(self) -> int | None:
@@ -101,11 +95,8 @@ class RunStatus:
     @property
     def activity(self) -> str:
         """What the run is doing, in a word or two."""
-        if self.state.finished:
-            return "finished"
-        if self.state.mode != "run":
-            return {"pause": "paused", "drain": "draining"}.get(self.state.mode, self.state.mode)
-        return "running" if self.state.living_workers(self.at) else "no worker alive"
+        told = health(self.state, self.at)
+        return "no worker alive" if told == "running" and not self.state.living_workers(self.at) else told
 
 
 async def read_status(connection: RunConnection) -> RunStatus:
@@ -116,8 +107,9 @@ async def read_status(connection: RunConnection) -> RunStatus:
     """
     history, now = BusHistory(connection.bus, CLIENT_ID), time.time()
     # All at once: each opens a connection of its own, and one after the other their times would add up.
-    steps, beats, control, dead_letters, trajectories = await asyncio.gather(
-        _newest_steps(history, connection),
+    steps, skips, beats, control, dead_letters, trajectories = await asyncio.gather(
+        _newest(history, connection, STEPS, STEPS_READ),
+        _newest(history, connection, SKIPS, SKIPS_READ),
         _recent_heartbeats(history, connection, now),
         _all_control(history, connection),
         history.extents(connection.name_of(DEAD_LETTERS)),
@@ -125,22 +117,18 @@ async def read_status(connection: RunConnection) -> RunStatus:
     )
     # In the order of time, as whoever followed the run would have read them.
     state = RunState(connection.run)
-    state.observe_records(sorted([*steps, *beats, *control], key=lambda record: record.timestamp))
+    state.observe_records(sorted([*steps, *skips, *beats, *control], key=lambda record: record.timestamp))
     shards = shards_of(connection, len(trajectories), state.metrics)
-    # The trainer counts since the run began, the topic keeps the newest: the higher one is nearer to the truth.
-    kept = sum(held.end - held.first for held in dead_letters.values())
-    return RunStatus(
-        address=connection.address,
-        at=now,
-        state=state,
-        lags=tuple(await measure_lags(connection, shards)),
-        dead_letters=max(int(state.metrics.get("kafka/dead_letters", 0)), kept),
-    )
+    state.planned_steps = None if connection.settings is None else connection.settings.training.max_steps
+    state.dead_letters = sum(held.end - held.first for held in dead_letters.values())
+    if shards is not None:
+        state.ends = ends_by_bucket({tp: held.end for tp, held in trajectories.items()}, shards)
+    return RunStatus(connection.address, now, state, tuple(await measure_lags(connection, shards)))
 
 
-async def _newest_steps(history: BusHistory, connection: RunConnection) -> list[Record]:
-    topic = connection.name_of(STEPS)
-    return await newest_records(history, topic, await history.extents(topic), STEPS_READ)
+async def _newest(history: BusHistory, connection: RunConnection, topic: Topic, most: int) -> list[Record]:
+    name = connection.name_of(topic)
+    return await newest_records(history, name, await history.extents(name), most)
 
 
 async def _recent_heartbeats(history: BusHistory, connection: RunConnection, now: float) -> list[Record]:
@@ -159,25 +147,24 @@ async def _all_control(history: BusHistory, connection: RunConnection) -> list[R
 
 def status_lines(status: RunStatus) -> Iterator[str]:
     """The run in a dozen lines."""
-    state, metrics = status.state, status.state.metrics
+    state, figures = status.state, status.figures
     yield f"run       {state.run} at {status.address}: {status.activity}"
     yield f"version   {status.version}, announced {_announced(state) or 'none yet'}"
-    # Clocks of two machines may differ: an age is never below zero.
-    since = "" if status.step_age_s is None else f", {status.step_age_s:.0f} s ago"
-    rate = f"{state.steps.trajectories_per_s():.1f} trajectories/s"
-    yield f"step      {status.step}{since}, reward {figure_text(metrics.get('reward'))}, {rate}"
-    mean, most = metrics.get("off_policy/mean"), metrics.get("off_policy/max")
+    of = "" if figures["max_steps"] is None else f" of {figures['max_steps']}"
+    since = "" if figures["step_age_s"] is None else f", {figures['step_age_s']:.0f} s ago"
+    rate = f"{figure_text(figures['trajectories_per_s'])} trajectories/s"
+    yield f"step      {status.step}{of}{since}, reward {figure_text(figures['reward'])}, {rate}"
+    mean, most = figures["staleness_mean"], figures["staleness_max"]
     yield f"staleness {figure_text(mean)} mean, {figure_text(most)} max (optimizer steps)"
-    groups, tokens = status.trained_groups, int(metrics.get("num_tokens", 0))
+    groups, tokens = status.trained_groups, int(state.metrics.get("num_tokens", 0))
     yield f"trained   {'-' if groups is None else f'{groups:,}'} groups, {tokens:,} tokens of prompts and completions"
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in state.skipped.items())
-    yield f"skipped   {skipped or 'none'}; {status.dead_letters:,} dead letters"
-    waiting = f"{status.lag:,} trajectories not finished by trainers"
-    yield f"in flight {status.generating:,} completions at workers, {waiting}"
-    for lag in status.lags:
-        buckets = "  ".join(f"{bucket_name(bucket)} {count:,}" for bucket, count in lag.by_bucket().items())
-        late = f"{seconds_text(lag.behind_s)} behind  ({buckets})"
-        yield f"lag       {lag.group or 'no consumer group yet'}: {lag.lag:,}, {late}"
+    yield f"skipped   {skipped or 'none'}; {figures['dead_letters']:,} dead letters"
+    speed = f"{figures['sampled_tokens_per_s']:,} tokens/s"
+    yield f"sampling  {figures['running']:,} completions at workers, {figures['waiting']:,} in line, {speed}"
+    yield lag_line(state.lag).replace("lag ", "lag       ", 1)
+    for group in status.groups:
+        yield f"group     {consumer_lag_text(group)}"
     yield f"workers   {len(state.workers)} heard of in the last minute"
     for _, beat in sorted(state.workers.items()):
         yield f"  {_worker(beat, status.at)}"
@@ -209,15 +196,12 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "announced": None if announced is None else str(announced),
         "mode": state.mode,
         "finished": state.finished,
-        "step": status.step,
-        "step_age_s": status.step_age_s,
-        "trajectories_per_s": state.steps.trajectories_per_s(),
+        **status.figures,
         "trained_groups": status.trained_groups,
-        "skipped": state.skipped,
-        "dead_letters": status.dead_letters,
-        "in_flight": {"generating": status.generating, "lag": status.lag},
-        "lag": [lag_json(lag) for lag in status.lags],
-        "workers": [
+        "skipped_by_reason": state.skipped,
+        "lag_by_bucket": state.lag,
+        "groups": [lag_json(group) for group in status.groups],
+        "fleet": [
             {**beat.model_dump(mode="json"), "version": str(beat.version), "alive": is_alive(beat, status.at)}
             for _, beat in sorted(state.workers.items())
         ],

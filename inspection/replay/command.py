@@ -306,5 +306,9 @@ def _changed(settings: Settings, changes: Sequence[str], algorithm: str | None) 
     tree = from_arguments(f"--{change}" for change in changes)
     if algorithm is not None:
         tree = merged(tree, {"algorithm": {"name": algorithm}})
+    recorded = settings.model_dump()
+    if tree.get("algorithm", {}).get("name", settings.algorithm.name) != settings.algorithm.name:
+        # Another algorithm has defaults of its own: only what the run had set otherwise goes along.
+        recorded["algorithm"] = settings.algorithm.changed()
     # Merged into the run's settings and validated as a whole: a change obeys the rules of any configuration.
-    return validated(merged(settings.model_dump(), tree))
+    return validated(merged(recorded, tree))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from consumers.algorithms.losses import CompletionScorer, token_losses
 from consumers.batching.micro_batches import MicroBatch
 from consumers.ingest.filters import staleness
 from consumers.training.policy import digests_of
@@ -56,14 +55,9 @@ def measure_contributions(
     """Of each row of a step, in their order. ``version``: of the weights that the policy holds."""
     scale = policy.scale(batch)
     norms = own_gradient_norms(policy, batch, scale, progress) if with_gradients else {}
-    in_float32 = policy.config.training.cast_lm_head_to_fp32
-    scorer = CompletionScorer(policy.model, float32_head=in_float32)
-    reference = None if policy.reference is None else CompletionScorer(policy.reference, float32_head=in_float32)
-    rows: list[TrajectoryContribution] = []
-    with torch.no_grad():
-        for micro_batch in batch.micro_batches:
-            rows += _rows(policy, micro_batch, scorer, reference, batch, scale, version, norms)
-    return rows
+    return [
+        row for micro_batch in batch.micro_batches for row in _rows(policy, micro_batch, batch, scale, version, norms)
+    ]
 
 
 def own_gradient_norms(
@@ -83,53 +77,25 @@ def own_gradient_norms(
 def _rows(
     policy: ScratchPolicy,
     micro_batch: MicroBatch,
-    scorer: CompletionScorer,
-    reference: CompletionScorer | None,
     batch: StepBatch,
     scale: float,
     version: PolicyVersion,
     norms: dict[str, float],
 ) -> Iterator[TrajectoryContribution]:
-    device = policy.device
-    # [B, S]; ``tensor`` copies where ``as_tensor`` would share memory, and the next line would change the batch.
-    mask = torch.tensor(micro_batch.loss_mask)
-    mask[:, 0] = 0.0  # the first token has nothing before it that could predict it, and is never trained
-    input_ids, temperatures = torch.as_tensor(micro_batch.input_ids), torch.as_tensor(micro_batch.temperatures)
-    inputs = (input_ids.to(device), mask.to(device), temperatures.to(device))
-    # In the learner's precision, or the ratios would not be those that the step was computed from. [B, S] in nats.
-    with torch.autocast(device.type, torch.bfloat16, enabled=policy.config.training.dtype == "bfloat16"):
-        logprobs, _ = scorer(*inputs)
-        anchored = None if reference is None else reference(*inputs)[0]
-    behaviour = torch.as_tensor(micro_batch.behaviour_logprobs).to(device)
-    advantages = torch.as_tensor(micro_batch.advantages).to(device)
-    for number, ref in enumerate(micro_batch.refs):
-        here = slice(number, number + 1)  # one row [1, S] of the micro-batch [B, S]
-        sums = token_losses(
-            policy.config.algorithm,
-            logprobs[here],
-            behaviour[here],
-            advantages[here],
-            inputs[1][here],
-            None if anchored is None else anchored[here],
-        )
-        item, tokens = batch.samples[ref.trajectory_id], int(mask[number].sum())
-        # ``sums`` are over the row's trained tokens: loss = s · sum of token losses, mean ratio = sum / tokens.
+    for ref, row in zip(micro_batch.refs, policy.learner.row_losses(micro_batch), strict=True):
+        item = batch.samples[ref.trajectory_id]
+        # A row has sums over its trained tokens: loss = s · sum of token losses, mean ratio = sum / tokens.
         yield TrajectoryContribution(
             *ref,
             reward=batch.rewards[ref.trajectory_id],
             advantage=item.advantage,
-            tokens=tokens,
-            loss=float(sums.loss) * scale,
-            ratio_mean=float(sums.metrics["ratio"]) / max(tokens, 1),
-            ratio_max=_finite_or_zero(sums.metrics["ratio_max"], tokens),
+            tokens=row.tokens,
+            loss=row.loss * scale,
+            ratio_mean=row.ratio / max(row.tokens, 1),
+            ratio_max=row.ratio_max,
             staleness=staleness(item.sample.trajectory, version),
             gradient_norm=norms.get(ref.trajectory_id),
         )
-
-
-def _finite_or_zero(value: Tensor, tokens: int) -> float:
-    # Over no token at all the maximum is -inf.
-    return float(value) if tokens else 0.0
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,9 @@ async def _contribution(
     if name not in batch.samples:
         why = dict(batch.left_out).get(name, "its group is not trained under the run's settings")
         return replace(dead_letter, problem=why)
+    if not policy.learner.algorithm.is_separable:
+        why = f"usable; {replayer.config.algorithm.name} gives a trajectory no share of its own that could be told"
+        return replace(dead_letter, problem=why)
     rows = await replayer.compute(measure_contributions, policy, batch, version)
     row = next(row for row in rows if row.trajectory_id == name)
     return replace(dead_letter, row=row, siblings=len(group.samples) - 1)

@@ -150,11 +150,13 @@ class HistoryReader:
                 is_new = True
                 await self.follower.rebuild()
                 continue
-            caught_up_at = self.follower.caught_up_at
-            # What is not there may have been written just now; a fate may be a moment old.
+            # What is not there may have been written just now; a fate may be a moment old, and is told on few topics.
+            is_whole = found is not None and not (isinstance(found, GroupHistory) and found.awaited)
+            topics = self.follower.judging if is_whole else None
+            caught_up_at = self.follower.caught_up_at(topics)
             is_late = caught_up_at is None or caught_up_at < asked_at - (0.0 if found is None else FRESH_S)
             if is_late and (found is None or not found.settled):
-                await self.follower.catch_up()
+                await self.follower.catch_up(topics)
                 continue
             if found is None:
                 raise UserError(await self._not_there(name))

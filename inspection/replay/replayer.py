@@ -202,7 +202,9 @@ class Replayer:
         # Before the step is taken: rows and gradients are those of the weights that it starts from.
         rows = await self._rows(policy, batch, step, options)
         snapshot = await self.compute(policy.snapshot) if variation else None
-        gradients = await self.compute(policy.gradients, batch) if options.keep else {}
+        # A step of several updates, or of credit that sequences share, has no one gradient to keep.
+        has_gradient = options.keep and policy.learner.algorithm.is_separable
+        gradients = await self.compute(policy.gradients, batch) if has_gradient else {}
         # The step as recorded comes first; the what-if starts from the snapshot before it, and afterwards the policy is
         # put to the snapshot after it, so that the next step starts from the recorded chain.
         observed = await self.compute(policy.take_observed_step, batch)
@@ -221,6 +223,9 @@ class Replayer:
         self, policy: ScratchPolicy, batch: StepBatch, step: Step, options: ReplayOptions
     ) -> list[TrajectoryContribution]:
         if not options.rows:
+            return []
+        if not policy.learner.algorithm.is_separable and not options.row_gradients:
+            self.progress(f"no shares of trajectories: those of {policy.config.algorithm.name} do not add up")
             return []
         # By number only: the step before the first of a lineage is its parent's, but staleness counts numbers.
         before = PolicyVersion(step.version.lineage, step.step - 1)

@@ -20,13 +20,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from consumers.algorithms.advantages import SCALE_EPSILON, ModelLimits
+from consumers.algorithms.advantages import ModelLimits
+from consumers.algorithms.estimators import SCALE_EPSILON
 from consumers.algorithms.losses import BatchTotals, denominator
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import Group
 from consumers.batching.settings import BatchingSettings
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from consumers.training.checkpoints.store import CheckpointStore
+from consumers.training.companions import open_companions
 from consumers.training.model import load_model, load_reference, named_tensors, resolve_device
 from consumers.training.policy import limits_of
 from consumers.training.ports import StepOutcome
@@ -86,7 +88,7 @@ class ScratchPolicy:
         # Before the model, as the trainer does: weights that the files lack are drawn while it is loaded.
         torch.manual_seed(config.seed)
         self.model = load_model(directory, self.device, gradient_checkpointing=training.gradient_checkpointing)
-        self._references: dict[str, Any] = {}
+        self._frozen: dict[str, Any] = {}
         # The learner is made first, at step 0 and without state; the step also decides the learning rate.
         self.use_config(config)
         self.learner.step = step
@@ -95,20 +97,18 @@ class ScratchPolicy:
     def use_config(self, config: StepConfig) -> None:
         """Compute by these settings from now on, with a new optimizer that has no state."""
         self.config = config
+        companions = open_companions(
+            self.model, config.initial_model, config.algorithm, config.training, self._frozen_model
+        )
         self.learner = PolicyLearner(
-            self.model, self.reference, config.algorithm, config.training, config.max_completion_length
+            self.model, companions, config.algorithm, config.training, config.max_completion_length
         )
 
-    @property
-    def reference(self) -> Any | None:
-        """The frozen initial model, if the KL term needs it."""
-        path = self.config.initial_model
-        # beta is the weight of the KL term: at 0 there is none, and no second model is held in memory for it.
-        if self.config.algorithm.beta == 0:
-            return None
-        if path not in self._references:
-            self._references[path] = load_reference(path, self.device)
-        return self._references[path]
+    def _frozen_model(self, path: str, device: torch.device) -> Any:
+        # A what-if goes to and fro between two settings, which may need the same model.
+        if path not in self._frozen:
+            self._frozen[path] = load_reference(path, device)
+        return self._frozen[path]
 
     @property
     def limits(self) -> ModelLimits:
@@ -144,9 +144,9 @@ class ScratchPolicy:
         before = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         for micro_batch in batch.micro_batches:
             self.learner.accumulate(micro_batch)
-        # Before ``finish_step``, which scales and clips the gathered gradient in place and then drops it.
-        norms = self._gradient_norms(self.scale(batch))
-        outcome = self.learner.finish_step(batch.reward_deviation)
+        norms: dict[str, float] = {}
+        # When it is scaled and not yet clipped; of several updates of a step, the first.
+        outcome = self.learner.finish_step(batch.reward_deviation, lambda: norms.update(self._gradient_norms(1.0)))
         # What the step added, w_after - w_before: zero throughout if it was refused.
         with torch.no_grad():
             update = {name: tensor - before[name] for name, tensor in self.model.named_parameters()}
@@ -180,11 +180,18 @@ class ScratchPolicy:
             }
 
     def tensors(self) -> dict[str, Tensor]:
-        """The float32 weights by their names on disk, on the CPU; later steps change them."""
-        return named_tensors(self.model)
+        """The float32 weights by their names on disk, on the CPU, and the critic's; later steps change them."""
+        critic = self.learner.critic
+        return named_tensors(self.model) | ({} if critic is None else critic.weights())
 
     @contextmanager
     def _gradient_only(self, batch: StepBatch) -> Iterator[None]:
+        if not self.learner.algorithm.is_separable:
+            raise UserError(
+                f"expected an algorithm whose gradient is a sum over trajectories, got {self.config.algorithm.name} "
+                "with credit of the whole batch or several updates a step: it has no gradient of some of them; "
+                "leave out --bisect, --row-gradients"
+            )
         # Gradients add up in place: what another batch left would be part of this one, and this one of the next step.
         self.learner.discard()
         try:

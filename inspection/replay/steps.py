@@ -15,7 +15,8 @@ import numpy as np
 
 from bus.history import History
 from bus.port import Record, TopicPartition, message_of
-from consumers.algorithms.advantages import Credit, ModelLimits, credit_group, deviation, skip_reason_of
+from consumers.algorithms.advantages import Credit, ModelLimits, credit_group, skip_reason_of
+from consumers.algorithms.estimators import deviation
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import Group, MicroBatch, MicroBatcher, Sample, TrainingSample, collate
 from consumers.batching.settings import BatchingSettings

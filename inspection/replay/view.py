@@ -4,15 +4,17 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from inspection.replay.comparing import TrajectoryContribution
-from inspection.replay.dead_letters import ReplayedDeadLetter
-from inspection.replay.results import BisectionResult, GradientOutlier, RebuiltStep, StepReplay, WhatIf
 from inspection.replay.steps import StepLog, describe_attempts
 from schemas.plain_text import plain_json
+
+if TYPE_CHECKING:  # what makes these loads torch, which `streamrl ui` and `show` have no use for
+    from inspection.replay.comparing import TrajectoryContribution
+    from inspection.replay.dead_letters import ReplayedDeadLetter
+    from inspection.replay.results import BisectionResult, GradientOutlier, RebuiltStep, StepReplay, WhatIf
 
 LARGEST = 12
 """Rows of a ranking that are printed; ``--json`` has all."""
@@ -32,7 +34,7 @@ def overview(log: StepLog, checkpoints: Sequence[str]) -> list[str]:
     return [*lines, f"checkpoints: {', '.join(checkpoints) or 'none'}"]
 
 
-def replay_lines(found: StepReplay, run: str) -> list[str]:
+def replay_lines(found: "StepReplay", run: str) -> list[str]:
     """One step in full."""
     rebuilt = found.rebuilt
     lines = [*_head(rebuilt), "", *_metrics(rebuilt), "", *_gradients(rebuilt)]
@@ -46,7 +48,7 @@ def replay_lines(found: StepReplay, run: str) -> list[str]:
     return [*lines, "", f"look at one of them: streamrl show TRAJECTORY {run}"]
 
 
-def step_line(found: StepReplay) -> str:
+def step_line(found: "StepReplay") -> str:
     """One step in one line."""
     rebuilt = found.rebuilt
     loss, norm = rebuilt.metric("loss"), rebuilt.metric("grad_norm")
@@ -67,7 +69,7 @@ def _against(recorded: float | None, equal: bool) -> str:
     return "equal" if equal else f"recorded {number(recorded)}"
 
 
-def _head(rebuilt: RebuiltStep) -> list[str]:
+def _head(rebuilt: "RebuiltStep") -> list[str]:
     what = "refused attempt at step" if rebuilt.refused else "step"
     lines = [
         f"{what} {rebuilt.step} ({rebuilt.version}), from {rebuilt.start} over {rebuilt.steps_between} steps: "
@@ -91,7 +93,7 @@ def _head(rebuilt: RebuiltStep) -> list[str]:
     return lines
 
 
-def _metrics(rebuilt: RebuiltStep) -> list[str]:
+def _metrics(rebuilt: "RebuiltStep") -> list[str]:
     # Nine significant digits tell any two float32 numbers apart, which six do not.
     rows = [
         (pair.name, number(pair.recorded, 9), number(pair.rebuilt, 9), "" if pair.equal else "differs")
@@ -100,7 +102,7 @@ def _metrics(rebuilt: RebuiltStep) -> list[str]:
     return columns(("metric", "recorded", "rebuilt", ""), rows)
 
 
-def _gradients(rebuilt: RebuiltStep) -> list[str]:
+def _gradients(rebuilt: "RebuiltStep") -> list[str]:
     ranked = sorted(
         rebuilt.gradient_norms.items(), key=lambda item: -item[1] if item[1] == item[1] else -1e300
     )  # NaN first
@@ -110,7 +112,7 @@ def _gradients(rebuilt: RebuiltStep) -> list[str]:
     return columns(("gradient", "norm"), rows)
 
 
-def row_lines(rows: Sequence[TrajectoryContribution]) -> list[str]:
+def row_lines(rows: "Sequence[TrajectoryContribution]") -> list[str]:
     """The table of trajectories."""
     with_norms = any(row.gradient_norm is not None for row in rows)
     head = ["trajectory", "at", "reward", "advantage", "tokens", "loss", "ratio", "max ratio", "staleness"]
@@ -132,7 +134,7 @@ def row_lines(rows: Sequence[TrajectoryContribution]) -> list[str]:
     return columns([*head, *(["own grad norm"] if with_norms else [])], cells, left=2)
 
 
-def _what_if(found: WhatIf) -> list[str]:
+def _what_if(found: "WhatIf") -> list[str]:
     rows = [(name, number(one), number(two)) for name, (one, two) in sorted(found.metrics.items())]
     update = found.update
     if update is not None:
@@ -148,7 +150,7 @@ def _what_if(found: WhatIf) -> list[str]:
     return lines + (["", "rows of the what-if:", *row_lines(found.rows)] if found.rows else [])
 
 
-def bisection_lines(found: BisectionResult, run: str) -> list[str]:
+def bisection_lines(found: "BisectionResult", run: str) -> list[str]:
     """The culprits, and everything by its share."""
     why = "given" if found.median is None else f"10 × the median {number(found.median)} of the 20 steps before"
     head = f"step {found.step}: grad norm {number(found.gradient_norm)}, limit {number(found.threshold)} ({why})"
@@ -166,7 +168,7 @@ def bisection_lines(found: BisectionResult, run: str) -> list[str]:
     return [*lines, "", "by own gradient norm:", *row_lines(found.ranking[:LARGEST])]
 
 
-def _outlier_lines(outlier: GradientOutlier, run: str, seen: set[str]) -> list[str]:
+def _outlier_lines(outlier: "GradientOutlier", run: str, seen: set[str]) -> list[str]:
     """``seen``: groups of larger culprits."""
     row = outlier.row
     sibling = ["    its group has a larger culprit above, whose reward its advantage depends on"]
@@ -185,7 +187,7 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= TEXT else f"{text[:TEXT]}…")
 
 
-def dead_letter_lines(version: str, dead_letters: Sequence[ReplayedDeadLetter]) -> list[str]:
+def dead_letter_lines(version: str, dead_letters: "Sequence[ReplayedDeadLetter]") -> list[str]:
     """The dead letters."""
     usable = [dead_letter for dead_letter in dead_letters if dead_letter.row is not None]
     lines = [f"{len(dead_letters)} dead letters, {len(usable)} of them usable now; weights {version}"]

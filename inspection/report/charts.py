@@ -63,14 +63,23 @@ CURVES: tuple[tuple[str, tuple[Curve, ...]], ...] = (
                 ),
             ),
             Curve("Learning rate", "", (("optim/lr", "learning rate"),)),
+            Curve("Critic's loss", "", (("critic/loss", "value loss"),)),
+            Curve("Critic's explained variance", "share", (("critic/explained_variance", "of the returns"),)),
+            Curve(
+                "Preferences",
+                "",
+                (("preference/accuracy", "share of pairs the right way round"), ("preference/margin", "margin")),
+            ),
+            Curve("KL to the teacher", "nats a token", (("distillation/reverse_kl", "policy against teacher"),)),
+            Curve("Masked importance weights", "share", (("sampling/masked_ratio", "of tokens"),)),
         ),
     ),
     (
         "The stream",
         (
             Curve("Staleness", "optimizer steps", (("off_policy/mean", "mean"), ("off_policy/max", "most"))),
-            Curve("Consumer lag", "records", (("report/lag", "all buckets"),)),
-            Curve("Consumer lag by length bucket", "records", ((f"{LAG_PREFIX}*", "bucket "),)),
+            Curve("Lag", "trajectories not finished", (("report/lag", "all buckets"),)),
+            Curve("Lag by length bucket", "trajectories not finished", ((f"{LAG_PREFIX}*", "bucket "),)),
             Curve(
                 "Padding waste", "share of computed tokens", (("padding/all", "all"), ("padding/bucket_*", "bucket "))
             ),
@@ -90,7 +99,7 @@ CURVES: tuple[tuple[str, tuple[Curve, ...]], ...] = (
         ),
     ),
 )
-ONLY_COMPARED = frozenset({"Trainer waiting", "Consumer lag"})
+ONLY_COMPARED = frozenset({"Trainer waiting", "Lag"})
 """Said by other curves when there is one run."""
 
 

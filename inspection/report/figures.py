@@ -47,9 +47,11 @@ def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
         Figure("mean_length", "completion length, last steps", _mean(rows.known("completions/mean_length")[-ENDS:])),
         Figure("staleness_mean", "staleness, mean (steps)", staleness),
         Figure("staleness_max", "staleness, most (steps)", max(rows.known("off_policy/max"), default=None)),
-        Figure("wait_share", "trainer waiting", _ratio(rows.total("time/wait_for_batch"), stepping), "share", -1),
+        Figure(
+            "trainer_wait_share", "trainer waiting", _ratio(rows.total("time/wait_for_batch"), stepping), "share", -1
+        ),
         Figure("padding", "padding waste", _mean(rows.known("padding/all")), "share", -1),
-        Figure("lag_mean", "consumer lag, mean (records)", _mean(rows.known("report/lag"))),
+        Figure("lag_mean", "lag, mean (trajectories not finished)", _mean(rows.known("report/lag"))),
         *_gathered(record.facts.topics, rows),
         *_endings(record),
     ]

@@ -136,7 +136,7 @@ PARTS = Path(__file__).parent / "page"
 SCRIPTS = ("timeline.js", "main.js")
 CARDS = (
     "reward_first", "reward_last", "steps", "train_seconds", "trajectories_per_s", "tokens_per_s", "staleness_mean",
-    "wait_share", "workers_busy", "length_recall",
+    "trainer_wait_share", "workers_busy", "length_recall",
 )  # fmt: skip
 
 

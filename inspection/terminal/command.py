@@ -19,7 +19,7 @@ from bus.history import BusHistory
 from bus.kafka.connection import advised
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
-from inspection.process import tune_garbage_collector
+from inspection.process import give_way_when, tune_garbage_collector
 from inspection.terminal.drawing import short
 from observability.run_state.feed import RunFeed
 from observability.run_state.pace import Pace
@@ -32,8 +32,6 @@ from schemas.trajectories import Trajectory
 
 CLIENT_ID = "streamrl-top"
 CATCHING_UP_S = 0.05
-LAG_WITHIN_S = 3.0
-"""The first line waits so long for the lag, for which the broker is asked separately."""
 JSON_SECTIONS = ("loop", "lag", "workers", "split", "staleness", "lengths")
 
 
@@ -69,14 +67,17 @@ async def _show(connection: RunConnection, where: str, options: LineOptions, *, 
     reading = asyncio.create_task(feed.run(stop))
     shown = _on_screen(connection, feed, where or connection.run, stop) if on_screen else _in_lines(feed, options, stop)
     showing = asyncio.create_task(shown)
+    # A single line is soon over.
+    yielding = asyncio.create_task(give_way_when(lambda: bool(feed.positions) and not options.once))
     try:
         await asyncio.wait({reading, showing}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stop.set()
+        yielding.cancel()
         # A feed that ended by itself has failed: the screen would show a past for ever.
         if reading.done() and not showing.done():
             showing.cancel()
-        results = await asyncio.gather(reading, showing, return_exceptions=True)
+        results = await asyncio.gather(reading, showing, yielding, return_exceptions=True)
     # The first problem is the one that ended the other task.
     for problem in results:
         if isinstance(problem, Exception):
@@ -99,7 +100,7 @@ async def _on_screen(connection: RunConnection, feed: RunFeed, run_path: str, st
         try:
             return await read_trajectory(connection, place)
         except BusUnavailable as error:
-            raise BusUnavailable(advised(error, connection.advice)) from error
+            raise BusUnavailable(advised(error, connection.bus.availability.explanation)) from error
 
     tell_in_events(feed.state)
     app = TopApp(feed.state, read, run_path, pace_s=feed.pace_s)
@@ -156,7 +157,7 @@ async def print_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) 
     """Print what the feed's state says.
 
     Consumes: the state, which the feed updates. Produces: text on standard output.
-    Waits for: the feed's past and the first lag, then for each interval.
+    Waits for: the feed's past, then for each interval.
     On failure: raises. On stop: prints nothing more; a finished run ends it after its last line.
     """
     await _caught_up(feed, stop)
@@ -179,12 +180,6 @@ async def _caught_up(feed: RunFeed, stop: asyncio.Event) -> None:
     # A feed has positions only when it has read the past: a line before that would tell of an empty run.
     while not feed.positions and not stop.is_set():
         await stopped_within(stop, CATCHING_UP_S)
-    # Nobody asks for the lag then, so there is none to wait for.
-    if feed.committed is None or feed.shards is None:
-        return
-    until = time.monotonic() + LAG_WITHIN_S
-    while not feed.state.committed_lag and time.monotonic() < until and not stop.is_set():
-        await stopped_within(stop, CATCHING_UP_S)
 
 
 async def stopped_within(stop: asyncio.Event, seconds: float) -> None:
@@ -199,20 +194,19 @@ def line_of(state: RunState, now: float) -> str:
     """Health, step, reward, rates, staleness, lag per bucket, weights per worker."""
     found = snapshot(state, now)
     loop, lag = found["loop"], found["lag"]
-    rates, metrics = loop["rates"], loop["metrics"]
+    of = "" if loop["max_steps"] is None else f"/{loop['max_steps']}"
     behind = " ".join(f"b{bucket}:{count}" for bucket, count in zip(lag["buckets"], lag["lag"], strict=True))
     held = " ".join(
         f"{plain_text(each['id'])}@{each['version']}" for each in found["workers"] if each["state"] != "stopped"
     )
-    skips = " ".join(f"{reason}:{count}" for reason, count in sorted(loop["skips"].items()))
+    skips = " ".join(f"{reason}:{count}" for reason, count in loop["skipped_by_reason"].items())
     parts = (
         f"{plain_text(state.run)} {loop['health']}",
-        f"step {loop['step']}",
-        f"reward {short(metrics.get('reward'))}",
-        f"{short(rates['trajectories'])} traj/s",
-        f"{short(rates['tokens'])} tok/s",
-        f"trained {short(rates['trained'])}/s",
-        f"staleness {short(metrics.get('off_policy/mean'))} (max {short(metrics.get('off_policy/max'))})",
+        f"step {loop['step']}{of}",
+        f"reward {short(loop['reward'])}",
+        f"{short(loop['trajectories_per_s'])} traj/s",
+        f"sampling {short(loop['sampled_per_s'])} traj/s {short(loop['sampled_tokens_per_s'])} tok/s",
+        f"staleness {short(loop['staleness_mean'])} (max {short(loop['staleness_max'])})",
         f"lag {behind or '-'}",
         f"workers {held or '-'}",
         *([f"skipped {skips}"] if skips else []),

@@ -171,11 +171,11 @@ def _axis(steps: list[float | None], last: float, room: int) -> Text:
 def draw_head(data: Mapping[str, Any], width: int, _height: int = 1) -> Text:
     """Run, algorithm, health, step, reward, workers, and how long ago the last step was."""
     loop = data["loop"]
-    reward, age = loop["metrics"].get("reward"), loop["step_age"]
+    reward, age, most = loop["reward"], loop["step_age_s"], loop["max_steps"]
     parts = [
         (f" {plain_text(loop['run'])}", "bold"),
         (f"● {loop['health']}", HEALTHS.get(loop["health"], WARN)),
-        (f"step {loop['step']}", "bold"),
+        (f"step {loop['step']}" + (f" of {most}" if most else ""), "bold"),
         ("" if reward is None else f"reward {short(reward)}", GOOD),
         (f"{loop['workers']} workers", ""),
         (f"weights {loop['announced']}", ""),

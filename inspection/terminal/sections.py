@@ -27,6 +27,7 @@ from inspection.terminal.drawing import (
     short,
 )
 from observability.run_state.aggregates import PER_DOUBLING, WITHIN
+from observability.run_state.figures import span_text
 from schemas.plain_text import plain_text
 
 SHADES = "░▒▓█"
@@ -52,19 +53,20 @@ def draw_loop(data: Mapping[str, Any], width: int, height: int) -> Text:
     gap = (width - sum(boxes)) // ARROWS
     if gap < 8 or height < 5:
         return _in_words(loop, width, height)
-    rates, tokens = loop["rates"], short(loop["rates"]["tokens"])
+    tokens, left = short(loop["sampled_tokens_per_s"]), loop["time_left_s"]
     contents = (
-        ("prompts", f"{short(loop['totals']['orders'])} seen"),
+        ("prompts", loop["algorithm"]),
         ("workers", f"{loop['running']}/{loop['capacity']} run"),
         ("trajectories", f"lag {short(sum(lag['lag']))}" if lag["buckets"] else ""),
-        ("trainer", f"step {loop['step']}"),
+        ("trainer", _step(loop, boxes[3] - 3)),
     )
     arrows = (
-        (rates["orders"], "orders"),
-        (rates["trajectories"], first_that_fits((f"{tokens} tokens/s", f"{tokens} tok/s", f"tok {tokens}"), gap)),
-        (rates["trained"], "trained"),
+        (loop["ordered_per_s"], "ordered"),
+        (loop["sampled_per_s"], first_that_fits((f"{tokens} tokens/s", f"{tokens} tok/s", f"tok {tokens}"), gap)),
+        (loop["trajectories_per_s"], "trained"),
     )
-    details = (loop["algorithm"], f"{loop['workers']} alive", _refused(loop, boxes[2] - 3), f"at {loop['version']}")
+    time_left = first_that_fits((f"{span_text(left)} left", span_text(left)), boxes[3] - 3) if left else "no pace yet"
+    details = ("", f"{loop['workers']} alive", _refused(loop, boxes[2] - 3), time_left)
     rows = [Text(), Text(), Text(), Text()]
     for index, box in enumerate(boxes):
         # Box by box, each into the four rows of text.
@@ -80,8 +82,13 @@ def draw_loop(data: Mapping[str, Any], width: int, height: int) -> Text:
     return lines(rows, width, height)
 
 
+def _step(loop: Mapping[str, Any], width: int) -> str:
+    step, most = loop["step"], loop["max_steps"]
+    return first_that_fits((*([f"step {step}/{most}", f"{step}/{most}"] if most else []), f"step {step}"), width)
+
+
 def _refused(loop: Mapping[str, Any], width: int) -> str:
-    skipped, dead_letters = sum(loop["skips"].values()), loop["totals"]["dead_letters"]
+    skipped, dead_letters = loop["skipped"], loop["dead_letters"]
     if not dead_letters:
         return f"{short(skipped)} skipped" if skipped else ""
     dead = f"{short(dead_letters)} dead"
@@ -118,9 +125,9 @@ def _way_back(loop: Mapping[str, Any], boxes: tuple[int, ...], gap: int) -> list
     # From the middle of the trainer's box to the middle of the workers'.
     begin = boxes[0] + gap + boxes[1] // 2
     end = sum(boxes[:3]) + ARROWS * gap + boxes[3] // 2
-    rate = loop["rates"]["weights"]
+    rate = loop["weights_per_min"]
     style = ACCENT if rate else MUTED
-    word = f" weights {loop['announced']} · {short(rate * 60)}/min "
+    word = f" weights {loop['announced']} · {short(rate)}/min "
     rest = max(0, end - begin - 1 - cell_len(word))
     up = Text.assemble(" " * begin, ("▲", style), " " * (end - begin - 1), ("│", style))
     back = Text.assemble(
@@ -134,11 +141,11 @@ def _centred(text: str, width: int) -> str:
 
 
 def _in_words(loop: Mapping[str, Any], width: int, height: int) -> Text:
-    rates = loop["rates"]
+    fleet = f"{loop['workers']} workers, {loop['running']}/{loop['capacity']} running"
     rows = [
-        f"orders {short(rates['orders'])}/s → {loop['workers']} workers, {loop['running']}/{loop['capacity']} running",
-        f"trajectories {short(rates['trajectories'])}/s, {short(rates['tokens'])} tokens/s",
-        f"trained {short(rates['trained'])}/s, step {loop['step']}, weights {loop['version']}",
+        f"ordered {short(loop['ordered_per_s'])}/s → {fleet}",
+        f"sampled {short(loop['sampled_per_s'])}/s, {short(loop['sampled_tokens_per_s'])} tokens/s",
+        f"trained {short(loop['trajectories_per_s'])}/s, {_step(loop, width)}, weights {loop['version']}",
     ]
     return lines([Text(row) for row in rows], width, height)
 

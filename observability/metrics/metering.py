@@ -36,8 +36,8 @@ MODES = ("run", "pause", "drain")
 
 PHASES, WHOLE_STEP, SHARE = "time/", "time/step", "_share"
 STEP_GAUGES = {
-    "kafka/intake_latency_s": "intake_latency_seconds",
-    "kafka/pending_bytes": "intake_pending_bytes",
+    "kafka/ingest_latency_s": "ingest_latency_seconds",
+    "kafka/pending_bytes": "ingest_pending_bytes",
     "off_policy/mean": "staleness_mean_versions",
     "off_policy/max": "staleness_max_versions",
     "reward": "reward_mean",

@@ -9,7 +9,7 @@ Invariants, each with a test of its name:
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from bus.port import Record, TopicPartition
 from observability.record_index.entries import Fold, Rows, mark_of
 from observability.record_index.store import ReadPosition, RecordIndex
 from schemas.errors import BusError, BusUnavailable, DataLossRefused, UserError
-from schemas.topics import TRAJECTORIES
+from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES
 
 CHUNK = 4000
 """Records a transaction: some milliseconds of writing, and what is read again at most when a process is killed."""
@@ -29,6 +29,7 @@ ATTEMPTS = 5
 FOLLOW_EVERY_S = 15.0
 """Of a run that goes on: to ask for the ends of all partitions costs some hundredths of a second."""
 FIRST_FOLLOW_S = 1.0
+JUDGING = (STEPS, SKIPS, DEAD_LETTERS, CONTROL, HEARTBEATS)
 
 log = structlog.get_logger()
 
@@ -43,7 +44,11 @@ class _OtherLog(Exception):
 
 @dataclass
 class IndexFollower:
-    """``unread``: offsets that the catching up under way has before it. ``progress``: told what is done, of all."""
+    """``unread``: offsets that the catching up under way has before it. ``progress``: told what is done, of all.
+
+    ``judging``: full names of the topics that say what became of trajectories: a few partitions with few records, where
+    the others are many with many.
+    """
 
     history: History
     run_name: str
@@ -51,13 +56,21 @@ class IndexFollower:
     progress: Callable[[int, int], None] = lambda done, total: None
     every_s: Callable[[], float] = lambda: FOLLOW_EVERY_S
     unread: int = 0
-    caught_up_at: float | None = None
-    """By the event loop's clock."""
+    judging: tuple[str, ...] = field(init=False)
+    _caught_up_at: dict[str, float] = field(default_factory=dict)
+    """When each topic was read to its end, by the event loop's clock."""
     _fold: Fold = field(init=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self._fold = Fold(self.run_name)
+        self.judging = tuple(topic.full_name(self.run_name) for topic in JUDGING)
+
+    def caught_up_at(self, topics: Iterable[str] | None = None) -> float | None:
+        """Since when all of them, or of these, may have more than the index has; None: it never had all of some."""
+        times = [self._caught_up_at.get(topic) for topic in (self._fold.topics if topics is None else topics)]
+        known = [at for at in times if at is not None]
+        return min(known) if len(known) == len(times) else None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the index up to date.
@@ -80,22 +93,23 @@ class IndexFollower:
             if isinstance(error := results[0], Exception):
                 log.debug("the index of records is behind", error=str(error))
 
-    async def catch_up(self) -> None:
-        """Read what came since the last time; of whom several call, one reads.
+    async def catch_up(self, topics: Iterable[str] | None = None) -> None:
+        """Read what came since the last time, on all topics or on these; of whom several call, one reads.
 
         Raises:
             BusUnavailable: no broker answers.
             UserError: the run has no topics there.
         """
         asked_at = asyncio.get_running_loop().time()
+        wanted = self._fold.topics if topics is None else tuple(topics)
         async with self._lock:
             # Somebody else has caught up since this was asked for.
-            if self.caught_up_at is not None and self.caught_up_at > asked_at:
+            if (caught_up_at := self.caught_up_at(wanted)) is not None and caught_up_at > asked_at:
                 return
             for attempt in range(ATTEMPTS):
                 began = asyncio.get_running_loop().time()
                 try:
-                    await self._read_on()
+                    await self._read_on(wanted)
                 except (_Overtaken, DataLossRefused) as error:
                     if attempt + 1 == ATTEMPTS:
                         raise BusUnavailable(
@@ -110,8 +124,11 @@ class IndexFollower:
                         raise BusError(f"expected topics that stay what they are, got: {error}") from error
                     log.warning("the index of records is begun anew", run=self.run_name, because=str(error))
                     self.index.clear()
+                    self._caught_up_at.clear()
+                    # What is begun anew is of no use without the records themselves.
+                    wanted = self._fold.topics
                 else:
-                    self.caught_up_at = began
+                    self._caught_up_at |= dict.fromkeys(wanted, began)
                     return
                 finally:
                     self.unread = 0
@@ -123,13 +140,13 @@ class IndexFollower:
             BusUnavailable: no broker answers.
         """
         self.index.clear()
-        self.caught_up_at = None
+        self._caught_up_at.clear()
         await self.catch_up()
 
-    async def _read_on(self) -> None:
-        held = await self.history.extents(*self._fold.topics)
-        known = self.index.reading()
-        self._refuse_other_logs(known, held)
+    async def _read_on(self, topics: Sequence[str]) -> None:
+        held = await self.history.extents(*topics)
+        known = {tp: read for tp, read in self.index.reading().items() if tp.topic in topics}
+        self._refuse_other_logs(topics, known, held)
         ranges = {tp: each for tp, extent in held.items() if (each := _wanted(extent, known.get(tp))) is not None}
         if not ranges:
             return
@@ -157,8 +174,11 @@ class IndexFollower:
         chunk.finish({tp: extent.end for tp, extent in ranges.items()})
         self.progress(total, total)
 
-    def _refuse_other_logs(self, known: dict[TopicPartition, ReadPosition], held: dict[TopicPartition, Extent]) -> None:
-        if not any(tp.topic == TRAJECTORIES.full_name(self.run_name) for tp in held):
+    def _refuse_other_logs(
+        self, topics: Sequence[str], known: dict[TopicPartition, ReadPosition], held: dict[TopicPartition, Extent]
+    ) -> None:
+        trajectories = TRAJECTORIES.full_name(self.run_name)
+        if trajectories in topics and not any(tp.topic == trajectories for tp in held):
             raise UserError(
                 f"expected the topics of run {self.run_name!r}, found none: check its name and the broker's address"
             )

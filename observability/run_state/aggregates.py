@@ -5,7 +5,7 @@ with the figures: no aggregate asks a clock.
 """
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -21,11 +21,6 @@ KEPT_STEPS = 2000
 ENDS = 5
 """Steps whose mean reward stands for the beginning of a run, and for its end: one step alone is noisy."""
 RATE_STEPS = 10
-CAUSES_HELD = 32
-OTHER_CAUSES = "other causes"
-CAUSE_LIMIT = 100
-EXAMPLE_LIMIT = 400
-"""Characters of a cause, and of an example: a line or two for a display, whatever a reward function said."""
 K = TypeVar("K")
 
 
@@ -118,22 +113,38 @@ class StepHistory:
         told = [entry.metrics["reward"] for entry in self.entries if "reward" in entry.metrics]
         return told[-ENDS:]
 
-    def trajectories_per_s(self) -> float:
-        """Trained a second over the last ten steps."""
+    def pace(self, now: float | None = None) -> "StepPace":
+        """Over the last ten steps, up to the newest; with ``now``, the time in which a step is overdue counts too."""
         entries = list(self.entries)[-RATE_STEPS - 1 :]
         if len(entries) < 2:
-            return 0.0
+            return StepPace(0.0, 0.0)
         # What the first of them trained was trained before its report, outside of the time that is divided by.
-        elapsed = entries[-1].sent_at - entries[0].sent_at
-        return sum(entry.trajectories for entry in entries[1:]) / elapsed if elapsed > 0 else 0.0
+        elapsed, steps = entries[-1].sent_at - entries[0].sent_at, len(entries) - 1
+        if now is not None:  # as long as a step usually takes, nothing speaks for a change of pace
+            elapsed += max(0.0, now - entries[-1].sent_at - elapsed / steps)
+        if elapsed <= 0:
+            return StepPace(0.0, 0.0)
+        return StepPace(steps / elapsed, sum(entry.trajectories for entry in entries[1:]) / elapsed)
+
+
+class StepPace(NamedTuple):
+    """Optimizer steps, and trajectories trained in them, a second."""
+
+    steps_per_s: float
+    trajectories_per_s: float
+
+
+LEAST_S = 1.0
+"""Over less than that, what comes in bursts is no rate."""
 
 
 @dataclass
 class Rate:
     """How much came a second: counts by tenths of a second within a window, so that at most ten are held for each."""
 
-    window_s: float = 5.0
+    window_s: float = 10.0
     total: float = 0.0
+    _since: float | None = None
     _slots: deque[list[float]] = field(default_factory=deque)
     _held: float = 0.0
 
@@ -142,6 +153,7 @@ class Rate:
         # Tenths of a second: fine enough for a window of seconds, and few enough to hold.
         self.total += amount
         slot = int(at * 10) / 10
+        self._since = slot if self._since is None else self._since
         # Records of several partitions come a little out of order; a late one counts now rather than not at all.
         if self._slots and slot <= self._slots[-1][0]:
             self._slots[-1][1] += amount
@@ -151,10 +163,11 @@ class Rate:
         self._forget(self._slots[-1][0])
 
     def per_s(self, now: float) -> float:
-        """Mean over the window that ends now."""
+        """Mean over the window that ends now, or over the time since the first came if that is shorter."""
         self._forget(now)
+        seen_s = self.window_s if self._since is None else min(self.window_s, max(LEAST_S, now - self._since))
         # Adding and taking away floating-point amounts may leave a little less than nothing.
-        return max(0.0, self._held) / self.window_s
+        return max(0.0, self._held) / seen_s
 
     def _forget(self, now: float) -> None:
         while self._slots and self._slots[0][0] <= now - self.window_s:
@@ -201,11 +214,13 @@ CurveRow = dict[str, float | None]
 class Curves:
     """Metrics over the optimizer steps, few enough to draw.
 
-    At most ``most`` points, each the mean of ``stride`` steps, so that all of the past stays in view.
+    At most ``most`` points, each the mean of ``stride`` steps, so that all of the past stays in view. ``families``:
+    beginnings and ends of further names, of which a few are taken as they come.
     """
 
     names: Sequence[str]
     most: int = 400
+    families: Sequence[tuple[str, str]] = ()
     stride: int = 1
     rows: list[CurveRow] = field(default_factory=list)
     _pending: list[CurveRow] = field(default_factory=list)
@@ -215,6 +230,7 @@ class Curves:
         for rows in (self._pending, self.rows):
             while rows and (rows[-1]["step"] or 0) >= step:
                 rows.pop()
+        self._take_names(values)
         # Points of ``stride`` steps each; a rest waits here, and is drawn as the last point.
         self._pending.append({"step": float(step), **{name: values.get(name) for name in self.names}})
         if len(self._pending) >= self.stride:
@@ -224,16 +240,29 @@ class Curves:
             self.rows = [_mean(self.rows[begin : begin + 2]) for begin in range(0, len(self.rows), 2)]
             self.stride *= 2
 
+    def _take_names(self, values: Mapping[str, float]) -> None:
+        room = MOST_IN_FAMILIES - sum(_is_of(name, self.families) for name in self.names)
+        new = [name for name in values if name not in self.names and _is_of(name, self.families)]
+        self.names = (*self.names, *new[: max(0, room)])
+
     def columns(self) -> dict[str, list[float | None]]:
         """By name, and the steps as ``step``; what is not a whole point yet is the last one."""
         rows = [*self.rows, *([_mean(self._pending)] if self._pending else [])]
-        return {name: [_short(row[name]) for row in rows] for name in ("step", *self.names)}
+        return {name: [_short(row.get(name)) for row in rows] for name in ("step", *self.names)}
+
+
+MOST_IN_FAMILIES = 8
+"""A run may have many reward functions; a chart has room for some."""
+
+
+def _is_of(name: str, families: Sequence[tuple[str, str]]) -> bool:
+    return any(name.startswith(begin) and name.endswith(end) for begin, end in families)
 
 
 def _mean(rows: Sequence[CurveRow]) -> CurveRow:
     mean: CurveRow = {}
-    for name in rows[0]:
-        known = [value for row in rows if (value := row[name]) is not None]
+    for name in rows[-1]:  # names only ever come up
+        known = [value for row in rows if (value := row.get(name)) is not None]
         mean[name] = sum(known) / len(known) if known else None
     # A point stands at its last step, so that a step taken again is found behind it or not at all.
     mean["step"] = rows[-1]["step"]
@@ -248,23 +277,6 @@ FATES_KEPT = 20_000
 """Some minutes of a fast run: far more than displays list, and a few megabytes."""
 RecordPosition = tuple[int, int]
 """Partition and offset."""
-
-
-@dataclass
-class SkipCauses:
-    """Why trajectories were skipped for one reason: how many by cause, and an example in full. It stays bounded."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    example: str = ""
-
-    def add(self, detail: str, where: str | None, count: int) -> None:
-        """So many rows with this detail; a cause is what stands before its first colon. ``where``: for the example."""
-        cause, _, rest = detail.partition(": ")
-        cause = cause[:CAUSE_LIMIT]
-        # Bytes that did not decode may be wrong in any number of ways.
-        self.counts[cause if cause in self.counts or len(self.counts) < CAUSES_HELD else OTHER_CAUSES] += count
-        if not self.example:
-            self.example = ": ".join(filter(None, (where, rest or detail)))[:EXAMPLE_LIMIT]
 
 
 @dataclass

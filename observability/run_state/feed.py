@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
 
@@ -14,7 +14,7 @@ from bus.port import Bus, Record, Subscription, TopicPartition
 from observability.run_state.pace import OFTEN_S
 from observability.run_state.state import RunState
 from schemas.errors import BrokerError, BusError, BusUnavailable, DataLossRefused
-from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
 
 log = structlog.get_logger()
 
@@ -30,21 +30,9 @@ RECENT: Past = {CONTROL: 1 << 40, STEPS: 4000, HEARTBEATS: 4000, SKIPS: 4000, TR
 """For displays of a run: whole but for what is long past."""
 WHOLE_RUN: Past = {STEPS: None, HEARTBEATS: None, SKIPS: None}
 """For the summary of a run: every step and every skip, and no trajectory."""
-COUNTED = (WORK_ORDERS, TRAJECTORIES)
-"""Topics whose ends are asked for. Orders are never read: they have more partitions than all the others, and each makes
-every read dearer."""
-
-
-class CommittedOffsets(Protocol):
-    """The trainer's next offsets, for the lag."""
-
-    async def ask(self) -> Mapping[TopicPartition, int]:
-        """Ask the broker."""
-        ...
-
-    async def close(self) -> None:
-        """Release; idempotent, and may be asked again."""
-        ...
+COUNTED = (TRAJECTORIES,)
+"""Topics whose ends are asked for, whether they are read or not. Orders are not even counted: they have more partitions
+than all the others, and heartbeats tell what workers were given."""
 
 
 @dataclass
@@ -59,13 +47,13 @@ class RunFeed:
     bus: Bus
     state: RunState
     shards: int | None = None
-    committed: CommittedOffsets | None = None
     client_id: str = "streamrl-live"
     availability: BrokerAvailability = field(default_factory=BrokerAvailability)
     without_prefetch: Bus | None = None
     pace_s: Callable[[], float] = lambda: OFTEN_S
     past: Past = field(default_factory=lambda: RECENT)
     positions: dict[TopicPartition, int] = field(default_factory=dict)
+    _ends: dict[TopicPartition, int] = field(default_factory=dict)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the state up to date.
@@ -96,6 +84,7 @@ class RunFeed:
             except DataLossRefused as error:
                 # A hole that begins where we stand was deleted by retention; another one is a topic made anew, read
                 # from its end.
+                self._ends.clear()
                 for topic, partition, begin, end in error.holes:
                     place = TopicPartition(topic, partition)
                     self.positions[place] = end if self.positions[place] == begin else begin
@@ -121,9 +110,7 @@ class RunFeed:
         # Before the lag is asked for: a broker that goes away now costs the lag only.
         self.state.observe_records(sorted(records, key=lambda each: each.timestamp))
         trajectories = await history.extents(TRAJECTORIES.full_name(self.state.run))
-        await self._measure_lag({tp: held.end for tp, held in trajectories.items()})
-        if self.committed is not None:
-            await self.committed.close()
+        self._note_ends({tp: held.end for tp, held in trajectories.items()})
 
     async def _catch_up(self) -> None:
         """Read the recent past, in the order of its times; topics that are read whole are followed from the first."""
@@ -132,6 +119,9 @@ class RunFeed:
         for topic in {**dict.fromkeys(COUNTED, 0), **self.past}:
             name, most = topic.full_name(self.state.run), self.past.get(topic, 0)
             extents = await history.extents(name)
+            self._note_ends({tp: held.end for tp, held in extents.items()})
+            if topic is DEAD_LETTERS:
+                self.state.dead_letters = sum(held.end - held.first for held in extents.values())
             if most is None:
                 positions |= {tp: held.first for tp, held in extents.items()}
                 continue
@@ -163,6 +153,7 @@ class RunFeed:
                 subscription.pause(read)
                 for record in records:
                     self.positions[TopicPartition(record.topic, record.partition)] = record.offset + 1
+                self._note_ends({tp: self.positions[tp] for tp in read})
                 self.state.observe_records(sorted(records, key=lambda each: each.timestamp))
                 # A full batch means that more is there: it is read at once, so that a busy topic is caught up with.
                 if len(records) < MAX_RECORDS:
@@ -175,35 +166,26 @@ class RunFeed:
 
     async def _watch_ends(self, subscription: Subscription) -> None:
         refused = 0
-        try:
-            while True:
-                try:
-                    await self._ask_for_ends(subscription)
-                    refused = 0
-                    self.availability.report_answer(self.client_id)
-                except BusUnavailable as error:
-                    self.availability.report_silence(self.client_id, error)
-                except (BrokerError, BusError) as error:
-                    refused += 1
-                    if refused > 1:  # a broker that has just started refuses once, while it loads its groups
-                        log.warning("lag is not known now", error=str(error))
-                await asyncio.sleep(max(ENDS_EVERY_S, 2 * self.pace_s()))
-        finally:
-            if self.committed is not None:
-                await self.committed.close()
+        while True:
+            try:
+                self._note_ends(await subscription.end_offsets())
+                refused = 0
+                self.availability.report_answer(self.client_id)
+            except BusUnavailable as error:
+                self.availability.report_silence(self.client_id, error)
+            except (BrokerError, BusError) as error:
+                refused += 1
+                if refused > 1:  # a broker that has just started refuses once
+                    log.warning("the ends of the topics are not known now", error=str(error))
+            await asyncio.sleep(max(ENDS_EVERY_S, 2 * self.pace_s()))
 
-    async def _ask_for_ends(self, subscription: Subscription) -> None:
-        ends = await subscription.end_offsets()
-        # How many came is the difference of two ends.
-        orders = {tp: end for tp, end in ends.items() if tp.topic == WORK_ORDERS.full_name(self.state.run)}
-        self.state.count_orders(sum(max(0, end - self.positions[tp]) for tp, end in orders.items()), time.time())
-        self.positions |= orders
-        await self._measure_lag(ends)
-
-    async def _measure_lag(self, ends: Mapping[TopicPartition, int]) -> None:
-        if self.committed is not None and self.shards is not None:
-            topic, finished = TRAJECTORIES.full_name(self.state.run), await self.committed.ask()
-            self.state.committed_lag = lag_of_committed(topic, ends, finished, self.shards)
+    def _note_ends(self, ends: Mapping[TopicPartition, int]) -> None:
+        """Of any topics; those of the trajectories tell the lag."""
+        topic = TRAJECTORIES.full_name(self.state.run)
+        # An answer may be older than what was read meanwhile.
+        self._ends |= {tp: max(end, self._ends.get(tp, 0)) for tp, end in ends.items() if tp.topic == topic}
+        if self.shards is not None:
+            self.state.ends = ends_by_bucket(self._ends, self.shards)
 
 
 async def _gathered(subscription: Subscription) -> list[Record]:
@@ -217,13 +199,10 @@ async def _gathered(subscription: Subscription) -> list[Record]:
     return records
 
 
-def lag_of_committed(
-    topic: str, ends: Mapping[TopicPartition, int], finished: Mapping[TopicPartition, int], shards: int
-) -> dict[int, int]:
-    """Consumer lag by length bucket: offsets between what the trainer committed as finished and the end."""
+def ends_by_bucket(ends: Mapping[TopicPartition, int], shards: int) -> dict[int, int]:
+    """Sums over the partitions of each length bucket."""
     found: dict[int, int] = {}
     for tp, end in ends.items():
-        if tp.topic == topic:
-            bucket = tp.partition // shards
-            found[bucket] = found.get(bucket, 0) + max(0, end - finished.get(tp, 0))
-    return found
+        bucket = tp.partition // shards
+        found[bucket] = found.get(bucket, 0) + end
+    return dict(sorted(found.items()))

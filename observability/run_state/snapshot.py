@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from observability.run_state.aggregates import Track
+from observability.run_state.figures import live_figures
 from observability.run_state.state import COORDINATOR, TRAINER, RunState
 from observability.run_state.trajectory_summary import TrajectorySummary
 
@@ -26,35 +27,35 @@ def health(state: RunState, now: float) -> str:
     if state.step_at is None:
         return "starting"
     # A trainer that waits while completions come is slow, not stalled.
-    quiet = not state.rates["trajectories"].per_s(now)
+    quiet = not state.rates["sampled"].per_s(now)
     return "stalled" if quiet and now - state.step_at > STALLED_AFTER_S else "running"
 
 
 def _loop(state: RunState, now: float) -> dict[str, Any]:
-    alive = state.living_workers(now)
-    per_s = {name: round(rate.per_s(now), 2) for name, rate in state.rates.items()}
     return {
         "run": state.run,
         "algorithm": state.algorithm,
         "health": health(state, now),
-        "step": state.step,
         "version": str(state.version),
         "announced": str(state.announced),
-        # Not below 0: the trainer's clock, which the report is stamped with, may be ahead of ours.
-        "step_age": None if state.step_at is None else round(max(0.0, now - state.step_at), 1),
-        "rates": per_s,
-        "totals": {name: round(rate.total) for name, rate in state.rates.items()},
-        "workers": len(alive),
-        "running": sum(beat.running for beat in alive),
-        "waiting": sum(beat.waiting for beat in alive),
-        "capacity": sum(beat.capacity for beat in alive),
-        "engine_tokens_per_s": round(sum(beat.tokens_per_s for beat in alive)),
-        "skips": state.skipped,
+        **live_figures(state, now),
+        "skipped_by_reason": state.skipped,
         "metrics": {key: state.metrics[key] for key in SHOWN_METRICS if key in state.metrics},
     }
 
 
-SHOWN_METRICS = ("reward", "off_policy/mean", "off_policy/max", "time/train_share", "padding/all", "time/step")
+SHOWN_METRICS = (
+    "loss",
+    "grad_norm",
+    "entropy",
+    "kl",
+    "mismatch_kl/all/mean",
+    "clip_ratio/region_mean",
+    "time/train_share",
+    "padding/all",
+    "time/step",
+)
+"""Of the newest step, under TRL's names; what has a name among the figures is not told twice."""
 
 
 def _lag(state: RunState, _now: float) -> dict[str, Any]:
@@ -63,7 +64,6 @@ def _lag(state: RunState, _now: float) -> dict[str, Any]:
     return {
         "buckets": buckets,
         "lag": [lag.get(bucket, 0) for bucket in buckets],
-        "seen": [state.buckets.get(bucket, 0) for bucket in buckets],
     }
 
 

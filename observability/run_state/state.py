@@ -20,12 +20,12 @@ from observability.run_state.aggregates import (
     EventLog,
     LengthCalibration,
     Rate,
-    SkipCauses,
     StalenessHistogram,
     StepHistory,
     Track,
     TrajectoryFates,
 )
+from observability.run_state.skips import SkipCauses, SkipCounts
 from observability.run_state.trajectory_summary import NEWEST, TrajectorySummary, sampled, summary_of
 from schemas.control import DrainWorker, FlowControl, RunFinished, WeightsReady
 from schemas.errors import WireError
@@ -36,11 +36,9 @@ from schemas.topics import DEAD_LETTERS, TRAJECTORIES
 
 SILENT_AFTER_S = 10.0
 """Workers beat every second; one of whom nothing was heard for so long is taken for dead in displays."""
-LAG_PREFIX = "kafka/lag/bucket_"
+LAG_PREFIX, FINISHED_PREFIX = "kafka/lag/bucket_", "kafka/finished/bucket_"
 SKIPPED_PREFIX = "ledger/skipped/"
 SHOWN_TRAJECTORIES = NEWEST
-LENGTH_WEIGHT = 0.01
-"""Of a completion in the mean length: about the last hundred count."""
 WORKERS_HELD = 256
 MOST_BUCKETS = 64
 EVENT_EVERY_STEPS = 10
@@ -56,8 +54,15 @@ CURVES = (
     "loss",
     "grad_norm",
     "entropy",
+    "kl",
+    "mismatch_kl/all/mean",
+    "clip_ratio/region_mean",
+    "completions/clipped_ratio",
+    "frac_reward_zero_std",
     "time/train_share",
 )
+CURVE_FAMILIES = (("rewards/", "/mean"),)
+"""The parts of the reward, by function."""
 PHASES = (
     ("wait", "time/wait_for_batch"),
     ("train", "time/forward_backward"),
@@ -72,21 +77,21 @@ TRAINER, COORDINATOR = "trainer", "coordinator"
 
 
 def _rates() -> dict[str, Rate]:
-    # What comes in bursts, a step or a group at a time, needs a longer window to be a rate at all.
-    slow = {"orders": 30.0, "steps": 30.0, "trained": 30.0, "weights": 30.0}
-    names = ("trajectories", "tokens", "skips", "dead_letters", *slow)
-    return {name: Rate(slow.get(name, 5.0)) for name in names}
+    # What comes in bursts, a step at a time, needs a longer window to be a rate at all.
+    return {"ordered": Rate(), "sampled": Rate(), "weights": Rate(60.0)}
 
 
 @dataclass
 class RunState:
-    """What is known of a run. ``snapshot`` in ``observability.run_state.snapshot`` turns it into plain data.
+    """What is known of a run; its figures are in ``observability.run_state.figures``, all of it as plain data in
+    ``observability.run_state.snapshot``.
 
-    ``step``: the newest that was reported, ``step_at`` when. ``skips``: rows on the topic of skips, by reason.
-    ``skip_causes``: of those skips that a user may want to do something about, what they have in common, by reason.
-    ``committed_lag``: by length bucket, from the trainer's committed offsets; empty if nobody asks for them.
-    ``read_at``: when the topics were last read to their ends, in epoch seconds. ``mean_length``: of the newest
-    completions, in tokens. ``bucket_of``: length buckets by partition.
+    ``step``: the newest that was reported, ``step_at`` when. ``planned_steps``: how many the run is to take, as its
+    settings say; None: they are not known. ``skip_causes``: of those skips that a user may want to do something about,
+    what they have in common, by reason. ``ends``: offsets behind the last trajectory, by length bucket; empty if nobody
+    looks. ``dead_letters``: that the topic holds. ``finished_step``: the step at which the coordinator ended the run,
+    -1 if it never did, also once it is continued. ``read_at``: when the topics were last read to their ends, in epoch
+    seconds. ``bucket_of``: length buckets by partition.
     """
 
     run: str
@@ -94,26 +99,28 @@ class RunState:
     rates: dict[str, Rate] = field(default_factory=_rates)
     workers: dict[str, Heartbeat] = field(default_factory=dict)
     tracks: dict[str, Track] = field(default_factory=dict)
-    curves: Curves = field(default_factory=lambda: Curves(CURVES))
+    curves: Curves = field(default_factory=lambda: Curves(CURVES, families=CURVE_FAMILIES))
     calibration: LengthCalibration = field(default_factory=LengthCalibration)
     staleness: StalenessHistogram = field(default_factory=StalenessHistogram)
     fates: TrajectoryFates = field(default_factory=TrajectoryFates)
     log: EventLog = field(default_factory=EventLog)
     last: deque[TrajectorySummary] = field(default_factory=lambda: deque(maxlen=SHOWN_TRAJECTORIES))
     buckets: Counter[int] = field(default_factory=Counter)
-    skips: Counter[str] = field(default_factory=Counter)
+    skips: SkipCounts = field(default_factory=SkipCounts)
     skip_causes: dict[str, SkipCauses] = field(default_factory=dict)
-    committed_lag: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    dead_letters: int = 0
     version: PolicyVersion = NO_VERSION
     announced: PolicyVersion = NO_VERSION
     algorithm: str = ""
     step: int = 0
+    planned_steps: int | None = None
     step_at: float | None = None
     mode: str = "run"
     finished: bool = False
+    finished_step: int = -1
     silent: set[str] = field(default_factory=set)
     read_at: float | None = None
-    mean_length: float = 0.0
     bucket_of: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -126,25 +133,28 @@ class RunState:
     def lag(self) -> dict[int, int]:
         """Trajectories on the topic that the trainer has not finished (neither trained nor skipped), by length bucket.
 
-        By its committed offsets where they are known: a partition's oldest unfinished record counts with all behind it,
-        even those that were trained out of order. Else as the trainer itself reported it with the newest step.
+        As it reported with the newest step, and those that came since; without a step, all that came.
         """
-        return self.committed_lag or lag_by_bucket(self.metrics)
+        reported, finished = lag_by_bucket(self.metrics), by_bucket(self.metrics, FINISHED_PREFIX)
+        if not self.ends or (reported and not finished):  # reports of a version that told no more than the lag
+            return reported
+        buckets = sorted({*reported, *self.ends})
+        # The trainer may have looked at the ends later than we did.
+        return {
+            bucket: max(self.ends.get(bucket, 0) - finished.get(bucket, 0), reported.get(bucket, 0))
+            for bucket in buckets
+        }
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Trajectories skipped since the run began, by reason.
+        """Trajectories skipped since the run began, by reason, but for what a crash undid."""
+        return self.skips.counts()
 
-        A viewer reads only the newest rows, and the trainer tells its own count only with its next step: neither is
-        ever too high, so the higher one counts.
-        """
-        reported = {
-            name.removeprefix(SKIPPED_PREFIX): int(count)
-            for name, count in self.metrics.items()
-            if name.startswith(SKIPPED_PREFIX)
-        }
-        found = {reason: max(self.skips[reason], reported.get(reason, 0)) for reason in {*self.skips, *reported}}
-        return {reason: count for reason, count in sorted(found.items()) if count}
+    @property
+    def max_steps(self) -> int | None:
+        """Optimizer steps that the run is to take."""
+        told = self.metrics.get("progress/max_steps")
+        return self.planned_steps if told is None else int(told)
 
     def living_workers(self, now: float) -> list[Heartbeat]:
         """By id."""
@@ -157,14 +167,14 @@ class RunState:
     def observe_records(self, records: Sequence[Record]) -> None:
         """Take into account what came at once, in the order of its times.
 
-        Of very many trajectories some are looked into; the tokens of the others are estimated from the mean length.
+        Of very many trajectories some are looked into, and all are counted.
         """
         trajectories = [index for index, record in enumerate(records) if _name_of(record) == TRAJECTORIES.name]
         passed_over = set(trajectories) - sampled(trajectories)
         for index, record in enumerate(records):
             # Partitions belong to one bucket each, so the bucket is known without looking into the record.
             if index in passed_over and record.partition in self.bucket_of:
-                self._count_trajectory(record.timestamp, self.mean_length, self.bucket_of[record.partition])
+                self._count_trajectory(record.timestamp, self.bucket_of[record.partition])
             else:
                 self.observe_record(record)
 
@@ -176,7 +186,7 @@ class RunState:
                 self.observe_trajectory(summary, record.timestamp)
         # Their bytes are whatever could not be decoded once already.
         elif name == DEAD_LETTERS.name:
-            self.rates["dead_letters"].add(record.timestamp)
+            self.dead_letters += 1
             self.log.add(record.timestamp, "bad", "a record was refused; see dead letters")
         else:
             # What does not decode is the business of those who act on it; a display goes on.
@@ -187,23 +197,16 @@ class RunState:
         """A completion came, and was written at this time."""
         # Whoever wrote the record may have written any number.
         bucket = self.bucket_of[summary.partition] = min(summary.bucket, MOST_BUCKETS - 1)
-        self._count_trajectory(at, summary.length, bucket)
-        # An exponential mean: lengths drift as the policy learns.
-        self.mean_length += (summary.length - self.mean_length) * (LENGTH_WEIGHT if self.mean_length else 1.0)
+        self._count_trajectory(at, bucket)
         self.calibration.add(summary.predicted, summary.length)
         self.fates.arrived((summary.partition, summary.offset), summary.oldest.number)
         self.last.append(summary)
         if (track := self._worker_track(summary.worker_id)) is not None:
             track.extend(summary.started_at, summary.finished_at, "generate", summary.newest.number)
 
-    def _count_trajectory(self, at: float, tokens: float, bucket: int) -> None:
-        self.rates["trajectories"].add(at)
-        self.rates["tokens"].add(at, tokens)
+    def _count_trajectory(self, at: float, bucket: int) -> None:
+        self.rates["sampled"].add(at)
         self.buckets[bucket] += 1
-
-    def count_orders(self, count: int, at: float) -> None:
-        """So many work orders came since this was last told."""
-        self.rates["orders"].add(at, count)
 
     def observe_message(self, message: Message) -> None:
         """Take a decoded message into account; those that say nothing of the run's state are passed over."""
@@ -254,9 +257,12 @@ class RunState:
         if beat.state is not before.state:
             level = "warn" if beat.state in (WorkerState.DRAINING, WorkerState.STOPPED) else "info"
             self.log.add(beat.sent_at, level, f"{beat.worker_id} is {beat.state.value}")
-        # Between two beats of one process it generated if it held completions; a restarted one held none.
-        if beat.incarnation == before.incarnation and before.running and beat.sent_at - before.sent_at < SILENT_AFTER_S:
-            track.extend(before.sent_at, beat.sent_at, "generate", before.version.number)
+        if beat.incarnation == before.incarnation:
+            # What it has been sent, it has finished or still holds.
+            self.rates["ordered"].add(beat.sent_at, max(0, _sent_to(beat) - _sent_to(before)))
+            # Between two beats of one process it generated if it held completions; a restarted one held none.
+            if before.running and beat.sent_at - before.sent_at < SILENT_AFTER_S:
+                track.extend(before.sent_at, beat.sent_at, "generate", before.version.number)
         if beat.version != before.version:
             track.mark(beat.sent_at, "adopt", f"weights {beat.version}")
 
@@ -268,14 +274,14 @@ class RunState:
             self.log.add(report.sent_at, "warn", f"a new trainer goes on from step {report.step}")
         self.version, self.algorithm, self.finished = report.version, report.algorithm, report.finished
         self.step, self.step_at = report.step, report.sent_at
-        if not self.steps.add(report):
+        taken = self.steps.add(report)
+        self.skips.report(report.version.lineage, report.sent_at, by_reason(self.metrics))
+        if not taken:
             return
         self.curves.add(report.step, report.metrics)
         positions = [(ref.partition, ref.offset) for ref in report.trained_refs]
         # Version n is what step n made of version n - 1, the weights that its trajectories' ages are counted from.
         self.staleness.add(self.fates.trained(positions, report.step, report.version.number - 1))
-        self.rates["steps"].add(report.sent_at)
-        self.rates["trained"].add(report.sent_at, len(positions))
         self._phases(report)
         if report.step % EVENT_EVERY_STEPS == 0:
             reward = report.metrics.get("reward")
@@ -298,12 +304,11 @@ class RunState:
     def _skip(self, row: SkipRecord) -> None:
         # One row may tell of a whole range, such as what retention deleted.
         count = 1 if row.end_offset is None else max(1, row.end_offset - row.offset)
-        self.skips[row.reason.value] += count
+        self.skips.add(row.lineage, row.sent_at, row.reason.value, count)
         if row.reason in CAUSED:
             # Of rewards and of bytes the detail does not say whose they were.
             where = row.trajectory_id if row.reason is SkipReason.POISON else None
             self.skip_causes.setdefault(row.reason.value, SkipCauses()).add(row.detail, where, count)
-        self.rates["skips"].add(row.sent_at, count)
         self.fates.settle((row.partition, row.offset), f"skipped: {row.reason.value}")
         reason = row.reason.value.replace("_", " ")
         self.log.add(row.sent_at, "warn", f"trajectories skipped at step {row.step}: {reason}", count)
@@ -329,7 +334,7 @@ class RunState:
 
     def _finish(self, message: RunFinished) -> None:
         # The last word of the coordinator; a run that is continued takes it back.
-        self.finished = True
+        self.finished, self.finished_step = True, message.step
         self.log.add(message.sent_at, "good", f"the run is finished at step {message.step}: {message.reason}")
 
 
@@ -338,10 +343,25 @@ def is_alive(beat: Heartbeat, now: float) -> bool:
     return beat.state is not WorkerState.STOPPED and now - beat.sent_at <= SILENT_AFTER_S
 
 
+def _sent_to(beat: Heartbeat) -> int:
+    return beat.finished_trajectories + beat.running + beat.waiting
+
+
 def lag_by_bucket(metrics: Mapping[str, float]) -> dict[int, int]:
     """Trajectories not finished, by length bucket, as the trainer reported them with a step."""
-    found = {int(key.removeprefix(LAG_PREFIX)): int(v) for key, v in metrics.items() if key.startswith(LAG_PREFIX)}
+    return by_bucket(metrics, LAG_PREFIX)
+
+
+def by_bucket(metrics: Mapping[str, float], prefix: str) -> dict[int, int]:
+    """Counts that the trainer reported with a step for each length bucket."""
+    found = {int(key.removeprefix(prefix)): int(value) for key, value in metrics.items() if key.startswith(prefix)}
     return dict(sorted(found.items()))
+
+
+def by_reason(metrics: Mapping[str, float]) -> dict[str, int]:
+    """Trajectories skipped up to a step, as the trainer reported them with it."""
+    names = [name for name in metrics if name.startswith(SKIPPED_PREFIX)]
+    return {name.removeprefix(SKIPPED_PREFIX): int(metrics[name]) for name in names}
 
 
 def _name_of(record: Record) -> str:

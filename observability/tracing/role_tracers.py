@@ -40,7 +40,7 @@ from schemas.topics import CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WO
 from schemas.trajectories import Trajectory, WorkOrder
 
 PENDING = 200_000
-"""Trajectories that the trainer remembers until it knows what became of them: more than intake ever holds."""
+"""Trajectories that the trainer remembers until it knows what became of them: more than ingest ever holds."""
 STEP_METRICS = ("reward", "loss", "grad_norm", "off_policy/mean", "completions/mean_length")
 """Metrics of a step that stand in its span; the phases do as well."""
 PHASES, WHOLE_STEP = "time/", "time/step"

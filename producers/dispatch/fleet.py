@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from producers.dispatch.plans import mean_excess
 from schemas.identifiers import PolicyVersion, make_trajectory_id
+from schemas.messages import is_near_version
 from schemas.profiles import DecodeCurve
 from schemas.reports import Heartbeat, StepReport, WorkerState
 from schemas.trajectories import WorkOrder
@@ -105,8 +106,8 @@ class LiveWorkers:
 
     def _note(self, heartbeat: Heartbeat, at: float, *, is_heard: bool) -> None:
         worker, incarnation = heartbeat.worker_id, heartbeat.incarnation
-        # A late heartbeat of a process that was replaced.
-        if (worker, incarnation) in self._former:
+        # A late heartbeat of a process that was replaced, or one whose writer may not understand its orders.
+        if (worker, incarnation) in self._former or not is_near_version(heartbeat.wire):
             return
         seen = self._seen.get(worker)
         # A restart: its orders are lost, and its lease begins anew.

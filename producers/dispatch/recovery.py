@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from bus.port import Bus, Start, TopicPartition, message_of
+from producers.dispatch.admission import SurvivingSteps
 from producers.dispatch.state import DispatchState
 from producers.lengths.startup import replay
 from schemas.control import RunFinished
@@ -54,9 +55,19 @@ class _TrainerRecords:
         elif isinstance(message, SkipRecord):
             self.rows.append(message)
 
+    def surviving(self) -> "_TrainerRecords":
+        """Without what was undone: by it no group has ended, and nothing was consumed."""
+        steps = SurvivingSteps(self.reports)
+        kept = [number for number, report in enumerate(self.reports) if steps.holds(report.version)]
+        return _TrainerRecords(
+            [self.reports[number] for number in kept],
+            [row for row in self.rows if steps.holds_row(row)],
+            [self.consumed[number] for number in kept],
+        )
+
     @property
     def number(self) -> int:
-        """The highest version number ever reported."""
+        """The highest version number reported."""
         return max((number for number, _ in self.consumed), default=0)
 
     @property
@@ -125,6 +136,7 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
         trainer.add(message)
     # An operator may have had the trainer go on from a checkpoint that is older than any that is kept otherwise.
     state.ledger.history_steps = max(state.ledger.history_steps, trainer.set_back)
+    named, trainer = set(trainer.named()), trainer.surviving()
     # Orders before what the trainer said of them, so that each report finds its groups in flight.
     await _restore_orders(bus, run, state, trainer.trained_long_ago(state.ledger.history_steps), started)
     for message in trainer.in_order_of_causes():
@@ -132,7 +144,7 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
     # Groups in flight reach the predictor below, with the prompt that was ordered.
     await replay(bus, run, state.predictor, skip=lambda group_id: state.flights.get(group_id) is not None)
     await _restore_samples(bus, run, state, trainer, positions, started)
-    state.positions.find_unsent(trainer.named())
+    state.positions.find_unsent(named)
     state.resume(clock())
     state.has_lost_samples = False  # what expired was not found just now, so it counts as missing
     state.extend_leases(clock() - started)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from producers.dispatch.admission import HISTORY_STEPS, AdmissionLedger
+from producers.dispatch.admission import HISTORY_STEPS, AdmissionLedger, SurvivingSteps
 from producers.dispatch.fleet import (
     ABSENT_LEASES,
     Candidate,
@@ -182,6 +182,7 @@ class DispatchState:
         self.predictor = predictor
         self.calibration = Calibration(loop, buckets=predictor.buckets)
         self.mode: Literal["run", "pause", "drain"] = "run"
+        self.surviving = SurvivingSteps()
         self._early: list[SkipRecord] = []
         self.finished = False
         self.has_lost_samples = False
@@ -264,7 +265,10 @@ class DispatchState:
         if before is not None and report.version.lineage > before.lineage:
             # Further back than is remembered, or to other offsets: the topics tell what is in flight now.
             too_far = report.version.number < before.number - self.ledger.history_steps
-            self.has_lost_samples = self.has_lost_samples or too_far or bool(report.carried_parts)
+            # Forward again to steps that were undone: what ended with them is taken to be in flight here.
+            redone = report.parent is not None and not self.surviving.holds(report.parent)
+            self.has_lost_samples |= too_far or redone or bool(report.carried_parts)
+        self.surviving.add(report)
         if not self.ledger.advance(report.version, report.group_ids):
             return
         # The trainer went back: it will filter again what it skipped since.

@@ -16,6 +16,7 @@ from producers.generation.engines.port import Engine
 from producers.generation.rollout import WorkerLoad
 from schemas.errors import BusError
 from schemas.identifiers import PolicyVersion
+from schemas.messages import WIRE_VERSION
 from schemas.reports import Heartbeat, WorkerState
 
 log = structlog.get_logger()
@@ -114,6 +115,7 @@ class Heartbeats:
             kv_tokens=self.engine.kv_tokens,
             run_id=self.run_id,
             request_address=self.request_address,
+            wire=WIRE_VERSION,
             sequence=self._sequence - 1,
             sent_at=self.clock(),
         )

@@ -1,6 +1,7 @@
-"""Splits what follows a command into a configuration file and ``--section.key value`` overrides.
+"""What commands share: how a run and its broker are named, and what follows a command as settings.
 
-A secret among them is taken off this process's command line, which any user of the machine can read.
+The latter is split into a configuration file and ``--section.key value`` overrides. A secret among them is taken off
+this process's command line, which any user of the machine can read.
 """
 
 import contextlib
@@ -8,9 +9,31 @@ import ctypes
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from schemas.errors import SettingsError
 
+# Commands that need a broker that runs, of which one can be looked for.
+Where = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[RUN]",
+        help="The run's directory, its name, or its configuration; left out: the newest run whose broker runs.",
+    ),
+]
+RunName = Annotated[str, typer.Option("--run", help="Name of the run, if the broker has several.")]
+Servers = Annotated[
+    str | None,
+    typer.Option(
+        "--bootstrap-servers",
+        "--kafka.bootstrap_servers",
+        # The variable that settings have: who set it for runs looks at the same broker.
+        envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS",
+        help="The broker; the run's own if left out. Security is set by STREAMRL_KAFKA__... or the configuration.",
+    ),
+]
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 USAGE = "[CONFIG.TOML] [--section.key value]..."
 

@@ -5,8 +5,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from inspection.process import DISPLAY_NICENESS, NICENESS, log_to_stderr, lower_priority, use_one_thread
+from inspection.process import (
+    DISPLAY_NICENESS,
+    NICENESS,
+    enter_own_session,
+    log_to_stderr,
+    lower_priority,
+    say_at_once,
+    use_one_thread,
+)
 from schemas.errors import UserError
+from streamrl.cli.arguments import RunName, Servers, Where
 
 PastRun = Annotated[
     Path, typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file.")
@@ -145,7 +154,8 @@ def export(
         Path | None, typer.Option(metavar="DIR", help="An empty directory; the run's own export/ if left out.")
     ] = None,
     encoding: Annotated[
-        Literal["parquet", "jsonl"], typer.Option("--format", help="Parquet also shows texts and rewards as columns.")
+        Literal["parquet", "jsonl"],
+        typer.Option("--format", help="Parquet also has texts, tokens and rewards as columns."),
     ] = "parquet",
     topics: Annotated[
         list[str] | None,
@@ -182,7 +192,9 @@ Changes = Annotated[
         "original weights.",
     ),
 ]
-Algorithm = Annotated[str | None, typer.Option(help="What if: another algorithm (grpo, rloo).")]
+Algorithm = Annotated[
+    str | None, typer.Option(help="What if: another algorithm (docs/algorithms.md), with its own defaults.")
+]
 Only = Annotated[
     list[str] | None,
     typer.Option(metavar="TRAJECTORY", help="What if: only these (id or partition@offset); may be repeated."),
@@ -280,25 +292,6 @@ def show(
 
 # Looks inside a run: records, standing, lag, a check-up, and traces. Reads only, and takes no part in the run.
 
-# Unlike ``PastRun`` it may be left out: these commands need a broker that runs, and one can be looked for.
-Where = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[RUN]",
-        help="The run's directory, its name, or its configuration; left out: the newest run whose broker runs.",
-    ),
-]
-Run = Annotated[str, typer.Option("--run", help="Name of the run, if the broker has several.")]
-Servers = Annotated[
-    str | None,
-    typer.Option(
-        "--bootstrap-servers",
-        "--kafka.bootstrap_servers",
-        # The variable that settings have: who set it for runs looks at the same broker.
-        envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS",
-        help="The broker; the run's own if left out. Security is set by STREAMRL_KAFKA__... or the configuration.",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -315,7 +308,7 @@ def tail(
     most: Annotated[int | None, typer.Option("--max", min=1, help="End after so many records.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes; Ctrl-C ends it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line, arrays included.")] = False,
-    run: Run = "",
+    run: RunName = "",
     bootstrap_servers: Servers = None,
 ) -> None:
     """Print the records of a topic, decoded, one line each.
@@ -331,7 +324,7 @@ def tail(
     raise typer.Exit(print_records(connect(where, run, bootstrap_servers), wish))
 
 
-def status(where: Where = None, run: Run = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
+def status(where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
     """Say where a run stands: step, workers, lag, skips.
 
     Version, step, workers, lag by length bucket, what is in flight, trained and skipped.
@@ -346,7 +339,7 @@ def status(where: Where = None, run: Run = "", bootstrap_servers: Servers = None
 def lag(
     where: Where = None,
     interval: Annotated[float, typer.Option(min=0, max=60, help="Seconds in which rates are measured.")] = 2.0,
-    run: Run = "",
+    run: RunName = "",
     bootstrap_servers: Servers = None,
     as_json: AsJson = False,
 ) -> None:
@@ -361,7 +354,7 @@ def lag(
     raise typer.Exit(show_lag(connect(where, run, bootstrap_servers), interval, as_json=as_json))
 
 
-def doctor(where: Where = None, run: Run = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
+def doctor(where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
     """Check what a run needs, and say how to mend what fails.
 
     Broker, topics, sizes, codecs, clocks, disk, engine, GPU. Exit code 2 if something fails.
@@ -433,21 +426,21 @@ def ui(
         "127.0.0.1"
     ),
     no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser; only print the address.")] = False,
-    run: Run = "",
+    run: RunName = "",
     bootstrap_servers: Servers = None,
 ) -> None:
     """Show a run live in the browser.
 
     The loop, curves, a timeline, trajectories, dead letters. Any number may look.
     """
+    say_at_once("looking for the run")
     use_one_thread()
     from inspection.dashboard.command import serve
     from inspection.diagnostics.connect import connect
 
     log_to_stderr()
     connection = connect(where, run, bootstrap_servers)
-    # Only now: whoever starts a display waits for its first sight. Before any thread, as it may go on in a child.
-    lower_priority(DISPLAY_NICENESS)
+    enter_own_session()
     raise typer.Exit(serve(connection, where, host, port, open_browser=not no_open))
 
 
@@ -457,7 +450,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one line and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object an interval.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Print lines, also on a terminal.")] = False,
-    run: Run = "",
+    run: RunName = "",
     bootstrap_servers: Servers = None,
 ) -> None:
     """Show a run live in the terminal.
@@ -465,6 +458,7 @@ def top(
     The loop, curves, lengths, workers, trajectories, events. Any number may look. Where there is no terminal, it prints
     a line an interval until the run is finished.
     """
+    say_at_once("looking for the run")
     use_one_thread()
     import sys
 
@@ -473,8 +467,8 @@ def top(
 
     log_to_stderr()
     connection = connect(where, run, bootstrap_servers)
-    if not once:  # somebody waits for a single line, and it is soon over
-        lower_priority(DISPLAY_NICENESS)
+    if not once:
+        enter_own_session()
     # The view needs a terminal on both sides: to draw on, and to take keys from.
     on_screen = sys.stdout.isatty() and sys.stdin.isatty() and not (once or as_json or plain)
     manner = LineOptions(interval, as_json, once)

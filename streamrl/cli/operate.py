@@ -6,14 +6,49 @@ from typing import Annotated, Literal
 
 import typer
 
+from streamrl.cli.arguments import RunName, Servers, Where
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands, in the order in which help lists them."""
     for command in (pause, resume, drain):
         app.command()(command)
+    app.add_typer(runs, name="runs")
     app.add_typer(checkpoints, name="checkpoints")
     app.add_typer(kafka, name="kafka")
     app.add_typer(topics, name="topics")
+
+
+# What runs have left on this disk.
+
+runs = typer.Typer(help="List runs on this disk, and remove them.", no_args_is_help=True)
+RunsDirectory = Annotated[Path, typer.Option("--directory", help="Where runs keep their directories.")]
+
+
+@runs.command()
+def ls(
+    directory: RunsDirectory = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """List runs: state, last step, reward, size, time. Oldest first."""
+    from deploy.local.run_store import list_runs
+
+    raise typer.Exit(list_runs(directory, as_json=as_json))
+
+
+@runs.command()
+def rm(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names as `ls` shows them.")],
+    directory: RunsDirectory = Path("runs"),
+    keep_results: Annotated[
+        bool, typer.Option("--keep-results", help="Only broker data, weights, logs: report and checkpoints stay.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove runs for good. Refused while one is alive."""
+    from deploy.local.run_store import remove_runs
+
+    raise typer.Exit(remove_runs(directory, names, keep_results=keep_results, ask=not yes))
 
 
 # A run's checkpoints.
@@ -102,15 +137,14 @@ topics = typer.Typer(help="Make a broker match the topic catalogue.", no_args_is
 
 DataDir = Annotated[Path | None, typer.Option(help="Where the broker keeps its logs; in the cache if left out.")]
 TopicsRun = Annotated[str, typer.Option("--run", help="Name of the run, the prefix of its topics.")]
-CatalogueServers = Annotated[
-    str | None,
+PARTITIONS = 8
+Partitions = Annotated[
+    int | None,
     typer.Option(
-        "--bootstrap-servers",
-        envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS",
-        help="The broker; a temporary embedded one if left out.",
+        min=1,
+        help="Partitions of the trajectories topic: buckets × shards; as the run's settings here say, else 8.",
     ),
 ]
-Partitions = Annotated[int, typer.Option(min=1, help="Partitions of the trajectories topic: buckets × shards.")]
 
 
 @kafka.command()
@@ -151,7 +185,7 @@ def status(data_dir: DataDir = None) -> None:
 
 
 @topics.command()
-def apply(run: TopicsRun, bootstrap_servers: CatalogueServers = None, partitions: Partitions = 8) -> None:
+def apply(run: TopicsRun, bootstrap_servers: Servers = None, partitions: Partitions = None) -> None:
     """Create or alter the run's topics as the catalogue has them.
 
     A second time changes nothing.
@@ -160,7 +194,7 @@ def apply(run: TopicsRun, bootstrap_servers: CatalogueServers = None, partitions
 
 
 @topics.command()
-def diff(run: TopicsRun, bootstrap_servers: CatalogueServers = None, partitions: Partitions = 8) -> None:
+def diff(run: TopicsRun, bootstrap_servers: Servers = None, partitions: Partitions = None) -> None:
     """Print what `apply` would change. Exit code 1 if there is something."""
     if _topics(run, bootstrap_servers, partitions, change=False):
         raise typer.Exit(1)
@@ -177,6 +211,7 @@ def delete(
         str | None,
         typer.Option(
             "--bootstrap-servers",
+            "--kafka.bootstrap_servers",
             envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS",
             help="The broker; the run's own if left out, which is started for this, or that of `streamrl kafka up`.",
         ),
@@ -218,58 +253,63 @@ def delete(
             print(f"deleted: {name}")
 
 
-def _topics(run: str, servers: str | None, partitions: int, *, change: bool) -> bool:
+def _topics(run: str, servers: str | None, partitions: int | None, *, change: bool) -> bool:
     from bus.kafka.topic_admin import apply_topics, diff_topics
-    from deploy.wiring.broker import broker_for
-    from inspection.diagnostics.connect import kafka_from_environment
+    from inspection.diagnostics.connect import connect
     from schemas.plain_text import plain_text
 
-    kafka = kafka_from_environment()
-    with broker_for(servers, print) as address:
-        changes = asyncio.run((apply_topics if change else diff_topics)(address, run, partitions, None, kafka))
+    connection = connect(None, run, servers)
+    if partitions is None:
+        own = connection.settings if connection.settings is not None and connection.settings.run.name == run else None
+        partitions = PARTITIONS if own is None else own.loop.trajectory_partitions
+    make = apply_topics if change else diff_topics
+    changes = asyncio.run(make(connection.address, run, partitions, None, connection.kafka))
     for item in changes:
         print(plain_text(str(item)))
     if not changes:
-        print(f"the topics of run {run} match the catalogue")
+        print(f"the topics of run {run} at {connection.address} match the catalogue")
     return bool(changes)
 
 
-Run = Annotated[str, typer.Option("--run", help="Name of the run.")]
-Servers = Annotated[
-    str,
-    typer.Option("--bootstrap-servers", envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS", help="The run's Kafka broker."),
-]
 Reason = Annotated[str, typer.Option(help="Why; shown in the logs.")]
 
 
-def pause(run: Run, bootstrap_servers: Servers, reason: Reason = "operator") -> None:
+def pause(
+    where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, reason: Reason = "operator"
+) -> None:
     """Start no new completions; running ones finish."""
-    _send("pause", run, bootstrap_servers, reason)
+    _send("pause", where, run, bootstrap_servers, reason)
 
 
-def resume(run: Run, bootstrap_servers: Servers, reason: Reason = "operator") -> None:
+def resume(
+    where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, reason: Reason = "operator"
+) -> None:
     """Go on after a pause."""
-    _send("resume", run, bootstrap_servers, reason)
+    _send("resume", where, run, bootstrap_servers, reason)
 
 
 def drain(
-    run: Run,
-    bootstrap_servers: Servers,
+    where: Where = None,
     worker: Annotated[str, typer.Option(help="Only this worker; all if left out.")] = "",
+    run: RunName = "",
+    bootstrap_servers: Servers = None,
     reason: Reason = "operator",
 ) -> None:
     """Let workers finish what they hold and leave."""
-    _send("drain_worker" if worker else "drain", run, bootstrap_servers, reason, worker or None)
+    _send("drain_worker" if worker else "drain", where, run, bootstrap_servers, reason, worker or None)
 
 
 def _send(
     action: Literal["pause", "drain", "resume", "drain_worker"],
+    where: Path | None,
     run: str,
-    servers: str,
+    servers: str | None,
     reason: str,
     worker: str | None = None,
 ) -> None:
     from deploy.wiring.broker import send_command
+    from inspection.diagnostics.connect import connect
 
-    send_command(servers, run, action, reason, worker)
-    print(f"asked run {run}: {action}{f' {worker}' if worker else ''}")
+    connection = asyncio.run(connect(where, run, servers).with_run())
+    send_command(connection.kafka, connection.run, action, reason, worker)
+    print(f"asked run {connection.run} at {connection.address}: {action}{f' {worker}' if worker else ''}")

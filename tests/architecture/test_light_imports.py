@@ -1,23 +1,37 @@
+import json
 import resource
 import subprocess
 import sys
 
 import pytest
 
-HEAVY = {"torch", "transformers", "aiokafka", "vllm", "reasoning_gym", "datasets", "jgo", "pydantic", "textual"}
+MODELS = {"torch", "transformers", "vllm", "datasets", "reasoning_gym"}
+CLIENTS = {"aiokafka", "aiohttp", "pyarrow", "textual", "jgo"}
+STAGES = (
+    ("streamrl, streamrl.cli.app", MODELS | CLIENTS | {"pydantic", "numpy"}),
+    ("schemas.codec, bus.memory", MODELS | CLIENTS),
+    ("inspection.audit.command, inspection.dead_letters", MODELS | CLIENTS),
+    ("deploy.wiring.process, deploy.wiring.build", MODELS | {"aiohttp", "pyarrow", "textual", "jgo"}),
+    ("deploy.local.run, deploy.local.savepoints", MODELS | {"aiohttp", "pyarrow", "textual", "jgo"}),
+    (
+        "inspection.dashboard.command, inspection.diagnostics.doctor, inspection.diagnostics.status, "
+        "inspection.diagnostics.tail, inspection.export, inspection.replay.show, inspection.report.page, "
+        "inspection.terminal.command",
+        MODELS | {"pyarrow", "textual", "jgo"},
+    ),
+)
+"""What is imported one after the other, and what is not to be there by then: torch alone costs more than a second and
+half a gigabyte."""
 
 
-def test_help_imports_nothing_heavy() -> None:
-    code = f"import streamrl.cli.app, sys; print(sorted({HEAVY!r} & set(sys.modules)))"
+def test_whoever_has_no_use_for_a_heavy_library_loads_none() -> None:
+    code = "import json, sys\n" + "".join(
+        f"import {modules}\nprint(json.dumps(sorted({heavy!r} & set(sys.modules))))\n" for modules, heavy in STAGES
+    )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "[]"
-
-
-def test_the_contract_imports_without_the_heavy_libraries() -> None:
-    heavy = HEAVY - {"pydantic"}
-    code = f"import schemas.codec, bus.memory, sys; print(sorted({heavy!r} & set(sys.modules)))"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "[]"
+    assert {stage: json.loads(line) for (stage, _), line in zip(STAGES, output.splitlines(), strict=True)} == {
+        stage: [] for stage, _ in STAGES
+    }
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["worker"], ["kafka", "up"], ["demo"], ["report"], ["top"]])

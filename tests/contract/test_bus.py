@@ -1,7 +1,6 @@
 """The promises of ``bus.port``, kept by every adapter."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator, Iterable
 
@@ -12,11 +11,12 @@ from bus.kafka.settings import KafkaSettings
 from bus.memory import MemoryBus
 from bus.port import Bus, Outgoing, Position, Publisher, Record, Start, Subscription, TopicPartition
 from schemas.errors import BusError, BusUnavailable, DataLossRefused
+from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 
 PARTITIONS = 4
 MIB = 1 << 20
-_numbers = itertools.count()
+_numbers = unique_numbers()
 
 
 class Adapter:
@@ -162,6 +162,11 @@ async def test_positions_and_end_offsets_tell_how_far_behind_a_reader_is(adapter
     subscription = await adapter.subscribe(partitions=[0, 1])
     assert await subscription.positions() == {adapter.at(0): 0, adapter.at(1): 0}
     assert await subscription.end_offsets() == {adapter.at(0): 3, adapter.at(1): 0}
+    # Of some, and never of what it does not read.
+    asked = [adapter.at(0), adapter.at(2)]
+    assert await subscription.end_offsets(asked) == {adapter.at(0): 3}
+    assert await subscription.beginning_offsets(asked) == {adapter.at(0): 0}
+    assert await subscription.positions(asked) == {adapter.at(0): 0}
     await read(subscription, 2)
     assert await subscription.positions() == {adapter.at(0): 2, adapter.at(1): 0}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from schemas.codec import CONTROL_SCHEMA, MESSAGES, Headers, decode, encode
+from schemas.messages import Message
 from tests.schemas.examples import examples
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -38,6 +39,22 @@ def test_every_schema_and_its_newest_version_has_golden_bytes() -> None:
     assert set(written) == {*newest, CONTROL_SCHEMA}
     for schema, version in newest.items():
         assert any(path.name.endswith(f".v{version}.bin") for path in GOLDEN.glob(f"{schema}*.bin"))
+
+
+@pytest.mark.parametrize("model", sorted({type(each) for each in examples().values()}, key=lambda each: each.__name__))
+def test_every_field_is_set_in_some_golden_bytes(model: type[Message]) -> None:
+    made = [message for message in examples().values() if type(message) is model]
+    unset = [
+        name
+        for name, field in model.model_fields.items()
+        if not field.is_required() and name != "kind" and all(_is_default(message, name) for message in made)
+    ]
+    assert unset == [], "add an example that sets it, and python -m tests.contract.test_golden_bytes"
+
+
+def _is_default(message: Message, name: str) -> bool:
+    default = type(message).model_fields[name].get_default(call_default_factory=True)
+    return bool(getattr(message, name) == default)
 
 
 def write_missing() -> None:

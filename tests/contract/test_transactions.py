@@ -1,7 +1,6 @@
 """The promises of ``TransactionalPublisher``, and of subscriptions about transactions, kept by every adapter."""
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Mapping
 
 import pytest
@@ -12,10 +11,11 @@ from bus.kafka.settings import KafkaSettings
 from bus.memory import MemoryBus
 from bus.port import Bus, Outgoing, Record, Subscription, TopicPartition, TransactionalPublisher
 from schemas.errors import BusError, BusUnavailable, Superseded
+from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 
 PARTITIONS = 2
-_numbers = itertools.count()
+_numbers = unique_numbers()
 
 
 class Adapter:

@@ -3,6 +3,7 @@
 Two workers, five steps, some lag.
 """
 
+import os
 import time
 
 import pytest_asyncio
@@ -18,9 +19,11 @@ from schemas.reports import WorkerState
 from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, STEPS, TRAJECTORIES
 from tests.schemas.examples import SHA256, examples, trajectory
 
-RUN = "living_run"
+RUN = f"living_run{os.environ.get('PYTEST_XDIST_WORKER', '')}"
+"""Each process of a session writes one of its own to the broker that they share."""
 PARTITIONS, BUCKETS, STEPS_TAKEN = 8, 4, 5
 METRICS = {
+    **{f"kafka/finished/bucket_{bucket}": 4.0 for bucket in range(BUCKETS)},
     **{f"kafka/lag/bucket_{bucket}": 1.0 for bucket in range(BUCKETS)},
     "ledger/groups": 2.0,
     "ledger/skipped/stale": 4.0,

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from schemas.errors import UserError
 from schemas.reports import SkipReason
 from schemas.topics import DEAD_LETTERS, TRAJECTORIES
 from settings.run_directory import RunDirectory
+from tests.command import ended
 from tests.consumers.factories import trajectory
 from tests.inspection.audit import world as worlds
 from tests.inspection.audit.test_balance import busy_world
@@ -63,12 +63,6 @@ async def _read(servers: str, topic: str) -> list[Record]:
     return sorted([record async for record in history.records(topic)], key=lambda r: (r.partition, r.offset))
 
 
-def _command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [*CLI, *arguments], capture_output=True, text=True, check=False, env={**os.environ, **ENVIRONMENT}, timeout=60
-    )
-
-
 def test_a_balanced_run_ends_with_0_and_one_that_is_not_with_4_and_the_first_offender(
     past: tuple[RunDirectory, worlds.World], capsys: pytest.CaptureFixture[str], bootstrap_servers: str
 ) -> None:
@@ -81,9 +75,11 @@ def test_a_balanced_run_ends_with_0_and_one_that_is_not_with_4_and_the_first_off
     world.written.clear()
     world.skip(victim, SkipReason.FILTERED)
     asyncio.run(_publish(bootstrap_servers, directory.path.name, [out for _, out in world.written]))
-    ended = _command("audit", str(directory.path))
-    assert ended.returncode == 4, ended.stderr
-    first = ended.stdout.splitlines()[0]
+    # As a process, since it goes on in a fork.
+    command = [*CLI, "audit", str(directory.path)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, timeout=60)
+    assert done.returncode == 4, done.stderr
+    first = done.stdout.splitlines()[0]
     assert first.startswith("NOT BALANCED: two_fates")
     assert str(world.log[victim[0]][victim[1]]) in first
     assert audit_run(directory.path, None, as_json=True) == 4
@@ -165,18 +161,9 @@ def test_dead_letters_are_listed_shown_and_retried_once(
 
 
 def test_mistakes_of_the_user_end_with_2_and_one_line(tmp_path: Path) -> None:
-    ended = _command("audit", str(tmp_path / "nowhere"))
-    assert ended.returncode == 2
-    assert len(ended.stderr.splitlines()) == 1
-    ended = _command("audit")
-    assert ended.returncode == 2
-    assert "--export DIR" in ended.stderr
-
-
-def test_inspection_imports_neither_torch_nor_a_client_before_it_needs_one() -> None:
-    program = (
-        "import sys; import inspection.audit.command, inspection.dead_letters;"
-        "print([name for name in ('torch', 'transformers', 'aiokafka', 'pyarrow') if name in sys.modules])"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == "[]"
+    done = ended("audit", str(tmp_path / "nowhere"))
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    done = ended("audit")
+    assert done.returncode == 2
+    assert "--export DIR" in done.stderr

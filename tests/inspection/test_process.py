@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from inspection.process import AUTOGROUP, NICENESS, tune_garbage_collector
+from inspection.process import AUTOGROUP, DISPLAY_NICENESS, NICENESS, tune_garbage_collector
 
 BEGIN = (
     "import os, signal, time; from inspection.process import lower_priority; lower_priority(); "
@@ -37,6 +37,37 @@ def test_it_takes_only_what_nobody_else_wants() -> None:
     assert psutil.Process(worker).nice() == NICENESS
     command.terminate()
     assert finished(command) == -signal.SIGTERM
+
+
+DISPLAY = """
+import asyncio, os, threading, time
+from inspection.process import DISPLAY_NICENESS, enter_own_session, give_way_when, normal_priority
+enter_own_session()
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+nice = lambda: {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")}
+told, shown = [nice()], []
+async def display():
+    yielding = asyncio.create_task(give_way_when(lambda: bool(shown)))
+    await asyncio.sleep(0.15)
+    told.append(nice())
+    shown.append("the first sight")
+    await yielding
+    told.append(nice())
+    with normal_priority():
+        told.append(nice())
+    told.append(nice())
+asyncio.run(display())
+print(told, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_display_gives_way_when_it_has_shown_something_and_not_while_it_answers() -> None:
+    before = {os.getpriority(os.PRIO_PROCESS, 0)}
+    low = {max(DISPLAY_NICENESS, *before)}
+    raised = before if os.geteuid() == 0 else low
+    said = subprocess.run([sys.executable, "-c", DISPLAY], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout == f"{[before, before, low, raised, low]}\n"
 
 
 @in_autogroups

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -137,6 +136,9 @@ def test_a_parquet_segment_shows_trajectories_to_other_tools(tmp_path: Path) -> 
     good = Record("t", 0, 0, "k", encode(shown), headers_of(shown), 1.0)
     write_segment(path, [good, good._replace(offset=1, value=b"bad")], "parquet", readable=True)
     rows = pq.read_table(path).to_pylist()
-    assert rows[0]["completion_text"] == shown.completion_text
-    assert json.loads(rows[0]["rewards"]) == shown.rewards
-    assert rows[1]["trajectory_id"] is None
+    assert (rows[0]["completion"], rows[0]["length"]) == (shown.completion_text, len(shown.token_ids))
+    assert dict(rows[0]["rewards"]) == shown.rewards
+    assert rows[0]["token_ids"] == shown.token_ids.tolist()
+    assert rows[0]["logprobs"] == shown.logprobs.tolist()
+    assert rows[0]["finish_reason"] == shown.finish_reason.value
+    assert rows[1]["trajectory_id"] is rows[1]["token_ids"] is None

@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 600.0
+LIMIT_S, LIMIT_A_TEST_S = 600.0, 60.0
 """Of one call of pytest: over ten times what the slowest takes, since other things may have the processor."""
 SAYS_NOTHING = re.compile(r"(Name|Import|ModuleNotFound|Attribute|Type|Syntax)Error\b|Failed: Timeout")
 """Failures of a bug that was planted wrongly, which any test of that code would notice, or of a busy machine."""
@@ -122,7 +122,14 @@ def run_tests(root: Path, tests: Sequence[str]) -> Outcomes:
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rfp", *tests]
     try:
         output = subprocess.run(
-            command, cwd=root, env=environment(root), capture_output=True, text=True, timeout=LIMIT_S, check=False
+            command,
+            cwd=root,
+            env=environment(root),
+            capture_output=True,
+            text=True,
+            # Of the tests of all mutants in one call, each has its share.
+            timeout=LIMIT_S + LIMIT_A_TEST_S * len(tests),
+            check=False,
         ).stdout
     except subprocess.TimeoutExpired:
         return Outcomes(frozenset(), {})

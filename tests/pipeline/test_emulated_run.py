@@ -9,75 +9,22 @@ from producers.generation.engines.length_trace import LengthTraceSettings, trace
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import Trajectory
 from tests.pipeline.accounts import read_accounts, read_all
+from tests.pipeline.emulated import CONFIG, NAME
 from tests.pipeline.local_run import LocalRun
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
-NAME = "emulated-test"
-CONFIG = """
-[run]
-directory = "{directory}"
-name = "{name}"
-workers = 2
-[data]
-dataset = "chain_sum"
-[loop]
-groups_per_step = 8
-num_generations = 4
-max_staleness = 1
-max_completion_length = 3000
-bucket_boundaries = [500, 1000]
-[generation]
-engine = "emulated"
-max_num_seqs = 16
-[training]
-backend = "emulated"
-max_steps = 4
-[emulation]
-time_scale = 50.0
-[emulation.decode]
-adopt_s = 0.5
-chunk_tokens = 400
-[emulation.training]
-forward_backward_s_per_token = 1e-4
-"""
 
-
-async def test_the_whole_pipeline_runs_without_a_model(tmp_path: Path, bootstrap_servers: str) -> None:
-    config = tmp_path / "emulated.toml"
-    config.write_text(CONFIG.format(directory=tmp_path, name=NAME))
-    run = LocalRun.start(config, NAME, f"--kafka.bootstrap_servers={bootstrap_servers}")
-    try:
-        assert run.wait() == 0, run.text()[-4000:]
-    finally:
-        run.end()
+async def test_the_whole_pipeline_runs_without_a_model(emulated_run: LocalRun, bootstrap_servers: str) -> None:
     accounts = await read_accounts(bootstrap_servers, NAME)
     assert [report.step for report in accounts.steps] == [1, 2, 3, 4]
     assert len(accounts.trained) == 4 * 8 * 4
     assert set(accounts.trained.values()) == {1}
     assert not accounts.dead_letters
-    assert {version.name for version in (run.directory / "weights").iterdir()} >= {"1-3", "1-4"}
+    assert {version.name for version in (emulated_run.directory / "weights").iterdir()} >= {"1-3", "1-4"}
     for report in accounts.steps:
         assert report.metrics["emulated/train_s"] > 0
     await _lengths_and_times_are_those_of_the_settings(bootstrap_servers)
-
-
-async def test_groups_of_one_sample_stream_within_the_bound(tmp_path: Path, bootstrap_servers: str) -> None:
-    name = "emulated-stream"
-    config = tmp_path / "emulated.toml"
-    config.write_text(
-        CONFIG.format(directory=tmp_path, name=name).replace("num_generations = 4", "num_generations = 1")
-    )
-    run = LocalRun.start(config, name, f"--kafka.bootstrap_servers={bootstrap_servers}", "--loop.mode=stream")
-    try:
-        assert run.wait() == 0, run.text()[-4000:]
-    finally:
-        run.end()
-    accounts = await read_accounts(bootstrap_servers, name)
-    assert [len(report.group_ids) for report in accounts.steps] == [8, 8, 8, 8]
-    assert set(accounts.trained.values()) == {1}
-    assert max(report.metrics["off_policy/max"] for report in accounts.steps) == 0
-    assert not accounts.skipped
 
 
 async def _lengths_and_times_are_those_of_the_settings(bootstrap_servers: str) -> None:
@@ -105,12 +52,14 @@ def own_prompts(directory: Path, name: str, long: int) -> Path:
     return config
 
 
-def test_one_prompt_that_cannot_be_sampled_is_skipped_and_told_and_the_others_are_trained(
+async def test_one_prompt_that_cannot_be_sampled_is_skipped_and_told_and_the_others_are_trained(
     tmp_path: Path, bootstrap_servers: str
 ) -> None:
+    """In groups of one sample that stream: each step trains what the newest weights sampled."""
     name = "emulated-one-bad"
-    options = (f"--kafka.bootstrap_servers={bootstrap_servers}", "--generation.max_model_len=30")
-    run = LocalRun.start(own_prompts(tmp_path, name, long=1), name, *options, "--training.max_steps=6")
+    options = (f"--kafka.bootstrap_servers={bootstrap_servers}", "--generation.max_model_len=30", "--run.workers=1")
+    streaming = ("--loop.mode=stream", "--loop.num_generations=1")
+    run = LocalRun.start(own_prompts(tmp_path, name, long=1), name, *options, *streaming, "--training.max_steps=6")
     try:
         assert run.wait() == 0, run.text()[-4000:]  # 48 groups, which is more than a pass over the prompts
     finally:
@@ -120,15 +69,20 @@ def test_one_prompt_that_cannot_be_sampled_is_skipped_and_told_and_the_others_ar
     causes = run.summary()["skip_causes"]["refused"]["counts"]
     assert [*causes] == ["longer than 29 tokens"]
     (count,) = causes.values()
-    assert count in (4, 8)
+    assert count in (1, 2)
     assert f"skipped: {count} refused (trajectories)" in run.text()
     assert f"refused: {count} longer than 29 tokens; such as prompt own/1: expected a prompt of 1 to 29" in run.text()
+    accounts = await read_accounts(bootstrap_servers, name)
+    assert [len(report.group_ids) for report in accounts.steps] == [8] * 6
+    assert set(accounts.trained.values()) == {1}
+    assert max(report.metrics["off_policy/max"] for report in accounts.steps) == 0
+    assert set(accounts.skipped.values()) == {"refused"}
 
 
 def test_prompts_none_of_which_can_be_sampled_end_the_run_with_one_line(tmp_path: Path, bootstrap_servers: str) -> None:
     name = "emulated-all-bad"
-    broker = f"--kafka.bootstrap_servers={bootstrap_servers}"
-    run = LocalRun.start(own_prompts(tmp_path, name, long=40), name, broker, "--generation.max_model_len=30")
+    options = (f"--kafka.bootstrap_servers={bootstrap_servers}", "--generation.max_model_len=30", "--run.workers=1")
+    run = LocalRun.start(own_prompts(tmp_path, name, long=40), name, *options)
     try:
         assert run.wait() == 2, run.text()[-4000:]
     finally:

@@ -1,10 +1,9 @@
-"""`streamrl run` on a real broker with real processes and a tiny model."""
+"""`streamrl run` on a real broker with real processes. With a real model it runs in tests/streamrl/test_api.py."""
 
 import asyncio
 import json
 import signal
 import subprocess
-from typing import Any
 
 import pytest
 
@@ -14,18 +13,10 @@ from bus.port import Outgoing
 from schemas.topics import TRAJECTORIES
 from tests.pipeline.accounts import Accounts, read_accounts
 from tests.pipeline.conftest import Start
-from tests.pipeline.local_run import CLI, PATIENCE_S, LocalRun, is_alive
+from tests.pipeline.local_run import CLI, EMULATED, PATIENCE_S, LocalRun, is_alive
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
 
-EMULATED: dict[str, dict[str, Any]] = {
-    "run": {"workers": 1},
-    "loop": {"max_completion_length": 1000, "bucket_boundaries": [500]},
-    "generation": {"engine": "emulated"},
-    "training": {"backend": "emulated"},
-    "emulation": {"time_scale": 20.0},
-}
-"""Where processes come and go, and not what they compute, is looked at: these start in a third of the time."""
 SUMMARY_KEYS = {
     "engine",
     "seed",
@@ -49,7 +40,7 @@ def assert_every_record_met_one_fate(accounts: Accounts, *, groups: int) -> None
 
 
 async def test_a_run_with_its_own_broker_ends_well_and_leaves_a_report(start: Start) -> None:
-    run = start(own_broker=True, training={"max_steps": 12})
+    run = start(own_broker=True, **EMULATED)
     assert run.wait() == 0, run.text()[-4000:]
     summary = run.summary()
     assert summary.keys() >= SUMMARY_KEYS
@@ -60,7 +51,7 @@ async def test_a_run_with_its_own_broker_ends_well_and_leaves_a_report(start: St
     report = (run.directory / "report.html").read_text()
     assert "Staleness" in report
     assert "http://" not in report.split("</style>")[0]
-    assert (run.directory / "checkpoints" / "step_12" / "config.json").exists()
+    assert (run.directory / "checkpoints" / "step_12").exists()
     text = run.text()
     # Which version a worker holds, tests/deploy/local/test_progress.py asks: here it may be shown too early, or gone.
     for part in ("reward", "staleness", "lag b0:", "workers ", "report:"):
@@ -76,7 +67,7 @@ async def test_a_run_with_its_own_broker_ends_well_and_leaves_a_report(start: St
 
 
 async def test_kills_and_undecodable_bytes_change_nothing_but_speed(start: Start, bootstrap_servers: str) -> None:
-    run = start("--training.max_steps=24", "--ingest.max_undecodable_share=0.1")
+    run = start("--training.max_steps=24", "--ingest.max_undecodable_share=0.1", **EMULATED)
     run.wait_until(lambda: run.steps() >= 3, "third step")
     run.kill_child("worker-0")
     run.wait_until(lambda: run.steps() >= 6, "sixth step")
@@ -102,7 +93,7 @@ async def test_kills_and_undecodable_bytes_change_nothing_but_speed(start: Start
 async def test_a_worker_joins_by_hand_and_leaves_and_after_ctrl_c_the_same_command_goes_on(
     start: Start, bootstrap_servers: str
 ) -> None:
-    run = start("--training.max_steps=100000", **EMULATED)
+    run = start("--training.max_steps=100000", run={"workers": 1}, **EMULATED)
     run.wait_until(lambda: run.steps() >= 1, "first step")
     by_hand = subprocess.Popen(
         [

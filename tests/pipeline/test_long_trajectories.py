@@ -1,7 +1,6 @@
 """A group of 200,000-token trajectories with their text, all the way: bus, reader, dead letters, export, displays."""
 
 import asyncio
-import itertools
 import json
 from pathlib import Path
 
@@ -27,11 +26,12 @@ from observability.run_state.trajectory_summary import PREVIEW, summary_of
 from schemas.settings import LoopSettings
 from schemas.topics import CATALOGUE, DEAD_LETTERS, TRAJECTORIES
 from schemas.trajectories import Trajectory
+from tests.broker_fixture import unique_numbers
 from tests.consumers.factories import V0, trajectory
 
 TOKENS = 200_000
 LOOP = LoopSettings(groups_per_step=1, num_generations=2, max_staleness=2, bucket_boundaries=(64,), shards=1)
-_numbers = itertools.count()
+_numbers = unique_numbers()
 
 
 def long_trajectory(index: int) -> Trajectory:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.pipeline.accounts import read_accounts
 from tests.pipeline.conftest import Start
-from tests.pipeline.local_run import LocalRun
+from tests.pipeline.local_run import EMULATED, LocalRun
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -20,7 +20,7 @@ def lineage(run: LocalRun) -> int:
 async def test_a_standby_takes_over_within_ten_seconds_and_keeps_the_workers(
     start: Start, bootstrap_servers: str
 ) -> None:
-    run = start(run={"workers": 1, "standby_trainers": 1}, training={"max_steps": 400, "checkpoint_every": 4})
+    run = start("--training.max_steps=400", run={"workers": 1, "standby_trainers": 1}, **EMULATED)
     standby_log = run.directory / "logs" / "standby-0.log"
     run.wait_until(lambda: run.steps() >= 8 and "standing by" in standby_log.read_text(), "leader and standby")
     assert lineage(run) == 1, "the standby left the one that was starting alone"

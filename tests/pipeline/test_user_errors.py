@@ -1,6 +1,5 @@
 """What a user can do wrong ends in one clear line, exit code 2 and no traceback."""
 
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -8,19 +7,15 @@ from typing import Any
 
 import pytest
 
+from tests.command import Ended, ended
 from tests.pipeline.accounts import read_accounts
 from tests.pipeline.conftest import Start
-from tests.pipeline.local_run import CLI, write_config
+from tests.pipeline.local_run import CLI, EMULATED, write_config
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 
-def run_cli(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=200, env=environment)
-
-
-def assert_one_clear_line(done: "subprocess.CompletedProcess[str]", *parts: str) -> None:
+def assert_one_clear_line(done: "Ended | subprocess.CompletedProcess[str]", *parts: str) -> None:
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -33,29 +28,31 @@ def config_with(tmp_path: Path, tiny_model: Path, /, **sections: dict[str, Any])
 
 
 def test_a_wrong_key_is_named_with_the_nearest_right_one(tmp_path: Path, tiny_model: Path) -> None:
-    done = run_cli("run", config_with(tmp_path, tiny_model, loop={"max_stalenes": 3}))
+    """In a process of its own, as a user sees it; the others within this one."""
+    command = [*CLI, "run", config_with(tmp_path, tiny_model, loop={"max_stalenes": 3})]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert_one_clear_line(done, "loop.max_stalenes", "did you mean loop.max_staleness")
 
 
 def test_a_wrong_value_is_named_with_what_was_got(tmp_path: Path, tiny_model: Path) -> None:
-    done = run_cli("run", config_with(tmp_path, tiny_model), "--loop.groups_per_step=none")
+    done = ended("run", config_with(tmp_path, tiny_model), "--loop.groups_per_step=none")
     assert_one_clear_line(done, "loop.groups_per_step", "'none'")
 
 
 def test_a_missing_configuration_file_is_named() -> None:
-    assert_one_clear_line(run_cli("run", "nowhere.toml"), "nowhere.toml", "does not exist")
+    assert_one_clear_line(ended("run", "nowhere.toml"), "nowhere.toml", "does not exist")
 
 
 def test_an_unreachable_broker_is_named_within_seconds(tmp_path: Path, tiny_model: Path) -> None:
     began = time.monotonic()
-    done = run_cli("run", config_with(tmp_path, tiny_model), "--kafka.bootstrap_servers=127.0.0.1:1")
+    done = ended("run", config_with(tmp_path, tiny_model, **EMULATED), "--kafka.bootstrap_servers=127.0.0.1:1")
     assert_one_clear_line(done, "127.0.0.1:1")
     assert time.monotonic() - began < 30
 
 
 def test_a_missing_model_is_named_and_nothing_is_written(tmp_path: Path, tiny_model: Path) -> None:
     config = config_with(tmp_path, tiny_model, model={"path": str(tmp_path / "no-model")})
-    assert_one_clear_line(run_cli("run", config), "no-model", "model.path")
+    assert_one_clear_line(ended("run", config), "no-model", "model.path")
     assert not (tmp_path / "bad").exists()
 
 
@@ -63,7 +60,7 @@ def test_a_reward_function_that_cannot_be_imported_is_named_and_nothing_is_writt
     tmp_path: Path, tiny_model: Path
 ) -> None:
     config = config_with(tmp_path, tiny_model, rewards={"functions": ["tests.pipeline.letter_reward:no_such"]})
-    assert_one_clear_line(run_cli("run", config), "no_such")
+    assert_one_clear_line(ended("run", config), "no_such")
     assert not (tmp_path / "bad").exists()
 
 
@@ -71,9 +68,10 @@ async def test_a_reward_function_that_fails_ends_the_run_and_every_skip_has_its_
     start: Start, bootstrap_servers: str
 ) -> None:
     run = start(
-        "--ingest.max_consecutive_poison=60",
+        "--ingest.max_consecutive_poison=30",
         "--rewards.timeout_s=0.2",
         "--run.max_restarts=0",
+        "--run.workers=1",
         rewards={"functions": ["tests.pipeline.letter_reward:fails_in_turn"]},
     )
     assert run.wait() == 2, run.text()[-4000:]

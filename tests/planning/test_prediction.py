@@ -72,7 +72,9 @@ def test_longest_first_ends_a_synchronous_batch_earlier_than_round_robin() -> No
 
 
 def test_a_plan_gives_the_longer_stage_more_devices() -> None:
-    heavy = Planner(Demand(settings(train_s=5e-3), Site(4, price=2.0))).choices(["trajectory_async"])[0]
+    heavy = Planner(Demand(settings(train_s=5e-3), Site(4, price=2.0), most_trainers=None)).choices(
+        ["trajectory_async"]
+    )[0]
     light = Planner(Demand(settings(train_s=1e-6), Site(4, price=2.0))).choices(["trajectory_async"])[0]
     assert heavy.split.trainers > light.split.trainers == 1
     assert light.cost == pytest.approx(1e6 / light.prediction.trajectories_per_s * (light.split.workers + 1) * 2 / 3600)
@@ -119,8 +121,10 @@ def test_a_large_pipeline_is_simulated_in_part_and_the_output_says_so() -> None:
     assert f"simulated with {choice.simulated_share:.0%} of the workers" in text
 
 
-def test_a_split_that_needs_training_over_several_devices_is_said_not_to_run_yet() -> None:
+def test_only_what_a_trainer_can_use_is_recommended() -> None:
     demand = Demand(settings(train_s=1e-2), Site(4))
     (choice,) = Planner(demand).choices(["trajectory_async"])
-    assert choice.split.trainers > 1
-    assert "this split cannot be run yet" in "\n".join(lines(demand, [choice]))
+    assert choice.split.trainers == 1
+    assert "devices are not needed (a trainer uses one device)" in "\n".join(lines(demand, [choice]))
+    apart = Demand(settings(train_s=1e-2), Site(2), Site(3))
+    assert Planner(apart).choices(["stream"])[0].split.trainers == 1

@@ -1,9 +1,10 @@
-"""One message of every kind, each field set to something that is not its default."""
+"""Messages of every kind, for tests: the golden bytes hold these values."""
 
 import numpy as np
 
 from schemas.control import (
     DrainWorker,
+    FleetTarget,
     FlowControl,
     OperatorCommand,
     RunFinished,
@@ -98,8 +99,48 @@ def work_order(content: str | tuple[ChatTurn, ...]) -> WorkOrder:
     )
 
 
+def full_examples() -> dict[str, Message]:
+    """Those of ``examples`` that leave fields at their defaults, once more with every field set."""
+    some = few_examples()
+    order = work_order("2 + 2?").replace(due_step=9, incarnation="a1b2")
+    sampling = order.sampling.model_copy(
+        update={"min_p": 0.05, "stop": ("\n", "END"), "include_stop_str_in_output": True}
+    )
+    estimate = order.estimate.model_copy(update={"boundaries_version": 3})
+    ref = RecordRef("gsm8k/7/0/0", 1, 10)
+    return {
+        "work-order-full": order.replace(sampling=sampling, estimate=estimate),
+        "trajectory-full": trajectory(position=107, due_step=9, refusal="longer than 127 tokens"),
+        "step-report-full": some["step-report"].replace(
+            left_out=(ref,),
+            digests={"model.weight": "00ff" * 8},
+            parent=PolicyVersion(1, 3),
+            parent_skips=7,
+            undoes=1,
+            carried_parts=2,
+            prompt_cursor=120,
+            run_id="0f6ad1c2-7a53-4f3e-9d0e-1b7a4f1c2d3e",
+        ),
+        "skip-full": some["skip"].replace(
+            reason=SkipReason.RETENTION_EXPIRED, trajectory_id="gsm8k/7/0/1", end_offset=20, lineage=2, sequence=11
+        ),
+        "heartbeat-full": some["heartbeat"].replace(
+            orders={"gsm8k/7/0": 1.5}, kv_tokens=4096, run_id="0f6ad1c2-7a53-4f3e-9d0e-1b7a4f1c2d3e", wire=2
+        ),
+        "run-identity-full": some["run-identity"].replace(wire=2),
+        "control-flow-full": some["control-flow"].replace(mode="drain", command_offset=4),
+        "control-drain-worker-full": some["control-drain-worker"].replace(command_offset=5),
+        "control-fleet-target": FleetTarget(sequence=6, sent_at=1_795_000_012.0, workers=3, reason="balance"),
+    }
+
+
 def examples() -> dict[str, Message]:
-    """By name of kind."""
+    """By name of kind; together each field is set to something that is not its default."""
+    return few_examples() | full_examples()
+
+
+def few_examples() -> dict[str, Message]:
+    """Of every kind; they are as they were when the first golden bytes were written."""
     return {
         "work-order": work_order("What is 2 + 2?"),
         "work-order-chat": work_order(

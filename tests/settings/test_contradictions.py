@@ -59,6 +59,34 @@ def test_wrong_sampling_settings_are_one_line(tmp_path: Path, argument: str, mes
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--algorithm.critic.lam=0.9"], r'no algorithm\.critic\.lam with algorithm\.name = "grpo"'),
+        (["--algorithm.name=reinforce_plus_plus", "--algorithm.critic.lam=0.9"], r"no algorithm\.critic\.lam"),
+        (["--algorithm.name=ppo", "--algorithm.teacher.path=t"], r"no algorithm\.teacher\.path"),
+        (["--algorithm.options.tau=1"], r'no algorithm\.options with algorithm\.name = "grpo", which has none'),
+        (["--algorithm.gae_lambda=0.9"], r"did you mean algorithm\.critic\.lam\?"),
+        (["--algorithm.learning_rate=0.9"], r"did you mean training\.learning_rate\?"),
+        (["--algorithm.name=dpo", "--generation.engine=emulated"], r'got algorithm\.name = "dpo"'),
+        (["--loop.num_generations=1"], r"expected loop\.num_generations >= 2"),
+    ],
+)
+def test_settings_of_other_algorithms_are_refused_in_one_line(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message) as caught:
+        load_settings(write(tmp_path, BASE), arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_algorithm_is_chosen_with_its_own_section(tmp_path: Path) -> None:
+    text = BASE + '[loop]\nnum_generations = 1\n[algorithm]\nname = "ppo"\n[algorithm.critic]\nlam = 0.9\n'
+    settings = load_settings(write(tmp_path, text), [])
+    assert (settings.algorithm.critic.lam, settings.algorithm.whiten_advantages) == (0.9, True)
+    assert load_settings(write(tmp_path, as_toml(settings)), []) == settings
+
+
 def test_what_means_nothing_is_not_written(tmp_path: Path) -> None:
     path = write(tmp_path, BASE + "[loop]\nmax_staleness = 2\n")
     text = as_toml(load_settings(path, ["--loop.mode", "stream"]))

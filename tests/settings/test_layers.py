@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SettingsError
-from settings.layers import from_arguments, from_environment, from_toml, merged
+from settings.layers import SettingsLayers, from_arguments, from_environment, from_toml, merged
 
 
 def test_later_layers_win_key_by_key() -> None:
@@ -43,3 +43,26 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     broken.write_text("[run\nname = 1")
     with pytest.raises(SettingsError, match=r"expected TOML in .*broken\.toml"):
         from_toml(broken)
+
+
+def test_inputs_are_found_beside_the_file_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = tmp_path / "task"
+    (task / "model").mkdir(parents=True)
+    (task / "prompts.jsonl").write_text("")
+    sections = {"data": "path", "model": "path", "lengths": "base_model", "run": "directory"}
+    values = ("prompts.jsonl", "model", "org/name", "model")
+    text = "".join(
+        f'[{section}]\n{key} = "{value}"\n' for (section, key), value in zip(sections.items(), values, strict=True)
+    )
+    for name in ("task.toml", "config.resolved.toml"):
+        (task / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    found = SettingsLayers.read(Path("task/task.toml"), ["--emulation.profile=model"]).layers
+    assert found[0] == {
+        "data": {"path": "task/prompts.jsonl"}, "model": {"path": "task/model"}, "lengths": {"base_model": "org/name"},
+        "run": {"directory": "model"},
+    }  # fmt: skip
+    assert found[2] == {"emulation": {"profile": "model"}}
+    assert SettingsLayers.read(Path("task/config.resolved.toml"), []).toml["model"] == {"path": "model"}
+    monkeypatch.chdir(task)
+    assert SettingsLayers.read(Path("task.toml"), []).toml["data"] == {"path": "prompts.jsonl"}

@@ -7,7 +7,7 @@ import pytest
 from schemas.errors import SettingsError
 from schemas.secrets import MASK
 from settings.explaining import explain
-from settings.keys import REMOVED, RENAMED, known_keys
+from settings.keys import IN_OTHER_LIBRARIES, NOT_HERE, REMOVED, RENAMED, known_keys
 from settings.loading import as_toml, load_settings, validated
 from settings.tree import Settings
 
@@ -67,6 +67,36 @@ def test_a_renamed_key_is_refused_with_its_new_name(old: str, new: str) -> None:
     with pytest.raises(SettingsError, match=rf"is now {re.escape(new)}$"):
         explain(old)
     assert new in {*known_keys(), *Settings.model_fields}
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("training.save_steps", "did you mean training.checkpoint_every?"),
+        ("training.gradient_accumulation_steps", "did you mean batching.token_budget"),
+        ("training.ppo_epochs", "did you mean algorithm.num_iterations?"),
+        ("loop.max_tokens", "did you mean loop.max_completion_length?"),
+        ("loop.rollouts_per_example", "did you mean loop.num_generations?"),
+        ("model.name", "did you mean model.path?"),
+        ("training.per_device_train_batch_size", "did you mean loop.groups_per_step (prompts a step"),
+        ("training.report_to", "did you mean tracking.to?"),
+        ("training.bf16", "did you mean training.dtype"),
+        ("generation.name", "; there are chunk_tokens"),
+        ("orchestrator.x", "docs/moving.md says what settings of prime-rl become"),
+    ],
+)
+def test_a_name_of_another_library_is_answered_with_ours(given: str, hint: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(hint)):
+        load_settings(EXAMPLE, [f"--{given}=1"])
+
+
+def test_names_of_other_libraries_lead_to_settings_that_there_are() -> None:
+    keys = {*known_keys()}
+    told = {right.partition(" (")[0] for right in IN_OTHER_LIBRARIES.values()}
+    assert {key for right in told for key in right.split(" and ")} <= keys
+    # These are of emulated lengths and of a teacher, which nobody means by them elsewhere.
+    ours = {key.rpartition(".")[2] for key in keys} - {"max_tokens", "kl_coef"}
+    assert not ours & {*IN_OTHER_LIBRARIES, *NOT_HERE}
 
 
 @pytest.mark.parametrize(("old", "instead"), REMOVED.items())

@@ -230,6 +230,9 @@ def superfluous(
     own = [entry for entry in entries if entry.order[0] <= written.lineage]
     chain = _Chain([entry.manifest for entry in own if entry.manifest is not None], written)
     kept = [entry for entry in own if entry.manifest is not None and not chain.left_behind(entry.manifest)][:keep]
+    # What was just written is gone: a newer trainer has taken it away while this one stood still.
+    if not kept:
+        return []
     # A damaged one between the kept ones may be mended by hand, and fallen back on; older ones are of no use.
     oldest = min(entry.slot.step for entry in kept)
     damaged = [e for e in own if e.manifest is None and oldest < e.slot.step <= written.step]

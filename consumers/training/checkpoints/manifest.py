@@ -53,10 +53,11 @@ class CheckpointManifest(Part):
 
     ``frontier``: by partition, which records of the stream are accounted for; ``anchors``: by partition, how to
     recognise the topic. ``parent``: the version that this lineage went on from (None: the initial model). ``run_id``
-    None: it belongs to the run in whose directory it lies.
+    None: it belongs to the run in whose directory it lies. ``format`` 2 was written by versions that find no ended
+    groups in what is saved today: they refuse 3, and go on from a checkpoint of their own.
     """
 
-    format: Literal[2] = 2
+    format: Literal[2, 3] = 3
     run: str
     run_id: str | None = None
     algorithm: str
@@ -102,5 +103,5 @@ def decode_manifest(data: bytes) -> CheckpointManifest:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise CheckpointError(
-            f"expected a manifest of format 2, got one whose {place!r} is wrong: {first['msg']}"
+            f"expected a manifest of format 2 or 3, got one whose {place!r} is wrong: {first['msg']}"
         ) from error

@@ -122,11 +122,11 @@ export function tiles(state) {
   const { loop, curves: known } = state, metrics = loop.metrics, rewards = known?.reward.filter((value) => value !== null) ?? [];
   const before = rewards.at(-Math.min(rewards.length, 20)), change = rewards.length > 1 ? rewards.at(-1) - before : null;
   const all = [
-    ["Step", short(loop.step), "", loop.step_age === null ? "no step yet" : `last ${span(Math.max(0, loop.step_age))} ago · ${short(loop.rates.steps * 60)}/min`],
-    ["Reward", metrics.reward === undefined ? "–" : metrics.reward.toFixed(3), "", change === null ? "" : `${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} over the last points`],
-    ["Trajectories", short(loop.rates.trajectories), "/s", `${short(loop.totals.trajectories)} seen · ${short(loop.rates.trained)} trained/s`],
-    ["Tokens", short(loop.rates.tokens), "/s", `${short(loop.running)} running · ${short(loop.waiting)} queued`],
-    ["Staleness", metrics["off_policy/mean"] === undefined ? "–" : metrics["off_policy/mean"].toFixed(2), "steps", `at most ${short(metrics["off_policy/max"])} in the last step`],
+    ["Step", short(loop.step), loop.max_steps === null ? "" : `of ${short(loop.max_steps)}`, loop.step_age_s === null ? "no step yet" : [loop.time_left_s ? `${span(loop.time_left_s)} left` : `last ${span(loop.step_age_s)} ago`, `${short(loop.steps_per_min)}/min`].join(" · ")],
+    ["Reward", loop.reward === null ? "–" : loop.reward.toFixed(3), "", change === null ? "" : `${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} of late`],
+    ["Trained", short(loop.trajectories_per_s), "/s", `trajectories · ${short(loop.sampled_per_s)} sampled/s`],
+    ["Sampling", short(loop.sampled_tokens_per_s), "tokens/s", `${short(loop.running)} running · ${short(loop.waiting)} in line`],
+    ["Staleness", loop.staleness_mean === null ? "–" : loop.staleness_mean.toFixed(2), "steps", `at most ${short(loop.staleness_max)} in the last step`],
     ["Trainer computes", metrics["time/train_share"] === undefined ? "–" : String(Math.round(metrics["time/train_share"] * 100)), "%", `of a step${metrics["time/step"] === undefined ? "" : ` of ${span(metrics["time/step"])}`}`],
   ];
   rowsOf($("tiles"), all.length, () => el("div", { class: "tile" }, el("div", { class: "k" }), el("div", { class: "v" }, el("span"), el("i")), el("div", { class: "s" }))).forEach((tile, index) => {

@@ -10,8 +10,8 @@ const STATIONS = {
   coordinator: { x: 664, y: 214, w: 190, h: 76, name: "Coordinator" },
 };
 const PIPES = {
-  orders: { d: "M190 95 H340", tone: "accent", at: [265, 80], unit: "orders/s" },
-  trajectories: { d: "M604 95 H764", tone: "generate", at: [684, 80], unit: "trajectories/s" },
+  orders: { d: "M190 95 H340", tone: "accent", at: [265, 80], unit: "ordered/s" },
+  trajectories: { d: "M604 95 H764", tone: "generate", at: [684, 80], unit: "sampled/s" },
   trained: { d: "M954 95 H1064", tone: "train", at: [1009, 80], unit: "trained/s" },
   steps: { d: "M1142 150 V222 Q1142 252 1112 252 H854", tone: "train", at: [996, 240], unit: "steps/min", inline: true },
   weights: { d: "M664 242 H502 Q472 242 472 212 V174", tone: "publish", at: [576, 230], unit: "weights/min", inline: true },
@@ -92,16 +92,15 @@ function lag(found) {
 
 export function drawLoop(root, state) {
   if (!parts) build(root);
-  const loop = state.loop, rates = loop.rates, minute = (rate) => rate * 60;
-  const shown = { orders: rates.orders, trajectories: rates.trajectories, trained: rates.trained, steps: minute(rates.steps), weights: minute(rates.weights) };
+  const loop = state.loop;
+  const shown = { orders: loop.ordered_per_s, trajectories: loop.sampled_per_s, trained: loop.trajectories_per_s, steps: loop.steps_per_min, weights: loop.weights_per_min };
   for (const [name, value] of Object.entries(shown)) { set(parts.rates[name], short(value)); flow(name, value); }
-  flow("room", rates.orders);
+  flow("room", loop.ordered_per_s);
   const say = (name, first, second) => { set(parts.text[name][0], first); set(parts.text[name][1], second); };
-  say("dispatcher", "prompts to orders", loop.health === "paused" ? "paused" : `${short(loop.totals.orders)} seen`);
-  say("workers", `${loop.workers} · ${short(loop.running)} of ${short(loop.capacity)} slots busy`, `${short(loop.engine_tokens_per_s)} tokens/s`);
-  const behind = (state.lag?.lag ?? []).reduce((sum, each) => sum + each, 0);
-  say("log", `lag ${short(behind)}`, "by length bucket");
-  say("trainer", `step ${loop.step}`, loop.algorithm || "–");
+  say("dispatcher", "prompts to orders", loop.health === "paused" ? "paused" : "trajectories ordered");
+  say("workers", `${loop.workers} · ${short(loop.running)} of ${short(loop.capacity)} slots busy`, `${short(loop.sampled_tokens_per_s)} tokens/s`);
+  say("log", `lag ${short(loop.lag)}`, "not finished, by bucket");
+  say("trainer", `step ${loop.step}${loop.max_steps === null ? "" : ` of ${loop.max_steps}`}`, loop.algorithm || "–");
   say("coordinator", `weights ${loop.announced}`, loop.health);
   for (const [name, node] of Object.entries(parts.nodes)) node.classList.toggle("on", (shown[{ dispatcher: "orders", workers: "trajectories", log: "trajectories", trainer: "trained", coordinator: "weights" }[name]] ?? 0) > 0);
   if (state.workers) fleet(state.workers);

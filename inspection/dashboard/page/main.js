@@ -1,7 +1,7 @@
 // Receives updates, keeps the newest of each section, and draws what changed, at most once a frame.
 import { ages } from "/charts/ages.js";
 import { curves, smoothed } from "/charts/curves.js";
-import { text } from "/charts/elements.js";
+import { el, text } from "/charts/elements.js";
 import { lengths } from "/charts/lengths.js";
 import { repaint } from "/charts/plot.js";
 import { short } from "/charts/words.js";
@@ -10,6 +10,18 @@ import { drawLoop } from "./loop.js";
 import { Timeline } from "./timeline.js";
 
 const $ = (id) => document.getElementById(id);
+const HUES = ["train", "publish", "generate", "checkpoint", "optimizer", "accent"];
+/** Charts of how the policy learns, each with its title, what it shows, and its lines by name and metric. */
+const LEARNING = [
+  ["loss", "Loss", "Loss", () => [["loss", "loss"]]],
+  ["grad", "Gradient norm", "Gradient norm before clipping", () => [["norm", "grad_norm"]]],
+  ["entropy", "Entropy", "Entropy of the policy in nats a token", () => [["entropy", "entropy"]]],
+  ["kl", "KL", "Divergences of the policy in nats a token", () => [["to the reference", "kl"], ["to the behaviour policy", "mismatch_kl/all/mean"]]],
+  ["clip", "Shares", "Shares of tokens clipped, of completions cut and of groups without advantage", () => [["tokens clipped", "clip_ratio/region_mean"], ["completions cut", "completions/clipped_ratio"], ["groups without advantage", "frac_reward_zero_std"]]],
+  ["parts", "Parts of the reward", "Mean of each reward function", (curves) => Object.keys(curves).filter((key) => key.startsWith("rewards/")).map((key) => [key.slice(8, -5), key])],
+];
+$("h-time").closest("section").before(...LEARNING.map(([id, title, said]) => el("section", { class: "card third", "aria-labelledby": `h-${id}`, hidden: "" },
+  el("h2", { id: `h-${id}` }, title, " ", el("small", { id: `${id}-now` })), el("div", { class: "chart", id, "data-said": `${said}, over optimizer steps` }))));
 const state = {}, dirty = new Set(), charts = {};
 const REDRAW_MS = 100, PATIENCE_MS = 2000, TALL = 190, SMOOTHED = 4;
 let pace = 1, heardAt = 0, skew = 0, drawnAt = 0, letterCount = -1;
@@ -19,16 +31,23 @@ const present = () => performance.now() / 1000 + skew - pace;  // what happens n
 
 const DRAW = {
   loop() {
-    const { run, health, totals } = state.loop;
+    const { run, health, dead_letters: letters } = state.loop;
     text($("run-name"), run); text($("health"), health);
     $("health").className = `pill ${{ running: "good", finished: "good", stalled: "bad" }[health] ?? "warn"}`;
     document.title = `${state.loop.step} · ${run} · StreamRL`;
     lists.tiles(state); drawLoop($("loop"), state);
-    if (totals.dead_letters !== letterCount) { letterCount = totals.dead_letters; lists.letters(); }
+    if (letters !== letterCount) { letterCount = letters; lists.letters(); }
   },
   curves() {
     const { step: x, reward, "completions/mean_length": length, "completions/max_length": longest } = state.curves;
     if (x.length < 2) return;
+    LEARNING.forEach(([id, , , lines]) => {
+      const named = lines(state.curves).map(([name, key], at) => ({ name, hue: HUES[at % HUES.length], x, y: state.curves[key], width: 1.4, ends: true }));
+      const told = named.filter(({ y }) => y?.some((value) => value !== null)), card = $(id).closest(".card");
+      card.hidden = !told.length;
+      if (told.length) chart(id, curves, told);
+      text($(`${id}-now`), told.map(({ name, y }) => `${told.length > 1 ? `${name} ` : ""}${short(y.findLast((value) => value !== null))}`).join(", "));
+    });
     chart("reward", curves, [{ name: "reward", hue: "generate", x, y: reward, smooth: smoothed(reward, SMOOTHED), filled: true, ends: true }]);
     chart("length", curves, [{ name: "longest", hue: "publish", x, y: longest, width: 1 }, { name: "mean", hue: "train", x, y: length, filled: true, ends: true }]);
     text($("reward-now"), short(reward.at(-1)));
@@ -48,9 +67,11 @@ const DRAW = {
   events() { lists.events(state.events); },
 };
 
-/** Draw a chart when it has its first data, and its new data from then on. */
+/** Draw a chart when it has its first data, and its new data from then on; anew when it has other lines. */
 function chart(id, make, data) {
-  if (charts[id]) charts[id](data); else charts[id] = make($(id), data, { label: $(id).dataset.said, height: TALL, over: "step" });
+  const lines = make === curves ? data.map((line) => line.name).join() : "";
+  if (charts[id]?.lines === lines) charts[id].draw(data);
+  else charts[id] = { lines, draw: make($(id), data, { label: $(id).dataset.said, height: TALL, over: "step" }) };
 }
 
 function frame(time) {

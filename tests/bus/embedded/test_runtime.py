@@ -80,7 +80,7 @@ def test_an_archive_is_made_once_for_two_environments_and_is_taken_in_both(
     javas = [Java(tmp_path / name / "bin" / "java", java.version) for name in ("one", "two")]
     monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path))
     told: list[str] = []
-    for each in [*javas, javas[0]]:
+    for each in javas:
         shutil.copytree(home, each.path.parent.parent, dirs_exist_ok=True)
         monkeypatch.setattr(runtime, "find_java", lambda each=each: each)
         archive = prepare(told.append).archive

@@ -6,7 +6,6 @@ only then put the digest that the test prints.
 
 import asyncio
 import inspect
-import itertools
 import struct
 from collections.abc import AsyncIterator
 from hashlib import sha256
@@ -46,9 +45,10 @@ from bus.kafka.publisher import append, new_builder
 from bus.kafka.records import SafeRecords
 from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing
+from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 
-_numbers = itertools.count()
+_numbers = unique_numbers()
 
 READ = [
     # What the fetcher asks of a batch and of its records, and that it looks ``MemoryRecords`` up when it fetches.

@@ -17,13 +17,14 @@ from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing, Record, Subscription, TopicPartition
 from schemas.codec import headers_of
 from schemas.errors import BusError, DataLossRefused, WireError
+from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 from tests.fuzz.targets import forget_peak, memory_kib
 from tests.schemas.examples import examples, trajectory
 
 pytestmark = pytest.mark.kafka
 MIB = 1 << 20
-_numbers = itertools.count()
+_numbers = unique_numbers()
 
 
 @pytest.fixture

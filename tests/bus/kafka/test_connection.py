@@ -10,7 +10,8 @@ from structlog.testing import capture_logs
 
 from bus.kafka import connection
 from bus.kafka.bus import KafkaBus
-from bus.kafka.connection import BrokerAvailability, advised
+from bus.kafka.connection import BUSY, BrokerAvailability, advised
+from bus.kafka.processor_wait import ProcessorWait
 from bus.kafka.settings import KafkaSettings
 from schemas.errors import (
     BrokerError,
@@ -120,6 +121,21 @@ def test_a_silent_broker_is_logged_once_and_so_is_its_return() -> None:
     ] * 2
     assert {each["log_level"] for each in logs} == {"warning"}
     assert logs[0]["error"] == "no answer"
+
+
+def test_a_process_without_processor_time_does_not_blame_the_broker() -> None:
+    waited, now = [0.0], [0.0]
+    processor = ProcessorWait(lambda: waited[0], lambda: now[0])
+    found = BrokerAvailability("b:1", "start it again", processor=processor)
+    now[0], waited[0] = 10.0, 4.0
+    assert found.message == "the broker at b:1 does not answer; start it again"
+    waited[0] = 6.0
+    assert found.message == f"the broker at b:1 is not heard; {BUSY}"
+    with capture_logs():
+        found.report_answer("ui")
+    now[0] = 20.0
+    assert found.explanation == "start it again"
+    assert ProcessorWait().is_starved is False
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,17 @@
 import asyncio
 import gc
-import itertools
 
 import pytest
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing
+from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 from tests.fuzz.targets import memory_kib
 
 pytestmark = pytest.mark.kafka
-_numbers = itertools.count()
+_numbers = unique_numbers()
 POLLS = 4000
 
 

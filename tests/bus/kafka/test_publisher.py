@@ -1,5 +1,4 @@
 import asyncio
-import itertools
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,10 +11,11 @@ from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing, Position, Record
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown
+from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 
 pytestmark = pytest.mark.kafka
-_numbers = itertools.count()
+_numbers = unique_numbers()
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
 import asyncio
-import itertools
 import struct
 from collections.abc import Iterable
 
@@ -15,10 +14,11 @@ from bus.kafka.settings import KafkaSettings
 from bus.kafka.subscription import ConsumerFactory
 from bus.port import Outgoing, Record, TopicPartition
 from schemas.errors import BusError, DataLossRefused, WireError
+from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 
 pytestmark = pytest.mark.kafka
-_numbers = itertools.count()
+_numbers = unique_numbers()
 _CRC_AT, _CRC_FROM = 17, 21
 """Of a record batch of the second format: where its checksum stands, and from where on it counts."""
 

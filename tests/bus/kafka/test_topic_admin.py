@@ -1,19 +1,24 @@
 import asyncio
-import itertools
+import time
 
 import pytest
+from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.errors import KafkaTimeoutError
 
+from bus.history import BusHistory
+from bus.kafka import topic_admin
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.topic_admin import apply_topics, diff_topics
 from bus.port import Outgoing
 from schemas.errors import BrokerError
 from schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES
+from tests.broker_fixture import unique_numbers
 
 pytestmark = pytest.mark.kafka
-_numbers = itertools.count()
+_numbers = unique_numbers()
 
 
 @pytest.fixture
@@ -48,6 +53,22 @@ async def test_when_apply_returns_every_topic_takes_records(
         assert position.partition == last
     await publisher.close()
     assert not [record for record in caplog.records if record.name.startswith("aiokafka")]
+
+
+async def test_a_writer_s_wrong_clock_neither_refuses_nor_ages_a_record(bootstrap_servers: str, run: str) -> None:
+    await apply_topics(bootstrap_servers, run, 1)
+    topic, began = TRAJECTORIES.full_name(run), time.time()
+    producer = AIOKafkaProducer(bootstrap_servers=bootstrap_servers)
+    await producer.start()
+    for wrong_by_s in (-30 * 86_400, 7200):
+        stamp = int(1000 * (began + wrong_by_s))
+        await producer.send_and_wait(topic, b"x", partition=0, timestamp_ms=stamp)
+    await producer.stop()
+    history = BusHistory(KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers)), "stamps")
+    stamps = [record.timestamp async for record in history.records(topic)]
+    assert len(stamps) == 2
+    # Broker and test share a machine; the stamps are whole milliseconds.
+    assert all(began - 0.01 <= stamp <= time.time() for stamp in stamps)
 
 
 async def test_partitions_are_added_and_never_taken_away(bootstrap_servers: str, run: str) -> None:
@@ -90,3 +111,24 @@ async def test_more_copies_than_brokers_are_refused_before_anything_is_made(boot
 async def test_no_broker_is_one_line() -> None:
     with pytest.raises(BrokerError, match=r"127\.0\.0\.1:1"):
         await apply_topics("127.0.0.1:1", "run", 2)
+
+
+async def test_leaders_are_waited_for_longer_than_one_request_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Slow:
+        async def end_offsets(self, partitions: list[object]) -> None:
+            asked.append(len(partitions))
+            if len(asked) < 3:
+                raise KafkaTimeoutError("Failed to get offsets by times in 15000 ms")
+
+        async def stop(self) -> None:
+            pass
+
+    async def open_consumer(*_arguments: object) -> Slow:
+        return Slow()
+
+    monkeypatch.setattr(topic_admin.ConsumerFactory, "open_consumer", open_consumer)
+    wanted = topic_admin._wanted("r", 4, 1)
+    await topic_admin._wait_for_leaders(KafkaSettings(bootstrap_servers="nowhere:1"), wanted)
+    assert asked == [sum(each.partitions for each in wanted)] * 3

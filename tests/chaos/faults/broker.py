@@ -64,6 +64,29 @@ async def rolling_restart(run: ChaosRun, event: Event) -> float:
     return time.time()
 
 
+async def kill_each_node(run: ChaosRun, event: Event) -> float:
+    """SIGKILL of one node after the other, each back before the next: the copies of all topics have to catch up."""
+    began = time.time()
+    for node in random.Random(event.seed).sample(range(3), 3):
+        began = await _down_and_up(run, [node], event.lasts_s)
+        await run.until(run.broker.is_whole, f"node {node}")
+        await asyncio.sleep(SETTLE_S)
+    return began
+
+
+async def cut_off_leader(run: ChaosRun, event: Event) -> float:
+    """The node that leads the steps topic stands still until another leads, and then goes on as if nothing had been."""
+    cut = await _leader_of_steps(run)
+    run.broker.send(cut - 1, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(event.lasts_s)
+        if await _leader_of_steps(run) in (cut, -1):
+            raise FleetFailed(f"node {cut} was cut off for {event.lasts_s} s, and no other leads the steps topic")
+    finally:
+        run.broker.send(cut - 1, signal.SIGCONT)
+    return time.time()
+
+
 async def two_of_three_down(run: ChaosRun, event: Event) -> float:
     nodes = random.Random(event.seed).sample(range(3), 2)
     return await _down_and_up(run, nodes, event.lasts_s)
@@ -77,6 +100,10 @@ async def kill_transaction_coordinator(run: ChaosRun, event: Event) -> float:
 
 async def kill_leader(run: ChaosRun, event: Event) -> float:
     """The broker that leads the steps topic."""
+    return await _down_and_up(run, [await _leader_of_steps(run) - 1], event.lasts_s)
+
+
+async def _leader_of_steps(run: ChaosRun) -> int:
     client = AIOKafkaClient(bootstrap_servers=run.broker.address)
     await client.bootstrap()
     try:
@@ -84,7 +111,7 @@ async def kill_leader(run: ChaosRun, event: Event) -> float:
         leader = metadata.leader_for_partition(KafkaPartition(STEPS.full_name(run.setting.name), 0))
     finally:
         await client.close()
-    return await _down_and_up(run, [leader - 1], event.lasts_s)
+    return int(leader)
 
 
 async def _down_and_up(run: ChaosRun, nodes: list[int], down_s: float) -> float:
@@ -110,6 +137,7 @@ async def _coordinator_of(address: str, transactional_id: str) -> int:
     raise FleetFailed(f"no broker coordinates the transactions of {transactional_id}")
 
 
+LONG = {"training": {"max_steps": 180}}
 _ONE: tuple[Fault, ...] = (
     Fault("broker-kill", kill_node, ("A1",), lasts=(0.5, 5.0), fresh=True),
     Fault("broker-outage", outage, ("A3",), lasts=(30.0, 40.0), mixes=False, fresh=True),
@@ -117,9 +145,11 @@ _ONE: tuple[Fault, ...] = (
     Fault("broker-restart", restart_node, ("A1",), fresh=True),
 )
 _THREE: tuple[Fault, ...] = (
-    Fault("rolling-restart", rolling_restart, ("A4",), mixes=False, settings={"training": {"max_steps": 180}}),
+    Fault("rolling-restart", rolling_restart, ("A4",), mixes=False, settings=LONG),
     Fault("two-of-three-down", two_of_three_down, ("A5",), lasts=(2.0, 5.0), mixes=False),
     Fault("transaction-coordinator-kill", kill_transaction_coordinator, ("A8",), lasts=(1.0, 4.0)),
     Fault("leader-kill", kill_leader, ("A8",), lasts=(1.0, 4.0)),
+    Fault("node-by-node-kill", kill_each_node, ("A4a",), lasts=(1.0, 4.0), mixes=False, settings=LONG),
+    Fault("leader-cut-off", cut_off_leader, ("A15",), lasts=(14.0, 20.0), mixes=False, settings=LONG),
 )
 FAULTS = (*_ONE, *(replace(fault, broker="three", fresh=True) for fault in _THREE))

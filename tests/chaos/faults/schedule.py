@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from tests.chaos.faults import broker, disk, network, processes, stream
+from tests.chaos.faults import broker, clocks, disk, network, processes, stream
 from tests.chaos.faults.plan import Event, Fault, Plan
 from tests.chaos.runs.setting import MAX_STEPS
 
@@ -13,6 +13,7 @@ FAULTS: tuple[Fault, ...] = (
     *disk.FAULTS,
     *broker.FAULTS,
     *network.FAULTS,
+    *clocks.FAULTS,
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}
 SECOND_FAULT_SHARE = 0.4

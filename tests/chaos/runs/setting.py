@@ -5,13 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-
 from bus.kafka.topic_admin import apply_topics
 from deploy.local.run import child_specs
 from deploy.local.supervisor import ChildSpec
-from schemas.topics import STEPS, TRAJECTORIES, Topic
 from settings.loading import as_toml, load_settings
 from settings.run_directory import RunDirectory
 from settings.tree import Settings
@@ -66,30 +62,7 @@ def make_setting(
 
 
 async def create_topics(setting: Setting) -> None:
-    """The run's topics; the broker's clock stamps what recovery times are read from."""
+    """The run's topics."""
     kafka = setting.settings.kafka
     assert kafka.bootstrap_servers is not None
     await apply_topics(kafka.bootstrap_servers, setting.name, setting.settings.loop.trajectory_partitions)
-    await stamp_by_broker(kafka.bootstrap_servers, setting.name, (STEPS, TRAJECTORIES))
-
-
-async def stamp_by_broker(address: str, run: str, topics: tuple[Topic, ...]) -> None:
-    admin = AIOKafkaAdminClient(bootstrap_servers=address)
-    await admin.start()
-    try:
-        replicas = min(3, len((await admin.describe_cluster())["brokers"]))
-        await admin.alter_configs(
-            [
-                ConfigResource(
-                    ConfigResourceType.TOPIC,
-                    topic.full_name(run),
-                    configs={
-                        **topic.configs(replication_factor=replicas),
-                        "message.timestamp.type": "LogAppendTime",
-                    },
-                )
-                for topic in topics
-            ]
-        )
-    finally:
-        await admin.close()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from consumers.algorithms.losses import BatchTotals, LossSums, denominator, token_losses
+from consumers.algorithms.losses import BatchTotals, LossSums, TokenBatch, denominator, token_losses
 from consumers.algorithms.settings import AlgorithmSettings
 
 MAX_LENGTH = 8
@@ -15,11 +15,20 @@ def rows(*values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def sums_of(
+    settings: AlgorithmSettings,
+    logprobs: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    reference: Tensor | None = None,
+) -> LossSums:
+    return token_losses(settings, TokenBatch(logprobs, behaviour, advantages, mask, reference_logprobs=reference))
+
+
 def losses(settings: AlgorithmSettings, ratios: Tensor, advantages: list[float], mask: Tensor) -> LossSums:
     """Losses where pi / mu takes the given values, with mu = e^-1 at every token."""
-    return token_losses(
-        settings, torch.log(ratios) - 1.0, torch.full_like(ratios, -1.0), torch.tensor(advantages), mask
-    )
+    return sums_of(settings, torch.log(ratios) - 1.0, torch.full_like(ratios, -1.0), torch.tensor(advantages), mask)
 
 
 def test_dapo_sums_the_clipped_surrogate_over_trained_tokens() -> None:
@@ -57,7 +66,7 @@ def test_the_cap_bounds_a_worsening_token_in_the_behaviour_form() -> None:
 
 def test_a_capped_ratio_beyond_the_range_of_floats_has_a_finite_gradient() -> None:
     logprobs = torch.tensor([[-0.1]], requires_grad=True)
-    sums = token_losses(AlgorithmSettings(), logprobs, torch.tensor([[-200.0]]), torch.tensor([-1.0]), torch.ones(1, 1))
+    sums = sums_of(AlgorithmSettings(), logprobs, torch.tensor([[-200.0]]), torch.tensor([-1.0]), torch.ones(1, 1))
     sums.loss.backward()
     assert logprobs.grad is not None
     assert logprobs.grad.item() == 0.0
@@ -66,7 +75,7 @@ def test_a_capped_ratio_beyond_the_range_of_floats_has_a_finite_gradient() -> No
 def test_the_proximal_form_is_reinforce_weighted_by_the_truncated_ratio() -> None:
     settings = AlgorithmSettings(ratio="proximal", importance_sampling_cap=2.0)
     logprobs = (torch.log(rows([0.5, 1.2, 6.0])) - 1.0).requires_grad_()
-    sums = token_losses(settings, logprobs, torch.full_like(logprobs, -1.0), torch.tensor([3.0]), rows([1, 1, 1]))
+    sums = sums_of(settings, logprobs, torch.full_like(logprobs, -1.0), torch.tensor([3.0]), rows([1, 1, 1]))
     sums.loss.backward()
     assert sums.loss.item() == pytest.approx(-3.0 * (0.5 + 1.2 + 2.0))
     assert logprobs.grad is not None
@@ -78,7 +87,7 @@ def test_the_kl_term_is_the_k3_estimator() -> None:
     settings = AlgorithmSettings(beta=0.1, use_bias_correction_kl=False)
     logprobs = rows([-1.0, -2.0]).requires_grad_()
     reference = rows([-1.5, -1.0])
-    sums = token_losses(settings, logprobs, logprobs.detach() + 1.0, torch.zeros(1), rows([1, 1]), reference)
+    sums = sums_of(settings, logprobs, logprobs.detach() + 1.0, torch.zeros(1), rows([1, 1]), reference)
     k3 = (math.exp(-0.5) + 0.5 - 1) + (math.exp(1.0) - 1.0 - 1)
     assert sums.metrics["kl"].item() == pytest.approx(k3)
     assert sums.loss.item() == pytest.approx(0.1 * k3)
@@ -94,7 +103,7 @@ def test_the_weighted_kl_term_follows_the_truncated_importance_ratio(ratio: str)
     logprobs = rows([-1.0, -2.0, -0.5]).requires_grad_()
     behaviour = logprobs.detach() - torch.log(rows([1.0, 0.5, 6.0]))
     reference = rows([-1.5, -1.0, -0.7])
-    sums = token_losses(settings, logprobs, behaviour, torch.zeros(1), rows([1, 1, 1]), reference)
+    sums = sums_of(settings, logprobs, behaviour, torch.zeros(1), rows([1, 1, 1]), reference)
     weights, gaps = (1.0, 0.5, 2.0), (-0.5, 1.0, -0.2)
     expected = sum(w * (math.exp(gap) - gap - 1) for w, gap in zip(weights, gaps, strict=True))
     assert sums.metrics["kl"].item() == pytest.approx(expected)
@@ -114,7 +123,7 @@ def expected_kl_gradient(behaviour: Tensor, logits: Tensor, reference: Tensor, s
     total = torch.zeros((), dtype=torch.float64)
     for token, probability in enumerate(behaviour.exp().tolist()):
         one = slice(token, token + 1)
-        sums = token_losses(
+        sums = sums_of(
             settings, logprobs[None, one], behaviour[None, one], torch.zeros(1), tokens, reference[None, one]
         )
         total = total + probability * sums.loss
@@ -147,7 +156,7 @@ def test_the_expected_gradient_of_the_weighted_kl_is_the_gradient_of_the_kl(seed
 
 def test_masked_tokens_change_neither_loss_nor_gradient() -> None:
     logprobs = torch.tensor([[-1.0, float("-inf")]], requires_grad=True)
-    sums = token_losses(
+    sums = sums_of(
         AlgorithmSettings(), logprobs, torch.tensor([[-1.0, 0.0]]), torch.tensor([1.0]), torch.tensor([[1.0, 0.0]])
     )
     sums.loss.backward()
@@ -159,7 +168,7 @@ def test_masked_tokens_change_neither_loss_nor_gradient() -> None:
 def test_a_weight_beyond_the_range_of_floats_leaves_the_gradient_of_the_kl_finite() -> None:
     logprobs = torch.tensor([[-0.1]], requires_grad=True)
     far, reference = torch.tensor([[-200.0]]), torch.tensor([[-0.3]])
-    sums = token_losses(AlgorithmSettings(beta=0.5), logprobs, far, torch.zeros(1), torch.ones(1, 1), reference)
+    sums = sums_of(AlgorithmSettings(beta=0.5), logprobs, far, torch.zeros(1), torch.ones(1, 1), reference)
     sums.loss.backward()
     assert logprobs.grad is not None
     assert logprobs.grad.item() == pytest.approx(0.5 * 2.0 * 0.2)
@@ -189,7 +198,7 @@ def test_accumulated_micro_batches_equal_one_batch(settings: AlgorithmSettings) 
         total_loss, start = 0.0, 0
         for size in split:
             part = slice(start, start + size)
-            sums = token_losses(settings, leaf[part], behaviour[part], advantages[part], mask[part], reference[part])
+            sums = sums_of(settings, leaf[part], behaviour[part], advantages[part], mask[part], reference[part])
             sums.loss.backward()
             total_loss += sums.loss.item()
             start += size
@@ -214,7 +223,7 @@ def test_the_batch_loss_equals_the_formula_written_out(ratio: str) -> None:
     logprobs, behaviour, advantages, mask, _ = _batch()
     for kind in ("grpo", "dapo", "dr_grpo"):
         settings = AlgorithmSettings(loss_type=kind, ratio=ratio)  # type: ignore[arg-type]
-        found = token_losses(settings, logprobs, behaviour, advantages, mask).loss.item()
+        found = sums_of(settings, logprobs, behaviour, advantages, mask).loss.item()
         expected = 0.0
         for i in range(6):
             tokens = [t for t in range(9) if mask[i, t] > 0]
@@ -232,11 +241,11 @@ def test_the_gradient_agrees_with_finite_differences() -> None:
         settings = settings.model_copy(update={"use_bias_correction_kl": False})
         if settings.ratio == "behaviour":
             assert torch.autograd.gradcheck(
-                lambda leaf, s=settings: token_losses(s, leaf, behaviour, advantages, mask, reference).loss,
+                lambda leaf, s=settings: sums_of(s, leaf, behaviour, advantages, mask, reference).loss,
                 logprobs.clone().requires_grad_(),
             )
     open_ended = AlgorithmSettings(beta=0.05, importance_sampling_cap=None)
     assert torch.autograd.gradcheck(
-        lambda leaf: token_losses(open_ended, leaf, behaviour, advantages, mask, reference).loss,
+        lambda leaf: sums_of(open_ended, leaf, behaviour, advantages, mask, reference).loss,
         logprobs.clone().requires_grad_(),
     )

@@ -168,7 +168,7 @@ async def test_every_record_read_is_trained_skipped_or_pending() -> None:
         await reader.flush()
         counts = reader.ledger.counts()
         assert (counts.read, counts.trained, counts.skipped, counts.pending) == (16, 2, 5, 9)
-        assert reader.ledger.rejections.counts == {"zero_advantage": 2, "poison": 1, "duplicate": 2}
+        assert reader.ledger.rejections.tally.reasons == {"zero_advantage": 2, "poison": 1, "duplicate": 2}
         assert counts.read == sum(len(log) for log in scene.bus.log(scene.topic).partitions)
         assert len(scene.skips()) == counts.skipped
 
@@ -316,6 +316,7 @@ async def test_lag_counts_what_is_not_finished_by_partition_and_bucket() -> None
         assert await reader.lag() == {TopicPartition(scene.topic, number): 2 * (number == 0) for number in range(4)}
         metrics = await reader.metrics()
         assert (metrics["kafka/lag/bucket_0"], metrics["kafka/lag/bucket_1"]) == (2.0, 0.0)
+        assert (metrics["kafka/finished/bucket_0"], metrics["kafka/finished/bucket_1"]) == (0.0, 2.0)
         await reader.commit()
     assert scene.bus.committed == {("r.grpo", TopicPartition(scene.topic, 3)): 2}
 

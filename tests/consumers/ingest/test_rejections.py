@@ -58,7 +58,7 @@ async def test_no_row_is_lost() -> None:
     await rejections.flush()
     assert len(publisher.arrived) == 2
     assert len(publisher.taken) == 4
-    assert rejections.counts == {"stale": 2}
+    assert rejections.tally.reasons == {"stale": 2}
 
 
 async def test_a_row_that_failed_long_before_does_not_count_as_sent() -> None:

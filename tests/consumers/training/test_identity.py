@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,26 @@ import pytest
 
 from bus.history import BusHistory
 from bus.memory import MemoryBus
+from bus.port import Outgoing
 from consumers.training import trainer as trainer_module
 from consumers.training.checkpoints.catalogue import HeldCheckpoints
 from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
-from consumers.training.identity import HeldTopics, IdentityFile, IdentityKeeper, MemoryIdentity, Start, decide
+from consumers.training.identity import (
+    HeldTopics,
+    IdentityFile,
+    IdentityKeeper,
+    MemoryIdentity,
+    Start,
+    decide,
+    read_topics,
+    refuse_other_run,
+)
 from inspection.audit.audit import audit
 from inspection.audit.report import AuditReport
-from schemas.control import RunIdentity
-from schemas.errors import IdentityError, Superseded, UserError
+from schemas.control import IDENTITY_KEY, RunIdentity
+from schemas.errors import IdentityError, Superseded, UserError, WireVersionError
 from schemas.identifiers import PolicyVersion
+from schemas.messages import WIRE_VERSION
 from schemas.reports import SkipReason
 from schemas.topics import CONTROL
 from tests.consumers.training.scene import RUN, TRAINING, Scene, group
@@ -310,3 +322,42 @@ def test_an_identity_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> Non
     IdentityFile(tmp_path).path.write_text(json.dumps({"run_id": 3}))
     with pytest.raises(UserError, match=r"identity\.json.*--adopt"):
         IdentityFile(tmp_path).load()
+
+
+async def test_a_run_says_the_newest_wire_version_that_held_it_and_who_is_too_far_off_neither_holds_nor_joins_it(
+    scene: Scene,
+) -> None:
+    there = RunIdentity(run_id="r", since=0.0)
+
+    def held_by(wire: int) -> RunIdentity:
+        said = there.replace(wire=wire)
+        return decide(Start(RUN, said, NOWHERE, HeldTopics(said), said))
+
+    # One of the version before said no number; one of the version after may be followed by this one again.
+    assert [held_by(wire).wire for wire in (1, WIRE_VERSION, WIRE_VERSION + 1)] == [
+        WIRE_VERSION,
+        WIRE_VERSION,
+        WIRE_VERSION + 1,
+    ]
+    with pytest.raises(WireVersionError, match="update this process") as told:
+        held_by(WIRE_VERSION + 2)
+    assert told.value.exit_code == 2
+    for wire, joins in ((WIRE_VERSION + 1, nullcontext()), (WIRE_VERSION + 2, pytest.raises(WireVersionError))):
+        publisher = await scene.bus.publisher("trainer")
+        said = there.replace(wire=wire)
+        await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), said, key=IDENTITY_KEY))
+        with joins:
+            await refuse_other_run(scene.bus, RUN, MemoryIdentity())
+
+
+async def test_a_trainer_of_a_newer_version_puts_its_number_on_the_topic(scene: Scene) -> None:
+    await a_life(scene)
+    before = json.loads((scene.root / "identity.json").read_bytes())
+    assert before.pop("wire") == WIRE_VERSION
+    older = RunIdentity.model_validate(before)
+    publisher = await scene.bus.publisher("trainer")
+    await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), older, key=IDENTITY_KEY))
+    (scene.root / "identity.json").write_text(older.model_dump_json(exclude={"wire"}))
+    await train(scene, 2, 2)
+    assert IdentityFile(scene.root).load() == older.replace(wire=WIRE_VERSION)
+    assert (await read_topics(scene.bus, RUN)).identity == older.replace(wire=WIRE_VERSION)

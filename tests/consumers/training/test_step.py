@@ -9,9 +9,11 @@ from torch import Tensor
 
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import MicroBatch
-from consumers.training.model import load_model, load_reference
+from consumers.training.companions import open_companions
+from consumers.training.model import load_model
+from consumers.training.optimizer import learning_rate_at
 from consumers.training.settings import TrainingSettings
-from consumers.training.step import PolicyLearner, learning_rate_at
+from consumers.training.step import PolicyLearner
 from schemas.errors import OutOfMemory
 from tests.consumers.training.factories import make_micro_batch, split_micro_batch
 
@@ -23,9 +25,9 @@ def make_learner(
 ) -> PolicyLearner:
     algorithm = algorithm or AlgorithmSettings()
     model = load_model(path, CPU)
-    reference = load_reference(path, CPU) if algorithm.beta > 0 else None
     training = training or TrainingSettings(learning_rate=1e-2)
-    return PolicyLearner(model, reference, algorithm, training, max_completion_length=9)
+    companions = open_companions(model, str(path), algorithm, training)
+    return PolicyLearner(model, companions, algorithm, training, max_completion_length=9)
 
 
 def gradient_of(learner: PolicyLearner, batches: Sequence[MicroBatch]) -> tuple[float, list[Tensor]]:

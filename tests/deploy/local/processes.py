@@ -60,12 +60,14 @@ class Processes:
 
 @asynccontextmanager
 async def processes(scratch: Path, bootstrap_servers: str, **sections: dict[str, object]) -> AsyncIterator[Processes]:
-    """A run with its topics, directory and tiny model, of which no process is started yet."""
+    """A run with its topics, directory and, unless it is emulated, a tiny model; no process is started yet."""
     name = f"t{time.time_ns()}"
     kafka = KafkaSettings(bootstrap_servers=bootstrap_servers)
     (port,) = free_ports(1)
     overrides = [f"--kafka.bootstrap_servers={bootstrap_servers}", f"--relay.port={port}"]
-    settings = load_settings(write_config(scratch, save_tiny_model(scratch / "model"), name, **sections), overrides)
+    settings = load_settings(write_config(scratch, scratch / "model", name, **sections), overrides)
+    if settings.generation.engine != "emulated":
+        save_tiny_model(scratch / "model")
     directory = RunDirectory(settings.run.path)
     directory.create()
     directory.config.write_text(as_toml(settings))

@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ from deploy.local.run import run_locally
 from schemas.errors import BrokerError, UserError
 from settings.loading import load_settings
 from settings.tree import Settings
-from tests.pipeline.local_run import CLI, ENVIRONMENT, PATIENCE_S
+from tests.command import ended
+from tests.pipeline.local_run import CLI, PATIENCE_S
 
 CONFIG = """
 [run]
@@ -87,9 +87,7 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_starte
 
 
 def streamrl(*arguments: str, code: int) -> str:
-    done = subprocess.run(
-        [*CLI, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, **ENVIRONMENT}
-    )
+    done = ended(*arguments)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -13,6 +13,7 @@ from deploy.local.watching import LOG, watch
 from inspection.diagnostics.connect import RunConnection
 from settings.loading import as_toml, load_settings
 from settings.run_directory import RunDirectory
+from tests.inspection.living_run import RUN
 
 WATCHING = """
 import asyncio, signal, sys
@@ -70,7 +71,7 @@ def _directory_of_the_run(folder: Path) -> RunDirectory:
     directory = RunDirectory(folder / "run")
     directory.create()
     given = [
-        "--run.name=living_run",
+        f"--run.name={RUN}",
         "--data.dataset=gcd",
         "--training.backend=emulated",
         "--generation.engine=emulated",

@@ -13,6 +13,7 @@ from schemas.identifiers import PolicyVersion
 from schemas.reports import StepReport
 from schemas.topics import CONTROL, HEARTBEATS, STEPS
 from tests.deploy.local.processes import Processes, processes
+from tests.pipeline.local_run import EMULATED
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -47,7 +48,8 @@ async def until_claimed(run: Processes, count: int) -> list[str]:
 async def test_a_worker_that_stood_still_while_another_took_its_id_ends_superseded(
     tmp_path: Path, bootstrap_servers: str
 ) -> None:
-    async with processes(tmp_path, bootstrap_servers, generation={"fencing_timeout_s": 1.0}) as run:
+    fencing = {"generation": EMULATED["generation"] | {"fencing_timeout_s": 1.0}}
+    async with processes(tmp_path, bootstrap_servers, **(EMULATED | fencing)) as run:
         await run.start("coordinator")
         zombie = await run.start("worker-0")
         (former,) = await until_claimed(run, 1)
@@ -70,7 +72,7 @@ async def test_a_worker_that_stood_still_while_another_took_its_id_ends_supersed
 async def test_a_coordinator_that_stood_still_announces_nothing_over_its_successor(
     tmp_path: Path, bootstrap_servers: str
 ) -> None:
-    async with processes(tmp_path, bootstrap_servers) as run:
+    async with processes(tmp_path, bootstrap_servers, **EMULATED) as run:
         zombie = await run.start("coordinator")
         await run.until_log(zombie, "coordinator ready")
         await report(run, 1)

@@ -11,6 +11,7 @@ import pytest
 from bus.kafka.cluster import committed_offsets
 from inspection.diagnostics.connect import RunConnection
 from schemas.topics import TRAJECTORIES
+from tests.command import ended
 
 UI = (sys.executable, "-m", "streamrl.cli.app", "ui")
 
@@ -56,10 +57,8 @@ async def test_a_port_that_is_taken_is_one_line(living_run: RunConnection) -> No
 
 
 @pytest.mark.parametrize("arguments", [["--port", "70000"], ["nowhere"]])
-async def test_mistakes_are_told_without_a_traceback(arguments: list[str]) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *UI, "--no-open", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    _, told = await asyncio.wait_for(process.communicate(), 100)
-    assert process.returncode == 2
-    assert b"Traceback" not in told
+def test_mistakes_are_told_without_a_traceback(arguments: list[str]) -> None:
+    done = ended("ui", "--no-open", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+    assert "rror: " in done.stderr or "Error" in done.stderr

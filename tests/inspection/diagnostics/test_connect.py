@@ -1,10 +1,12 @@
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from bus.kafka.settings import KafkaSettings
 from inspection.diagnostics.connect import RunConnection, connect, runs_of
 from schemas.errors import SettingsError, UserError
+from streamrl.cli.app import app
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +79,29 @@ def test_only_the_broker_of_the_run_itself_can_be_started_again_by_its_data() ->
     assert connect(Path("mine"), "", "b:2").advice == ""
 
 
+def test_a_run_that_is_named_is_looked_for_at_its_own_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mine", "newest"):
+        directory = tmp_path / "runs" / name
+        directory.mkdir(parents=True)
+        (directory / "config.resolved.toml").write_text(config(tmp_path).read_text().replace("mine", name))
+    monkeypatch.setattr("inspection.diagnostics.connect.own_broker", lambda run: f"{run.path.name}:1")
+    assert (connect(None, "mine", None).run, connect(None, "mine", None).address) == ("mine", "mine:1")
+    assert connect(None, "mine", "b:2").address == "b:2"
+    assert connect(None, "elsewhere", None).address == "newest:1"
+
+
+@pytest.mark.parametrize(
+    "command", [["pause"], ["resume"], ["drain", "--worker", "w"], ["topics", "diff"], ["topics", "apply"], ["status"]]
+)
+def test_commands_about_a_run_start_no_broker_of_their_own(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a broker was started")
+
+    monkeypatch.setattr("bus.embedded.cluster.start_cluster", never)
+    with pytest.raises(UserError, match=r"expected a running broker, got none .*--bootstrap-servers"):
+        get_command(app).main([*command, "--run", "mine"], standalone_mode=False)
+
+
 def test_runs_are_found_by_their_topics() -> None:
     topics = ["a.steps", "a.trajectories", "b.c.steps", "b.c.trajectories", "d.steps", "__consumer_offsets"]
     assert runs_of(topics) == ["a", "b.c"]
@@ -86,5 +111,5 @@ def test_runs_are_found_by_their_topics() -> None:
 @pytest.mark.asyncio(loop_scope="session")
 async def test_a_run_that_is_not_there_is_told_with_those_that_are(living_run: RunConnection) -> None:
     assert await living_run.with_run() is living_run
-    with pytest.raises(UserError, match="living_run"):
+    with pytest.raises(UserError, match=living_run.run):
         await RunConnection(living_run.kafka, "no-such").with_run()

@@ -1,7 +1,9 @@
 import asyncio
 import json
 import os
+import re
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -119,17 +121,24 @@ async def test_clocks_are_compared_with_heartbeats_that_come(bootstrap_servers: 
     assert "not measured" in (await check_clocks(connection)).detail
     publisher = await KafkaBus(connection.kafka).publisher("w")
 
+    slow_by_s = 0.0
+
     async def beat() -> None:
         while True:
-            await publisher.publish(Outgoing.of(HEARTBEATS.full_name("clocked"), examples()["heartbeat"], key="w"))
+            message = examples()["heartbeat"].replace(sent_at=time.time() - slow_by_s)
+            await publisher.publish(Outgoing.of(HEARTBEATS.full_name("clocked"), message, key="w"))
             await asyncio.sleep(0.2)
 
     beating = asyncio.create_task(beat())
     try:
-        found = await check_clocks(connection)
+        right = await check_clocks(connection)
+        slow_by_s = 600.0
+        wrong = await check_clocks(connection)
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
         await publisher.close()
-    assert found.level == "ok"
-    assert "a worker stamps records" in found.detail
+    assert right.level == "ok"
+    assert "the broker stamps records" in right.detail
+    assert wrong.level == "warn"
+    assert re.search(r"worker-1 writes (599|600|601)\.\d s behind", wrong.detail)

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -8,25 +6,25 @@ from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.tail import named_topic
 from schemas.errors import UserError
 from schemas.topics import TRAJECTORIES
+from tests.command import Ended, ended
 
-pytestmark = [pytest.mark.kafka, pytest.mark.asyncio(loop_scope="session")]
-
-
-def tail(connection: RunConnection, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "streamrl.cli.app", "tail", *arguments]
-    named = ["--bootstrap-servers", connection.address, "--run", connection.run]
-    return subprocess.run([*command, *named], capture_output=True, text=True, check=False, timeout=60)
+pytestmark = pytest.mark.kafka
 
 
+def tail(connection: RunConnection, *arguments: str) -> Ended:
+    return ended("tail", *arguments, "--bootstrap-servers", connection.address, "--run", connection.run)
+
+
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_topic_is_named_shortly_or_in_full(living_run: RunConnection) -> None:
-    assert await named_topic(living_run, "trajectories") == ("living_run.trajectories", TRAJECTORIES)
-    unnamed = RunConnection(living_run.kafka, "")
-    assert await named_topic(unnamed, "living_run.trajectories") == ("living_run.trajectories", TRAJECTORIES)
+    full = living_run.name_of(TRAJECTORIES)
+    assert await named_topic(living_run, "trajectories") == (full, TRAJECTORIES)
+    assert await named_topic(RunConnection(living_run.kafka, ""), full) == (full, TRAJECTORIES)
     with pytest.raises(UserError, match="did you mean trajectories"):
         await named_topic(living_run, "trajektories")
 
 
-async def test_records_are_filtered_and_those_that_do_not_decode_are_shown(living_run: RunConnection) -> None:
+def test_records_are_filtered_and_those_that_do_not_decode_are_shown(living_run: RunConnection) -> None:
     done = tail(
         living_run, "trajectories", "--from", "beginning", "--filter", "worker_id=worker-1 and length>30", "--json"
     )
@@ -40,7 +38,7 @@ async def test_records_are_filtered_and_those_that_do_not_decode_are_shown(livin
     assert done.stderr == ""
 
 
-async def test_a_mistake_ends_in_one_line_and_code_two(living_run: RunConnection) -> None:
+def test_a_mistake_ends_in_one_line_and_code_two(living_run: RunConnection) -> None:
     for arguments in (["trajectories", "--filter", "lenght>5"], ["trajectories", "--partition", "99"], ["nothing"]):
         done = tail(living_run, *arguments)
         assert done.returncode == 2

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from bus.port import Record
 from observability.run_state.state import RunState
 from schemas.errors import UserError
-from schemas.topics import TRAJECTORIES, WORK_ORDERS
+from schemas.topics import TRAJECTORIES
 from schemas.trajectories import Trajectory
 from tests.observability.run_state.made_up_run import Happening, MadeUpRun
 from tests.observability.run_state.writing import append, topics_of
@@ -31,10 +31,7 @@ class MadeUpState:
         until = self.now + seconds
         for happening in self.happenings:
             append(self.bus, RUN, happening)
-            if happening.topic is WORK_ORDERS:
-                self.state.count_orders(1, happening.at)
-            else:
-                self.state.observe_record(self.last_of(happening))
+            self.state.observe_record(self.last_of(happening))
             if happening.at > until:
                 break
         self.now = until

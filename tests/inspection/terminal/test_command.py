@@ -17,32 +17,24 @@ from inspection.diagnostics.connect import RunConnection
 from inspection.terminal.command import read_trajectory
 from schemas.errors import UserError
 from schemas.topics import TRAJECTORIES
+from tests.command import ended
 
 TOP = (sys.executable, "-m", "streamrl.cli.app", "top")
-
-
-async def ended(*arguments: str, timeout_s: float = 40) -> tuple[int | None, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        *TOP, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, err = await asyncio.wait_for(process.communicate(), timeout_s)
-    return process.returncode, out.decode(), err.decode()
 
 
 def named(connection: RunConnection) -> tuple[str, ...]:
     return "--bootstrap-servers", connection.address, "--run", connection.run
 
 
-async def test_one_line_and_nothing_is_committed(living_run: RunConnection) -> None:
+def test_one_line_and_nothing_is_committed(living_run: RunConnection) -> None:
     topic = living_run.name_of(TRAJECTORIES)
-    before = await committed_offsets(living_run.kafka, {topic})
-    code, out, err = await ended("--once", *named(living_run))
-    assert code == 0, err
-    assert out.count("\n") == 1
-    assert re.search(r"step 5  reward 0\.500 .*lag b0:\d+ b1:\d+ b2:\d+ b3:\d+  workers worker-0@\S+ worker-1@", out), (
-        out
-    )
-    assert await committed_offsets(living_run.kafka, {topic}) == before
+    before = asyncio.run(committed_offsets(living_run.kafka, {topic}))
+    done = ended("top", "--once", *named(living_run))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    line = r"step 5  reward 0\.500 .*lag b0:\d+ b1:\d+ b2:\d+ b3:\d+  workers worker-0@\S+ worker-1@"
+    assert re.search(line, done.stdout), done.stdout
+    assert asyncio.run(committed_offsets(living_run.kafka, {topic})) == before
 
 
 async def test_several_may_look_at_once_and_each_interval_is_an_object(living_run: RunConnection) -> None:
@@ -111,16 +103,16 @@ async def test_a_record_is_read_by_its_place(living_run: RunConnection) -> None:
         await read_trajectory(living_run, "0@99999")
 
 
-async def test_an_unknown_run_is_one_line(living_run: RunConnection) -> None:
-    code, out, err = await ended("--bootstrap-servers", living_run.address, "--run", "nobody")
-    assert (code, out) == (2, "")
-    assert re.fullmatch(r"error: expected the topics of run nobody at \S+, found those of: .*\n", err)
+def test_an_unknown_run_is_one_line(living_run: RunConnection) -> None:
+    done = ended("top", "--once", "--bootstrap-servers", living_run.address, "--run", "nobody")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: expected the topics of run nobody at \S+, found those of: .*\n", done.stderr)
 
 
 @pytest.mark.parametrize("arguments", [["--bootstrap-servers", "127.0.0.1:1", "--run", "r"], ["nowhere"],
                                        ["--interval", "0"]])  # fmt: skip
-async def test_mistakes_are_told_without_a_traceback(arguments: list[str]) -> None:
-    code, out, err = await ended("--once", *arguments)
-    assert (code, out) == (2, "")
-    assert "Traceback" not in err
-    assert "rror: " in err or "Error" in err
+def test_mistakes_are_told_without_a_traceback(arguments: list[str]) -> None:
+    done = ended("top", "--once", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+    assert "rror: " in done.stderr or "Error" in done.stderr

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bus.history import BusHistory
-from bus.port import Record
+from bus.history import BusHistory, Extent
+from bus.port import Record, TopicPartition
 from inspection.opening import open_index
+from inspection.replay import history
 from inspection.replay.history import GroupHistory, TrajectoryHistory
 from observability.record_index import following
 from observability.record_index.entries import Kind, RefKind
@@ -242,3 +243,28 @@ async def test_what_was_finished_on_another_cluster_is_told_and_not_as_what_it_w
             assert fates_of(found) == records
             told = {event.what for event in found.events} & {"trained", "skipped", "finished elsewhere"}
             assert told == ({"finished elsewhere"} if records.keys() & run.current.carried else set())
+
+
+async def test_a_fate_that_may_have_changed_is_looked_for_only_where_fates_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a run that goes on, most of what comes is trajectories and orders, and somebody waits."""
+    run, index = small_run(), RecordIndex(None)
+    asked = list[tuple[str, ...]]()
+
+    class Noted(BusHistory):
+        async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
+            asked.append(topics)
+            return await super().extents(*topics)
+
+    follower = IndexFollower(Noted(run.bus), RUN, index)
+    monkeypatch.setattr(history, "FRESH_S", 0.0)
+    assert fates_of(await found_by(follower, "d/0/0/1")) == run.truth()["d/0/0/1"]  # type: ignore[arg-type]
+    run.produce("d/7/0/0", 0)
+    run.publish()
+    await found_by(follower, "d/0/0/1")
+    assert [TOPIC in topics for topics in asked] == [True, False]
+    assert index.places("d/7/0", Kind.TRAJECTORY) == []
+    # What is not known may be on any.
+    assert await found_by(follower, "d/7/0/0") is not None
+    assert TOPIC in asked[-1]

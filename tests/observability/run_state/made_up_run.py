@@ -4,6 +4,7 @@ import heapq
 import itertools
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from schemas.trajectories import (
 
 SHARDS, BUCKETS = 2, 4
 PARTITIONS = SHARDS * BUCKETS
+MAX_STEPS = 900.0
 BOUNDS = (64, 160, 400)
 SENTENCES = (
     "Let me work through this step by step. ",
@@ -65,6 +67,9 @@ class MadeUpRun:
     held: dict[str, int] = field(default_factory=dict)
     offsets: list[int] = field(default_factory=lambda: [0] * PARTITIONS)
     pending: list[tuple[Trajectory, int, int]] = field(default_factory=list)
+    finished: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+    skipped: Counter[str] = field(default_factory=Counter)
+    delivered: Counter[str] = field(default_factory=Counter)
     sequence: Iterator[int] = field(default_factory=itertools.count)
     free_at: float = 0.0
     last_at: float = 0.0
@@ -165,6 +170,7 @@ class MadeUpRun:
         partition = trajectory.bucket * SHARDS + self.dice.randrange(SHARDS)
         offset = self.offsets[partition]
         self.offsets[partition] += 1
+        self.delivered[trajectory.worker_id] += 1
         yield Happening(at, TRAJECTORIES, trajectory.group_id, partition, trajectory)
         if self.dice.random() < 0.004:
             row = SkipRecord(
@@ -176,8 +182,12 @@ class MadeUpRun:
                 partition=partition,
                 offset=offset,
                 step=self.version,
+                lineage=1,
+                sequence=1 + self.skipped.total(),
                 sent_at=at + 0.01,
             )
+            self.skipped[row.reason.value] += 1
+            self.finished[trajectory.bucket] += 1
             yield Happening(at + 0.01, SKIPS, trajectory.trajectory_id, 0, row)
         else:
             self.pending.append((trajectory, partition, offset))
@@ -185,6 +195,8 @@ class MadeUpRun:
     def _step(self, at: float, began: float) -> Iterator[Happening]:
         batch, self.pending = self.pending[: self.per_step], self.pending[self.per_step :]
         self.version += 1
+        for trajectory, *_ in batch:
+            self.finished[trajectory.bucket] += 1
         refs = tuple(RecordRef(trajectory.trajectory_id, *place) for trajectory, *place in batch)
         report = StepReport(
             algorithm="grpo",
@@ -205,7 +217,20 @@ class MadeUpRun:
         unread = [0.0] * BUCKETS
         for trajectory, *_ in self.pending:
             unread[trajectory.bucket] += 1
+        parts = {name: [each.rewards[name] or 0.0 for each in batch] for name in batch[0].rewards}
         return {
+            "loss": 0.3 - self.version / 1000,
+            "grad_norm": 0.5 + 1 / self.version,
+            "entropy": 1 / (1 + self.version / 50),
+            "mismatch_kl/all/mean": 0.002 * self.version**0.5,
+            "clip_ratio/region_mean": 0.01,
+            **{f"rewards/{name}/mean": float(np.mean(values)) for name, values in parts.items()},
+            "completions/num_tokens": float(sum(lengths)),
+            "ledger/trained": float(len(batch)),
+            "ledger/groups": float(len(batch)) / 8,
+            **{f"ledger/skipped/{reason}": float(count) for reason, count in self.skipped.items()},
+            **{f"kafka/finished/bucket_{bucket}": float(count) for bucket, count in enumerate(self.finished)},
+            "progress/max_steps": MAX_STEPS,
             "reward": float(np.mean([sum(value or 0.0 for value in each.rewards.values()) for each in batch])),
             "completions/mean_length": float(np.mean(lengths)),
             "completions/max_length": float(max(lengths)),
@@ -243,7 +268,7 @@ class MadeUpRun:
             running=busy,
             waiting=self.dice.choice([0, 0, 0, 1, 3]),
             generated_tokens=0,
-            finished_trajectories=0,
+            finished_trajectories=self.delivered[worker],
             tokens_per_s=busy * 70 * self.dice.uniform(0.9, 1.1),
             sequence=0,
             sent_at=at,

@@ -1,7 +1,6 @@
 import asyncio
-import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +10,10 @@ from structlog.testing import capture_logs
 from bus.kafka.connection import BrokerAvailability
 from bus.memory import MemoryBus
 from bus.port import Bus, Outgoing, Publisher, Subscription, TopicPartition, TransactionalPublisher
-from observability.run_state.feed import COUNTED, RECENT, WHOLE_RUN, RunFeed, lag_of_committed
+from observability.run_state.feed import COUNTED, RECENT, WHOLE_RUN, RunFeed, ends_by_bucket
 from observability.run_state.state import RunState
 from schemas.errors import BusUnavailable
 from schemas.identifiers import PolicyVersion
-from schemas.topics import WORK_ORDERS
 from tests.observability.run_state.made_up_run import SHARDS, MadeUpRun
 from tests.observability.run_state.writing import append, topics_of
 from tests.schemas.examples import examples
@@ -42,19 +40,23 @@ class Asked:
 
 
 @dataclass
-class Committed:
-    """Offsets that somebody committed."""
+class SilentEnds(Asked):
+    """A bus that does not tell the ends of topics the first times."""
 
-    answer: Callable[[], Mapping[TopicPartition, int]]
-    asked: int = 0
-    closed: bool = False
+    times: int = 0
 
-    async def ask(self) -> Mapping[TopicPartition, int]:
-        self.asked += 1
-        return self.answer()
+    async def subscribe(self, topics: Iterable[str], **how: Any) -> Subscription:
+        subscription = await self.bus.subscribe(topics, **how)
+        told = subscription.end_offsets
 
-    async def close(self) -> None:
-        self.closed = True
+        async def ends() -> dict[TopicPartition, int]:
+            self.times += 1
+            if self.times <= 5:
+                raise BusUnavailable("no answer")
+            return await told()
+
+        subscription.end_offsets = ends  # type: ignore[method-assign]
+        return subscription
 
 
 def a_past(seconds: float) -> tuple[MemoryBus, MadeUpRun]:
@@ -117,41 +119,42 @@ async def test_a_topic_that_was_made_anew_is_followed_from_where_it_is() -> None
     await asyncio.wait_for(task, 5)
 
 
-async def test_lag_is_what_the_trainer_has_not_finished() -> None:
-    bus, _ = a_past(5.0)
+async def test_lag_is_what_the_trainer_has_not_finished_also_of_what_comes_after_its_step() -> None:
+    bus, made_up = a_past(5.0)
     state, stop = RunState(RUN), asyncio.Event()
+    task = asyncio.create_task(RunFeed(bus, state, SHARDS, pace_s=lambda: 0.01).run(stop))
 
-    committed = Committed(lambda: {TopicPartition(f"{RUN}.trajectories", 0): 2})
-    task = asyncio.create_task(RunFeed(bus, state, SHARDS, committed).run(stop))
+    def unfinished() -> int:
+        return sum(map(len, bus.log(f"{RUN}.trajectories").partitions)) - sum(made_up.finished)
+
     async with asyncio.timeout(10):
-        while not state.committed_lag:
+        while state.step < made_up.version or sum(state.lag.values()) < unfinished():
+            await asyncio.sleep(0.02)
+        await (await bus.publisher("test")).publish(bus_record(bus))
+        while sum(state.lag.values()) < unfinished():
             await asyncio.sleep(0.02)
     stop.set()
     await asyncio.wait_for(task, 5)
-    logs = bus.log(f"{RUN}.trajectories").partitions
-    assert state.committed_lag[0] == len(logs[0]) + len(logs[1]) - 2
-    assert sum(state.committed_lag.values()) == sum(map(len, logs)) - 2
-    assert committed.closed
+    assert sum(state.lag.values()) == unfinished()
+
+
+def bus_record(bus: MemoryBus) -> Outgoing:
+    """A trajectory once more."""
+    held = next(record for partition in bus.log(f"{RUN}.trajectories").partitions for record in partition)
+    return Outgoing(held.topic, held.value, held.key, held.partition, held.headers)
 
 
 async def test_an_outage_is_told_once_however_often_the_broker_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("observability.run_state.feed.ENDS_EVERY_S", 0.01)
     bus, _ = a_past(5.0)
     state, stop = RunState(RUN), asyncio.Event()
-
-    def silent_at_first() -> Mapping[TopicPartition, int]:
-        if committed.asked <= 5:
-            raise BusUnavailable("no answer")
-        return {}
-
-    committed = Committed(silent_at_first)
-    feed = RunFeed(
-        bus, state, SHARDS, committed, availability=BrokerAvailability("b:1", "start it again"), pace_s=lambda: 0.01
-    )
+    silent = SilentEnds(bus)
+    availability = BrokerAvailability("b:1", "start it again")
+    feed = RunFeed(bus, state, SHARDS, availability=availability, without_prefetch=silent, pace_s=lambda: 0.01)
     with capture_logs() as logs:
         task = asyncio.create_task(feed.run(stop))
         async with asyncio.timeout(10):
-            while committed.asked < 10:
+            while silent.times < 10:
                 await asyncio.sleep(0.02)
         stop.set()
         await asyncio.wait_for(task, 5)
@@ -161,32 +164,10 @@ async def test_an_outage_is_told_once_however_often_the_broker_is_asked(monkeypa
     ]
 
 
-async def test_orders_are_counted_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("observability.run_state.feed.ENDS_EVERY_S", 0.01)
-    bus, made_up = a_past(5.0)
-    state, stop = RunState(RUN), asyncio.Event()
-    feed = RunFeed(bus, state, pace_s=lambda: 0.01)
-    task = asyncio.create_task(feed.run(stop))
-    async with asyncio.timeout(10):
-        while state.step < made_up.version:
-            await asyncio.sleep(0.02)
-        for each in [each for each in itertools.islice(made_up.happenings(), 400) if each.topic is WORK_ORDERS][:7]:
-            append(bus, RUN, each)
-        while state.rates["orders"].total < 7:
-            await asyncio.sleep(0.02)
-    stop.set()
-    await asyncio.wait_for(task, 5)
-    topic = WORK_ORDERS.full_name(RUN)
-    ends = {TopicPartition(topic, lane): len(held) for lane, held in enumerate(bus.log(topic).partitions)}
-    assert {tp: at for tp, at in feed.positions.items() if tp.topic == topic} == ends
-    assert state.rates["orders"].total == 7
-
-
 async def test_a_whole_run_is_read_to_its_end_without_its_trajectories() -> None:
     bus, made_up = a_past(20.0)
     state, stop = RunState(RUN), asyncio.Event()
-    committed = Committed(lambda: {TopicPartition(f"{RUN}.trajectories", 0): 2})
-    feed = RunFeed(bus, state, SHARDS, committed, pace_s=lambda: 0.01, past=WHOLE_RUN)
+    feed = RunFeed(bus, state, SHARDS, pace_s=lambda: 0.01, past=WHOLE_RUN)
     task = asyncio.create_task(feed.run(stop))
     async with asyncio.timeout(10):
         while state.step < made_up.version:
@@ -199,8 +180,7 @@ async def test_a_whole_run_is_read_to_its_end_without_its_trajectories() -> None
     assert state.finished
     assert [entry.step for entry in state.steps.entries] == [*range(1, made_up.version + 1), 999]
     assert not state.last, "trajectories are counted by their ends"
-    assert sum(state.lag.values()) == sum(map(len, bus.log(f"{RUN}.trajectories").partitions)) - 2
-    assert committed.closed
+    assert sum(state.ends.values()) == sum(map(len, bus.log(f"{RUN}.trajectories").partitions))
 
 
 async def test_a_run_that_ended_at_once_is_read_whole() -> None:
@@ -210,7 +190,6 @@ async def test_a_run_that_ended_at_once_is_read_whole() -> None:
     assert len(state.steps.entries) == made_up.version
 
 
-def test_lag_counts_this_topic_only() -> None:
-    ends = {TopicPartition("a.trajectories", 0): 5, TopicPartition("a.trajectories", 3): 7, TopicPartition("a.x", 0): 9}
-    finished = {TopicPartition("a.trajectories", 3): 8}
-    assert lag_of_committed("a.trajectories", ends, finished, 2) == {0: 5, 1: 0}
+def test_ends_are_summed_up_by_bucket() -> None:
+    ends = {TopicPartition("a.trajectories", number): end for number, end in enumerate((5, 7, 0, 2))}
+    assert ends_by_bucket(ends, 2) == {0: 12, 1: 2}

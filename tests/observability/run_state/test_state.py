@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from bus.port import Record
-from observability.run_state.aggregates import CAUSES_HELD, EXAMPLE_LIMIT
+from observability.run_state.skips import CAUSES_HELD, EXAMPLE_LIMIT
 from observability.run_state.snapshot import snapshot
 from observability.run_state.state import AWAY_S, CURVES, SHOWN_TRAJECTORIES, TRAINER, WORKERS_HELD, RunState
 from schemas.control import RunFinished
@@ -34,8 +34,8 @@ def test_a_run_is_folded_into_what_a_display_needs() -> None:
     assert loop["health"] == "running"
     assert loop["workers"] == 6
     assert loop["step"] == state.curves.columns()["step"][-1]
-    assert loop["rates"]["trajectories"] == pytest.approx(20, rel=0.5)
-    assert loop["totals"]["dead_letters"] == 2
+    assert loop["sampled_per_s"] == pytest.approx(20, rel=0.5)
+    assert loop["dead_letters"] == 2
     assert [each["name"] for each in shown["timeline"]][:3] == ["trainer", "coordinator", "worker-0"]
     assert any(kind == "adopt" for lane in shown["timeline"] for _, kind, _ in lane["marks"])
     assert sum(count for _, count in shown["staleness"]["counts"]) == pytest.approx(64 * loop["step"])
@@ -52,10 +52,9 @@ def test_every_trajectory_is_counted() -> None:
     for begin in range(0, len(came), 1000):
         at_once.observe_records(came[begin : begin + 1000])
     exact, told = one_by_one.rates, at_once.rates
-    assert exact["trajectories"].total > 2000
-    assert told["trajectories"].total == exact["trajectories"].total
+    assert exact["sampled"].total > 2000
+    assert told["sampled"].total == exact["sampled"].total
     assert sum(at_once.buckets.values()) == sum(one_by_one.buckets.values())
-    assert told["tokens"].total == pytest.approx(exact["tokens"].total, rel=0.1)
     assert at_once.calibration.close_share == pytest.approx(one_by_one.calibration.close_share or 0, abs=0.1)
     assert list(at_once.last) == list(one_by_one.last)
     assert at_once.step == one_by_one.step
@@ -77,12 +76,13 @@ def test_it_stays_bounded() -> None:
         state.observe_message(beat.replace(worker_id=f"worker-{index}", sent_at=BEGIN + index))
         refs = tuple(RecordRef("t", 0, 100 * index + row) for row in range(50))
         changes = {"step": index + 1, "version": PolicyVersion(2, index + 5), "sent_at": BEGIN + index}
+        changes["metrics"] = {f"rewards/r{number}/mean": 1.0 for number in range(20)}
         state.observe_message(report.replace(micro_batches=(refs,), finished=False, **changes))
     assert len(state.workers) == WORKERS_HELD
     assert len(state.tracks) <= WORKERS_HELD + 2
     assert len(state.curves.rows) <= state.curves.most + 1
     assert len(state.fates.fates) <= 20_000
-    assert set(state.curves.columns()) == {"step", *CURVES}
+    assert set(state.curves.columns()) == {"step", *CURVES, *(f"rewards/r{number}/mean" for number in range(8))}
 
 
 def test_a_resumed_trainer_takes_its_steps_back() -> None:
@@ -145,7 +145,7 @@ def test_skips_are_counted_by_reason_and_ranges_count_whole() -> None:
     state, row = RunState(RUN), examples()["skip"]
     state.observe_message(row)
     state.observe_message(row.replace(reason="retention_expired", offset=20, end_offset=120))
-    assert state.skips == {"stale": 1, "retention_expired": 100}
+    assert state.skipped == {"stale": 1, "retention_expired": 100}
     assert state.fates.of((3, 12)) == "skipped: stale"
 
 

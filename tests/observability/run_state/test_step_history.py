@@ -40,7 +40,10 @@ def test_throughput_is_trained_trajectories_over_the_time_between_reports() -> N
     state = RunState("run")
     for step in (1, 2, 3):
         state.observe_message(report(1, step, sent_at=step * 0.5))
-    assert state.steps.trajectories_per_s() == 4.0
+    assert state.steps.pace().trajectories_per_s == 4.0
+    assert state.steps.pace(2.0).trajectories_per_s == 4.0, "the next step is not overdue yet"
+    assert state.steps.pace(4.0).trajectories_per_s == 4 / 3
+    assert state.steps.pace(4.0).steps_per_s == 2 / 3
 
 
 def test_skips_are_counted_by_reason() -> None:
@@ -91,12 +94,38 @@ def test_a_trainer_that_falls_back_to_its_beginning_takes_its_first_rewards_back
     assert state.steps.first_rewards == [(1, 0.1), (2, 0.9)]
 
 
-def test_lag_is_the_committed_one_as_soon_as_somebody_asks_for_it() -> None:
+def test_lag_is_what_the_trainer_has_not_finished_and_what_came_since() -> None:
     state = RunState("run")
-    state.observe_message(report(1, 1))
-    assert state.lag == {0: 2, 1: 7}
-    state.committed_lag = {0: 3, 1: 0}
-    assert state.lag == {0: 3, 1: 0}
+    state.ends = {0: 4, 1: 0}
+    assert state.lag == {0: 4, 1: 0}, "without a step nothing is finished"
+    step = report(1, 1)
+    state.observe_message(step)
+    assert state.lag == {0: 2, 1: 7}, "a trainer that does not say what is finished"
+    told = {"kafka/finished/bucket_0": 10, "kafka/finished/bucket_1": 5}
+    state.observe_message(report(1, 2).replace(metrics={**step.metrics, **told}))
+    assert state.lag == {0: 2, 1: 7}, "ends that are older than the trainer's"
+    state.ends = {0: 13, 1: 12, 2: 1}
+    assert state.lag == {0: 3, 1: 7, 2: 1}
+
+
+def test_skips_that_a_step_has_reported_are_not_counted_again_and_undone_ones_not_at_all() -> None:
+    state = RunState("run")
+
+    def row(lineage: int, sent_at: float) -> SkipRecord:
+        return SkipRecord(
+            algorithm="grpo", reason=SkipReason.STALE, trajectory_id=None, group_id=None, partition=0, offset=0,
+            step=1, lineage=lineage, sent_at=sent_at,
+        )  # fmt: skip
+
+    step = report(1, 1, sent_at=10.0)
+    for message in (row(1, 9.0), row(1, 11.0), step.replace(metrics={**step.metrics, "ledger/skipped/stale": 5.0})):
+        state.observe_message(message)
+    assert state.skipped == {"stale": 6}
+    state.observe_message(report(2, 1, sent_at=20.0).replace(micro_batches=(), group_ids=()))
+    assert state.skipped == {"stale": 5}
+    state.observe_message(row(1, 21.0))
+    state.observe_message(row(2, 21.0))
+    assert state.skipped == {"stale": 6}
 
 
 def test_lag_is_ordered_by_bucket() -> None:

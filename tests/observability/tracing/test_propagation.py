@@ -1,4 +1,3 @@
-import itertools
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,13 @@ from bus.port import Bus, Record
 from observability.tracing.context import SpanContext, TraceSpan, context_of
 from schemas.codec import headers_of
 from schemas.topics import CONTROL, STEPS, TRAJECTORIES, WORK_ORDERS
+from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 from tests.observability.tracing.traced_loop import TracedLoop, settings
 from tests.schemas.examples import work_order
 
 TOPICS = (WORK_ORDERS, TRAJECTORIES, STEPS, CONTROL)
-_numbers = itertools.count()
+_numbers = unique_numbers()
 
 
 @pytest.fixture

@@ -125,6 +125,8 @@ def step_report(
     lineage: int = 1,
     refs: tuple[RecordRef, ...] = (),
     prompt_cursor: int = 0,
+    parent: PolicyVersion | None = None,
+    parent_skips: int = 0,
 ) -> StepReport:
     return StepReport(
         algorithm="grpo",
@@ -134,6 +136,8 @@ def step_report(
         group_ids=tuple(groups),
         micro_batches=(refs,),
         metrics={},
+        parent=parent,
+        parent_skips=parent_skips,
         prompt_cursor=prompt_cursor,
         sent_at=0.0,
     )

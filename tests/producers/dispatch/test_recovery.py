@@ -97,7 +97,7 @@ async def test_no_clock_that_is_set_keeps_groups_in_flight(
         if number == 3:
             now[0] += skew_s
             if lineages == 2:
-                await scene.step(2, lineage=2)
+                await scene.step(2, lineage=2, parent=version(2), parent_skips=2)
         now[0] += 1.0
         await scene.step(number, [f"toy/{2 * number - 2}/0", f"toy/{2 * number - 1}/0"], lineage=lineage)
         if number in (2, 4):
@@ -121,11 +121,11 @@ async def test_rows_of_an_older_lineage_are_undone_by_the_next() -> None:
     await scene.step(1)
     row = skip_record("toy/0/0", 0, SkipReason.ZERO_ADVANTAGE, step=2).replace(lineage=1, sequence=1)
     await scene.send(SKIPS, row)
-    await scene.step(1, lineage=2)
+    await scene.step(1, lineage=2, parent=version(1))
     kept = skip_record("toy/1/0", 0, SkipReason.ZERO_ADVANTAGE, step=2).replace(lineage=2, sequence=1)
     await scene.send(SKIPS, kept)
     await scene.step(3, lineage=2)
-    await scene.step(3, lineage=3)
+    await scene.step(3, lineage=3, parent=version(3, lineage=2), parent_skips=1)
     state, _ = await _rebuilt(scene)
     flying = [name for name in ("toy/0/0", "toy/1/0", "toy/2/0") if state.ledger.is_in_flight(name)]
     assert flying == ["toy/0/0", "toy/2/0"]
@@ -239,10 +239,36 @@ async def test_a_trainer_that_resumed_gets_its_groups_back_after_our_restart_too
     await scene.step(1, ["toy/0/0"])
     await scene.step(2, ["toy/1/0"])
     await scene.send(SKIPS, skip_record("toy/2/0", 0, SkipReason.ZERO_ADVANTAGE, step=2))
-    await scene.step(1, lineage=2)
+    await scene.step(1, lineage=2, parent=version(1))
     state, _ = await _rebuilt(scene)
     assert [n for n in range(3) if state.ledger.is_in_flight(f"toy/{n}/0")] == [1, 2]
     assert state.ledger.current == version(1, lineage=2)
+
+
+@pytest.mark.parametrize("live", [True, False])
+async def test_groups_that_a_restore_forward_again_has_trained_are_not_waited_for(*, live: bool) -> None:
+    """Back to step 1, and from there to step 2 of the lineage that this had undone."""
+    scene = Scene()
+    await scene.step(0)
+    for position in range(4):
+        await _order(scene, position)
+        await scene.finish(order(f"toy/{position}/0"))
+    await scene.step(1, ["toy/0/0"])
+    await scene.step(2, ["toy/1/0"])
+    row = skip_record("toy/2/0", 0, SkipReason.ZERO_ADVANTAGE, step=2).replace(sequence=1, lineage=1)
+    await scene.send(SKIPS, row)
+    await scene.send(SKIPS, row.replace(trajectory_id="toy/2/0/1", offset=5, sequence=2))
+    await scene.step(1, lineage=2, parent=version(1))
+    forward = step_report(2, lineage=3, parent=version(2), parent_skips=2)
+    if live:
+        state, _ = await _rebuilt(scene)
+        assert [n for n in range(4) if state.ledger.is_in_flight(f"toy/{n}/0")] == [1, 2, 3]
+        state.observe(forward, time.time())
+        assert state.has_lost_samples  # the state is rebuilt then
+    await scene.send(STEPS, forward, "grpo")
+    state, _ = await _rebuilt(scene)
+    assert [n for n in range(4) if state.ledger.is_in_flight(f"toy/{n}/0")] == [3]
+    assert (state.ledger.current, state.has_lost_samples) == (version(2, lineage=3), False)
 
 
 async def test_the_cursor_is_the_largest_that_orders_steps_and_trajectories_tell() -> None:

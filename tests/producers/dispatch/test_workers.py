@@ -1,4 +1,5 @@
 from producers.dispatch.fleet import LiveWorkers
+from schemas.messages import WIRE_VERSION
 from schemas.reports import WorkerState
 from tests.producers.dispatch.scene import heartbeat
 
@@ -47,3 +48,10 @@ def test_our_own_silence_costs_nobody_a_lease() -> None:
 
 def test_an_unknown_worker_has_nothing() -> None:
     assert not LiveWorkers(10).has("w9", None, 0)
+
+
+def test_a_worker_whose_wire_version_is_too_far_off_is_ordered_nothing() -> None:
+    workers = LiveWorkers(lease_s=10)
+    for name, wire in (("same", WIRE_VERSION), ("newer", WIRE_VERSION + 1), ("much-newer", WIRE_VERSION + 2)):
+        workers.observe(heartbeat(name).replace(wire=wire), at=0)
+    assert _names(workers, now=1) == ["same", "newer"]

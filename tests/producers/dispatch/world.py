@@ -26,7 +26,7 @@ class _Group:
 
 
 class World:
-    """Samples come in any order. The trainer takes whole groups oldest first, and checks their age as intake does.
+    """Samples come in any order. The trainer takes whole groups oldest first, and checks their age as ingest does.
 
     With ``fixed`` batches it leaves those that are for a later step.
     """

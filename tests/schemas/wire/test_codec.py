@@ -23,6 +23,7 @@ from schemas.codec import (
 )
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema, WireError
 from schemas.messages import Message
+from schemas.reports import SkipReason, SkipRecord
 from schemas.trajectories import SamplingParams, TokenChunk, Trajectory
 from tests.schemas.examples import examples, trajectory, work_order
 
@@ -89,6 +90,19 @@ def test_how_an_order_is_sampled_survives_the_round_trip_and_older_orders_are_sa
 
 def test_fields_of_a_newer_writer_are_ignored() -> None:
     assert decode(altered(colour="green"), headers()) == trajectory()
+
+
+def test_a_skip_reason_of_a_newer_writer_is_read_as_another_one() -> None:
+    """The row counts for admission and dedupe whatever the reason; the error for a newer version says what to do."""
+    row = examples()["skip"]
+    fields, arrays = parts(encode(row))
+    read = decode(frame_of(fields | {"reason": "too_loud"}, arrays), headers_of(row))
+    assert isinstance(read, SkipRecord)
+    assert (read.reason, read.trajectory_id) == (SkipReason.OTHER, row.trajectory_id)
+    with pytest.raises(MalformedFrame):
+        decode(frame_of(fields | {"reason": 3}, arrays), headers_of(row))
+    with pytest.raises(UnknownSchema, match="newer writer: update this process"):
+        decode(encode(row), headers("skip", "2"))
 
 
 def test_an_optional_field_that_an_older_writer_left_out_takes_its_default() -> None:

@@ -57,6 +57,12 @@ def test_one_copy_may_be_missing_and_writing_goes_on(topic: Topic, copies: int, 
 
 
 @by_name
+def test_how_long_a_record_is_kept_rests_on_no_writer_s_clock(topic: Topic) -> None:
+    # Compacted ones too: their segments are closed, hence cleaned, by the stamps of their records.
+    assert topic.configs(replication_factor=1)["message.timestamp.type"] == "LogAppendTime"
+
+
+@by_name
 def test_kept_for_ever_means_compacted_and_else_a_time_is_set(topic: Topic) -> None:
     configs = topic.configs(replication_factor=1)
     if topic.cleanup_policy == "compact":

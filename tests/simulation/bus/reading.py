@@ -103,20 +103,24 @@ class SimSubscription:
         """Deliver from these offsets next; the others stay where they are."""
         self.offsets |= offsets
 
-    async def positions(self) -> dict[TopicPartition, int]:
+    async def positions(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         """The next offset that ``poll`` will deliver, by partition."""
         self._check_open()
-        return dict(self.offsets)
+        return {tp: self.offsets[tp] for tp in self._asked(partitions)}
 
-    async def end_offsets(self) -> dict[TopicPartition, int]:
+    async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         """The offset after the last record that may be read, by partition."""
         await self._answered("end offsets")
-        return {tp: self.bus.broker.log(tp).stable for tp in self.offsets}
+        return {tp: self.bus.broker.log(tp).stable for tp in self._asked(partitions)}
 
-    async def beginning_offsets(self) -> dict[TopicPartition, int]:
+    async def beginning_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         """The oldest offset held, by partition."""
         await self._answered("beginning offsets")
-        return {tp: self.bus.broker.log(tp).first for tp in self.offsets}
+        return {tp: self.bus.broker.log(tp).first for tp in self._asked(partitions)}
+
+    def _asked(self, partitions: Iterable[TopicPartition] | None) -> list[TopicPartition]:
+        wanted = set(self.offsets if partitions is None else partitions)
+        return [tp for tp in self.offsets if tp in wanted]
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Remember the offsets under the group's name."""

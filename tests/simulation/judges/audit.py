@@ -42,7 +42,7 @@ def audit(world: World) -> list[Problem]:
             for record in committed(log):
                 if record.offset >= log.first:
                     take(record)
-    manifests = read_manifests(world.crew.place)
+    manifests = read_manifests(world.crew.directory.place)
     verdict = check_balance(RUN, books, manifests)
     found = [Problem("audit", str(each)) for balanced in verdict.algorithms for each in balanced.violations]
     if not found and not verdict.is_balanced:

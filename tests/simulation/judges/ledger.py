@@ -46,6 +46,10 @@ class Evidence:
     """Records that retention deleted, and when: a model that began after that owes nothing for them."""
     began: Mapping[int, float] = field(default_factory=dict)
     """When each lineage really began, whatever the clock of its machine said."""
+    orphans_through: int = 0
+    """What lineages up to this one sampled belongs to a life that the run went on without."""
+    rolled_back: tuple[PolicyVersion, int] | None = None
+    """What an operator restored last, and the lineage up to which all else that came after it is undone."""
 
 
 @dataclass
@@ -119,6 +123,8 @@ def judge_training(evidence: Evidence) -> list[Problem]:
         *_contents(chain, evidence),
         *_sizes(chain, evidence),
         *_staleness(chain, evidence),
+        *_orphans(chain, evidence),
+        *_undone(chain, evidence),
     ]
 
 
@@ -251,3 +257,26 @@ def _staleness(chain: Chain, evidence: Evidence) -> list[Problem]:
             if age > evidence.max_staleness:
                 found.append(Problem("staleness", f"{ref} was {age} steps old in {version}"))
     return found
+
+
+def _orphans(chain: Chain, evidence: Evidence) -> list[Problem]:
+    """Nothing of an abandoned life is trained."""
+    trained = [(version, ref) for version, report in chain.steps.items() for ref in _trained(report)]
+    return [
+        Problem("orphan", f"{ref} was sampled by {record.newest_version} and trained in {version}")
+        for version, ref in trained
+        if (record := evidence.records.get((ref.partition, ref.offset))) is not None
+        and record.newest_version.lineage <= evidence.orphans_through
+    ]
+
+
+def _undone(chain: Chain, evidence: Evidence) -> list[Problem]:
+    """What an operator undid stays undone."""
+    if evidence.rolled_back is None:
+        return []
+    restored, through = evidence.rolled_back
+    return [
+        Problem("restore", f"{version} survives, though {restored} was restored and all after it undone")
+        for version in chain.steps
+        if version.lineage <= through and version.number > restored.number
+    ]

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bus.port import Record
-from schemas.errors import WireError
+from consumers.training.checkpoints.marks import read_rollback
+from schemas.errors import CheckpointError, WireError
 from schemas.messages import Message
 from schemas.reports import RefusedStep, SkipRecord, StepReport
 from schemas.topics import SKIPS, STEPS, TRAJECTORIES
@@ -21,7 +22,30 @@ from tests.simulation.worlds.world import World
 
 def judge(world: World) -> list[Problem]:
     """Everything that is wrong, the processes' own complaints first."""
-    return [*world.problems, *judge_bus(bus_history(world)), *judge_training(evidence(world)), *audit(world)]
+    return [
+        *world.problems,
+        *judge_bus(bus_history(world)),
+        *_judged(world),
+        *audit(world),
+        *_refused(world),
+    ]
+
+
+def _judged(world: World) -> list[Problem]:
+    try:
+        return judge_training(evidence(world))
+    except CheckpointError as error:
+        return [Problem("contents", str(error))]
+
+
+def _refused(world: World) -> list[Problem]:
+    """Nothing was written into a directory that never held the run."""
+    strangers = [each for each in world.crew.directories if each.identity.load() is None]
+    return [
+        Problem("refusal", f"a directory that never held the run has lineages {sorted(each.place.numbers)}")
+        for each in strangers
+        if each.place.numbers or each.place.pieces
+    ]
 
 
 def bus_history(world: World) -> BusHistory:
@@ -39,8 +63,8 @@ def bus_history(world: World) -> BusHistory:
 def evidence(world: World) -> Evidence:
     """Of the one algorithm there is."""
     broker, setup = world.bus.broker, world.setup
-    newest = SimCheckpoints(world.crew.place, setup.keep_checkpoints, lambda name: None, at_once).newest()
-    checkpoint = None
+    newest = SimCheckpoints(world.crew.directory.place, setup.keep_checkpoints, lambda name: None, at_once).newest()
+    checkpoint, rollback = None, read_rollback(world.crew.directory.place)
     if newest is not None:
         manifest = newest.state.manifest
         frontier: Any = manifest.frontier
@@ -54,6 +78,8 @@ def evidence(world: World) -> Evidence:
         checkpoint=checkpoint,
         gone=world.bus.broker.gone,
         began=_beginnings(broker),
+        orphans_through=world.crew.directory.orphans_through,
+        rolled_back=None if rollback is None else (rollback.version, rollback.lineage),
     )
 
 

@@ -5,7 +5,7 @@ dies there) or ``OSError``. So a checkpoint can break off at every one of its wr
 """
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +18,15 @@ from consumers.training.checkpoints.catalogue import (
     held_in,
     read_entries,
     read_manifests,
+    resumable,
     superfluous,
 )
-from consumers.training.checkpoints.manifest import CheckpointManifest, encode_manifest
+from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
+from consumers.training.checkpoints.marks import pinned_versions, read_pins, read_rollback
 from consumers.training.checkpoints.storage import Slot
+from consumers.training.identity import MemoryIdentity
 from schemas.errors import CheckpointError
+from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
 
 Contents = tuple[RecordRef, ...]
@@ -47,7 +51,8 @@ class SavedPieces:
 class MemoryPlace:
     """The disk or object store; survives every process. ``by_lineage``: names as an object store has them.
 
-    ``staged``: what writers have not named yet, on a disk; ``replaced``: what is being replaced there.
+    ``staged``: what writers have not named yet, on a disk; ``replaced``: what is being replaced there; ``documents``:
+    what an operator said.
     """
 
     by_lineage: bool
@@ -56,6 +61,7 @@ class MemoryPlace:
     slots_by_name: dict[str, Slot] = field(default_factory=dict)
     staged: list[dict[str, Any]] = field(default_factory=list)
     replaced: dict[str, dict[str, Any]] = field(default_factory=dict)
+    documents: dict[str, bytes] = field(default_factory=dict)
     scratch: Path = Path()
 
     def __str__(self) -> str:
@@ -89,36 +95,44 @@ class MemoryPlace:
         return [self.slots_by_name[name] for name, pieces in self.pieces.items() if "manifest" in pieces]
 
     def aside(self, slot: Slot, lineage: int) -> Slot:
-        """Nothing is kept aside here."""
-        return slot
+        """On a disk, under a name that no trainer writes to."""
+        return slot if self.by_lineage else Slot(f"step_{slot.step}-lineage_{lineage}", slot.step, lineage)
 
     def set_aside(self, slot: Slot, lineage: int) -> None:
-        """Nothing is kept aside here."""
+        """By one rename."""
+        aside = self.aside(slot, lineage)
+        if aside != slot:
+            self.slots_by_name[aside.name] = aside
+            self.pieces[aside.name] = self.pieces.pop(slot.name)
 
     def contents(self, slot: Slot, path: str) -> Iterator[bytes]:
         """There are no files."""
         raise AssertionError("a simulated checkpoint has no files")
 
     def note(self, name: str) -> bytes | None:
-        """Nobody pins or restores here."""
+        """A pin or the rollback."""
+        return self.documents.get(name)
 
     def notes(self, folder: str) -> list[str]:
-        """Nobody pins or restores here."""
-        return []
+        """Names of the pins."""
+        return [name.removeprefix(f"{folder}/") for name in self.documents if name.startswith(f"{folder}/")]
 
     def put_note(self, name: str, content: bytes) -> None:
-        """Nobody pins or restores here."""
-        raise AssertionError("a simulated run has no operator")
+        """Written at once."""
+        self.documents[name] = content
 
     def remove_note(self, name: str) -> None:
-        """Nobody pins or restores here."""
+        """Forget it."""
+        self.documents.pop(name, None)
 
     def damage_newest(self) -> bool:
         """Change a byte of the newest manifest, if there is an older checkpoint to fall back on."""
-        manifests = read_manifests(self)
-        if len(manifests) < 2:
+        # An operator who restored one and loses it chooses another; nobody does here.
+        entries = [entry for entry in resumable(read_entries(self), read_rollback(self)) if entry.manifest is not None]
+        rollback = read_rollback(self)
+        if len(entries) < 2 or (rollback is not None and entries[0].order == rollback.version):
             return False
-        pieces = self.pieces[self.slot(manifests[0].lineage, manifests[0].step).name]
+        pieces = self.pieces[entries[0].slot.name]
         pieces["manifest"] = b"[" + pieces["manifest"][1:]
         return True
 
@@ -212,6 +226,19 @@ class MemoryPlace:
             raise FileNotFoundError("no such directory: a newer trainer removed what was not finished")
 
 
+@dataclass(eq=False)
+class SimDirectory:
+    """A run's directory. ``adopts``: its trainers are told to take the run over.
+
+    ``orphans_through``: lineages up to this one were the run's in another directory, whose life ended there.
+    """
+
+    place: MemoryPlace
+    identity: MemoryIdentity = field(default_factory=MemoryIdentity)
+    adopts: bool = False
+    orphans_through: int = 0
+
+
 @dataclass(frozen=True)
 class SimState:
     """A verified checkpoint's pieces."""
@@ -265,18 +292,20 @@ class SimCheckpoints:
         return lineage
 
     def newest(self) -> SimRestored | None:
-        """By lineage and then step; pieces are whole whenever there is a manifest.
+        """By lineage and then step, as far as no rollback undid it; pieces are whole whenever there is a manifest.
 
         Raises:
             CheckpointError: no manifest is sound.
         """
-        entries = read_entries(self.place)
+        rollback = read_rollback(self.place)
+        entries = resumable(read_entries(self.place), rollback)
         for entry in entries:
             found = self.place.pieces[entry.slot.name]
             # A manifest may have come behind pieces that were taken away: it does not verify.
             if entry.manifest is not None and found.keys() >= {"contents", "reader", "report"}:
                 pieces = SavedPieces(found["contents"], found["reader"], found["report"])
-                return SimRestored(SimState(entry.manifest, pieces))
+                undoes = rollback.lineage if rollback is not None and entry.order[0] <= rollback.lineage else 0
+                return SimRestored(SimState(entry.manifest, pieces), undoes)
         if entries:
             raise CheckpointError(f"expected a checkpoint that verifies, got: {entries[0].problem or 'missing pieces'}")
         return None
@@ -289,12 +318,26 @@ class SimCheckpoints:
             Superseded: a newer lineage exists.
         """
         slot = self.place.slot(manifest.lineage, manifest.step)
+        pinned = pinned_versions(read_pins(self.place).values())
+        self._set_pinned_aside(slot, lineage, pinned)
         try:
             await self.place.put(slot, saved, manifest, lineage.check, self.before_write, self.pause)
         except OSError as error:
             raise CheckpointError(f"expected to write {slot.name}, got: {error}") from error
         with suppress(OSError):
-            for old in superfluous(read_entries(self.place), manifest, self.keep):
+            for old in superfluous(read_entries(self.place), manifest, self.keep, pinned):
                 self.before_write("prune")
                 self.place.remove(old)
         return slot.name
+
+    def _set_pinned_aside(self, slot: Slot, lineage: Any, pinned: Collection[PolicyVersion]) -> None:
+        """On a disk a lineage takes over the places of older ones; what is pinned there moves out of the way."""
+        data = self.place.manifest(slot)
+        if data is None or self.place.aside(slot, lineage.number) == slot:
+            return
+        with suppress(CheckpointError):
+            there = decode_manifest(data)
+            if there.lineage < lineage.number and there.policy_version in pinned:
+                lineage.check()
+                self.before_write("set aside")
+                self.place.set_aside(slot, there.lineage)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from bus.port import message_of
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
 from consumers.ingest.settings import IngestSettings
 from consumers.training.failpoints import Failpoint
-from consumers.training.identity import MemoryIdentity
 from consumers.training.ports import RestoredCheckpoint
 from consumers.training.settings import TrainingSettings
 from consumers.training.trainer import Trainer
@@ -22,11 +22,14 @@ from producers.generation.settings import GenerationSettings
 from producers.generation.worker import GenerationWorker
 from producers.lengths.predictor import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
+from schemas.control import RunIdentity
+from schemas.reports import StepReport
 from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE
+from schemas.topics import CATALOGUE, CONTROL, STEPS
+from tests.simulation.bus.broker import committed
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.clocks import HostClock
-from tests.simulation.parts.checkpoints import BeforeWrite, MemoryPlace, SimCheckpoints, SimRestored
+from tests.simulation.parts.checkpoints import BeforeWrite, MemoryPlace, SimCheckpoints, SimDirectory, SimRestored
 from tests.simulation.parts.policy import SimCompute, SimPolicy
 from tests.simulation.parts.sampling import SimEngine, SimPrompts, SimRewards, SimTokenizer
 from tests.simulation.parts.weights import SimFetcher, WeightShelf
@@ -38,18 +41,19 @@ Life = Callable[[asyncio.Event], Awaitable[None]]
 
 @dataclass
 class Crew:
-    """What outlives the processes: the bus, the place of the checkpoints, the weights; and the settings of all."""
+    """What outlives the processes: the bus, the run's directory, the weights; and the settings of all.
+
+    ``directories``: all that there are of the run's name, the one in which the run is started last.
+    """
 
     setup: Setup
     bus: SimBus
-    place: MemoryPlace = field(init=False)
+    directories: list[SimDirectory] = field(init=False)
     shelf: WeightShelf = field(default_factory=WeightShelf)
-    identity: MemoryIdentity = field(default_factory=MemoryIdentity)
     loop: LoopSettings = field(init=False)
 
     def __post_init__(self) -> None:
         setup = self.setup
-        self.place = MemoryPlace(setup.by_lineage)
         self.loop = LoopSettings(
             groups_per_step=setup.groups_per_step,
             num_generations=setup.num_generations,
@@ -61,6 +65,30 @@ class Crew:
         )
         for topic in CATALOGUE:
             self.bus.create_topic(topic.full_name(RUN), topic.partition_count(self.loop.trajectory_partitions))
+        self.directories = [self.empty_directory()]
+
+    def empty_directory(self, *, adopts: bool = False) -> SimDirectory:
+        """One in which nothing was started yet."""
+        (steps,) = self.bus.broker.logs(STEPS.full_name(RUN))
+        reports = [each for record in committed(steps) if isinstance(each := message_of(record), StepReport)]
+        newest = max((report.version.lineage for report in reports), default=0)
+        return SimDirectory(MemoryPlace(self.setup.by_lineage), adopts=adopts, orphans_through=newest)
+
+    @property
+    def directory(self) -> SimDirectory:
+        """In which the run is started."""
+        return self.directories[-1]
+
+    def move_to_holder(self) -> None:
+        """An operator starts the run where it is, as the topics say; where nobody holds it, in the newest directory."""
+        (control,) = self.bus.broker.logs(CONTROL.full_name(RUN))
+        said = [each for record in committed(control) if isinstance(each := message_of(record), RunIdentity)]
+        for directory in self.directories:
+            own = directory.identity.load()
+            if said and own is not None and said[-1].is_held_like(own):
+                self.directories.remove(directory)
+                self.directories.append(directory)
+                return
 
     def roles(self) -> list[str]:
         """Everybody the run needs."""
@@ -73,10 +101,11 @@ class Crew:
         chance: Random,
         before_write: BeforeWrite,
         failpoint: Callable[[Failpoint], None],
+        directory: SimDirectory,
     ) -> Life:
-        """A fresh life of a role, on a machine with this clock."""
+        """A fresh life of a role, on a machine with this clock; a trainer's in this directory."""
         if role == "trainer":
-            return self._trainer(clock, chance, before_write, failpoint)
+            return self._trainer(clock, chance, before_write, failpoint, directory)
         if role == "coordinator":
             settings = CoordinatorSettings(heartbeat_timeout_s=3.0, finish_timeout_s=5.0)
             return Coordinator(self.bus, RUN, settings, clock=clock.monotonic, time_of_day=clock).run
@@ -85,7 +114,12 @@ class Crew:
         return self._worker(role, clock, chance)
 
     def _trainer(
-        self, clock: HostClock, chance: Random, before_write: BeforeWrite, failpoint: Callable[[Failpoint], None]
+        self,
+        clock: HostClock,
+        chance: Random,
+        before_write: BeforeWrite,
+        failpoint: Callable[[Failpoint], None],
+        directory: SimDirectory,
     ) -> Life:
         setup = self.setup
 
@@ -93,7 +127,7 @@ class Crew:
             draw = chance.random()
             await asyncio.sleep(setup.compute_s * (40 * draw if draw > 0.95 else draw))
 
-        checkpoints = SimCheckpoints(self.place, setup.keep_checkpoints, before_write, pause)
+        checkpoints = SimCheckpoints(directory.place, setup.keep_checkpoints, before_write, pause)
 
         def open_policy(restored: RestoredCheckpoint | None) -> SimPolicy:
             policy = SimPolicy(self.shelf, checkpoints, chance, setup.bad_gradient, setup.out_of_memory)
@@ -126,7 +160,8 @@ class Crew:
             open_policy=open_policy,
             open_compute=lambda: SimCompute(chance, setup.compute_s),
             failpoint=failpoint,
-            identity=self.identity,
+            identity=directory.identity,
+            adopt=directory.adopts,
             clock=clock,
             monotonic=clock.monotonic,
         ).run

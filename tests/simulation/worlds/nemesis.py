@@ -6,7 +6,9 @@ from dataclasses import fields, replace
 from random import Random
 
 from bus.port import Outgoing, TopicPartition
+from consumers.training.checkpoints.savepoints import Savepoints, restore
 from schemas.control import OperatorCommand
+from schemas.errors import CheckpointError, UserError
 from schemas.reports import StepReport
 from schemas.topics import COMMANDS, STEPS, TRAJECTORIES
 from tests.simulation.bus.faults import FaultRates
@@ -80,6 +82,7 @@ class Nemesis:
     async def _close(self) -> None:
         """Everybody who is left is asked to end, and must."""
         world = self._world
+        world.crew.move_to_holder()
         world.is_closing = True
         await asyncio.sleep(1.0)
         for life in world.alive:
@@ -205,8 +208,58 @@ class Nemesis:
 
     async def _damage_checkpoint(self) -> None:
         # Once all were told that the run has ended, nobody is there who could sample for an older checkpoint.
-        if not self._world.has_told_the_end and self._world.crew.place.damage_newest():
+        if not self._world.has_told_the_end and self._world.crew.directory.place.damage_newest():
             self._world.note("damage", "nemesis")
+
+    async def _restore_checkpoint(self) -> None:
+        """An operator ends the trainer and goes back, unless it was started again meanwhile: the command refuses then.
+
+        One that stands still is not heard of, and may go on later.
+        """
+        world = self._world
+        if world.has_finished:
+            return
+        for life in world.of_role("trainer"):
+            world.kill(life, "to restore")
+        await asyncio.sleep(self._draw(0.0, 0.5))
+        found = Savepoints.read(world.crew.directory.place)
+        sound = [entry for entry in found.entries if entry.manifest is not None]
+        if world.has_finished or not sound or self._one("trainer") is not None:
+            return
+        entry = self._chance.choice(sound)
+        try:
+            restored = restore(found, entry, world.loop.time())
+        except (UserError, CheckpointError) as error:
+            world.note("not restored", "operator", str(error))
+        else:
+            world.note("restore", "operator", *entry.order, "no change" if restored is None else "")
+
+    async def _lose_directory(self) -> None:
+        """The run's directory is gone, with its checkpoints and weights; a while later the run is adopted without."""
+        world = self._world
+        if world.has_finished:
+            return
+        for life in world.of_role("trainer"):
+            world.kill(life, "with its directory")
+        lost, emptied = world.crew.directory, world.crew.empty_directory()
+        world.crew.directories = [each for each in world.crew.directories if each is not lost] + [emptied]
+        world.crew.shelf.versions.clear()
+        world.note("lose directory", "nemesis")
+
+        def adopt() -> None:
+            emptied.adopts = True
+
+        self._later(self._draw(0.5, 8.0), adopt)
+
+    async def _second_holder(self) -> None:
+        """Somebody starts a trainer of the same name in another directory, told to take the run over or not."""
+        world = self._world
+        if world.has_finished:
+            return
+        other = world.crew.empty_directory(adopts=self._chance.random() < 0.5)
+        world.crew.directories.insert(0, other)
+        world.note("second holder", "nemesis", "adopts" if other.adopts else "")
+        world.start("trainer", other)
 
     async def _kill_worker(self) -> None:
         await self._kill("worker")

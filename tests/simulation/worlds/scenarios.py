@@ -47,6 +47,9 @@ class Harm:
     cut_network: float = 0.0
     slow_disk: float = 0.0
     repeat_trained: float = 0.0
+    restore_checkpoint: float = 0.0
+    lose_directory: float = 0.0
+    second_holder: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,23 @@ SCENARIOS: dict[str, Scenario] = {
         LOSSY,
         Harm(cut_network=4, slow_disk=2, kill_trainer=0.5, kill_worker=0.5, kill_dispatcher=0.5, step_clock=0.3),
     ),
+    "restores": Scenario(
+        LOSSY,
+        Harm(restore_checkpoint=3, kill_trainer=1, kill_in_write=1, zombie_trainer=0.5, damage_checkpoint=0.3),
+        vary={"checkpoint_every": 1, "max_steps": 12, "keep_checkpoints": 3, "harm_for_s": 20.0},
+    ),
+    "directories": Scenario(
+        LOSSY,
+        Harm(
+            lose_directory=1,
+            second_holder=2,
+            kill_trainer=1,
+            kill_in_write=1,
+            zombie_trainer=0.5,
+            zombie_in_write=0.5,
+            kill_dispatcher=0.5,
+        ),
+    ),
     "thousands": Scenario(
         CALM,
         Harm(repeat_trained=3, kill_trainer=0.5, repeat_record=1),
@@ -201,6 +221,9 @@ SCENARIOS: dict[str, Scenario] = {
             cut_network=0.5,
             slow_disk=0.3,
             repeat_trained=0.3,
+            restore_checkpoint=0.4,
+            lose_directory=0.2,
+            second_holder=0.4,
         ),
         SamplingFaults(engine=0.01, abort=0.02, reward_error=0.03, no_reward=0.02),
         {"bad_gradient": 0.05, "failing_fetch": 0.1},

@@ -12,12 +12,13 @@ from random import Random
 from consumers.training.failpoints import Failpoint
 from planning.virtual_time import START
 from schemas.control import RunFinished, WeightsReady
-from schemas.errors import DataLossRefused, LifecycleError, StreamRLError, Superseded
+from schemas.errors import DataLossRefused, IdentityError, LifecycleError, StreamRLError, Superseded
 from schemas.topics import CONTROL
 from tests.simulation.bus.faults import Chances
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.clocks import HostClock
 from tests.simulation.history import Problem
+from tests.simulation.parts.checkpoints import SimDirectory
 from tests.simulation.processes import OUTSIDE, PROCESS, Killed, Process, ProcessLoop
 from tests.simulation.worlds.crew import RUN, Crew
 from tests.simulation.worlds.scenarios import Setup
@@ -27,12 +28,16 @@ BACK_OFF_S = 0.7
 
 @dataclass(eq=False)
 class Incarnation:
-    """One life of a role. ``die_at_write``: the number of writes after which it is killed in the next one."""
+    """One life of a role. ``die_at_write``: the number of writes after which it is killed in the next one.
+
+    ``directory``: in which it was started.
+    """
 
     role: str
     process: Process
     stop: asyncio.Event
     task: "asyncio.Task[None]"
+    directory: SimDirectory
     die_at_write: int | None = None
     fail_at_write: int | None = None
     freeze_at_write: int | None = None
@@ -80,13 +85,16 @@ class World:
             self._clocks[role] = HostClock.drawn(self.loop.time, chance)
         return self._clocks[role]
 
-    def start(self, role: str) -> Incarnation:
-        """A new life of a role."""
+    def start(self, role: str, directory: SimDirectory | None = None) -> Incarnation:
+        """A new life of a role; in the run's directory, if no other is named."""
+        if directory is None:
+            self.crew.move_to_holder()
+            directory = self.crew.directory
         self._count += 1
         process = Process(f"{role}~{self._count}", role, self.clock_of(role))
         context = copy_context()
         context.run(PROCESS.set, process)
-        incarnation = Incarnation(role, process, asyncio.Event(), None)  # type: ignore[arg-type]
+        incarnation = Incarnation(role, process, asyncio.Event(), None, directory)  # type: ignore[arg-type]
         self.alive.append(incarnation)
         self.note("start", process.name)
         chance = Random(self._chance.random())
@@ -105,6 +113,7 @@ class World:
                 chance,
                 lambda name: self._write(life, writes, name),
                 lambda p: self._reach(life, points, p),
+                life.directory,
             )
             await run(life.stop)
         except Killed:
@@ -152,6 +161,9 @@ class World:
             self.problems.append(Problem("crash", f"{life.process.name} at {when:.2f} s: {_described(error)}"))
         if error is None and life.role == "trainer" and not life.stop.is_set():
             self.has_finished = True
+        # An operator who is refused goes where the run is held; of a run that is elsewhere nothing was written here.
+        if isinstance(error, IdentityError) and life.directory is not self.crew.directory:
+            return
         # Who ended well and was not asked to has done its work: no supervisor starts it again.
         if error is not None or (life.stop.is_set() and not self.is_announced_finished):
             self._restart_later(life.role)

@@ -51,6 +51,12 @@ def test_what_is_older_than_all_that_is_known_of_the_chain_stays() -> None:
     assert gone(history, entry(4, 10, (3, 9)), keep=3) == []
 
 
+def test_who_stood_still_until_a_newer_trainer_had_taken_its_checkpoint_away_removes_nothing() -> None:
+    written = entry(1, 3).manifest
+    assert written is not None
+    assert superfluous([entry(2, 4, (1, 2)), entry(2, 3, (1, 2))], written, keep=2) == []
+
+
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), unique=True), st.integers(2, 4))
 def test_nothing_of_a_newer_lineage_is_forgotten(found: list[tuple[int, int]], keep: int) -> None:
     written = entry(3, 5, (1, 4))

@@ -1,4 +1,5 @@
 import hashlib
+import json
 
 import pytest
 from pydantic import ValidationError
@@ -44,8 +45,15 @@ def test_garbage_under_a_sound_seal_is_refused_with_the_field_named(content: str
         decode_manifest(sealed(content))
 
 
+def test_a_version_that_would_not_find_the_ended_groups_refuses_today_s_checkpoints_and_its_own_are_read() -> None:
+    data = encode_manifest(manifest_of(1, 1))
+    assert json.loads(data)["format"] == 3  # those versions take 2 alone
+    older = data[: data.index(b',\n "sha256": "', -90)].decode().replace('"format": 3', '"format": 2') + "\n}"
+    assert decode_manifest(sealed(older)) == manifest_of(1, 1).model_copy(update={"format": 2})
+
+
 def test_another_format_is_refused() -> None:
-    data = encode_manifest(manifest_of(1, 1)).replace(b'"format": 2', b'"format": 1')
+    data = encode_manifest(manifest_of(1, 1)).replace(b'"format": 3', b'"format": 1')
     with pytest.raises(CheckpointError, match="'format' is wrong"):
         decode_manifest(sealed(data[: data.index(b',\n "sha256": "', -90)].decode() + "\n}"))
 

@@ -31,16 +31,16 @@ def test_one_run_has_a_line_for_every_bucket_and_part() -> None:
     )
     found = drawn([rows])
     assert [line["name"] for line in found["Parts of the reward"]] == ["a", "b"]
-    assert [line["name"] for line in found["Consumer lag by length bucket"]] == ["bucket 1", "bucket 2"]
-    assert "Consumer lag" not in found
+    assert [line["name"] for line in found["Lag by length bucket"]] == ["bucket 1", "bucket 2"]
+    assert "Lag" not in found
 
 
 def test_compared_runs_have_one_line_each() -> None:
     with_lag = {"kafka/lag/bucket_0": 2.0, "reward_std": 1.0}
     found = drawn([run(5, **with_lag), run(7), run(3, **with_lag)])
     assert [line["run"] for line in found["Reward"]] == [0, 1, 2]
-    assert [line["run"] for line in found["Consumer lag"]] == [0, 2]
-    assert "Consumer lag by length bucket" not in found
+    assert [line["run"] for line in found["Lag"]] == [0, 2]
+    assert "Lag by length bucket" not in found
 
 
 def test_what_no_run_tells_has_no_chart() -> None:

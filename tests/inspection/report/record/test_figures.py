@@ -49,7 +49,7 @@ def test_figures_are_of_the_whole_run() -> None:
     assert found["reached_seconds"] == pytest.approx(10.0)
     assert found["trajectories_per_s"] == 10.0
     assert found["tokens_per_s"] == 500.0
-    assert found["wait_share"] == 0.25
+    assert found["trainer_wait_share"] == 0.25
     assert found["staleness_mean"] == 1.5
     assert found["acc_after"] == 0.5
     assert found["skipped"] == 3

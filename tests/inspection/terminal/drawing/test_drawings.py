@@ -49,24 +49,36 @@ def test_a_drawing_stays_within_its_room(name: str, full: bool, data: dict[str, 
 
 @pytest.mark.parametrize("width", [76, 116, 156])
 def test_the_loop_has_a_rate_on_every_arrow(width: int, data: dict[str, Any]) -> None:
-    shown = {**data, "loop": {**data["loop"], "rates": {
-        "orders": 2.5, "trajectories": 1000.0, "tokens": 250_000.0, "trained": 987.0, "weights": 0.5,
-    }}}  # fmt: skip
+    shown = {**data, "loop": {
+        **data["loop"], "ordered_per_s": 2.5, "sampled_per_s": 1000.0, "sampled_tokens_per_s": 250_000,
+        "trajectories_per_s": 987.0, "weights_per_min": 30.0, "time_left_s": 4000.0,
+    }}  # fmt: skip
     drawn = draw_loop(shown, width, 6).plain
-    for told in ("prompts", "workers", "trajectories", "trainer", "2.50/s", "1000/s", "250k", "987/s", "30/min"):
+    for told in (
+        "prompts",
+        "workers",
+        "trajectories",
+        "trainer",
+        "2.50/s",
+        "1000/s",
+        "250k",
+        "987/s",
+        "30/min",
+        "67 min",
+    ):
         assert told in drawn, told
-    assert f"step {data['loop']['step']}" in drawn
+    assert f"{data['loop']['step']}/900" in drawn
     assert drawn.count("▶") == 3
 
 
 def test_dead_letters_and_skips_are_told_at_the_topic(data: dict[str, Any]) -> None:
-    loop = {**data["loop"], "skips": {"stale": 7}, "totals": {**data["loop"]["totals"], "dead_letters": 2}}
+    loop = {**data["loop"], "skipped": 7, "dead_letters": 2}
     assert "7 skipped, 2 dead" in draw_loop({**data, "loop": loop}, 140, 6).plain
     assert "2 dead" in draw_loop({**data, "loop": loop}, 76, 6).plain
 
 
 def test_lag_is_drawn_by_bucket_and_the_rest_is_summed() -> None:
-    lag = {"buckets": [0, 1, 2], "lag": [12, 4, 0], "seen": [9, 9, 9]}
+    lag = {"buckets": [0, 1, 2], "lag": [12, 4, 0]}
     rows = draw_lag({"lag": lag}, 60, 5).plain.split("\n")
     assert [row.split()[-1] for row in rows] == ["12", "4", "0"]
     assert rows[0].count("█") > rows[1].count("█") > rows[2].count("█") == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from consumers.algorithms.losses import CompletionScorer, token_losses
+from consumers.algorithms.losses import CompletionScorer, TokenBatch, token_losses
 from consumers.algorithms.settings import AlgorithmSettings
 from producers.generation.engines.factory import build_engine
 from producers.generation.settings import GenerationSettings
@@ -94,7 +94,7 @@ def dead_tokens(scorer: CompletionScorer, samples: Sequence[Sampled], temperatur
         current, behaviour = scored(scorer, one, temperature)
         current = current.detach().requires_grad_()
         mask = (behaviour != 0.0).float()
-        token_losses(settings, current, behaviour, torch.tensor([-1.0]), mask).loss.backward()
+        token_losses(settings, TokenBatch(current, behaviour, torch.tensor([-1.0]), mask)).loss.backward()
         assert current.grad is not None
         dead += int(((current.grad == 0.0) & (mask > 0)).sum())
     return dead

@@ -95,7 +95,7 @@ async def test_a_real_model_is_sampled_trained_and_published(name: str, smollm2:
 
         await engine.adopt(tmp_path / "weights" / str(NEW), NEW)
         trained = load(tmp_path / "weights" / str(NEW))
-        again = [await sample(engine, asked, max_completion_length=TOKENS) for _ in range(4)]
+        again = await asyncio.gather(*(sample(engine, asked, max_completion_length=TOKENS) for _ in range(4)))
         assert {version for one in again for version in one.versions} == {NEW}
         assert off_by(again, trained) < 0.1
         # And they are not those of before: a step of Adam this long moves every weight by about 3e-4.

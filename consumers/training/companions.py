@@ -1,0 +1,141 @@
+"""The models that an algorithm has beside the policy: a frozen reference, a frozen teacher, a critic that learns.
+
+A critic's weights and moments go into the checkpoint beside the policy's moments (``Critic.PREFIX``), so that a resumed
+or replayed step finds both as they were.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.algorithms.shelf import algorithm_of
+from consumers.training.model import load_model, load_reference
+from consumers.training.optimizer import GuardedAdamW, learning_rate_at
+from consumers.training.settings import TrainingSettings
+from schemas.errors import ModelError
+
+
+class Critic(nn.Module):
+    """V(s): a linear head on hidden states, of the policy or of a trunk of its own. Begins at 0 everywhere."""
+
+    PREFIX = "critic."
+
+    def __init__(self, policy: Any, trunk: Any | None, settings: AlgorithmSettings, training: TrainingSettings) -> None:
+        super().__init__()
+        config = policy.config.get_text_config()
+        device = next(policy.parameters()).device
+        # Zeros, and drawn from no generator: a fresh critic is the same in every process and in every replay.
+        self.head = nn.Parameter(torch.zeros(1, int(config.hidden_size), device=device))
+        self.bias = nn.Parameter(torch.zeros(1, device=device))
+        self.own_trunk = trunk
+        # In a list, or the policy's weights would be taken for the critic's.
+        self._policy = [policy]
+        if policy.get_decoder() is policy:
+            raise ModelError(
+                f"expected a model with hidden states apart from its logits for a critic, got {type(policy).__name__}; "
+                "choose an algorithm without one"
+            )
+        self._training = training
+        self._peak = settings.critic.learning_rate
+        self._optimizer = GuardedAdamW(self.named_parameters(), training, settings.critic.max_grad_norm)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Values [B, S], float32: at t, of the state in which token t was sampled; 0 at the first position."""
+        # The policy's states are looked at and not taught: its gradient is its own loss's alone.
+        with torch.set_grad_enabled(self.own_trunk is not None and torch.is_grad_enabled()):
+            trunk = self._policy[0].get_decoder() if self.own_trunk is None else self.own_trunk
+            states = trunk(input_ids=input_ids, use_cache=False).last_hidden_state
+        with torch.autocast(states.device.type, enabled=False):
+            values = (states.float() @ self.head.T).squeeze(-1) + self.bias
+        # The state before a token is the one after the token before it.
+        return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], dim=1)
+
+    def scale(self, factor: float) -> float:
+        """Multiply the gathered gradient; its norm then."""
+        return self._optimizer.scale(factor)
+
+    def problem(self, loss: float, norm: float) -> str:
+        """Why the gradient must not be applied. However large it is: a critic that knows nothing has far to go."""
+        problem = self._optimizer.problem(loss, norm, 0.0)
+        return problem and f"critic: {problem}"
+
+    def take_step(self, norm: float, step: int) -> None:
+        """Take an update of the step that follows ``step`` finished ones."""
+        self._optimizer.apply(norm, learning_rate_at(step, self._training, self._peak))
+
+    def clear(self) -> None:
+        """Drop the gathered gradient."""
+        self._optimizer.clear()
+
+    def weights(self) -> dict[str, Tensor]:
+        """By name, on the CPU."""
+        return {
+            f"{self.PREFIX}{name}": parameter.detach().cpu().clone().contiguous()
+            for name, parameter in self.named_parameters()
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and optimizer state."""
+        return self.weights() | {f"{self.PREFIX}{name}": value for name, value in self._optimizer.tensors().items()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what ``tensors`` gave; without any, it stays as it began."""
+        own = {name.removeprefix(self.PREFIX): value for name, value in tensors.items() if name.startswith(self.PREFIX)}
+        for name, parameter in self.named_parameters():
+            if name in own:
+                parameter.copy_(own[name])
+        self._optimizer.load(own)
+
+
+@dataclass(frozen=True)
+class Companions:
+    """What an algorithm computes with beside the policy; None where it needs none."""
+
+    reference: Any | None = None
+    teacher: Any | None = None
+    critic: Critic | None = None
+
+
+def open_companions(
+    policy: Any,
+    initial_model: str,
+    settings: AlgorithmSettings,
+    training: TrainingSettings,
+    frozen: Callable[[str, torch.device], Any] = load_reference,
+) -> Companions:
+    """Load what the algorithm needs. ``frozen`` loads a model that is not trained.
+
+    Raises:
+        ModelError: there is no such model, or it does not fit the policy.
+    """
+    algorithm, device = algorithm_of(settings), policy.device
+    # Always the initial model, also after a restore: KL(pi || ref) is measured from where the run began.
+    reference = frozen(initial_model, device) if algorithm.needs_reference else None
+    teacher = _teacher(policy, settings, frozen) if algorithm.has_teacher else None
+    critic = None
+    if algorithm.has_critic:
+        trunk = None
+        if settings.critic.trunk == "own":
+            whole = load_model(initial_model, device, gradient_checkpointing=training.gradient_checkpointing)
+            trunk = whole.get_decoder()
+        critic = Critic(policy, trunk, settings, training)
+    return Companions(reference, teacher, critic)
+
+
+def _teacher(policy: Any, settings: AlgorithmSettings, frozen: Callable[[str, torch.device], Any]) -> Any:
+    path = settings.teacher.path
+    if not path:
+        raise ModelError(f"expected a model in algorithm.teacher.path for {settings.name}, got none")
+    teacher = frozen(path, policy.device)
+    theirs, ours = (int(model.config.get_text_config().vocab_size) for model in (teacher, policy))
+    if theirs != ours:
+        raise ModelError(
+            f"expected a teacher with the policy's vocabulary of {ours} tokens, got {theirs} in {path!r}; "
+            "choose one of the same family"
+        )
+    return teacher

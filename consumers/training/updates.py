@@ -1,0 +1,185 @@
+"""What a step of several updates, or of credit that sequences share, holds until its batch is whole, and the log of it.
+
+Mini-batches are made of whole groups, in an order that step, pass and names decide. Computes no gradient.
+"""
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from consumers.algorithms.losses import BatchTotals
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.algorithms.token_credit import PairTerms, StepTensors, explained_variance
+from consumers.batching.micro_batches import MicroBatch
+from schemas.identifiers import group_id_of
+
+NAMED = {
+    "kl": "kl",
+    "reverse_kl": "distillation/reverse_kl",
+    "is_masked": "sampling/masked_ratio",
+}
+"""Token metrics that only some algorithms have, by the names they are reported under."""
+
+
+@dataclass
+class UpdateSums:
+    """What one update has gathered beside its gradient. ``computed``: tokens that had a gradient to be computed."""
+
+    loss: Tensor
+    value_loss: Tensor
+    computed: int = 0
+    metrics: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+
+@dataclass
+class HeldBatch:
+    """A micro-batch that waits for the rest of the step; ``start``: what is known of it, on the CPU.
+
+    ``advantages`` and ``returns`` float32 [B, S]: once the credit is settled. ``groups``: the rows' group ids.
+    """
+
+    batch: MicroBatch
+    mask: Tensor
+    start: StepTensors
+    advantages: Tensor
+    returns: Tensor | None = None
+
+    @property
+    def groups(self) -> list[str]:
+        """Of each row."""
+        return [group_id_of(ref.trajectory_id) for ref in self.batch.refs]
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Rows (bool [B]) of a held micro-batch."""
+
+    held: HeldBatch
+    rows: Tensor
+
+    def halves(self) -> tuple["HeldRows", "HeldRows"]:
+        """The first and the second half of at least two rows."""
+        first = self.rows & (self.rows.cumsum(0) <= int(self.rows.sum()) // 2)
+        return HeldRows(self.held, first), HeldRows(self.held, self.rows & ~first)
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    """One sequence's own share of a step, un-normalised: sums over its trained tokens."""
+
+    tokens: int
+    loss: float
+    ratio: float
+    ratio_max: float
+
+
+def mini_batches(held: Sequence[HeldBatch], settings: AlgorithmSettings, step: int) -> Iterator[list[HeldRows]]:
+    """The rows with trained tokens of each update, in the order of the updates."""
+    names = list(dict.fromkeys(name for each in held for name in each.groups))
+    for iteration in range(settings.num_iterations):
+        for wanted in _split(names, settings.num_mini_batches, f"{step}/{iteration}"):
+            parts = [
+                HeldRows(each, torch.tensor([name in wanted for name in each.groups]) & (each.mask.sum(dim=1) > 0))
+                for each in held
+            ]
+            if kept := [part for part in parts if part.rows.any()]:
+                yield kept
+
+
+def _split(names: list[str], count: int, salt: str) -> list[set[str]]:
+    """Group ids by mini-batch."""
+    if count == 1:
+        return [set(names)]
+    # Not as they came: micro-batches are cut by length, and an update of short completions only would be biased.
+    # By a checksum of the name, since a replay has to come to the same order without a generator's state.
+    mixed = sorted(names, key=lambda name: (zlib.crc32(f"{salt}/{name}".encode()), name))
+    return [set(chunk.tolist()) for chunk in np.array_split(np.array(mixed, dtype=object), count)]
+
+
+def critic_metrics(held: Sequence[HeldBatch]) -> dict[str, float]:
+    """Of the critic at the step's start, over trained tokens; empty without one."""
+    found = [
+        (each.start.values[each.mask > 0], each.returns[each.mask > 0])
+        for each in held
+        if each.start.values is not None and each.returns is not None
+    ]
+    if not found:
+        return {}
+    values, returns = (torch.cat(tensors).double() for tensors in zip(*found, strict=True))
+    return {
+        "critic/value/mean": float(values.mean()),
+        "critic/return/mean": float(returns.mean()),
+        "critic/explained_variance": explained_variance(values, returns),
+    }
+
+
+def totals_of(parts: Sequence[HeldRows]) -> BatchTotals:
+    """Sequences and trained tokens of an update."""
+    counts = [part.held.mask[part.rows].sum(dim=1) for part in parts]
+    return BatchTotals(sum(len(each) for each in counts), sum(int(each.sum()) for each in counts))
+
+
+@dataclass
+class UpdateLog:
+    """The updates of one step."""
+
+    sequences: int
+    tokens: int
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    value_losses: list[float] = field(default_factory=list)
+    value_norms: list[float] = field(default_factory=list)
+    pairs: list[dict[str, PairTerms]] = field(default_factory=list)
+    sums: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    metrics: dict[str, float] = field(default_factory=dict)
+    computed: int = 0
+    applied: int = 0
+    skipped: int = 0
+    problem: str = ""
+
+    def note(self, loss: float, norm: float, sums: UpdateSums, problem: str) -> None:
+        """An update was applied, or not for this problem."""
+        self.losses.append(loss)
+        self.norms.append(norm)
+        self.computed += sums.computed
+        for name, values in sums.metrics.items():
+            self.sums[name] += values
+        self.applied += not problem
+        self.skipped += bool(problem)
+        self.problem = self.problem or problem
+
+    def pair_metrics(self, beta: float) -> dict[str, float]:
+        """Over the pairs of all updates; empty without any."""
+        pairs = [pair for update in self.pairs for pair in update.values()]
+        if not pairs:
+            return {}
+        return {
+            "preference/pairs": float(len(pairs)),
+            "preference/accuracy": fmean(float(pair.margin > 0) for pair in pairs),
+            "preference/margin": fmean(beta * pair.margin for pair in pairs),
+        }
+
+    def token_means(self) -> dict[str, float]:
+        """Means over the tokens that entered the gradient."""
+        mean = {
+            name: float(torch.stack(values).sum()) / self.computed
+            for name, values in self.sums.items()
+            if not name.endswith(("_min", "_max"))
+        }
+        named = {
+            "ratio": mean["ratio"],
+            "entropy": mean["entropy"],
+            "mismatch_kl/all/mean": mean["mismatch_kl"],
+            "clip_ratio/low_mean": mean["clip_low"],
+            "clip_ratio/high_mean": mean["clip_high"],
+            "clip_ratio/region_mean": mean["clip_low"] + mean["clip_high"],
+            "sampling/importance_sampling_ratio/min": float(torch.stack(self.sums["ratio_min"]).min()),
+            "sampling/importance_sampling_ratio/max": float(torch.stack(self.sums["ratio_max"]).max()),
+        }
+        return named | {shown: mean[name] for name, shown in NAMED.items() if name in mean}

@@ -1,0 +1,185 @@
+"""`streamrl runs`: which runs have left something on this disk, how much, and how to be rid of it.
+
+Invariants, each with a test of its name:
+- a_living_run_is_never_removed: not while its broker runs, nor while one of its processes is heard;
+- only_runs_are_removed: a directory without a run's resolved configuration stays as it is.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.local.savepoints import WIDTH, refuse_if_alive
+from inspection.source import nodes_of, open_run, own_broker
+from schemas.errors import UserError
+from schemas.plain_text import plain_text
+from settings.run_directory import RunDirectory
+
+BULKY = ("kafka", "weights", "cache", "traces", "logs")
+"""What is large and of no use once a run is over and judged: checkpoints, figures and the report stay without it."""
+LAST_BYTES = 1 << 16
+"""Of metrics.jsonl, in which its last whole line lies."""
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """``state``: running, finished, stopped, or empty before its first step. ``at``: when it last wrote a step."""
+
+    name: str
+    directory: RunDirectory
+    state: str
+    step: int
+    reward: float | None
+    size: int
+    at: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-safe form."""
+        told = {"name": self.name, "path": str(self.directory.path), "state": self.state, "step": self.step}
+        return told | {"reward": self.reward, "bytes": self.size, "at": round(self.at, 1)}
+
+
+def stored_runs(root: Path) -> list[StoredRun]:
+    """The runs below a directory, the newest last."""
+    found = [RunDirectory(path) for path in root.glob("*") if RunDirectory(path).config.is_file()]
+    return sorted((_look(each) for each in found), key=lambda run: run.at)
+
+
+def list_runs(root: Path, *, as_json: bool) -> int:
+    """Print the runs below a directory; the exit code."""
+    runs = stored_runs(root)
+    if as_json:
+        for run in runs:
+            print(json.dumps(run.to_json()))
+        return 0
+    if not runs:
+        print(f"no runs in {root}/")
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "state", "step", "reward", "size", "last step"):
+        table.add_column(name, justify="right" if name in ("step", "reward", "size") else "left", overflow="fold")
+    for run in runs:
+        reward = "-" if run.reward is None else f"{run.reward:.3f}"
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.at))
+        table.add_row(plain_text(run.name), run.state, str(run.step), reward, _size(run.size), at)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+    print(f"{len(runs)} runs, {_size(sum(run.size for run in runs))}; `streamrl runs rm NAME` removes one")
+    return 0
+
+
+def remove_runs(root: Path, names: Sequence[str], *, keep_results: bool, ask: bool) -> int:
+    """Remove runs, or with ``keep_results`` what is bulky in them; the exit code, 1 if the answer was no.
+
+    Raises:
+        UserError: there is no such run, one is alive, or nobody can be asked.
+    """
+    chosen = [_named(root, name) for name in names]
+    for run in chosen:
+        _refuse_living(run)
+    sizes = {run.name: sum(_bytes(path) for path in _parts(run, keep_results=keep_results)) for run in chosen}
+    told = ", ".join(f"{name} ({_size(size)})" for name, size in sizes.items())
+    what = f"logs, broker data and weights of {told}" if keep_results else told
+    if ask and not sys.stdin.isatty():
+        raise UserError(f"expected a yes to the removal of {what}; give --yes")
+    if ask and input(f"remove {what} for good? [y/N] ").strip().lower() not in ("y", "yes"):
+        print("nothing was removed")
+        return 1
+    for run in chosen:
+        for path in _parts(run, keep_results=keep_results):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        print(f"removed: {_size(sizes[run.name])} of {run.name}")
+        if not keep_results and not run.owns_broker:
+            print(f"its topics stay on their broker; `streamrl topics delete --run {run.name}` deletes them")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    name: str
+    directory: RunDirectory
+    owns_broker: bool
+
+
+def _named(root: Path, name: str) -> _Chosen:
+    directory = RunDirectory(root / name)
+    if Path(name).name != name or not directory.config.is_file():
+        there = ", ".join(run.name for run in stored_runs(root)) or "none"
+        raise UserError(f"expected the name of a run in {root}/, got {name!r}; there are: {there}")
+    return _Chosen(name, directory, bool(nodes_of(directory)))
+
+
+def _refuse_living(run: _Chosen) -> None:
+    if (address := own_broker(run.directory)) is not None:
+        raise UserError(f"expected run {run.name} to be over, but its broker runs at {address}; end it first")
+    if not run.owns_broker:
+        refuse_if_alive(open_run(run.directory.path))
+
+
+def _parts(run: _Chosen, *, keep_results: bool) -> list[Path]:
+    root = run.directory.path
+    return [path for name in BULKY if (path := root / name).exists()] if keep_results else [root]
+
+
+def _look(directory: RunDirectory) -> StoredRun:
+    summary, newest = _object(directory.summary), _last_step(directory.metrics)
+    step = int(newest.get("step", 0))
+    wanted = newest.get("progress/max_steps")
+    if own_broker(directory) is not None:
+        state = "running"
+    elif not newest:
+        state = "empty"
+    else:
+        # The summary of an earlier start says nothing of the steps since.
+        is_over = summary.get("steps") == step and wanted is not None and step >= wanted
+        state = "finished" if is_over else "stopped"
+    with suppress(OSError):
+        at = directory.metrics.stat().st_mtime if newest else directory.config.stat().st_mtime
+        reward = newest.get("reward")
+        return StoredRun(directory.path.name, directory, state, step, reward, _bytes(directory.path), at)
+    return StoredRun(directory.path.name, directory, state, step, None, 0, 0.0)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _last_step(path: Path) -> dict[str, Any]:
+    """The last whole line; a killed trainer may have left half a one behind it."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        with suppress(ValueError):
+            if isinstance(found := json.loads(line), dict):
+                return found
+    return {}
+
+
+def _bytes(path: Path) -> int:
+    """On the disk: of sparse files, such as Kafka's indexes, only what is there."""
+    total = 0
+    for place in (path, *path.rglob("*")) if path.is_dir() else (path,):
+        with suppress(OSError):  # removed meanwhile
+            total += place.lstat().st_blocks * 512
+    return total
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,91 @@
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from deploy.local.run_store import list_runs, remove_runs, stored_runs
+from schemas.errors import UserError
+from settings.run_directory import RunDirectory
+from tests.inspection.report.recorded import CONFIG
+
+
+def a_run(root: Path, name: str, *, steps: int = 3, most: float = 3.0, own_broker: bool = True) -> RunDirectory:
+    """What a run leaves, as far as it matters here."""
+    directory = RunDirectory(root / name)
+    directory.create()
+    directory.config.write_text(CONFIG.format(name=name, seed=1))
+    lines = [json.dumps({"step": n, "reward": n / 4, "progress/max_steps": most}) for n in range(1, steps + 1)]
+    directory.metrics.write_text("\n".join([*lines, '{"step": 99, "cut']))
+    directory.summary.write_text(json.dumps({"steps": steps}))
+    (directory.logs / "trainer.log").write_bytes(b"x" * 100_000)
+    if own_broker:
+        node = directory.kafka / "node-1"
+        node.mkdir(parents=True)
+        (node / "server.properties").write_text("listeners=PLAINTEXT://127.0.0.1:9,CONTROLLER://127.0.0.1:10\n")
+        (node / "lock").write_text("")
+    return directory
+
+
+@contextmanager
+def running(directory: RunDirectory) -> Iterator[None]:
+    with (directory.kafka / "node-1" / "lock").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def test_runs_are_listed_with_what_they_reached_and_take_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    going = a_run(tmp_path, "going")
+    a_run(tmp_path, "over")
+    a_run(tmp_path, "stopped", most=10.0)
+    (tmp_path / "no-run").mkdir()
+    with running(going):
+        assert {run.name: run.state for run in stored_runs(tmp_path)} == {
+            "going": "running", "over": "finished", "stopped": "stopped",
+        }  # fmt: skip
+        assert list_runs(tmp_path, as_json=True) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {(run["step"], run["reward"]) for run in told} == {(3, 0.75)}
+    assert all(100_000 <= run["bytes"] < 1_000_000 for run in told)
+    assert list_runs(tmp_path, as_json=False) == 0
+    assert "3 runs, 0." in capsys.readouterr().out
+
+
+def test_a_living_run_is_never_removed(tmp_path: Path) -> None:
+    over, going = a_run(tmp_path, "over"), a_run(tmp_path, "going")
+    with running(going), pytest.raises(UserError, match=r"going to be over, but its broker runs at 127\.0\.0\.1:9"):
+        remove_runs(tmp_path, ["over", "going"], keep_results=False, ask=False)
+    assert over.config.is_file()
+
+
+def test_only_runs_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, other = a_run(tmp_path, "mine"), tmp_path / "precious"
+    other.mkdir()
+    for name in ("precious", "../precious", str(other), "."):
+        with pytest.raises(UserError, match="expected the name of a run"):
+            remove_runs(tmp_path, [name], keep_results=False, ask=False)
+    with pytest.raises(UserError, match="give --yes"):
+        remove_runs(tmp_path, ["mine"], keep_results=False, ask=True)
+    assert remove_runs(tmp_path, ["mine"], keep_results=True, ask=False) == 0
+    assert not run.kafka.exists()
+    assert not run.logs.exists()
+    assert run.summary.is_file()
+    assert run.metrics.is_file()
+    assert remove_runs(tmp_path, ["mine"], keep_results=False, ask=False) == 0
+    assert not run.path.exists()
+    assert other.is_dir()
+    assert "removed: 0." in capsys.readouterr().out
+
+
+def test_topics_on_anothers_broker_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(tmp_path, "guest", own_broker=False)
+    assert remove_runs(tmp_path, ["guest"], keep_results=False, ask=False) == 0
+    assert "`streamrl topics delete --run guest`" in capsys.readouterr().out
+
+
+def test_a_run_directory_explains_itself(tmp_path: Path) -> None:
+    page = (a_run(tmp_path, "mine").path / "README.md").read_text()
+    for name in ("report.html", "summary.json", "metrics.jsonl", "checkpoints", "logs", "kafka", "records.sqlite"):
+        assert name in page

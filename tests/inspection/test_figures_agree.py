@@ -1,0 +1,162 @@
+"""Invariant one_meaning_one_name_one_value: all that tells of a run tells the same, looked at in one instant."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bus.history import BusHistory
+from bus.port import Record
+from consumers.training.metrics import append_metrics
+from deploy.local.watching import plain_line
+from inspection.dashboard.server import UpdateStream
+from inspection.diagnostics.lag import lag_line
+from inspection.diagnostics.status import RunStatus, status_json, status_lines
+from inspection.report.figures import figures_of
+from inspection.report.record import RunRecord, read_rows
+from inspection.report.summary import build_summary
+from inspection.terminal.command import line_of, object_of
+from observability.metrics.families import Meters
+from observability.metrics.metering import TrainerMeter
+from observability.metrics.settings import TrackingSettings
+from observability.metrics.tracking import Tracker
+from observability.run_state.feed import WHOLE_RUN, ends_by_bucket
+from observability.run_state.figures import LIVE, live_figures
+from observability.run_state.state import RunState
+from schemas.reports import StepReport
+from schemas.topics import HEARTBEATS, SKIPS, STEPS, TRAJECTORIES
+from tests.inspection.terminal.made_up_state import RUN, MadeUpState
+from tests.observability.run_state.made_up_run import SHARDS
+
+SECONDS = 75.0
+
+
+class GivenMetrics:
+    """What a tracker's library would be given."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}
+
+    def write(self, _step: int, _at: float, metrics: dict[str, float]) -> None:
+        self.last = dict(metrics)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+async def records_of(run: MadeUpState, *topics: str) -> list[Record]:
+    history = BusHistory(run.bus)
+    found = [record for topic in topics async for record in history.records(f"{RUN}.{topic}")]
+    return sorted(found, key=lambda record: record.timestamp)
+
+
+async def test_every_view_of_a_run_shows_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = MadeUpState(SECONDS)
+    state, now = run.state, run.now
+    ends = {tp: held.end for tp, held in (await BusHistory(run.bus).extents(f"{RUN}.{TRAJECTORIES.name}")).items()}
+    state.ends = ends_by_bucket(ends, SHARDS)
+    told = live_figures(state, now)
+    assert set(told) == set(LIVE)
+
+    # The truth, counted by hand.
+    reports = [message for r in await records_of(run, STEPS.name) if isinstance(message := r.message(), StepReport)]
+    newest, trained = reports[-1].metrics, sum(len(each.trained_refs) for each in reports)
+    skipped = len(await records_of(run, SKIPS.name))
+    assert skipped > 0
+    assert told["lag"] == sum(ends.values()) - trained - skipped
+    assert (told["step"], told["skipped"]) == (reports[-1].step, skipped)
+    assert told["time_left_s"] == pytest.approx(
+        (900 - reports[-1].step) * 60 / float(told["steps_per_min"] or 0), abs=1
+    )
+    # In a steady run all that is ordered is sampled, and all that is sampled trained.
+    assert told["ordered_per_s"] == pytest.approx(told["sampled_per_s"], rel=0.3)
+    assert told["trajectories_per_s"] == pytest.approx(told["sampled_per_s"], rel=0.3)
+
+    # `top`, the page and `status`: under the same names.
+    views = {
+        "top --json": object_of(state, now, 0)["loop"],
+        "page": json.loads((await anext(UpdateStream(state, clock=lambda: now).updates(_never())))[6:])["loop"],
+    }
+    looking = RunState(RUN)
+    looking.observe_records(await records_of(run, STEPS.name, SKIPS.name, HEARTBEATS.name))
+    looking.ends = state.ends
+    status = RunStatus("b:1", now, looking)
+    views["status --json"] = status_json(status)
+    for view, shown in views.items():
+        assert {name: shown[name] for name in LIVE if name in shown} == {n: told[n] for n in LIVE if n in shown}, view
+        assert set(LIVE) - set(shown) <= {"sampled_per_s", "weights_per_min"}, view
+        assert shown["skipped_by_reason"] == state.skipped, view
+
+    # The run's own state, which reads no trajectory, and what people read.
+    whole = RunState(RUN)
+    whole.observe_records(await records_of(run, *(topic.name for topic in WHOLE_RUN)))
+    whole.ends = state.ends
+    lag = " ".join(f"b{bucket}:{count}" for bucket, count in state.lag.items())
+    rate, speed = float(told["trajectories_per_s"] or 0), told["sampled_tokens_per_s"]
+    line, top_line, lines = plain_line(whole, 900, now), line_of(state, now), "\n".join(status_lines(status))
+    for part in (f"step {told['step']}/900", f"lag {lag}"):
+        assert part in line
+        assert part in top_line
+    assert f"{rate:.0f} traj/s  sampling {speed} tok/s" in line
+    assert f"step      {told['step']} of 900" in lines
+    assert lag_line(state.lag).removeprefix("lag ") in lines
+    assert f"{speed:,} tokens/s" in lines
+    assert re.search(rf"{rate:.3g} trajectories/s", lines)
+
+    # Metrics and trackers: of the newest step, which is what displays call reward and staleness.
+    meter = TrainerMeter(Meters(RUN))
+    tracker, given = Tracker(run.bus, RUN, TrackingSettings(to=("tensorboard",)), tmp_path, {}), GivenMetrics()
+    monkeypatch.setattr("observability.metrics.tracking.open_writer", lambda *_: given)
+    (tmp_path / "tensorboard").mkdir()
+    tracker.open()
+    for record in await records_of(run, STEPS.name, SKIPS.name):
+        meter.reported(record.message())
+        tracker.write([record])
+    value = meter.meters.registry.get_sample_value
+    labels = {"run": RUN, "algorithm": "grpo"}
+    assert value("streamrl_trained_trajectories_total", labels) == trained
+    assert value("streamrl_trainer_steps_total", labels) == told["step"]
+    assert value("streamrl_reward_mean", labels) == told["reward"] == given.last["reward"]
+    assert value("streamrl_staleness_mean_versions", labels) == told["staleness_mean"] == given.last["off_policy/mean"]
+    assert value("streamrl_staleness_max_versions", labels) == told["staleness_max"] == given.last["off_policy/max"]
+    rows = {
+        reason: value("streamrl_skipped_trajectories_total", {**labels, "reason": reason}) for reason in state.skipped
+    }
+    assert rows == state.skipped
+    behind = [value("streamrl_unfinished_trajectories", {**labels, "bucket": str(bucket)}) for bucket in state.lag]
+    assert sum(found or 0.0 for found in behind) == sum(
+        count for name, count in newest.items() if name.startswith("kafka/lag/")
+    )
+
+    # Summary and report: over all steps, from the topics and from the trainer's file.
+    for report in reports:
+        append_metrics(tmp_path / "metrics.jsonl", report.step, report.sent_at, report.metrics)
+    summary = build_summary(
+        whole, engine="e", seed=0, run_seconds=SECONDS, resumed_from=0, before={}, after={}, restarts=0
+    )
+    report_figures = {
+        figure.key: figure.value
+        for figure in figures_of(RunRecord(RUN, tmp_path, read_rows(tmp_path / "metrics.jsonl"), summary))
+    }
+    assert summary["trajectories"] == trained
+    assert summary["steps"] == told["step"]
+    assert summary["skipped"] == state.skipped
+    shared = {
+        "steps", "trajectories", "trajectories_per_s", "tokens_per_s", "staleness_mean", "staleness_max",
+        "trainer_wait_share", "reward_first", "reward_last",
+    }  # fmt: skip
+    assert shared <= summary.keys() & report_figures.keys()
+    for name in sorted(shared):
+        assert report_figures[name] == pytest.approx(summary[name], rel=2e-3), name
+
+
+def _never() -> asyncio.Event:
+    return asyncio.Event()
+
+
+def test_the_docs_say_what_each_figure_means() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "concepts.md").read_text()
+    for name, figure in LIVE.items():
+        assert f"| `{name}` | {figure.unit or '–'} | {figure.meaning} |" in page, name
