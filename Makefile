@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-compose check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-algorithms bench-engine bench-observation bench-demo bench-smollm2 bench-weights docs fmt lock clean
+.PHONY: help setup setup-vllm demo test test-compose check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-algorithms bench-engine bench-gateway bench-observation bench-demo bench-smollm2 bench-weights docs fmt lock clean
 SHELL := /bin/bash
 # Where this is set, each of the many processes of a run or a test would compile all it imports of ours anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -68,7 +68,7 @@ chaos: .venv/ready  ## break real brokers and processes, and a simulation of the
 soak: .venv/ready  ## one long run with a kill every 20 s (MINUTES=30)
 	.venv/bin/python -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)
 
-bench: bench-transport bench-compression bench-protocol bench-observation bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-profile bench-plan bench-engine  ## run every benchmark
+bench: bench-transport bench-compression bench-protocol bench-observation bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-profile bench-plan bench-engine bench-gateway  ## run every benchmark
 
 bench-compression: .venv/ready  ## what Kafka's codecs save on trajectories, and what they cost
 	.venv/bin/python -m benchmarks.compression $(ARGS)
@@ -111,6 +111,9 @@ bench-profile: .venv/ready .venv-vllm/ready  ## how well the emulated engine's c
 
 bench-engine: .venv/ready .venv-vllm/ready  ## what the way from a work order to a trajectory costs vLLM
 	.venv/bin/python -m benchmarks.engine $(ARGS)
+
+bench-gateway: .venv/ready  ## what the gateway adds to a first token, a thousand readers at once, ten times too many requests
+	.venv/bin/python -m benchmarks.gateway $(ARGS)
 
 bench-algorithms: .venv/ready  ## every loss against naive formulas and TRL's own, and what each algorithm learns
 	.venv/bin/python -m benchmarks.algorithms $(ARGS)

@@ -6,7 +6,7 @@ sampling, and one trajectory per finished completion.
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -235,6 +235,8 @@ class Trajectory(Message):
     since the epoch. ``refusal``: why no worker can sample the prompt, in few words that all such prompts share; empty:
     it can be sampled. ``position``: of the prompt in the prompt source. ``due_step``: the earliest optimizer step that
     may train it, 0 for any. ``parts``: who sampled it, if another worker went on with it; empty: ``worker_id`` all.
+    ``source``: what it was sampled for, a work order or a requester of a gateway; of the
+    latter nobody ordered the group, and its prompt is in no prompt source.
     """
 
     SCHEMA: ClassVar[str] = "trajectory"
@@ -267,6 +269,7 @@ class Trajectory(Message):
     position: Annotated[int, Field(ge=0)] = 0
     due_step: Annotated[int, Field(ge=0)] = 0
     parts: tuple[TrajectoryPart, ...] = ()
+    source: Literal["order", "request"] = "order"
     created_at: float
     started_at: float
     finished_at: float

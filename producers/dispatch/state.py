@@ -237,6 +237,8 @@ class DispatchState:
                 self.finished = True
 
     def _produced(self, trajectory: Trajectory, at: float) -> None:
+        if trajectory.source == "request":  # ordered by nobody, and of no prompt source
+            return
         self.positions.see(trajectory.position)
         # What the trainer refuses as no sample of its group is still missing here: nobody else will order it again.
         if trajectory.trajectory_id != make_trajectory_id(trajectory.group_id, trajectory.sample_index):

@@ -9,7 +9,7 @@ import time
 from array import array
 from asyncio import Future
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -123,7 +123,7 @@ class RewardScorer(Protocol):
 
 @dataclass
 class Rollout:
-    """Samples for one worker; ``load`` counts what it does."""
+    """Samples for one worker; ``load`` counts what it does. ``places``: entered while a sample is in the engine."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -132,6 +132,7 @@ class Rollout:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     tokens: "TokenStream | None" = None
     clock: Callable[[], float] = time.time
+    places: "AbstractAsyncContextManager[None]" = field(default_factory=nullcontext)
 
     async def sample(
         self,
@@ -157,7 +158,8 @@ class Rollout:
         if completion.finish_reason is None:
             self.load.generating += 1
             try:
-                await self._generate_twice(request, completion, on_growth)
+                async with self.places:
+                    await self._generate_twice(request, completion, on_growth)
             finally:
                 self.load.generating -= 1
         # The slot is free by now: scoring costs the engine nothing.
@@ -216,7 +218,7 @@ class Rollout:
     ) -> None:
         if completion.token_ids:
             request = replace(request, prefix_token_ids=completion.token_ids.tolist())
-        async with _closing(self.engine.generate(request)) as deltas:
+        async with closed_early(self.engine.generate(request)) as deltas:
             async for delta in deltas:
                 # Taken before extend: where the delta's first token stands in the completion.
                 start = len(completion.token_ids)
@@ -230,7 +232,7 @@ class Rollout:
 
 
 @asynccontextmanager
-async def _closing(deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[AsyncIterator[TokenDelta]]:
+async def closed_early(deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[AsyncIterator[TokenDelta]]:
     """Closes an async generator when its reader leaves early, so that its slot in the engine is free at once."""
     try:
         yield deltas

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from schemas.settings import Section
 
@@ -65,6 +65,29 @@ class GenerationSettings(Section):
     partial_chunk_s: Annotated[
         float, Field(gt=0, description="durable: seconds after which fewer are written, too.")
     ] = 2.0
+    request_slots: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=4096,
+            description="Of max_num_seqs, the slots kept for requests of gateways, which orders leave alone; unset: a "
+            "quarter with gateway.enabled, else none.",
+        ),
+    ] = None
+    request_host: Annotated[
+        str,
+        Field(
+            description="Address on which a worker takes requests of gateways; 0.0.0.0: on all, telling the one "
+            "that its own name stands for."
+        ),
+    ] = "127.0.0.1"
+    request_secret: Annotated[
+        SecretStr | None,
+        Field(
+            description="Known to gateways and workers alone; unset: made once in the run's directory, which processes "
+            "on other machines do not see."
+        ),
+    ] = None
     heartbeat_interval_s: Annotated[float, Field(gt=0, le=60, description="Seconds between heartbeats.")] = 1.0
     fencing_timeout_s: Annotated[
         float,

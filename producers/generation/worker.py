@@ -27,6 +27,7 @@ from producers.generation.heartbeat import Heartbeats
 from producers.generation.outbox import Fence, FencedPublisher, Outbox
 from producers.generation.partials import PartialLog, PartialPool, PartialReader
 from producers.generation.rollout import RewardScorer, Rollout, TokenStream, WorkerLoad
+from producers.generation.serving import RequestServer, RequestSlots
 from producers.generation.settings import GenerationSettings
 from producers.generation.weights import WeightsAdopter, WeightsFetcher
 from schemas.codec import CONTINUATIONS_HEADER
@@ -54,6 +55,7 @@ class GenerationWorker:
     """One per process. ``weights_cache`` is a directory that it shares with others of the run, kept between restarts.
 
     ``on_tick`` is told, by name, of every turn of a loop. ``run_id``: of the run whose directory it has, if it has one.
+    ``requests``: how it serves gateways beside its orders, None if it does not.
     """
 
     bus: Bus
@@ -70,12 +72,14 @@ class GenerationWorker:
     open_fetcher: Callable[[Path, float, int], WeightsFetcher] = WeightsFetcher
     on_tick: Callable[[str], None] = lambda name: None
     run_id: str | None = None
+    requests: RequestSlots | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped, drained, or the run is finished.
 
-        Consumes: this worker's partition of work-orders (from now on), control (from the beginning).
-        Produces: trajectories, heartbeats, and tokens if the settings say so.
+        Consumes: this worker's partition of work-orders (from now on), control (from the beginning), and requests of
+            gateways over connections of their own.
+        Produces: trajectories, heartbeats, and tokens if the settings say so; the tokens of requests.
         Waits for: the first weights; orders; the broker when it is behind.
         On failure: raises (``EngineError``, ``ModelError``, ``RewardLoadError``, ``BusError``) after a last heartbeat;
             what was running is ordered elsewhere. ``Superseded``, without a last heartbeat: another process has our id.
@@ -119,6 +123,8 @@ class WorkerSession:
     adopter: WeightsAdopter
     heartbeats: Heartbeats
     executor: "OrderExecutor"
+    requests: RequestServer | None = None
+    is_leaving: bool = False
 
     @classmethod
     def open(
@@ -126,6 +132,7 @@ class WorkerSession:
     ) -> "WorkerSession":
         """Put the parts together: whatever publishes does it through the fence."""
         run, worker_id, settings = worker.run_name, worker.worker_id, worker.settings
+        slots = worker.requests.slots if worker.requests is not None else 0
         fence = Fence(worker_id, uuid.uuid4().hex[:12], settings.fencing_timeout_s, worker.monotonic)
         fenced = FencedPublisher(publisher, fence)
         rollout = Rollout(
@@ -140,6 +147,8 @@ class WorkerSession:
             load=WorkerLoad(worker.monotonic),
         )
         partials = cls._open_partials(worker, fenced) if settings.partial_trajectories == "durable" else None
+        if slots:
+            rollout.places = asyncio.Semaphore(worker.engine.max_num_seqs - slots)
         executor = OrderExecutor(
             rollout,
             Outbox(fenced, settings.max_undelivered),
@@ -155,6 +164,7 @@ class WorkerSession:
             rollout.load,
             worker.clock,
             fence.incarnation,
+            request_slots=slots,
         )
         if partials is not None:
             heartbeats.partials_from = lambda: partials.low_offset
@@ -170,7 +180,17 @@ class WorkerSession:
             worker.run_id,
             lambda identity: heartbeats.belong_to(identity.run_id),
         )
-        return cls(worker, work_orders, follower, adopter, heartbeats, executor)
+        session = cls(worker, work_orders, follower, adopter, heartbeats, executor)
+        if (wanted := worker.requests) is not None:
+            session.requests = RequestServer(
+                worker.engine,
+                rollout.load,
+                worker_id,
+                wanted,
+                is_open=lambda: adopter.held is not None and not session.is_leaving,
+                version=lambda: heartbeats.version,
+            )
+        return session
 
     @staticmethod
     def _open_partials(worker: GenerationWorker, fenced: FencedPublisher) -> PartialPool:
@@ -195,6 +215,8 @@ class WorkerSession:
             background.append(tasks.create_task(self.control.control_loop()))
             if await _done_before(stop, self._start_parts()):
                 background.append(tasks.create_task(self.adopter.adopt_loop()))
+                if self.requests is not None:
+                    self.heartbeats.take_requests_at(await self.requests.open())
                 await self._orders_loop(stop, tasks)
                 await self._finish(stop)
             # The group ends with its last task, and these would go on for ever.
@@ -203,6 +225,8 @@ class WorkerSession:
 
     async def sign_off(self) -> None:
         """Say that this worker is gone, so that nobody waits for its lease to end; bounded in time."""
+        if self.requests is not None:
+            await self.requests.close()
         if self.control.fence.superseded is not None:
             return  # the id is another's: a last heartbeat of ours would say that it is gone
         self.heartbeats.update(state=WorkerState.STOPPED)
@@ -250,9 +274,13 @@ class WorkerSession:
         When this worker alone is drained and others can go on with what it has, it gets the grace period too.
         """
         self.heartbeats.update(state=WorkerState.DRAINING)
+        self.is_leaving = True
         loop, deadline = asyncio.get_running_loop(), None
+        idle = [loop.create_task(self.requests.wait_until_idle())] if self.requests is not None else []
         # Not once the run is finished: nobody is left to train on what still runs.
-        while self.executor.running and not self.control.finished:
+        while (left_over := [*self.executor.running.values(), *(task for task in idle if not task.done())]) and (
+            not self.control.finished
+        ):
             self.worker.on_tick("orders")
             hands_over = self.control.drained and self.executor.partials is not None
             if (stop.is_set() or hands_over) and deadline is None:
@@ -260,7 +288,9 @@ class WorkerSession:
             left = POLL_S if deadline is None else min(POLL_S, deadline - loop.time())
             if left <= 0:
                 break
-            await asyncio.wait(self.executor.running.values(), timeout=left)
+            await asyncio.wait(left_over, timeout=left)
+        for task in idle:
+            task.cancel()
         await self.executor.abandon(is_wanted=not self.control.finished)
 
 

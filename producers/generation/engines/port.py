@@ -17,6 +17,8 @@ class GenerationRequest:
     ``prefix_token_ids``: the completion's first tokens, sampled before, here or elsewhere. They count as its own, for
     the most tokens it may have as for stop strings; the deltas are of what comes behind them. Nothing comes but the
     reason if they are a whole completion.
+    ``chunk_tokens``: gathered before they are handed over, none for as many as the engine's settings say.
+    ``interactive``: somebody waits for the first token, so it is begun as soon as a slot is free.
     """
 
     request_id: str
@@ -24,6 +26,8 @@ class GenerationRequest:
     sampling: SamplingParams
     prompt: Prompt | None = None
     prefix_token_ids: Sequence[int] = ()
+    chunk_tokens: int | None = None
+    interactive: bool = False
 
     @property
     def context_token_ids(self) -> list[int]:

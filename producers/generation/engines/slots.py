@@ -160,8 +160,12 @@ class SlotDecoder:
         """Prefill waiting completions into free slots, if that pays by now."""
         free = self._settings.max_num_seqs - len(self._rows)
         self._idle_slots += free
-        # A prefill holds all slots up for about half a decode step: it pays once as many slot-steps have been idle.
-        if not free or not self._waiting or (self._rows and 2 * self._idle_slots < self._settings.max_num_seqs):
+        if not free or not self._waiting:
+            return
+        # A prefill holds all slots up for about half a decode step: it pays once as many slot-steps have been idle,
+        # or at once where somebody waits for the first token.
+        pays = not self._rows or 2 * self._idle_slots >= self._settings.max_num_seqs
+        if not pays and not any(completion.request.interactive for completion in self._waiting):
             return
         self._idle_slots = 0
         room = min(free, len(self._waiting))

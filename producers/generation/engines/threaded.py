@@ -20,6 +20,7 @@ import structlog
 
 from producers.generation.engines.model_files import ModelFacts
 from producers.generation.engines.port import GenerationRequest, TokenDelta, Tokenizer, refuse_unfit
+from producers.generation.incremental_text import IncrementalText
 from schemas.errors import EngineError, PromptRefused
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason, SamplingParams
@@ -32,8 +33,6 @@ _JOIN_S = 30.0
 """A thread that is in the middle of a decode step, or of taking weights, is waited for this long."""
 _UNPUBLISHED = PolicyVersion(0, 0)
 """Of the weights a model is loaded with; trainers count lineages from 1."""
-_HELD_TOKENS = 8
-"""Tokens that may wait for the rest of a character: UTF-8 has at most 4 bytes in one, and a token at least one."""
 
 
 class ThreadedEngine:
@@ -220,7 +219,7 @@ class ThreadedEngine:
                 has_ended = completion.finish_reason is not None
                 if has_ended:
                     self._active.discard(completion)
-                if has_ended or len(completion.tokens) >= self._chunk_tokens:
+                if has_ended or len(completion.tokens) >= (completion.request.chunk_tokens or self._chunk_tokens):
                     self._outbox.append((completion, completion.take(self._version)))
         except Exception as error:
             # The library's state is unknown now: everything that ran is given up, and callers may ask again.
@@ -328,37 +327,25 @@ class ThreadedEngine:
 
 
 class StopMatcher:
-    """Whether a completion that grows by a token contains one of its stop strings by now.
+    """Whether a completion that grows by a token contains one of its stop strings by now."""
 
-    What a token adds to the text may depend on those before it (a space, the bytes of one character). So a window of
-    tokens is decoded without and with the newest ones: what the text is longer by is new, and the window moves on.
-    """
-
-    __slots__ = ("_known", "_new", "_overlap", "_sampling", "_seen", "_shown", "_tail", "_tokenizer")
+    __slots__ = ("_decode", "_grown", "_overlap", "_sampling", "_seen", "_tail")
 
     def __init__(self, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
         self._sampling = sampling
-        self._tokenizer = tokenizer
+        self._decode = tokenizer.decode
+        self._grown = IncrementalText(tokenizer)
         # Text that may be the beginning of a stop string: all but its last character.
         self._overlap = max(len(one) for one in sampling.stop) - 1
         self._tail = ""
         self._seen = 0
-        self._known: list[int] = []
-        self._shown = 0
-        self._new: list[int] = []
 
     def go_on_behind(self, prefix: Sequence[int]) -> bool:
         """Take in what was sampled before; whether a stop string is in it."""
-        tokens, decode = list(prefix), self._tokenizer.decode
-        self._seen = whole = len(tokens)
-        # The last tokens may be part of a character: their text is another once it is whole.
-        ends = range(whole, max(-1, whole - _HELD_TOKENS), -1)
-        settled = next((end for end in ends if not decode(tokens[:end]).endswith("\ufffd")), whole)
-        text = decode(tokens[:settled])
-        self._known, self._new = tokens[max(0, settled - _HELD_TOKENS) : settled], tokens[settled:]
-        self._shown = len(decode(self._known))
+        self._seen = len(prefix)
+        text = self._grown.go_on_behind(prefix)
         self._tail = text[max(0, len(text) - self._overlap) :]
-        return self._sampling.find_stop(decode(tokens)) is not None
+        return self._sampling.find_stop(self._decode(list(prefix))) is not None
 
     def is_complete(self, completion: "ActiveCompletion") -> bool:
         """Take in what the completion has grown by, a token a decode step; whether a stop string ends there."""
@@ -366,16 +353,11 @@ class StopMatcher:
         if not grown:
             return False
         self._seen = completion.generated
-        self._new += completion.tokens[-grown:]
-        piece = self._tokenizer.decode(self._known + self._new)[self._shown :]
-        text = self._tail + piece
+        text = self._tail + self._grown.add(completion.tokens[-grown:])
         if self._sampling.find_stop(text) is not None:
             return True
-        # U+FFFD at the end: bytes of a character that is not whole yet, and will be another text then.
-        if len(self._new) >= _HELD_TOKENS or (piece and not piece.endswith("\ufffd")):
+        if self._grown.is_settled:
             self._tail = text[max(0, len(text) - self._overlap) :]
-            self._known, self._new = self._new, []
-            self._shown = len(self._tokenizer.decode(self._known))
         return False
 
 
