@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -36,24 +37,40 @@ def printable(_logger: Any, _method: str, event: structlog.typing.EventDict) -> 
 
 
 class LinePrinter:
-    """A structlog logger that prints to standard output as it is at that moment, and survives a full disk."""
+    """A structlog logger that prints to standard output as it is at that moment, and survives a full disk.
+
+    ``copy``: the descriptor of a file, opened for appending, that gets every line as well.
+    """
 
     _lock = threading.Lock()
 
+    def __init__(self, copy: int | None = None) -> None:
+        self._copy = copy
+
     def msg(self, message: str) -> None:
         """Print a line, or lose it."""
-        with self._lock, suppress(OSError):
-            # In one piece, so that lines of several processes with one file do not mix.
-            sys.stdout.write(message + "\n")
-            sys.stdout.flush()
+        with self._lock:
+            with suppress(OSError):
+                # In one piece, so that lines of several processes with one file do not mix.
+                sys.stdout.write(message + "\n")
+                sys.stdout.flush()
+            if self._copy is not None:
+                with suppress(OSError):
+                    os.write(self._copy, f"{message}\n".encode(errors="replace"))
 
     log = debug = info = warn = warning = msg
     fatal = failure = err = error = critical = exception = msg
 
 
-def line_printer(*_arguments: Any) -> LinePrinter:
-    """The factory of ``LinePrinter``."""
-    return LinePrinter()
+def line_printer(copy: Path | None = None) -> Callable[..., LinePrinter]:
+    """A factory of ``LinePrinter``, all of which print into the same copy, if that file can be opened."""
+    file = None
+    if copy is not None:
+        with suppress(OSError):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            # Open as long as the process is, like standard output.
+            file = os.open(copy, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    return lambda *_: LinePrinter(file)
 
 
 def forget_unwritten() -> None:

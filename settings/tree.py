@@ -14,6 +14,7 @@ from coordinator.settings import CoordinatorSettings, RelaySettings, ScalingSett
 from observability.metrics.settings import MetricsSettings, TrackingSettings
 from observability.tracing.settings import TelemetrySettings
 from producers.dispatch.settings import DispatchSettings
+from producers.gateway.settings import GatewaySettings
 from producers.generation.engines.length_trace import LengthTraceSettings
 from producers.generation.settings import GenerationSettings
 from producers.lengths.settings import LengthSettings
@@ -44,6 +45,12 @@ class RunSettings(Section):
         int | None,
         Field(ge=1, le=256, description="Workers that it may add as lengths grow; unset: their number stays."),
     ] = None
+    trainer: Annotated[
+        bool,
+        Field(
+            description="Whether `streamrl run` starts the trainer; if not, `streamrl trainer` joins from elsewhere."
+        ),
+    ] = True
     standby_trainers: Annotated[
         int, Field(ge=0, le=4, description="Trainers that `streamrl run` keeps loaded, to take over from the first.")
     ] = 0
@@ -55,6 +62,13 @@ class RunSettings(Section):
         int, Field(ge=1 << 16, description="Size at which a process's log in the run's directory becomes a copy.")
     ] = 32 << 20
     log_backup_count: Annotated[int, Field(ge=0, le=100, description="Such copies that are kept of each log.")] = 3
+    log_files: Annotated[
+        bool,
+        Field(
+            description="A process by itself also writes its log into the run's directory, as `streamrl run` has its "
+            "processes do."
+        ),
+    ] = False
     record_index: Annotated[
         bool,
         Field(description="Keep a file of where each record stands in the run's directory, for who looks."),
@@ -159,6 +173,7 @@ class Settings(Section):
     lengths: LengthSettings = LengthSettings()
     dispatch: DispatchSettings = DispatchSettings()
     generation: GenerationSettings = GenerationSettings()
+    gateway: GatewaySettings = GatewaySettings()
     ingest: IngestSettings = IngestSettings()
     batching: BatchingSettings = BatchingSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -172,6 +187,13 @@ class Settings(Section):
     telemetry: TelemetrySettings = TelemetrySettings()
     emulation: EmulationSettings = EmulationSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+
+
+def request_slots(settings: Settings) -> int:
+    """Slots of each worker that are kept for requests of gateways."""
+    if (slots := settings.generation.request_slots) is not None:
+        return slots
+    return max(1, settings.generation.max_num_seqs // 4) if settings.gateway.enabled else 0
 
 
 def decode_curve(settings: Settings) -> DecodeCurve:

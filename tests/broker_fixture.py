@@ -108,7 +108,7 @@ SHARED = pytest.StashKey[SharedBroker]()
 
 def _started(stack: ExitStack, folder: Path, heap_mb: int) -> str:
     """The address of a broker that ends with the stack."""
-    address = _in_a_container(stack) if docker_answers() else None
+    address = in_a_container(stack) if docker_answers() else None
     if address is None:
         address = stack.enter_context(start_cluster(folder, heap_mb=heap_mb)).bootstrap_servers
     return address
@@ -136,14 +136,19 @@ def docker_answers() -> bool:
             gc.collect()
 
 
-def _in_a_container(stack: ExitStack) -> str | None:
+def in_a_container(stack: ExitStack) -> str | None:
     """The address of a broker in a container, on loopback only; None where the image cannot be had."""
     import docker
+    from testcontainers.core.config import testcontainers_config
     from testcontainers.core.container import DockerContainer
 
+    # Its reaper would be one more image to pull, with a port that is open to the network; the stack removes the broker.
+    testcontainers_config.ryuk_disabled = True
     (port,) = free_ports(1)
     container = DockerContainer(f"apache/kafka:{KAFKA_VERSION}")
-    container.with_envs(**_container_settings(port)).with_kwargs(ports={"9092/tcp": (HOST, port)})
+    container.with_envs(**_container_settings(port))
+    # `with_bind_ports` knows no address, and would open the port to the network.
+    container.ports["9092/tcp"] = (HOST, port)
     try:
         stack.enter_context(container)
     except (docker.errors.DockerException, OSError) as error:

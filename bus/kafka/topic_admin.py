@@ -6,13 +6,14 @@ copies away.
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import for_code
+from aiokafka.errors import KafkaTimeoutError, for_code
 
 from bus.kafka.connection import client_options, discard, our_errors, partition_counts, started
 from bus.kafka.settings import KafkaSettings
@@ -21,8 +22,9 @@ from bus.port import TopicPartition
 from schemas.errors import BrokerError
 from schemas.topics import CATALOGUE, Topic
 
-READY_TIMEOUT_S = 30.0
-"""Until new partitions have leaders; a cluster that just started takes seconds."""
+READY_TIMEOUT_S = 60.0
+"""Until new partitions have leaders; a cluster that just started takes seconds, on a busy machine more than a request
+may take."""
 GONE_POLL_S = 0.2
 _CLIENT_ID = "streamrl-topics"
 _TOPIC_EXISTS = 36
@@ -268,6 +270,10 @@ async def _wait_for_leaders(settings: KafkaSettings, wanted: Sequence[_Wanted]) 
     try:
         with our_errors(f"waiting for the leaders of {len(partitions)} partitions"):
             async with asyncio.timeout(READY_TIMEOUT_S):
-                await consumer.end_offsets([KafkaPartition(*each) for each in partitions])
+                while True:
+                    # The client gives up after one request's time, by which a broker may still be making them.
+                    with suppress(KafkaTimeoutError):
+                        await consumer.end_offsets([KafkaPartition(*each) for each in partitions])
+                        return
     finally:
         await discard(consumer)

@@ -78,6 +78,12 @@ def is_complete(settings: Settings, directory: RunDirectory, step: int) -> bool:
     return restored is not None and restored.state.manifest.step >= last
 
 
+def nothing_to_train(settings: Settings) -> str | None:
+    """The message for whoever would join a run that is complete, by what is in its directory here; None: it is not."""
+    step = resumed_step(settings)
+    return complete_line(settings, step) if is_complete(settings, RunDirectory(settings.run.path), step) else None
+
+
 def complete_line(settings: Settings, step: int) -> str:
     """The message about a complete run."""
     return (

@@ -36,8 +36,8 @@ from deploy.local.resuming import (
     resuming_line,
     storage_of,
 )
-from deploy.local.supervisor import ChildSpec, Fleet, Supervisor
-from deploy.local.task_check import check_task
+from deploy.local.supervisor import ChildSpec, Fleet, Supervisor, TrainerElsewhere
+from deploy.local.task_check import check_task, require_readable
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
 from deploy.wiring.process import configure_logging
@@ -58,6 +58,7 @@ from observability.record_index.entries import Fold
 from observability.record_index.following import IndexFollower
 from observability.run_state.feed import WHOLE_RUN, RunFeed
 from observability.run_state.state import RunState
+from producers.gateway.listening import listen
 from producers.prompts.tables import check_path
 from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
 from settings.loading import as_toml, secret_variables
@@ -91,13 +92,19 @@ class TrainingOutcome:
 
 
 def run_locally(
-    settings: Settings, *, top: bool = False, stop: threading.Event | None = None, adopt: bool = False
+    settings: Settings,
+    *,
+    top: bool = False,
+    stop: threading.Event | None = None,
+    adopt: bool = False,
+    prepare_only: bool = False,
 ) -> int:
     """Train; the exit code is 0 if the last step was reached, 130 if the run was stopped. ``top``: with the live view.
 
     ``stop`` ends the run from another thread; without it SIGINT and SIGTERM do, which Python delivers to the main
-    thread alone. ``adopt`` takes over a run that is on the topics and not in the directory. A complete run is left as
-    it is, and a start that is refused writes nothing.
+    thread alone. ``adopt`` takes over a run that is on the topics and not in the directory. ``prepare_only``: for
+    processes that others start, the task is checked, the name taken, topics and directory are made, and that is all.
+    A complete run is left as it is, and a start that is refused writes nothing.
 
     Raises:
         UserError: something the user can correct, before or during the run.
@@ -115,8 +122,8 @@ def run_locally(
     for warning in _check_task(settings, resumed):
         print(f"warning: {warning}")
     directory.require_writable()
-    engine, workers = settings.generation.engine, settings.run.workers
-    print(f"run {settings.run.name}: engine {engine}, {workers} workers, in {directory.path}/")
+    workers = f"{settings.run.workers} workers" if settings.run.workers else "workers join from elsewhere"
+    print(f"run {settings.run.name}: engine {settings.generation.engine}, {workers}, in {directory.path}/")
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
         asyncio.run(_hold(settings, address, adopt=adopt))
         # Only now is this start the one that goes on: processes of a run under way read what is written here.
@@ -125,6 +132,9 @@ def run_locally(
             # Before the configuration is replaced: the line compares the settings with those of the last start.
             print(resuming_line(settings, directory.config, resumed))
         directory.write_config(as_toml(settings))
+        if prepare_only:
+            print(f"run {settings.run.name} is ready for its processes: {address}, {directory.path}/")
+            return 0
         before = _evaluated(settings, settings.model.path, "before")
         trained = asyncio.run(_train(settings, directory, address, top=top, stopped=stop))
     # A broker that was started here is down by now: an evaluation needs none.
@@ -179,15 +189,19 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
         SettingsError: a tracker's package is not installed.
         ModelError: the model's path is no name on a hub, and there is no such directory.
         DataError: there is no such file of prompts.
-        UserError: the relay's port is taken, no prompt could be sampled, or a reward function cannot be used.
+        UserError: a port of relay or gateway is taken, the model or the prompts may not be read, no prompt could be
+            sampled, or a reward function cannot be used.
     """
     check_installed(settings.tracking)
     if settings.relay.port:
         from coordinator.relay import check_port  # an HTTP server comes with it
 
         check_port(settings.relay)
+    if settings.gateway.enabled:
+        listen(settings.gateway.host, settings.gateway.port).close()
     if settings.data.path is not None:
         check_path(settings.data.path)
+        require_readable(Path(settings.data.path).expanduser(), "data.path")
     if settings.generation.engine == "emulated":
         return []
     path = settings.model.path
@@ -195,6 +209,7 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
         raise ModelError(
             f"expected a model's directory at {path} (model.path), got none; set it to one, or to a hub's name"
         )
+    require_readable(Path(path), "model.path")
     # A run that goes on has trained on this task; its workers refuse what has become of it meanwhile.
     return [] if resumed else check_task(settings)
 
@@ -217,7 +232,17 @@ async def _train(
     # A file and a command line can be read by others; what is secret goes from environment to environment.
     secrets = secret_variables(settings)
     ranker, standbys = settings.lengths.refit == "process", settings.run.standby_trainers
-    specs = child_specs(directory, settings.run.workers, overrides, secrets, ranker=ranker, standbys=standbys)
+    gateway = settings.gateway.enabled
+    specs = child_specs(
+        directory,
+        settings.run.workers,
+        overrides,
+        secrets,
+        trainer=settings.run.trainer,
+        ranker=ranker,
+        standbys=standbys,
+        gateway=gateway,
+    )
     if settings.run.audit:
         specs.append(audit_spec(directory, address, secrets))
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
@@ -226,6 +251,9 @@ async def _train(
     feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, WHOLE_RUN)
     stop = _stop_on_signals() if stopped is None else _stop_with(stopped)
     print(f"broker {address}; join with: streamrl worker {directory.config} {overrides[0]}")
+    if gateway and settings.gateway.port:
+        served = settings.gateway.model_name or settings.run.name
+        print(f"gateway http://{settings.gateway.host}:{settings.gateway.port}/v1, model {served}")
     began = time.monotonic()
     fleet = None
     if settings.run.max_workers is not None:
@@ -235,9 +263,12 @@ async def _train(
     if top:
         progress = partial(watch, directory, address, secrets, progress)
     rotation = LogRotation(directory.logs, settings.run.log_max_bytes, settings.run.log_backup_count)
+    others: list[LogRotation | Fleet | TrainerElsewhere] = [rotation, *([fleet] if fleet else [])]
+    if not (settings.run.trainer or standbys):
+        others.append(TrainerElsewhere(state, settings.training.max_steps, supervisor))
     index = _index_follower(bus, settings, directory)
     try:
-        await _supervise(supervisor, feed, index, [rotation, *([fleet] if fleet else [])], progress, stop)
+        await _supervise(supervisor, feed, index, others, progress, stop)
     finally:
         if index is not None:
             await index.history.close()
@@ -290,7 +321,7 @@ async def _supervise(
     supervisor: Supervisor,
     feed: RunFeed,
     index: IndexFollower | None,
-    others: Sequence[LogRotation | Fleet],
+    others: Sequence[LogRotation | Fleet | TrainerElsewhere],
     progress: Progress,
     stop: asyncio.Event,
 ) -> None:
@@ -396,24 +427,27 @@ def child_specs(
     overrides: Sequence[str],
     secrets: Mapping[str, str] = MappingProxyType({}),
     *,
+    trainer: bool = True,
     ranker: bool = False,
     standbys: int = 0,
+    gateway: bool = False,
 ) -> list[ChildSpec]:
-    """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher, and the ranker if there is one.
+    """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher; ranker and gateway if wanted.
 
-    A trainer is what ends the run by its good end; without the ranker it goes on. ``secrets``: variables that give the
-    processes what the resolved file does not.
+    A trainer is what ends the run by its good end; without ranker and gateway it goes on. ``secrets``: variables that
+    give the processes what the resolved file does not.
     """
-    spec, trainer = (partial(make, directory, overrides, secrets) for make in (_spec, _trainer_spec))
-    standing_by = [trainer(f"standby-{number}") for number in range(standbys)]
+    spec, training = (partial(make, directory, overrides, secrets) for make in (_spec, _trainer_spec))
+    standing_by = [training(f"standby-{number}") for number in range(standbys)]
     return [
         replace(spec("coordinator", "coordinator"), is_single=True),
         spec("relay", "relay"),
-        trainer("trainer"),
+        *([training("trainer")] if trainer else []),
         *(replace(each, command=each.standby) for each in standing_by),
         *(worker_spec(directory, overrides, secrets, number) for number in range(workers)),
         replace(spec("dispatcher", "dispatcher"), is_single=True),
         *([spec("ranker", "ranker", optional=True)] if ranker else []),
+        *([spec("gateway", "gateway", optional=True)] if gateway else []),
     ]
 
 

@@ -1,7 +1,8 @@
 """Keeps the processes of a run alive until the essential one ends well, or until it is asked to stop.
 
-``Supervisor`` starts and restarts processes (``Child``), ``RestartPolicy`` decides about an exit, and ``Fleet`` follows
-the number of workers that the coordinator wants. Invariants:
+``Supervisor`` starts and restarts processes (``Child``), ``RestartPolicy`` decides about an exit, ``Fleet`` follows the
+number of workers that the coordinator wants, and ``TrainerElsewhere`` knows the end of a run whose trainer others keep
+alive. Invariants:
 - a_crash_loop_ends: more than ``max_restarts`` crashes without a healthy minute between them end the run;
 - a_superseded_process_stays_away: two supervisors with a process of the same id do not end each other's for ever;
 - a_trainer_that_is_superseded_stands_by: the run goes on with its workers under the trainer that took over, unless the
@@ -27,6 +28,7 @@ import structlog
 from bus.embedded.process import die_with_parent
 from bus.port import Bus, Outgoing, Publisher, Subscription, message_of
 from deploy.wiring.process import TAKE_OVER
+from observability.run_state.state import RunState
 from schemas.control import FleetTarget, OperatorCommand
 from schemas.errors import DataLossRefused, DiskFull, StreamRLError, Superseded, UserError
 from schemas.plain_text import plain_text
@@ -41,6 +43,8 @@ TAIL_BYTES = 16 << 10
 _ERROR = re.compile(r"^error: |^[\w.]*(Error|Exception|Superseded|Refused)\b|level=(error|critical)")
 POLL_S = 0.5
 CLIENT_ID = "fleet"
+WORKERS_LEAVE_S = 60.0
+"""Where the trainer runs elsewhere: so long its workers, whom the coordinator tells, may take to see the end."""
 ASK_AGAIN_S = 10.0
 """Until an order to drain is repeated: the coordinator may have been restarted before it acted on it."""
 
@@ -434,3 +438,31 @@ class Fleet:
             action="drain_worker", worker_id=name, reason="fewer workers are wanted", sent_at=time.time()
         )
         await publisher.publish(Outgoing.of(COMMANDS.full_name(self.run_name), command, key=name))
+
+
+@dataclass
+class TrainerElsewhere:
+    """Ends the run where no trainer of ours can: once the topics say that it is over, and its workers have left."""
+
+    state: RunState
+    last_step: int
+    supervisor: Supervisor
+    clock: Callable[[], float] = time.time
+    look_every_s: float = POLL_S
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Look at the state of the run now and then.
+
+        Consumes: the state that others fold from the topics. Produces: the supervisor's end.
+        Waits for: the coordinator's word, then for the workers, who act on it; not for one that hangs.
+        On failure: nothing here fails. On stop: returns within one look.
+        """
+        ended_at = None
+        while not stop.is_set():
+            if self.state.finished_step >= self.last_step:
+                ended_at = self.clock() if ended_at is None else ended_at
+                is_left = not self.state.living_workers(self.clock())
+                if is_left or self.clock() - ended_at > WORKERS_LEAVE_S:
+                    self.supervisor.finished.set()
+                    return
+            await asyncio.sleep(self.look_every_s)

@@ -11,10 +11,12 @@ a reward that scores nothing, no broker is started and nothing is written.
 import asyncio
 import json
 import os
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sized
+from pathlib import Path
 
 import structlog
 
@@ -35,6 +37,23 @@ REWARDS_PATIENCE_S = 10.0
 """Enough for what fails always: the dry run looks for what fails sometimes."""
 CHECK_TIMEOUT_S = 180.0
 """For a hub or a disk that does not answer: the run, which waits for the same, shows better what is going on."""
+
+
+def require_readable(place: Path, setting: str) -> None:
+    """Make sure that a file, or all of a directory, may be read; what is no path here is left to others.
+
+    Libraries say of a file that they may not read that it is not there, or that the model is of no known kind.
+
+    Raises:
+        UserError: it may not.
+    """
+    for path in (place, *sorted(place.rglob("*"))) if place.exists() else ():
+        if not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
+            found = path.stat()
+            raise UserError(
+                f"expected files at {setting} that this process may read (uid {os.getuid()}), got {path} with mode "
+                f"{stat.S_IMODE(found.st_mode):04o} of uid {found.st_uid}; chmod -R a+rX {place}"
+            )
 
 
 class SampledPrompts:

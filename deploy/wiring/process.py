@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
@@ -37,7 +38,7 @@ from observability.tracing.context import LoggedTraces
 from observability.tracing.role_tracers import Tracing, open_tracing
 from schemas.errors import SettingsError
 from schemas.identifiers import is_plain_name
-from settings.run_directory import require_name
+from settings.run_directory import RunDirectory, require_name
 from settings.tree import Settings
 
 if TYPE_CHECKING:
@@ -63,9 +64,9 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
     require_name(settings, role)
     name = process_name(role, worker_id)
     logged = LoggedTraces()
-    configure_logging(
-        {"run": settings.run.name, "process": name} | ({"worker": name} if role == "worker" else {}), logged
-    )
+    names = {"run": settings.run.name, "process": name} | ({"worker": name} if role == "worker" else {})
+    log_file = RunDirectory(settings.run.path).logs / f"{name}.log" if settings.run.log_files else None
+    configure_logging(names, logged, log_file)
     address = broker_of_others(settings.kafka.bootstrap_servers, print)
     # Settings are frozen, so the address that was found goes into a copy; all below see only that.
     settings = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
@@ -114,7 +115,13 @@ def process_context(
     if tracing is not None:
         context = replace(context, around_engine=tracing.around)
     if metering is not None:
-        context = replace(context, watch_status=metering.watch_dispatcher, on_response=metering.count_response)
+        context = replace(
+            context,
+            watch_status=metering.watch_dispatcher,
+            on_response=metering.count_response,
+            request_observer=metering,
+            watch_gateway=metering.watch_gateway,
+        )
     return context
 
 
@@ -213,11 +220,15 @@ class Watchdog:
                 self.end()
 
 
-def configure_logging(names: Mapping[str, str] | None = None, traces: structlog.typing.Processor | None = None) -> None:
+def configure_logging(
+    names: Mapping[str, str] | None = None,
+    traces: structlog.typing.Processor | None = None,
+    copy: Path | None = None,
+) -> None:
     """Structured lines on standard output, coloured for a terminal; of libraries what is a warning or worse, throttled.
 
     ``names`` stand in every line, of whatever thread or task, unless the line itself has another value for them.
-    ``traces`` adds the trace of what a line is about.
+    ``traces`` adds the trace of what a line is about. ``copy``: a file that gets every line as well.
     """
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -237,7 +248,7 @@ def configure_logging(names: Mapping[str, str] | None = None, traces: structlog.
             printable,
             renderer,
         ],
-        logger_factory=line_printer,
+        logger_factory=line_printer(copy),
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         cache_logger_on_first_use=True,
     )

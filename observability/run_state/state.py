@@ -89,7 +89,8 @@ class RunState:
     ``step``: the newest that was reported, ``step_at`` when. ``planned_steps``: how many the run is to take, as its
     settings say; None: they are not known. ``skip_causes``: of those skips that a user may want to do something about,
     what they have in common, by reason. ``ends``: offsets behind the last trajectory, by length bucket; empty if nobody
-    looks. ``dead_letters``: that the topic holds. ``read_at``: when the topics were last read to their ends, in epoch
+    looks. ``dead_letters``: that the topic holds. ``finished_step``: the step at which the coordinator ended the run,
+    -1 if it never did, also once it is continued. ``read_at``: when the topics were last read to their ends, in epoch
     seconds. ``bucket_of``: length buckets by partition.
     """
 
@@ -117,6 +118,7 @@ class RunState:
     step_at: float | None = None
     mode: str = "run"
     finished: bool = False
+    finished_step: int = -1
     silent: set[str] = field(default_factory=set)
     read_at: float | None = None
     bucket_of: dict[int, int] = field(default_factory=dict)
@@ -332,7 +334,7 @@ class RunState:
 
     def _finish(self, message: RunFinished) -> None:
         # The last word of the coordinator; a run that is continued takes it back.
-        self.finished = True
+        self.finished, self.finished_step = True, message.step
         self.log.add(message.sent_at, "good", f"the run is finished at step {message.step}: {message.reason}")
 
 

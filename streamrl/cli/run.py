@@ -82,10 +82,20 @@ def ranker(context: typer.Context) -> None:
 def _run(role: str, context: typer.Context, worker_id: str = "", *, adopt: bool = False) -> None:
     # Within the command, here and below: ``--help``, which loads this module, stays instant without such imports.
     config, overrides = split(context.args)
-    from deploy.wiring.process import run_role
     from settings.loading import load_settings
+    from settings.run_directory import RunDirectory
 
-    run_role(role, load_settings(config, overrides), worker_id, adopt=adopt)
+    settings = load_settings(config, overrides)
+    # A look at one file, for what tells of a complete run takes long to import.
+    if settings.run.name and RunDirectory(settings.run.path).summary.is_file():
+        from deploy.local.resuming import nothing_to_train
+
+        if line := nothing_to_train(settings):
+            print(line)
+            return
+    from deploy.wiring.process import run_role
+
+    run_role(role, settings, worker_id, adopt=adopt)
 
 
 # Files for a task of one's own.
@@ -94,12 +104,15 @@ def _run(role: str, context: typer.Context, worker_id: str = "", *, adopt: bool 
 def init(
     directory: Annotated[Path, typer.Argument(help="Where to put the files; made if need be.")] = Path("."),
     example: Annotated[
-        Literal["math", "tiny", "smollm2"],
+        Literal["math", "tiny", "demo", "smollm2"],
         typer.Option(
-            help="math: a small instruct model of the hub; tiny: a model made here, for a trial on a CPU; smollm2: "
-            "SmolLM2-135M-Instruct out of a PyPI package, without a hub."
+            help="math: a small instruct model of the hub; tiny: a model made here, for a trial on a CPU; demo: what "
+            "`streamrl demo` trains; smollm2: SmolLM2-135M-Instruct out of a PyPI package, without a hub."
         ),
     ] = "math",
+    if_missing: Annotated[
+        bool, typer.Option("--if-missing", help="Leave a directory that has a streamrl.toml as it is.")
+    ] = False,
 ) -> None:
     """Write a commented configuration, prompts and a reward.
 
@@ -110,7 +123,11 @@ def init(
 
     from streamrl.init.examples import CONFIG, write_example
 
-    for path in write_example(directory, example, print):
+    written = write_example(directory, example, print, if_missing=if_missing)
+    if not written:
+        print(f"{directory / CONFIG} is there: nothing to write")
+        return
+    for path in written:
         print(f"wrote {path}")
     # To be pasted as it stands: where ``streamrl`` is not on the PATH, the script that was called is named instead.
     command = "streamrl" if shutil.which("streamrl") else shlex.quote(str(Path(sys.argv[0]).absolute()))
@@ -184,6 +201,10 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and start nothing; exit code 2 if a check fails.")
     ] = False,
+    prepare: Annotated[
+        bool,
+        typer.Option("--prepare", help="Check the task, take the run's name, make its topics; start nothing."),
+    ] = False,
     adopt: Adopt = False,
 ) -> None:
     """Train: start everything that a run needs on this machine.
@@ -197,7 +218,7 @@ def run(
         from deploy.local.run import run_locally
         from settings.loading import load_settings
 
-        code = run_locally(load_settings(config, overrides), top=top, adopt=adopt)
+        code = run_locally(load_settings(config, overrides), top=top, adopt=adopt, prepare_only=prepare)
     raise typer.Exit(code)
 
 

@@ -19,13 +19,16 @@ def demo_settings(engine: str, seed: int, overrides: Sequence[str], progress: Ca
         ModelError: the model cannot be made.
     """
     model = ensure_warm_started_model(cache_root(), seed, progress)
-    defaults = _defaults(engine, seed) | {"model": {"path": str(model)}, "data": {"path": str(model / PROMPTS)}}
-    return load_settings(None, overrides, defaults)
+    recipe = defaults(engine, seed)
+    recipe["run"]["name"] = f"demo-{engine}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    recipe |= {"model": {"path": str(model)}, "data": {"path": str(model / PROMPTS)}}
+    return load_settings(None, overrides, recipe)
 
 
-def _defaults(engine: str, seed: int) -> dict[str, Any]:
+def defaults(engine: str, seed: int) -> dict[str, Any]:
+    """The demo's settings by section, but for its name, its model and its prompts."""
     return {
-        "run": {"name": f"demo-{engine}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}", "seed": seed, "workers": 2},
+        "run": {"seed": seed, "workers": 2},
         "rewards": {
             "functions": ["exact_match", "streamrl.demo.task:worked_out"],
             "weights": [1.0, 0.0],  # only the answer is paid

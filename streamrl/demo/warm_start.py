@@ -149,7 +149,7 @@ def _train(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progre
                 raise
         if child.returncode != 0:
             errors.seek(0)
-            last = (errors.read().strip().splitlines() or ["no output"])[-1]
+            last = (errors.read().strip().splitlines() or [f"exit code {child.returncode} and no output"])[-1]
             raise ModelError(f"expected the warm start of the demo's model to end well, got: {last}")
 
 

@@ -6,6 +6,7 @@ stay true when those change.
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +20,7 @@ from settings.explaining import description_of
 from settings.run_directory import plain_run_name
 
 Progress = Callable[[str], None]
-ExampleName = Literal["math", "tiny", "smollm2"]
+ExampleName = Literal["math", "tiny", "demo", "smollm2"]
 MODEL_DIRECTORY = "./model"
 CONFIG, PROMPTS, REWARDS = "streamrl.toml", "prompts.jsonl", "my_rewards.py"
 NUM_PROMPTS = 512
@@ -87,7 +88,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Example:
-    """Contents of the files; ``model``: makes or finds the one that is copied into the directory, if one is."""
+    """Contents of the files, of which an empty one is not written; ``model``: makes or finds the one that is copied
+    into the directory, if one is.
+    """
 
     entries: tuple[Entry, ...]
     head: tuple[str, ...]
@@ -96,34 +99,41 @@ class Example:
     model: Callable[[Progress], Path] | None = None
 
 
-def write_example(directory: Path, name: ExampleName, progress: Progress) -> list[Path]:
-    """Write configuration, prompts, rewards and, for the tiny example, the model; returns what was written.
+def write_example(directory: Path, name: ExampleName, progress: Progress, *, if_missing: bool = False) -> list[Path]:
+    """Write configuration, prompts, rewards and the model, as far as the example has them; returns what was written.
+
+    ``if_missing``: what is there is kept, and with a configuration nothing is missing: it is written last, and each
+    file appears whole, so that a start that was killed can be made up for.
 
     Raises:
         UserError: a file is there already, or the directory cannot be written.
     """
+    if if_missing and (directory / CONFIG).exists():
+        return []
     made = example(name, plain_run_name(directory))
-    contents = {
-        CONFIG: as_commented_toml(made.head, made.entries),
-        PROMPTS: made.prompts,
-        REWARDS: made.rewards,
-    }
+    contents = {CONFIG: as_commented_toml(made.head, made.entries), PROMPTS: made.prompts, REWARDS: made.rewards}
+    contents = {file: text for file, text in contents.items() if text}
     written = [directory / file for file in contents]
     if made.model is not None:
         written.append(directory / MODEL_DIRECTORY)
     # All of them before the first is written, so that a refusal leaves nothing half done.
     for path in written:
-        if path.exists():
+        if path.exists() and not if_missing:
             raise UserError(f"expected to write {path}, which is there already; name another directory or remove it")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # First, for it takes long and may fail: files that are there already would make the next attempt refuse.
-        if made.model is not None:
-            # A copy: the cache is every run's, and may be deleted at any time.
-            shutil.copytree(made.model(progress), directory / MODEL_DIRECTORY)
-        for file, text in contents.items():
-            with (directory / file).open("x") as opened:  # fails if the file came since it was looked for
-                opened.write(text)
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".making-", ignore_cleanup_errors=True) as scratch:
+            new = Path(scratch)
+            # First, for it takes long and may fail: files that are there already would make the next attempt refuse.
+            if made.model is not None:
+                # A copy: the cache is every run's, and may be deleted at any time. Of contents only: a library leaves
+                # its files to their owner alone, and a task may be trained by another user, as in a container.
+                shutil.copytree(made.model(progress), new / MODEL_DIRECTORY, copy_function=shutil.copyfile)
+            for file, text in contents.items():
+                (new / file).write_text(text)
+            for path in reversed(written):
+                if not path.exists():
+                    (new / path.relative_to(directory)).rename(path)
     except OSError as error:
         raise UserError(f"expected a directory that can be written, got {directory}: {error.strerror}") from error
     return written
@@ -173,7 +183,7 @@ def _wrapped(text: str) -> list[str]:
 
 def example(name: ExampleName, run: str) -> Example:
     """One of the examples, for a run of that name."""
-    return {"math": _math, "tiny": _tiny, "smollm2": _smollm2}[name](run)
+    return {"math": _math, "tiny": _tiny, "demo": _demo, "smollm2": _smollm2}[name](run)
 
 
 def _math(run: str) -> Example:
@@ -238,6 +248,31 @@ def _tiny(run: str) -> Example:
         Entry("training.threads", 1),
     )
     return Example(entries, head, TINY_REWARDS, _jsonl(_questions()), model=_warm_started)
+
+
+def _demo(run: str) -> Example:
+    """What `streamrl demo` trains, as files."""
+    from streamrl.demo.recipe import defaults
+    from streamrl.demo.task import training_prompts
+    from streamrl.demo.warm_start import NUM_PROMPTS as NUM_DEMO_PROMPTS
+
+    head = (
+        "The demo as a task: a tiny model finds out that working sums out pays, offline and in minutes on a CPU.",
+        f"    streamrl run --dry-run {CONFIG}     # checks everything and starts nothing",
+        f"    streamrl run {CONFIG}",
+    )
+    recipe = {
+        f"{section}.{key}": value
+        for section, keys in defaults("transformers", 0).items()
+        for key, value in keys.items()
+    }
+    entries = (
+        Entry("run.name", run),
+        Entry("model.path", MODEL_DIRECTORY, "a character model of a million parameters, beside this file"),
+        Entry("data.path", PROMPTS, "sums and products; those of the evaluation are not among them"),
+        *(Entry(key, value) for key, value in recipe.items() if key != "run.name"),
+    )
+    return Example(entries, head, "", _jsonl(training_prompts(0, NUM_DEMO_PROMPTS)), model=_warm_started)
 
 
 def _smollm2(run: str) -> Example:

@@ -1,9 +1,11 @@
 import io
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 import structlog
@@ -36,6 +38,18 @@ def test_a_log_line_holds_nothing_that_a_terminal_obeys() -> None:
     assert all(line.isprintable() for line in lines)
     assert "count=3 ratio=0.5" in lines[0] or ("count=3" in lines[0] and "ratio=0.5" in lines[0])
     assert "Traceback" in lines[1]
+
+
+def test_a_copy_gets_every_line_and_may_be_cut_meanwhile(tmp_path: Path) -> None:
+    copy, output = tmp_path / "logs" / "worker.log", io.StringIO()
+    with redirect_stdout(output):
+        configure_logging({"process": "worker"}, copy=copy)
+        structlog.get_logger().info("first")
+        assert copy.read_text() == output.getvalue()
+        os.truncate(copy, 0)
+        structlog.get_logger().info("second")
+    assert [line.split("event=")[1].split()[0] for line in output.getvalue().splitlines()] == ["first", "second"]
+    assert copy.read_text() == output.getvalue().splitlines(keepends=True)[1]
 
 
 def test_a_commands_log_holds_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,10 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.errors import KafkaTimeoutError
 
 from bus.history import BusHistory
+from bus.kafka import topic_admin
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.topic_admin import apply_topics, diff_topics
@@ -109,3 +111,24 @@ async def test_more_copies_than_brokers_are_refused_before_anything_is_made(boot
 async def test_no_broker_is_one_line() -> None:
     with pytest.raises(BrokerError, match=r"127\.0\.0\.1:1"):
         await apply_topics("127.0.0.1:1", "run", 2)
+
+
+async def test_leaders_are_waited_for_longer_than_one_request_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Slow:
+        async def end_offsets(self, partitions: list[object]) -> None:
+            asked.append(len(partitions))
+            if len(asked) < 3:
+                raise KafkaTimeoutError("Failed to get offsets by times in 15000 ms")
+
+        async def stop(self) -> None:
+            pass
+
+    async def open_consumer(*_arguments: object) -> Slow:
+        return Slow()
+
+    monkeypatch.setattr(topic_admin.ConsumerFactory, "open_consumer", open_consumer)
+    wanted = topic_admin._wanted("r", 4, 1)
+    await topic_admin._wait_for_leaders(KafkaSettings(bootstrap_servers="nowhere:1"), wanted)
+    assert asked == [sum(each.partitions for each in wanted)] * 3

@@ -1,15 +1,18 @@
 import json
+import os
 import re
+import subprocess
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import pytest
 import yaml
 
 from bus.kafka.settings import KafkaSettings
-from schemas.settings import LoopSettings
+from schemas.identifiers import is_plain_name
 from schemas.topics import CATALOGUE
 from settings.layers import SettingsLayers, from_environment, from_toml
 from settings.loading import validated
@@ -97,22 +100,73 @@ def test_ports_are_open_to_this_machine_alone() -> None:
 
 @pytest.mark.parametrize("name", ROLES)
 def test_the_settings_of_every_process_are_valid_and_agree(name: str) -> None:
-    settings = merged(services()[name]["environment"] | {"STREAMRL_GENERATION__ENGINE": "emulated"})
-    assert settings.run.name == "compose"
-    assert settings.coordinator.relays == (f"http://relay:{settings.relay.port}",)
-    assert settings.relay.host == "0.0.0.0"
+    given = services()[name]["environment"] | {"STREAMRL_GENERATION__ENGINE": "emulated", "STREAMRL_RUN__NAME": "x"}
+    settings = merged(given)
+    assert settings.run.path == Path("/runs/x")
     assert settings.metrics.port
-    assert f"http://127.0.0.1:{settings.relay.port}/health" in services()["relay"]["healthcheck"]["test"]
+    assert settings.run.log_files == (name not in ("prepare", "run")), "run writes the logs of those that it starts"
+    if name in ("prepare", "run"):  # either leaves the settings that the processes of `run` read
+        assert settings.coordinator.relays == (f"http://run:{settings.relay.port}",)
+        assert settings.relay.host == "0.0.0.0"
+        assert not settings.run.trainer
+        assert settings.run.workers == 0
 
 
-def test_a_task_that_init_wrote_fits_in_as_it_is(tmp_path: Path) -> None:
-    for name in ("math", "tiny"):
-        written = example(name, "my-task")
-        config = tmp_path / f"{name}.toml"
-        config.write_text(as_commented_toml(written.head, written.entries))
-        settings = merged(services()["worker"]["environment"], config)
-        assert settings.run.path == Path("/runs/compose")
-        assert str(settings.loop.trajectory_partitions) in services()["topics"]["command"]
+@pytest.mark.parametrize("name", ["math", "tiny", "demo"])
+def test_a_task_that_init_wrote_fits_in_as_it_is(name: Literal["math", "tiny", "demo"], tmp_path: Path) -> None:
+    written = example(name, "my-task")
+    config = tmp_path / f"{name}.toml"
+    config.write_text(as_commented_toml(written.head, written.entries))
+    settings = merged(services()["worker"]["environment"] | {"STREAMRL_RUN__NAME": "x"}, config)
+    assert settings.run.path == Path("/runs/x")
+
+
+@pytest.fixture
+def name_in_the_container(tmp_path: Path) -> Callable[..., str]:
+    """The run's name as the entry point leaves it for the command."""
+    command = tmp_path / "streamrl"
+    command.write_text('#!/bin/sh\nprintf %s "${STREAMRL_RUN__NAME-none}"\n')
+    command.chmod(0o755)
+
+    def name(**environment: str) -> str:
+        given = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | environment
+        return subprocess.run(["sh", IMAGES / "entrypoint.sh"], env=given, capture_output=True, text=True).stdout
+
+    return name
+
+
+def test_another_task_has_another_name_and_so_never_goes_on_from_this_ones_checkpoints(
+    name_in_the_container: Callable[..., str],
+) -> None:
+    names = {
+        name_in_the_container(TASK_PATH=path)
+        for path in ("demo", "./images/trial", "/home/me/My Task", "/home/you/My Task", "/home/me/My Task/")
+    }
+    assert len(names) == 5
+    assert all(is_plain_name(name) for name in names)
+    assert "demo" in names
+    assert sum(name.startswith("my-task-") for name in names) == 3
+    assert name_in_the_container(TASK_PATH="/home/me/my-task", STREAMRL_RUN__NAME="mine") == "mine"
+    assert name_in_the_container() == "none", "outside Compose a name is the caller's affair"
+    assert services()["run"]["environment"]["TASK_PATH"] == "demo"
+
+
+def test_the_image_is_built_by_one_service_and_looked_for_in_no_registry() -> None:
+    of_ours = {name: services()[name] for name in OURS}
+    assert {service["image"] for service in of_ours.values()} == {"streamrl:latest", "streamrl-vllm:latest"}
+    builders = [(service["image"], name) for name, service in of_ours.items() if "build" in service]
+    assert builders == [("streamrl:latest", "task"), ("streamrl-vllm:latest", "worker-gpu")]
+    assert all(service["pull_policy"] == "never" for service in of_ours.values())
+    on_gpu = {name for name, service in of_ours.items() if service["image"] == "streamrl-vllm:latest"}
+    assert on_gpu == {"worker-gpu", "trainer-gpu"} == {name for name in of_ours if "deploy" in of_ours[name]}
+
+
+def test_every_log_is_bounded_and_no_volume_is_without_a_name() -> None:
+    assert all(set(service["logging"]["options"]) == {"max-size", "max-file"} for service in services().values())
+    # The three that its image declares.
+    kafka = services()["kafka"]
+    mounted = [mount.split(":")[1] for mount in kafka["volumes"]] + [mount.split(":")[0] for mount in kafka["tmpfs"]]
+    assert set(mounted) == {"/etc/kafka/secrets", "/var/lib/kafka/data", "/mnt/shared/config"}
 
 
 def test_every_command_is_one_of_ours() -> None:
@@ -140,23 +194,11 @@ def test_the_broker_takes_the_largest_record_and_makes_no_topic_by_itself() -> N
     assert kafka["KAFKA_AUTO_CREATE_TOPICS_ENABLE"] == "false"
 
 
-def test_the_topics_job_makes_as_many_partitions_as_the_settings_say() -> None:
-    command = services()["topics"]["command"]
-    assert int(command[command.index("--partitions") + 1]) == LoopSettings().trajectory_partitions
-    assert command[command.index("--run") + 1] == services()["trainer"]["environment"]["STREAMRL_RUN__NAME"]
-
-
-def test_a_variable_names_another_task_and_another_run() -> None:
+def test_variables_name_another_task_and_another_run() -> None:
     named = services({"STREAMRL_TASK": "/home/me/my-task", "STREAMRL_RUN__NAME": "mine"})
     assert "/home/me/my-task:/task:ro" in named["worker"]["volumes"]
     assert named["worker"]["environment"]["STREAMRL_RUN__NAME"] == "mine"
-    assert "mine" in named["topics"]["command"]
-
-
-def test_only_the_gpu_profile_reserves_devices() -> None:
-    reserving = {name for name, service in services().items() if "deploy" in service}
-    assert reserving == {"worker-gpu"}
-    assert services()["worker-gpu"]["profiles"] == ["gpu"]
+    assert named["worker"]["environment"]["TASK_PATH"] == "/home/me/my-task"
 
 
 def test_prometheus_and_grafana_are_provisioned_with_what_the_repository_holds() -> None:

@@ -11,6 +11,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from deploy.images.cpu_torch import NO_DRIVER, without_cuda
 from deploy.images.health import main, metrics_address
 from tests.architecture.sources import PACKAGES
 from tests.deploy.compose.stack import IMAGES, ROOT, services
@@ -88,6 +89,53 @@ def test_the_vllm_image_has_the_torch_of_the_other_one_and_its_packages_are_all_
     (torch,) = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")]
     assert torch in locked
     assert all(re.match(r"[\w.\[\],-]+==\S+", line) for line in locked)
+
+
+def _library(path: Path, source: str, *options: str) -> None:
+    """A shared library of one C file."""
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-x",
+        "c",
+        "-",
+        "-x",
+        "none",
+        "-o",
+        str(path),
+        f"-Wl,-soname,{path.name}",
+        *options,
+    ]
+    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+
+
+@pytest.mark.skipif(not all(map(shutil.which, ("gcc", "nm", "readelf", "ldconfig"))), reason="needs gcc and binutils")
+def test_in_the_place_of_cuda_comes_what_the_rest_is_linked_against(tmp_path: Path) -> None:
+    """A torch of three functions, whose Python half is linked against its CUDA half and against CUDA itself."""
+    torch, libraries = tmp_path / "torch", tmp_path / "torch" / "lib"
+    libraries.mkdir(parents=True)
+    cuda, half, kept = libraries / "libcudart.so.13", libraries / "libtorch_cuda.so", libraries / "libtorch_python.so"
+    (tmp_path / "versions").write_text("libcudart.so.13 { global: *; };")
+    _library(cuda, "int cudaGetDevice(int *it) { return 0; }", f"-Wl,--version-script={tmp_path / 'versions'}")
+    _library(half, "void _ZN2at4cuda4warpEv(void) {}")
+    asking = "int cudaGetDevice(int *); void _ZN2at4cuda4warpEv(void); void *both(void) { return _ZN2at4cuda4warpEv; }"
+    asking += " int ask(void) { return cudaGetDevice(0); }"
+    _library(kept, asking, "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-l:libstdc++.so.6", str(half), str(cuda))
+    cuda.unlink()
+    made = without_cuda(torch)
+    assert {name: sorted(content.symbols) for name, content in made.items()} == {
+        "libcudart.so.13": ["cudaGetDevice"],
+        "libtorch_cuda.so": ["_ZN2at4cuda4warpEv"],
+    }
+    assert made["libcudart.so.13"].version == "libcudart.so.13"
+    # In a process of its own: one that has imported torch has libraries of these names already.
+    asked = [sys.executable, "-c", f"import ctypes; print(ctypes.CDLL({str(kept)!r}).ask())"]
+    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == f"{NO_DRIVER}\n"
+    half.unlink()
+    before = {path: path.read_bytes() for path in libraries.iterdir()}
+    assert without_cuda(torch) == {}
+    assert {path: path.read_bytes() for path in libraries.iterdir()} == before, "a build without CUDA stays as it is"
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 from bus.embedded.node import free_ports
 from bus.kafka.settings import KafkaSettings
 from consumers.training.checkpoints.catalogue import newest_model
-from deploy.images.health import metrics_address
 from settings.run_directory import RunDirectory
 from tests.deploy.compose.containers import Containers
 from tests.deploy.compose.stack import IMAGES
@@ -39,27 +38,32 @@ async def test_every_service_runs_with_the_command_and_environment_of_the_compos
     name, task, runs, logs = "in-containers", _task(tmp_path / "task"), tmp_path / "runs", tmp_path / "logs"
     logs.mkdir()
     relay, metrics = free_ports(2)
-    places = {"kafka:19092": bootstrap_servers, "/runs": str(runs), "http://relay": "http://127.0.0.1"}
+    places = {"kafka:19092": bootstrap_servers, "/runs": str(runs), "http://run": "http://127.0.0.1"}
     ports = {"8800": str(relay), "9400": str(min(metrics, 60_000)), "0.0.0.0": "127.0.0.1"}
     containers = Containers(
         {"STREAMRL_TASK": str(task), "STREAMRL_RUN__NAME": name}, places | ports, logs, Path(sys.executable).parent
     )
     deadline = time.monotonic() + SECONDS
     try:
-        containers.start("topics")
-        assert containers.ended("topics-1", deadline) == 0
-        assert "trajectories" in containers.said("topics-1")
-        for service in ("coordinator", "relay", "dispatcher", "trainer"):
+        containers.start("prepare")
+        assert containers.ended("prepare-1", deadline) == 0
+        assert f"run {name} is ready for its processes" in containers.said("prepare-1")
+        for service in ("run", "trainer"):
             containers.start(service)
-        containers.healthy("relay", deadline)
         for number in (1, 2):
             containers.start("worker", number)
-        assert containers.ended("trainer-1", deadline) == 0
-        assert [containers.ended(ended, deadline) for ended in ("worker-1", "worker-2", "dispatcher-1")] == [0, 0, 0]
+        everybody = ("trainer-1", "worker-1", "worker-2", "run-1")
+        assert [containers.ended(ended, deadline) for ended in everybody] == [0, 0, 0, 0]
         containers.start("tools")
         assert containers.ended("tools-1", deadline) == 0
-        assert metrics_address(runs / ".prometheus", "127.0.0.1"), "the relay and the coordinator have left notes"
-        assert [containers.stop(stopped, deadline) for stopped in ("coordinator-1", "relay-1")] == [0, 0]
+        # A second `up`: nobody trains, and nobody waits.
+        again = Containers(containers.variables, containers.replaced, logs / "again", containers.bin)
+        again.logs.mkdir()
+        for service in ("run", "trainer", "worker"):
+            again.start(service)
+        for ended in ("run-1", "trainer-1", "worker-1"):
+            assert again.ended(ended, deadline) == 0
+            assert f"already at step {STEPS} of {STEPS}: nothing to train" in again.said(ended)
     finally:
         containers.remove()
     assert f"run       {name}" in containers.said("tools-1")
@@ -74,3 +78,8 @@ def _check_the_run(directory: RunDirectory) -> None:
     steps = [json.loads(line)["step"] for line in directory.metrics.read_text().splitlines()]
     assert steps[-1] == STEPS
     assert newest_model(directory.checkpoints, Path()) == directory.checkpoints / f"step_{STEPS}"
+    assert json.loads(directory.summary.read_text())["steps"] == STEPS
+    assert directory.report.stat().st_size > 10_000
+    logs = sorted(path.stem for path in directory.logs.glob("*.log"))
+    assert {"coordinator", "dispatcher", "relay", "trainer"} < set(logs)
+    assert len(logs) == 6, "the workers under ids of their own"

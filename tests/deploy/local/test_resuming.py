@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from bus.memory import MemoryBus
 from consumers.training.checkpoints import storage
@@ -20,6 +21,7 @@ from schemas.errors import SettingsError
 from settings.loading import as_toml, validated
 from settings.run_directory import RunDirectory
 from settings.tree import Settings
+from streamrl.cli.app import app
 from tests.consumers.training.checkpoints.scene import s3_environment, write
 
 
@@ -64,6 +66,18 @@ def test_a_complete_run_says_so_and_nothing_is_written(tmp_path: Path, capsys: p
         "raise --training.max_steps, or name another run with --run.name\n"
     )
     assert files(directory) == before
+
+
+def test_a_process_that_would_join_a_complete_run_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = checkpointed(tmp_path, 100)
+    config = tmp_path / "streamrl.toml"
+    config.write_text(as_toml(settings_of(tmp_path)))
+    monkeypatch.setattr("deploy.wiring.process.run_role", lambda role, *_arguments, **_options: print(role, "joins"))
+    for steps, said in ((100, "run r is already at step 100 of 100: nothing to train"), (60, "worker joins")):
+        write_summary(directory, steps)
+        assert CliRunner().invoke(app, ["worker", str(config)]).stdout.startswith(said)
 
 
 def test_a_run_beyond_its_new_last_step_is_complete_too(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """What makes a run pointless is found before it begins, and what harms a part of it is told."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.local.task_check import check_task, checked
+from deploy.local.task_check import check_task, checked, require_readable
 from schemas.errors import ModelError, RewardLoadError, UserError
 from settings.loading import validated
 from settings.tree import Settings
@@ -43,6 +44,22 @@ def task(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return validated(tree | {"rewards": {"functions": [f"own_reward:{reward}"]}})
 
     return settings
+
+
+def test_a_file_that_may_not_be_read_is_named_with_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    weights = model / "model.safetensors"
+    weights.write_bytes(b"")
+    weights.chmod(0o600)
+    require_readable(model, "model.path")
+    require_readable(tmp_path / "none", "model.path")
+    # Root, as which tests may run, may read everything.
+    monkeypatch.setattr(os, "access", lambda path, _mode: path != weights)
+    with pytest.raises(UserError, match=rf"may read \(uid \d+\), got {weights} with mode 0600 of uid") as told:
+        require_readable(model, "model.path")
+    assert str(told.value).endswith(f"chmod -R a+rX {model}")
 
 
 def test_a_mixture_with_too_long_prompts_goes_on_with_a_warning(task: Any) -> None:

@@ -1,3 +1,5 @@
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -6,8 +8,10 @@ from producers.prompts.sources import open_source
 from schemas.errors import UserError
 from schemas.import_path import load_function
 from settings.keys import known_keys
-from settings.loading import load_settings
+from settings.loading import load_settings, validated
 from settings.run_directory import plain_run_name
+from streamrl.demo.recipe import defaults
+from streamrl.init import examples
 from streamrl.init.examples import as_commented_toml, example, write_example
 
 
@@ -32,6 +36,38 @@ def test_what_is_commented_out_can_be_put_in(tmp_path: Path, monkeypatch: pytest
         path = tmp_path / f"{name}.toml"
         path.write_text(active.replace("# data", "data"))
         load_settings(path, [])
+
+
+def test_the_demo_as_files_is_the_demo(tmp_path: Path) -> None:
+    made = example("demo", "demo")
+    config = tmp_path / "streamrl.toml"
+    config.write_text(as_commented_toml(made.head, made.entries))
+    settings = load_settings(config, [])
+    same = validated(defaults("transformers", 0) | {"model": {"path": "./model"}, "data": {"path": "prompts.jsonl"}})
+    assert settings.model_copy(update={"run": same.run}) == same
+    assert settings.run.model_copy(update={"name": ""}) == same.run
+    assert len(made.prompts.splitlines()) > settings.training.max_steps * settings.loop.groups_per_step
+
+
+def test_what_is_missing_is_written_and_what_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a start had been killed before the configuration, the last file, was written."""
+    cached = tmp_path / "cache"
+    cached.mkdir()
+    (cached / "model.safetensors").write_bytes(b"weights")
+    (cached / "model.safetensors").chmod(0o600)
+    monkeypatch.setattr(examples, "_warm_started", lambda progress: cached)
+    task = tmp_path / "task"
+    task.mkdir()
+    (task / "prompts.jsonl").write_text("mine")
+    write_example(task, "tiny", print, if_missing=True)
+    assert (task / "prompts.jsonl").read_text() == "mine"
+    assert sorted(path.name for path in task.iterdir()) == ["model", "my_rewards.py", "prompts.jsonl", "streamrl.toml"]
+    mask = os.umask(0)
+    os.umask(mask)
+    mode = (task / "model" / "model.safetensors").stat().st_mode
+    assert stat.S_IMODE(mode) == 0o666 & ~mask, "another user, as in a container, may read it"
+    (task / "my_rewards.py").unlink()
+    assert write_example(task, "tiny", print, if_missing=True) == []
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:

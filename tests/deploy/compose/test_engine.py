@@ -1,0 +1,180 @@
+"""The compose file on a real engine, from building to the last volume, in this order: `make test-compose`."""
+
+import json
+import os
+import re
+import shutil
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from streamrl.init.examples import write_example
+from tests import broker_fixture
+from tests.deploy.compose.engine import Compose, docker, why_not
+
+pytestmark = [
+    pytest.mark.compose,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("compose"),
+    pytest.mark.timeout(3600),
+]
+PROJECT = "streamrl-test"
+JOINED = ("run", "trainer", "worker")
+LARGEST_BYTES = 2_000_000_000
+WHOLE_RUN_S = 2400.0
+"""The demo takes a tenth of that on two idle cores, its model another tenth."""
+
+
+def images() -> set[str]:
+    """Of the engine, by name and tag."""
+    return set(docker("image", "ls", "--format", "{{.Repository}}:{{.Tag}}"))
+
+
+def answers(address: str) -> bool:
+    """Whether a page can be had."""
+    try:
+        with urllib.request.urlopen(address, timeout=5) as page:  # noqa: S310 - an address of ours
+            return bool(page.read())
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def compose() -> Iterator[Compose]:
+    if reason := why_not():
+        pytest.skip(reason)
+    compose = Compose(PROJECT)
+    compose("down", "--volumes", "--remove-orphans")
+    before = set(docker("volume", "ls", "--quiet"))
+    try:
+        yield compose
+    finally:
+        compose.variables = {}
+        compose("down", "--volumes", "--remove-orphans", profiles=("*",))
+    assert set(docker("volume", "ls", "--quiet")) <= before, "no volume is left, with a name or without"
+
+
+def test_the_image_of_processors_builds_and_is_small(compose: Compose) -> None:
+    compose("build", "task", timeout_s=1800)
+    assert int(docker("image", "inspect", "--format", "{{.Size}}", "streamrl:latest")[0]) < LARGEST_BYTES
+    script = "import torch; assert not torch.cuda.is_available(); torch.ones(2, requires_grad=True).sum().backward()"
+    compose("run", "--rm", "--no-deps", "--entrypoint", "python", "tools", "-W", "error", "-c", script)
+
+
+def test_the_default_trains_the_demo_to_its_end(compose: Compose, tmp_path: Path) -> None:
+    compose("up", "--detach", timeout_s=WHOLE_RUN_S)
+    assert compose("wait", "run", timeout_s=WHOLE_RUN_S).split()[-1] == "0"
+    assert compose.ended(*JOINED, within_s=90) == {"run": [0], "trainer": [0], "worker": [0, 0]}
+    run = compose.fetch(tmp_path) / "demo"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 240
+    assert summary["share_worked_after"] > summary["share_worked_before"]
+    assert summary["accuracy_after"] > summary["accuracy_before"]
+    assert "demo" in (run / "report.html").read_text()
+    assert 'name = "demo"' in (run / "config.resolved.toml").read_text()
+    logs = {re.sub(r"^[0-9a-f]{12}-[0-9a-f]{6}$", "a worker", path.stem) for path in (run / "logs").glob("*.log")}
+    assert logs >= {"coordinator", "relay", "dispatcher", "trainer", "a worker"}
+    assert "audit" in compose("run", "--rm", "tools", "audit", "streamrl.toml", timeout_s=300)
+    # The page stays, with the run that is over.
+    assert answers(f"http://127.0.0.1:{compose.ports['UI']}/")
+
+
+def test_a_finished_run_says_so_and_everything_ends(compose: Compose, tmp_path: Path) -> None:
+    trained = (compose.fetch(tmp_path) / "demo" / "metrics.jsonl").read_bytes()
+    began = time.time()
+    compose("up", "--detach")
+    assert set().union(*compose.ended(*JOINED, within_s=180).values()) == {0}
+    since = f"{time.time() - began + 1:.0f}s"
+    for service in JOINED:
+        assert "already at step 240 of 240: nothing to train" in compose("logs", "--since", since, service)
+    shutil.rmtree(tmp_path / "runs")
+    assert (compose.fetch(tmp_path) / "demo" / "metrics.jsonl").read_bytes() == trained
+
+
+def test_another_task_goes_on_after_every_kill_and_its_accounts_balance(compose: Compose, tmp_path: Path) -> None:
+    """The emulated trial, in the volumes of the demo."""
+    compose.variables = {"STREAMRL_TASK": "./images/trial"}
+    compose("up", "--detach", "--scale", "worker=4")
+    compose.until_step(10, within_s=240)
+    compose.crash("worker", number=2)
+    compose.until_step(20, within_s=240)
+    compose.crash("trainer")
+    compose.until_step(40, within_s=240)
+    compose.crash("kafka")
+    compose.until_step(60, within_s=300)
+    compose.crash("run")
+    compose.until_step(80, within_s=300)
+    compose("stop", timeout_s=180)
+    compose("start", timeout_s=300)
+    codes = compose.ended(*JOINED, within_s=900)
+    assert codes == {"run": [0], "trainer": [0], "worker": [0] * 4}
+    (run,) = [path for path in compose.fetch(tmp_path).iterdir() if path.name.startswith("trial-")]
+    assert json.loads((run / "summary.json").read_text())["steps"] == 200
+    said = compose("run", "--rm", "tools", "audit", "streamrl.toml", timeout_s=300)
+    assert "missing" not in said.lower() or "0 missing" in said.lower()
+
+
+def test_a_task_that_init_wrote_works_as_it_is_and_one_that_may_not_be_read_is_named(
+    compose: Compose, tmp_path: Path
+) -> None:
+    task = tmp_path / "my-task"
+    write_example(task, "demo", print)
+    config = task / "streamrl.toml"
+    config.write_text(re.sub(r"max_steps = \d+", "max_steps = 3", config.read_text()))
+    # pytest's own directories are its user's alone.
+    for folder in (tmp_path, *list(tmp_path.parents)[:3]):
+        folder.chmod(0o755)
+    compose.variables = {"STREAMRL_TASK": str(task)}
+    weights = task / "model" / "model.safetensors"
+    weights.chmod(0o600)
+    refused = compose("up", "--detach", check=False) + compose("logs", "prepare", check=False)
+    if os.getuid() != 10001:
+        assert "(uid 10001), got /task/model/model.safetensors with mode 0600" in refused
+        assert compose.codes("prepare") == [2]
+    weights.chmod(0o644)
+    compose("up", "--detach")
+    assert set().union(*compose.ended(*JOINED, within_s=600).values()) == {0}
+    names = {path.name for path in compose.fetch(tmp_path).iterdir() if (path / "summary.json").exists()}
+    assert {re.sub("-[0-9a-f]{6}$", "", name) for name in names} == {"demo", "trial", "my-task"}
+
+
+@pytest.mark.parametrize(("profile", "port", "path"), [("ui", "KAFKA_UI", "/"), ("observability", "GRAFANA", "/login")])
+def test_a_profile_starts(compose: Compose, profile: str, port: str, path: str) -> None:
+    wanted = set(compose("config", "--images", profiles=(profile,)).split())
+    if wanted - images():
+        said = compose("pull", "--policy", "missing", profiles=(profile,), check=False)
+        if missing := wanted - images():
+            pytest.skip(f"cannot be pulled here: {', '.join(sorted(missing))}: {said.strip().splitlines()[-1:]}")
+    compose("up", "--detach", profiles=(profile,))
+    deadline = time.monotonic() + 180
+    while not answers(f"http://127.0.0.1:{compose.ports[port]}{path}"):
+        assert time.monotonic() < deadline, compose("ps", "--all", profiles=(profile,))
+        time.sleep(2)
+
+
+def test_the_health_check_of_the_broker_costs_next_to_nothing(compose: Compose) -> None:
+    compose("up", "--detach", "kafka")
+    described = json.loads(compose("config", "--format", "json"))["services"]
+    before, began = compose.processor_s("kafka"), time.monotonic()
+    for _ in range(10):
+        compose("exec", "--no-TTY", "kafka", *described["kafka"]["healthcheck"]["test"][1:])
+    # A Java runtime takes more than a second; a broker with nothing to do a few hundredths of one.
+    spent = compose.processor_s("kafka") - before - 0.1 * (time.monotonic() - began)
+    assert spent / 10 < 0.2
+
+
+def test_the_broker_of_the_tests_listens_to_this_machine_alone_and_an_image_that_cannot_be_had_is_done_without(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        address = broker_fixture.in_a_container(stack)
+        assert address is not None
+        (published,) = docker("ps", "--filter", f"publish={address.rpartition(':')[2]}", "--format", "{{.Ports}}")
+        assert published == f"{address}->9092/tcp"
+    monkeypatch.setattr(broker_fixture, "KAFKA_VERSION", "0.0.0")
+    with ExitStack() as stack:
+        assert broker_fixture.in_a_container(stack) is None

@@ -1,0 +1,57 @@
+"""A run whose trainer others keep alive: its end is what the coordinator says, and then its workers' leaving."""
+
+import asyncio
+
+from deploy.local.supervisor import WORKERS_LEAVE_S, Supervisor, TrainerElsewhere
+from observability.run_state.state import RunState
+from schemas.identifiers import PolicyVersion
+from schemas.reports import Heartbeat, WorkerState
+
+LAST = 240
+
+
+def beat(sent_at: float, state: WorkerState = WorkerState.READY) -> Heartbeat:
+    return Heartbeat(
+        worker_id="w",
+        incarnation="i",
+        state=state,
+        engine="e",
+        version=PolicyVersion(1, 1),
+        capacity=1,
+        running=0,
+        waiting=0,
+        generated_tokens=0,
+        finished_trajectories=0,
+        tokens_per_s=0.0,
+        sequence=0,
+        sent_at=sent_at,
+    )
+
+
+async def is_over(state: RunState, *moments: float) -> bool:
+    """Whether the run is over after looks at these moments."""
+    supervisor, stop, now = Supervisor([], max_restarts=0, grace_s=1), asyncio.Event(), [0.0]
+    elsewhere = TrainerElsewhere(state, LAST, supervisor, clock=lambda: now[0], look_every_s=0.001)
+    looking = asyncio.create_task(elsewhere.run(stop))
+    for now[0] in moments:
+        await asyncio.sleep(0.02)
+    stop.set()
+    await looking
+    return supervisor.finished.is_set()
+
+
+async def test_a_run_is_over_when_the_coordinator_has_said_so_and_its_workers_have_left() -> None:
+    state = RunState("r", finished_step=LAST - 1)
+    assert not await is_over(state, 1.0), "the end of a run that is continued"
+    state.finished_step = LAST
+    state.workers["w"] = beat(sent_at=0.0)
+    assert not await is_over(state, 1.0), "a worker is still there"
+    state.workers["w"] = beat(sent_at=0.0, state=WorkerState.STOPPED)
+    assert await is_over(state, 1.0)
+
+
+async def test_a_worker_that_hangs_does_not_hold_it_up() -> None:
+    state = RunState("r", finished_step=LAST)
+    state.workers["w"] = beat(sent_at=WORKERS_LEAVE_S)
+    assert not await is_over(state, 1.0, WORKERS_LEAVE_S)
+    assert await is_over(state, 1.0, WORKERS_LEAVE_S + 1.1)
