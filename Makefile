@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-compose check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-algorithms bench-engine bench-observation bench-demo bench-smollm2 docs fmt lock clean
+.PHONY: help setup setup-vllm demo test test-compose check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-algorithms bench-engine bench-gateway bench-observation bench-demo bench-smollm2 bench-weights docs fmt lock clean
 SHELL := /bin/bash
 # Where this is set, each of the many processes of a run or a test would compile all it imports of ours anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,7 +32,7 @@ demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--
 	@$(VENV)/bin/streamrl demo --engine $(ENGINE) --seed $(SEED) $(ARGS)
 
 test: .venv/ready .venv-vllm/ready  ## run all tests, on real brokers of their own (JOBS=4 side by side)
-	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 	.venv-vllm/bin/python -m pytest -m vllm -n 2 --dist loadfile tests/producers/generation/engines
 
 test-compose: .venv/ready  ## the compose file on a Docker engine: build, run, kill, scale, stop, start (15 minutes)
@@ -68,7 +68,7 @@ chaos: .venv/ready  ## break real brokers and processes, and a simulation of the
 soak: .venv/ready  ## one long run with a kill every 20 s (MINUTES=30)
 	.venv/bin/python -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)
 
-bench: bench-transport bench-compression bench-protocol bench-observation bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-profile bench-plan bench-engine  ## run every benchmark
+bench: bench-transport bench-compression bench-protocol bench-observation bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-profile bench-plan bench-engine bench-gateway  ## run every benchmark
 
 bench-compression: .venv/ready  ## what Kafka's codecs save on trajectories, and what they cost
 	.venv/bin/python -m benchmarks.compression $(ARGS)
@@ -100,6 +100,9 @@ bench-demo: .venv/ready .venv-vllm/ready  ## what the demo learns, against more 
 bench-smollm2: .venv/ready  ## what minutes on this machine teach SmolLM2-135M-Instruct (ARGS="--minutes 15")
 	.venv/bin/python -m benchmarks.smollm2 $(ARGS)
 
+bench-weights: .venv/ready  ## what new weights cost the trainer, the network and the workers, by the way they take
+	.venv/bin/python -m benchmarks.weights $(ARGS)
+
 bench-peers: .venv/ready  ## time to the same held-out reward, against TRL's GRPOTrainer (installed apart)
 	.venv/bin/python -m benchmarks.peers $(ARGS)
 
@@ -108,6 +111,9 @@ bench-profile: .venv/ready .venv-vllm/ready  ## how well the emulated engine's c
 
 bench-engine: .venv/ready .venv-vllm/ready  ## what the way from a work order to a trajectory costs vLLM
 	.venv/bin/python -m benchmarks.engine $(ARGS)
+
+bench-gateway: .venv/ready  ## what the gateway adds to a first token, a thousand readers at once, ten times too many requests
+	.venv/bin/python -m benchmarks.gateway $(ARGS)
 
 bench-algorithms: .venv/ready  ## every loss against naive formulas and TRL's own, and what each algorithm learns
 	.venv/bin/python -m benchmarks.algorithms $(ARGS)

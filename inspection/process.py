@@ -130,8 +130,9 @@ def normal_priority() -> Iterator[None]:
 
 
 def say_at_once(text: str) -> None:
-    """Before anything is imported that takes time: on a busy machine that may be long."""
-    print(f"{text} ...", file=sys.stderr, flush=True)
+    """To a person, before anything is imported that takes time: on a busy machine that may be long."""
+    if sys.stderr.isatty():
+        print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def use_one_thread() -> None:

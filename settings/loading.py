@@ -22,7 +22,7 @@ from settings.contradictions import meaningless_keys, refuse_contradictions
 from settings.explaining import value_at
 from settings.keys import REMOVED, RENAMED, Key, known_keys, secret_keys, suggestion
 from settings.layers import SettingsLayers, Tree, is_variable, merged
-from settings.tree import Settings
+from settings.tree import Settings, request_slots
 
 
 def load_settings(
@@ -154,6 +154,11 @@ def _check_sections_agree(settings: Settings) -> None:
         raise SettingsError(
             f"expected loop.num_generations >= 2 for group advantages, got {settings.loop.num_generations}; "
             f"raise it, or choose one of {', '.join(sorted(WITHOUT_A_GROUP))} as algorithm.name"
+        )
+    if request_slots(settings) >= settings.generation.max_num_seqs:
+        raise SettingsError(
+            f"expected generation.max_num_seqs ({settings.generation.max_num_seqs}) above the slots for requests, got "
+            f"{request_slots(settings)} of them: orders would have none; raise it, or lower generation.request_slots"
         )
     _check_emulation(settings)
 

@@ -163,6 +163,11 @@ class RunDirectory:
         return self.path / "report.html"
 
     @property
+    def gateway(self) -> Path:
+        """API keys as hashes, completions that await feedback, and the secret that gateways and workers share."""
+        return self.path / "gateway"
+
+    @property
     def audit(self) -> Path:
         """What an audit beside the run knows, also of records that retention has deleted since."""
         return self.path / "audit.sqlite"

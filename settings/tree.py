@@ -14,6 +14,7 @@ from coordinator.settings import CoordinatorSettings, RelaySettings, ScalingSett
 from observability.metrics.settings import MetricsSettings, TrackingSettings
 from observability.tracing.settings import TelemetrySettings
 from producers.dispatch.settings import DispatchSettings
+from producers.gateway.settings import GatewaySettings
 from producers.generation.engines.length_trace import LengthTraceSettings
 from producers.generation.settings import GenerationSettings
 from producers.lengths.settings import LengthSettings
@@ -172,6 +173,7 @@ class Settings(Section):
     lengths: LengthSettings = LengthSettings()
     dispatch: DispatchSettings = DispatchSettings()
     generation: GenerationSettings = GenerationSettings()
+    gateway: GatewaySettings = GatewaySettings()
     ingest: IngestSettings = IngestSettings()
     batching: BatchingSettings = BatchingSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -185,6 +187,13 @@ class Settings(Section):
     telemetry: TelemetrySettings = TelemetrySettings()
     emulation: EmulationSettings = EmulationSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+
+
+def request_slots(settings: Settings) -> int:
+    """Slots of each worker that are kept for requests of gateways."""
+    if (slots := settings.generation.request_slots) is not None:
+        return slots
+    return max(1, settings.generation.max_num_seqs // 4) if settings.gateway.enabled else 0
 
 
 def decode_curve(settings: Settings) -> DecodeCurve:

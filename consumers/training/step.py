@@ -48,9 +48,9 @@ from consumers.training.ports import StepOutcome
 from consumers.training.settings import TrainingSettings
 from consumers.training.updates import (
     HeldBatch,
-    Part,
+    HeldRows,
     RowLoss,
-    StepLog,
+    UpdateLog,
     UpdateSums,
     critic_metrics,
     mini_batches,
@@ -187,7 +187,7 @@ class PolicyLearner:
         else:
             sums = token_losses(self._settings, tokens, self.algorithm.surrogate)
         metrics = {**sums.metrics, "entropy": entropy.detach()}
-        if self.algorithm.has_teacher:
+        if self.algorithm.has_teacher and not self._settings.whiten_advantages:
             credit = tokens.token_advantages / -self._settings.teacher.kl_coef
             metrics["reverse_kl"] = torch.where(tokens.trained, credit, 0.0).sum()
         return replace(sums, metrics=metrics), tokens.mask
@@ -290,11 +290,11 @@ class PolicyLearner:
                 held.advantages = advantages
         return metrics
 
-    def _gather(self, parts: list[Part], *, is_first: bool) -> str:
+    def _gather(self, parts: list[HeldRows], *, is_first: bool) -> str:
         """Add up the gradient of one update; why it could not be, or nothing."""
         if self.algorithm.is_pairwise:
             self._pairs = self._pair_terms(parts, is_first=is_first)
-        waiting, done = deque(parts), list[Part]()
+        waiting, done = deque(parts), list[HeldRows]()
         while waiting:
             part = waiting.popleft()
             active = self._active(part.held.batch, part.rows) & part.rows
@@ -330,7 +330,7 @@ class PolicyLearner:
 
     # Preferences: a pair's rows may be in different micro-batches, so its slope is found before any gradient.
 
-    def _pair_terms(self, parts: list[Part], *, is_first: bool) -> dict[str, PairTerms]:
+    def _pair_terms(self, parts: list[HeldRows], *, is_first: bool) -> dict[str, PairTerms]:
         better: dict[str, float] = {}
         worse: dict[str, float] = {}
         for part in parts:
@@ -342,7 +342,7 @@ class PolicyLearner:
         return terms_by_group(self._settings, better, worse)
 
     @torch.no_grad()
-    def _scores_now(self, part: Part, *, is_first: bool) -> Tensor:
+    def _scores_now(self, part: HeldRows, *, is_first: bool) -> Tensor:
         """Scores log pi / ref of the part's rows as the policy is now, float64 [A]."""
         held = part.held
         logprobs = held.start.start_logprobs
@@ -388,7 +388,7 @@ class PolicyLearner:
 
         ``observe`` is called when the scaled gradient of the step's first update lies on the model.
         """
-        log = StepLog(self._sequences, self._tokens)
+        log = UpdateLog(self._sequences, self._tokens)
         if self.algorithm.is_separable:
             self._update(log, BatchTotals(self._sequences, self._tokens), "", reward_deviation, observe)
         else:
@@ -407,7 +407,7 @@ class PolicyLearner:
 
     def _update(
         self,
-        log: StepLog,
+        log: UpdateLog,
         totals: BatchTotals,
         problem: str,
         reward_deviation: float,
@@ -440,7 +440,7 @@ class PolicyLearner:
         self._clear_gradients()
         self._sums = self._no_sums()
 
-    def _metrics(self, log: StepLog) -> dict[str, float]:
+    def _metrics(self, log: UpdateLog) -> dict[str, float]:
         metrics = {
             "loss": fmean(log.losses),
             "grad_norm": fmean(log.norms),

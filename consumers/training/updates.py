@@ -57,16 +57,16 @@ class HeldBatch:
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldRows:
     """Rows (bool [B]) of a held micro-batch."""
 
     held: HeldBatch
     rows: Tensor
 
-    def halves(self) -> tuple["Part", "Part"]:
+    def halves(self) -> tuple["HeldRows", "HeldRows"]:
         """The first and the second half of at least two rows."""
         first = self.rows & (self.rows.cumsum(0) <= int(self.rows.sum()) // 2)
-        return Part(self.held, first), Part(self.held, self.rows & ~first)
+        return HeldRows(self.held, first), HeldRows(self.held, self.rows & ~first)
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class RowLoss:
     ratio_max: float
 
 
-def mini_batches(held: Sequence[HeldBatch], settings: AlgorithmSettings, step: int) -> Iterator[list[Part]]:
+def mini_batches(held: Sequence[HeldBatch], settings: AlgorithmSettings, step: int) -> Iterator[list[HeldRows]]:
     """The rows with trained tokens of each update, in the order of the updates."""
     names = list(dict.fromkeys(name for each in held for name in each.groups))
     for iteration in range(settings.num_iterations):
         for wanted in _split(names, settings.num_mini_batches, f"{step}/{iteration}"):
             parts = [
-                Part(each, torch.tensor([name in wanted for name in each.groups]) & (each.mask.sum(dim=1) > 0))
+                HeldRows(each, torch.tensor([name in wanted for name in each.groups]) & (each.mask.sum(dim=1) > 0))
                 for each in held
             ]
             if kept := [part for part in parts if part.rows.any()]:
@@ -119,14 +119,14 @@ def critic_metrics(held: Sequence[HeldBatch]) -> dict[str, float]:
     }
 
 
-def totals_of(parts: Sequence[Part]) -> BatchTotals:
+def totals_of(parts: Sequence[HeldRows]) -> BatchTotals:
     """Sequences and trained tokens of an update."""
     counts = [part.held.mask[part.rows].sum(dim=1) for part in parts]
     return BatchTotals(sum(len(each) for each in counts), sum(int(each.sum()) for each in counts))
 
 
 @dataclass
-class StepLog:
+class UpdateLog:
     """The updates of one step."""
 
     sequences: int

@@ -58,6 +58,7 @@ from observability.record_index.entries import Fold
 from observability.record_index.following import IndexFollower
 from observability.run_state.feed import WHOLE_RUN, Past, RunFeed
 from observability.run_state.state import RunState
+from producers.gateway.listening import listen
 from producers.prompts.tables import check_path
 from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
 from schemas.topics import CONTROL
@@ -189,14 +190,16 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
         SettingsError: a tracker's package is not installed.
         ModelError: the model's path is no name on a hub, and there is no such directory.
         DataError: there is no such file of prompts.
-        UserError: the relay's port is taken, the model or the prompts may not be read, no prompt could be sampled, or a
-            reward function cannot be used.
+        UserError: a port of relay or gateway is taken, the model or the prompts may not be read, no prompt could be
+            sampled, or a reward function cannot be used.
     """
     check_installed(settings.tracking)
     if settings.relay.port:
         from coordinator.relay import check_port  # an HTTP server comes with it
 
         check_port(settings.relay)
+    if settings.gateway.enabled:
+        listen(settings.gateway.host, settings.gateway.port).close()
     if settings.data.path is not None:
         check_path(settings.data.path)
         require_readable(Path(settings.data.path).expanduser(), "data.path")
@@ -230,6 +233,7 @@ async def _train(
     # A file and a command line can be read by others; what is secret goes from environment to environment.
     secrets = secret_variables(settings)
     ranker, standbys = settings.lengths.refit == "process", settings.run.standby_trainers
+    gateway = settings.gateway.enabled
     specs = child_specs(
         directory,
         settings.run.workers,
@@ -238,6 +242,7 @@ async def _train(
         trainer=settings.run.trainer,
         ranker=ranker,
         standbys=standbys,
+        gateway=gateway,
     )
     if settings.run.audit:
         specs.append(audit_spec(directory, address, secrets))
@@ -247,6 +252,9 @@ async def _train(
     feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, watched(settings))
     stop = _stop_on_signals() if stopped is None else _stop_with(stopped)
     print(f"broker {address}; join with: streamrl worker {directory.config} {overrides[0]}")
+    if gateway and settings.gateway.port:
+        served = settings.gateway.model_name or settings.run.name
+        print(f"gateway http://{settings.gateway.host}:{settings.gateway.port}/v1, model {served}")
     began = time.monotonic()
     fleet = None
     if settings.run.max_workers is not None:
@@ -428,11 +436,12 @@ def child_specs(
     trainer: bool = True,
     ranker: bool = False,
     standbys: int = 0,
+    gateway: bool = False,
 ) -> list[ChildSpec]:
-    """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher, and the ranker if there is one.
+    """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher; ranker and gateway if wanted.
 
-    A trainer is what ends the run by its good end; without the ranker it goes on. ``secrets``: variables that give the
-    processes what the resolved file does not.
+    A trainer is what ends the run by its good end; without ranker and gateway it goes on. ``secrets``: variables that
+    give the processes what the resolved file does not.
     """
     spec, training = (partial(make, directory, overrides, secrets) for make in (_spec, _trainer_spec))
     standing_by = [training(f"standby-{number}") for number in range(standbys)]
@@ -444,6 +453,7 @@ def child_specs(
         *(worker_spec(directory, overrides, secrets, number) for number in range(workers)),
         replace(spec("dispatcher", "dispatcher"), is_single=True),
         *([spec("ranker", "ranker", optional=True)] if ranker else []),
+        *([spec("gateway", "gateway", optional=True)] if gateway else []),
     ]
 
 

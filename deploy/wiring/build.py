@@ -5,19 +5,26 @@ server, a planner) or half a gigabyte (torch). The trainer is built in ``deploy.
 """
 
 import asyncio
+import socket
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from deploy.wiring.context import ProcessContext
 from schemas.errors import SettingsError, UserError
-from settings.tree import Settings, decode_curve, worker_curves
+from schemas.secrets import revealed
+from settings.run_directory import RunDirectory
+from settings.tree import Settings, decode_curve, request_slots, worker_curves
 
 if TYPE_CHECKING:
     from coordinator.coordinator import Coordinator, FleetScaling
     from coordinator.relay import Relay
     from producers.dispatch.dispatcher import Dispatcher
+    from producers.gateway.text import ChatTokenizer
+    from producers.gateway.tool_calls import ToolCallParser
     from producers.generation.engines.port import Engine, Tokenizer
     from producers.generation.rollout import RewardScorer
+    from producers.generation.serving import RequestSlots
     from producers.generation.worker import GenerationWorker
     from producers.lengths.predictor import SampleLength
 
@@ -64,9 +71,12 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
             return build_relay(settings, context)
         case "ranker":
             return build_ranker(settings, context)
+        case "gateway":
+            return build_gateway(settings, context)
         case _:
             raise UserError(
-                f"expected one of worker, trainer, standby, dispatcher, ranker, coordinator, relay, got {role!r}"
+                "expected one of worker, trainer, standby, dispatcher, ranker, gateway, coordinator, relay, got "
+                f"{role!r}"
             )
 
 
@@ -183,11 +193,81 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
         engine=context.around_engine(engine),
         tokenizer=tokenizer,
         rewards=rewards,
-        # A folder for each worker: two downloads never write one file.
-        weights_cache=settings.run.path / "workers" / context.name,
+        weights_cache=weights_cache(settings),
         on_tick=context.on_tick,
         run_id=IdentityFile(settings.run.path).run_id,
+        requests=_requests(settings),
     )
+
+
+def weights_cache(settings: Settings) -> Path:
+    """Where the workers of this host keep the run's weights, together."""
+    if settings.generation.weights_cache is not None:
+        return settings.generation.weights_cache / settings.run.name
+    # By host: the run's directory may be on a disk that machines share, and each is to fetch for itself.
+    return settings.run.path / "workers" / socket.gethostname()
+
+
+def _requests(settings: Settings) -> "RequestSlots | None":
+    from producers.generation.serving import RequestSlots
+
+    slots = request_slots(settings)
+    return RequestSlots(settings.generation.request_host, slots, _request_secret(settings)) if slots else None
+
+
+def _request_secret(settings: Settings) -> str:
+    from producers.generation.serving import shared_secret
+
+    given = revealed(settings.generation.request_secret, "generation", "request_secret")
+    return given or shared_secret(RunDirectory(settings.run.path).gateway / "secret")
+
+
+def build_gateway(settings: Settings, context: ProcessContext) -> Role:
+    """The gateway to the run's workers.
+
+    Raises:
+        SettingsError: workers keep no slots for requests, or there is no such tool parser.
+        ModelError: the model has no tokenizer.
+    """
+    from producers.gateway.gateway import Gateway  # its web server is no other process's affair
+
+    if not request_slots(settings):
+        raise SettingsError(
+            "expected workers that take requests, got none: set gateway.enabled, for the workers too, or "
+            "generation.request_slots"
+        )
+    tokenizer, parser = _conversation(settings)
+    gateway = Gateway(
+        bus=context.bus,
+        run_name=settings.run.name,
+        loop=settings.loop,
+        settings=settings.gateway,
+        lengths=settings.lengths,
+        engine=settings.generation.engine,
+        tokenizer=tokenizer,
+        parser=parser,
+        secret=_request_secret(settings),
+        directory=RunDirectory(settings.run.path).gateway,
+        observer=context.request_observer,
+        on_tick=context.on_tick,
+    )
+    context.watch_gateway(gateway.status)
+    return gateway
+
+
+def _conversation(settings: Settings) -> "tuple[ChatTokenizer, ToolCallParser]":
+    from producers.gateway.tool_calls import BUILT_IN, VllmToolCalls
+
+    name = settings.gateway.tool_parser
+    if settings.generation.engine == "emulated":
+        from producers.generation.engines.emulated import FillerChat
+
+        return FillerChat(settings.emulation.lengths.prompt_characters_per_token), BUILT_IN["hermes"]()
+    from producers.generation.engines.vllm_tools import vllm_tool_parser
+    from producers.generation.tokenizer import ModelTokenizer
+
+    tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
+    return tokenizer, BUILT_IN[name]() if name in BUILT_IN else VllmToolCalls(vllm_tool_parser(name, tokenizer))
 
 
 def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":

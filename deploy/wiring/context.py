@@ -8,6 +8,8 @@ from bus.port import Bus
 
 if TYPE_CHECKING:
     from producers.dispatch.status import DispatcherStatus
+    from producers.gateway.app import RequestObserver
+    from producers.gateway.gateway import GatewayStatus
     from producers.generation.engines.port import Engine
 
 
@@ -34,6 +36,8 @@ class ProcessContext:
         around_engine: what a worker puts around its engine.
         watch_status: given the dispatcher's status, to ask for it now and then.
         on_response: called by the relay with the status and the bytes of weights of each answer that begins.
+        request_observer: told by the gateway of its answers; None: nobody asks.
+        watch_gateway: given the gateway's status, to ask for it now and then.
         adopt: a trainer takes over a run that it finds on the topics and not in its directory.
     """
 
@@ -43,4 +47,6 @@ class ProcessContext:
     around_engine: "Callable[[Engine], Engine]" = _same
     watch_status: "Callable[[Callable[[], DispatcherStatus]], None]" = _ignore
     on_response: Callable[[int, int], None] = _ignore_response
+    request_observer: "RequestObserver | None" = None
+    watch_gateway: "Callable[[Callable[[], GatewayStatus]], None]" = _ignore
     adopt: bool = False

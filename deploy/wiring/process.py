@@ -115,7 +115,13 @@ def process_context(
     if tracing is not None:
         context = replace(context, around_engine=tracing.around)
     if metering is not None:
-        context = replace(context, watch_status=metering.watch_dispatcher, on_response=metering.count_response)
+        context = replace(
+            context,
+            watch_status=metering.watch_dispatcher,
+            on_response=metering.count_response,
+            request_observer=metering,
+            watch_gateway=metering.watch_gateway,
+        )
     return context
 
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from pathlib import Path
 
 from aiohttp import web
@@ -37,6 +36,7 @@ from observability.run_state.pace import OFTEN_S
 from observability.run_state.snapshot import SECTIONS, snapshot
 from observability.run_state.state import RunState
 from schemas.errors import StreamRLError, UserError
+from schemas.hosts import is_our_host
 
 JSON = "application/json"
 # No inline script, no form and no frame around the page: what a completion smuggled in as markup could do nothing.
@@ -49,20 +49,6 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-
-
-def is_our_host(host: str, served: str) -> bool:
-    """Whether a request's Host header names us: an address (no name can be rebound to it), localhost, or ``served``."""
-    # Without the port; an IPv6 address ends with a bracket and has colons of its own.
-    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-    name = name.strip("[]").lower()
-    if name in ("localhost", served.lower()):
-        return True
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def may_write(headers: Mapping[str, str]) -> bool:

@@ -20,13 +20,20 @@ from bus.port import Subscription, TopicPartition
 from observability.background import BackgroundTask, stopped_within
 from observability.metrics.endpoint import endpoint
 from observability.metrics.families import Meters
-from observability.metrics.metering import Collector, MeteringObserver, collect_dispatcher, metering_of
+from observability.metrics.metering import (
+    Collector,
+    MeteringObserver,
+    collect_dispatcher,
+    collect_gateway,
+    metering_of,
+)
 from observability.metrics.settings import MetricsSettings
 from schemas.errors import BusError
 from schemas.topics import TRAJECTORIES
 
 if TYPE_CHECKING:
     from producers.dispatch.status import DispatcherStatus
+    from producers.gateway.gateway import GatewayStatus
 
 log = structlog.get_logger()
 
@@ -48,6 +55,19 @@ class Metering:
     def watch_dispatcher(self, status: Callable[[], "DispatcherStatus"]) -> None:
         """Ask the dispatcher for its status every few seconds."""
         self.collectors.append(lambda: collect_dispatcher(status(), self.meters))
+
+    def watch_gateway(self, status: Callable[[], "GatewayStatus"]) -> None:
+        """Ask the gateway for its status every few seconds."""
+        self.collectors.append(lambda: collect_gateway(status(), self.meters))
+
+    def answered(self, route: str, status: int, seconds: float) -> None:
+        """The gateway has answered a request, whole, or given it up."""
+        self.meters.count("gateway_requests", route, str(status))
+        self.meters.observe(seconds, "gateway_request_duration_seconds", route)
+
+    def first_token(self, seconds: float) -> None:
+        """A request's first token came so long after it."""
+        self.meters.observe(seconds, "gateway_first_token_seconds")
 
     def count_response(self, status: int, weight_bytes: int) -> None:
         """The relay begins an answer.

@@ -13,8 +13,9 @@ Kind = Literal["counter", "gauge", "histogram"]
 PREFIX = "streamrl_"
 RUN = "run"
 # Buckets in seconds: steps last from a tenth of a second (emulated) to half an hour; a broker answers within
-# milliseconds, or not before the delivery deadline.
+# milliseconds, or not before the delivery deadline; a requester waits for a first token or for a whole completion.
 STEP_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+ANSWER_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 SEND_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -107,6 +108,19 @@ _RELAY = (
     Family("relay_requests", "counter", "Requests answered.", ("status",)),
     Family("weight_transfer_bytes", "counter", "Bytes of weights that workers were sent."),
 )
+_GATEWAY = (
+    Family("gateway_requests", "counter", "Requests answered; status 499: the requester left.", ("route", "status")),
+    Family("gateway_request_duration_seconds", "histogram", "Until the last byte.", ("route",), ANSWER_SECONDS),
+    Family("gateway_first_token_seconds", "histogram", "Until the first token came.", (), ANSWER_SECONDS),
+    Family("gateway_workers", "gauge", "Workers that take requests."),
+    Family("gateway_running_completions", "gauge", "Completions being sampled for requesters."),
+    Family("gateway_queued_completions", "gauge", "Completions that wait for a slot."),
+    Family("gateway_generated_tokens", "counter", "Tokens sampled for requesters."),
+    Family("gateway_lost_completions", "counter", "Completions that ended with an error of their worker."),
+    Family("gateway_feedback_kept", "counter", "Requests kept for feedback."),
+    Family("gateway_feedback_dropped", "counter", "Kept requests that no feedback came for, or that were too many."),
+    Family("gateway_feedback_delivered", "counter", "Trajectories with a reward brought onto the topic."),
+)
 _AUDIT = (
     Family("audit_balanced", "gauge", "1 while every trajectory has exactly one fate, else 0.", ("algorithm",)),
     Family("audit_problems", "counter", "Violations that were found.", ("algorithm", "kind")),
@@ -117,7 +131,16 @@ _AUDIT = (
     Family("audit_duration_seconds", "gauge", "Reading and judging what was new, the last time."),
     Family("last_audit_timestamp_seconds", "gauge", "When it last came to its end, since the epoch."),
 )
-FAMILIES: tuple[Family, ...] = (*_EVERYWHERE, *_TRAINER, *_WORKER, *_DISPATCHER, *_COORDINATOR, *_RELAY, *_AUDIT)
+FAMILIES: tuple[Family, ...] = (
+    *_EVERYWHERE,
+    *_TRAINER,
+    *_WORKER,
+    *_DISPATCHER,
+    *_COORDINATOR,
+    *_RELAY,
+    *_GATEWAY,
+    *_AUDIT,
+)
 BY_NAME = {family.name: family for family in FAMILIES}
 
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)

@@ -26,6 +26,7 @@ from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS
 
 if TYPE_CHECKING:
     from producers.dispatch.status import DispatcherStatus
+    from producers.gateway.gateway import GatewayStatus
 
 log = structlog.get_logger()
 
@@ -293,3 +294,15 @@ def collect_dispatcher(status: "DispatcherStatus", meters: Meters) -> None:
         meters.set(error, "length_prediction_error_tokens")
     if (coverage := status.lengths.coverage) is not None:
         meters.set(coverage, "length_prediction_coverage_ratio")
+
+
+def collect_gateway(status: "GatewayStatus", meters: Meters) -> None:
+    """What the gateway has under way, and what became of completions that were kept for feedback."""
+    meters.set(status.workers, "gateway_workers")
+    meters.set(status.running, "gateway_running_completions")
+    meters.set(status.queued, "gateway_queued_completions")
+    meters.count_to(status.generated_tokens, "gateway_generated_tokens")
+    meters.count_to(status.lost, "gateway_lost_completions")
+    meters.count_to(status.feedback_kept, "gateway_feedback_kept")
+    meters.count_to(status.feedback_dropped, "gateway_feedback_dropped")
+    meters.count_to(status.feedback_delivered, "gateway_feedback_delivered")

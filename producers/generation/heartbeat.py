@@ -32,7 +32,10 @@ NO_VERSION = PolicyVersion(0, 0)
 
 @dataclass
 class Heartbeats:
-    """Writes this incarnation's heartbeats, numbered from 0."""
+    """Writes this incarnation's heartbeats, numbered from 0.
+
+    ``request_slots``: of the engine's slots, those that no order gets; ``request_address``: where gateways connect.
+    """
 
     publisher: Publisher
     topic: str
@@ -44,6 +47,9 @@ class Heartbeats:
     state: WorkerState = WorkerState.STARTING
     version: PolicyVersion = NO_VERSION
     run_id: str | None = None
+    partials_from: Callable[[], int | None] = lambda: None
+    request_slots: int = 0
+    request_address: str | None = None
     _sequence: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _rates: deque[tuple[float, int]] = field(default_factory=deque)
@@ -55,6 +61,11 @@ class Heartbeats:
         if (state, version) != (self.state, self.version):
             self.state, self.version = state, version
             self._changed.set()
+
+    def take_requests_at(self, address: str) -> None:
+        """Name this address in every heartbeat from now on; it is told at once."""
+        self.request_address = address
+        self._changed.set()
 
     def belong_to(self, run_id: str) -> None:
         """Name this run in every heartbeat from now on."""
@@ -86,7 +97,8 @@ class Heartbeats:
     def _heartbeat(self) -> Heartbeat:
         generating = self.load.generating
         # The engine does not say which requests wait; it runs as many as it has slots, and the others wait.
-        running = min(generating, self.engine.max_num_seqs)
+        capacity = self.engine.max_num_seqs - self.request_slots
+        running = min(generating, capacity)
         self._sequence += 1
         return Heartbeat(
             worker_id=self.worker_id,
@@ -94,7 +106,7 @@ class Heartbeats:
             state=self.state,
             engine=self.engine.name,
             version=self.version,
-            capacity=self.engine.max_num_seqs,
+            capacity=capacity,
             running=running,
             waiting=generating - running,
             generated_tokens=self.load.generated_tokens,
@@ -103,6 +115,8 @@ class Heartbeats:
             orders=self._orders(),
             kv_tokens=self.engine.kv_tokens,
             run_id=self.run_id,
+            partials_from=self.partials_from(),
+            request_address=self.request_address,
             wire=WIRE_VERSION,
             sequence=self._sequence - 1,
             sent_at=self.clock(),

@@ -1,8 +1,9 @@
 """``[generation]``: which engine a worker runs and how; knows nothing of any engine's library."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from schemas.settings import Section
 
@@ -50,7 +51,43 @@ class GenerationSettings(Section):
     chunk_tokens: Annotated[
         int, Field(ge=1, description="Tokens an engine gathers per completion before the worker sees them.")
     ] = 32
-    stream_tokens: Annotated[bool, Field(description="Publish tokens on the tokens topic as they are sampled.")] = False
+    partial_trajectories: Annotated[
+        Literal["off", "stream", "durable"],
+        Field(
+            description="Tokens before their trajectory is finished: off: nobody sees them; stream: on the tokens "
+            "topic as they are sampled, at most once, to be looked at; durable: on partial-trajectories, so that "
+            "another worker goes on where one was lost, drained or stopped, also after a restart of everything."
+        ),
+    ] = "off"
+    partial_chunk_tokens: Annotated[
+        int, Field(ge=1, description="durable: tokens of a completion that are written at once.")
+    ] = 256
+    partial_chunk_s: Annotated[
+        float, Field(gt=0, description="durable: seconds after which fewer are written, too.")
+    ] = 2.0
+    request_slots: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=4096,
+            description="Of max_num_seqs, the slots kept for requests of gateways, which orders leave alone; unset: a "
+            "quarter with gateway.enabled, else none.",
+        ),
+    ] = None
+    request_host: Annotated[
+        str,
+        Field(
+            description="Address on which a worker takes requests of gateways; 0.0.0.0: on all, telling the one "
+            "that its own name stands for."
+        ),
+    ] = "127.0.0.1"
+    request_secret: Annotated[
+        SecretStr | None,
+        Field(
+            description="Known to gateways and workers alone; unset: made once in the run's directory, which processes "
+            "on other machines do not see."
+        ),
+    ] = None
     heartbeat_interval_s: Annotated[float, Field(gt=0, le=60, description="Seconds between heartbeats.")] = 1.0
     fencing_timeout_s: Annotated[
         float,
@@ -64,3 +101,10 @@ class GenerationSettings(Section):
         int, Field(ge=1, description="Finished completions the broker may owe us before nothing new is started.")
     ] = 256
     fetch_timeout_s: Annotated[float, Field(gt=0, description="Longest silence of a relay.")] = 30.0
+    weights_cache: Annotated[
+        Path | None,
+        Field(
+            description="Directory in which the workers of a host keep the weights they fetch, each version once; "
+            "unset: in the run's directory, one for each host name. Containers share it if it is a volume of theirs."
+        ),
+    ] = None

@@ -61,18 +61,56 @@ class ModelTokenizer:
                 f"expected a chat template in the tokenizer at {self._model_path} for prompt {prompt.prompt_id}, "
                 f"got none; use plain text prompts or an instruction-tuned model"
             )
-        turns = [{"role": turn.role, "content": turn.content} for turn in prompt.content]
+        return self.encode_chat([{"role": turn.role, "content": turn.content} for turn in prompt.content])
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat turns can be rendered."""
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the chat template tells the model of tools."""
+        return "tools" in str(self._tokenizer.chat_template or "")
+
+    @property
+    def of_library(self) -> Any:
+        """Transformers' own tokenizer, for libraries that ask for one."""
+        return self._tokenizer
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a prompt that is plain text."""
+        return self._with_opening(text)
+
+    def encode_chat(
+        self, turns: Sequence[Mapping[str, JsonValue]], tools: Sequence[Mapping[str, JsonValue]] | None = None
+    ) -> list[int]:
+        """Token ids of chat turns as the template has them, with the opening of the answer; there is a template.
+
+        Raises:
+            Exception: the template's own, which are of any kind.
+        """
         # As text first: the template writes its special tokens itself, so none may be added when it is tokenised.
+        more = self._chat_template_kwargs | ({"tools": list(tools)} if tools else {})
         return self._plain(
-            self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True, **self._chat_template_kwargs
-            )
+            self._tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True, **more)
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens, special tokens left out."""
+        return self._decoded(token_ids, skip_special=True)
+
+    def decode_with_special(self, token_ids: Sequence[int]) -> str:
+        """Text of sampled tokens, special tokens written out."""
+        return self._decoded(token_ids, skip_special=False)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is no text, such as the end of a sequence."""
+        return token_id in self._tokenizer.all_special_ids
+
+    def _decoded(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
         return text
 

@@ -9,7 +9,7 @@ import typer
 
 from schemas.errors import DiskFull, StreamRLError, lacks_room
 from schemas.plain_text import plain_text
-from streamrl.cli import inspect, operate, plan, run
+from streamrl.cli import gateway, inspect, operate, plan, run
 
 app = typer.Typer(
     name="streamrl",
@@ -20,7 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (run, inspect, operate, plan):
+for group in (run, gateway, inspect, operate, plan):
     group.register(app)
 
 

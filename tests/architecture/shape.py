@@ -66,6 +66,7 @@ class Shape:
     path_layers: int
     readme_bytes: int
     deploy_lines: int
+    inspection_share: float
     largest_room_share: float
 
 
@@ -111,6 +112,7 @@ def shape_of(root: Path) -> Shape:
         # Comments are not counted: they name the sources of figures, and no reader sees them.
         readme_bytes=(root / "README.md").stat().st_size,
         deploy_lines=by_package["deploy"],
+        inspection_share=by_package["inspection"] / total,
         largest_room_share=max(by_package.values()) / total,
     )
 

@@ -1,12 +1,9 @@
 import ast
 import statistics
 
-import pytest
-
 from tests.architecture.shape import shape_of
 from tests.architecture.sources import PACKAGES, ROOT, functions, sources
 
-pytestmark = pytest.mark.xdist_group("sources")  # one process parses them for all
 LOOP_LINES = ("Consumes:", "Produces:", "Waits for:", "On failure:", "On stop:")
 LONG = {
     "consumers/training/checkpoints/storage.py": "two kinds of place behind one protocol",
@@ -114,4 +111,6 @@ def test_the_shape_is_kept() -> None:
     assert shape.comments_per_100 >= 3
     assert shape.one_importer_share <= 1 / 3
     assert shape.readme_bytes <= 12_000
-    assert shape.largest_room_share <= 0.25
+    # What looks at runs is not to outgrow what makes them; of those, producers hold four kinds of process.
+    assert shape.inspection_share <= 0.25
+    assert shape.largest_room_share <= 0.3

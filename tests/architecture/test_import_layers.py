@@ -4,7 +4,6 @@ import pytest
 
 from tests.architecture.sources import PACKAGES, imports, own_imports, sources
 
-pytestmark = pytest.mark.xdist_group("sources")  # one process parses them for all
 FLOORS = (
     {"schemas"},
     {"bus"},

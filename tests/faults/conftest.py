@@ -1,7 +1,4 @@
-"""A broker behind a fault proxy: the broker serves many tests, the proxy and the topic are each test's own.
-
-The tests are of one xdist group: they wait most of the time, and in several processes each would start a broker.
-"""
+"""A broker behind a fault proxy: the broker serves many tests, the proxy and the topic are each test's own."""
 
 import itertools
 from collections.abc import AsyncIterator, Iterator

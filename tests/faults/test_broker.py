@@ -13,7 +13,7 @@ from schemas.errors import BusUnavailable, UserError
 from tests.faults.cluster import FaultyCluster, faulty_cluster
 from tests.faults.traffic import Traffic, check
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 FLOWING_AGAIN_S = 15.0
 
 

@@ -9,7 +9,7 @@ from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing
 from tests.faults.cluster import FaultyCluster
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 FIRST_MESSAGE_S = 5.0
 
 

@@ -12,7 +12,7 @@ from bus.port import Bus, Outgoing, TopicPartition, TransactionalPublisher
 from schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
 from tests.faults.cluster import FaultyCluster
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 
 def bus_of(faulty: FaultyCluster, **changes: object) -> KafkaBus:

@@ -1,8 +1,6 @@
 """The configuration of a run without a model, and of the one that several tests look at."""
 
 NAME = "emulated-test"
-GROUP = "emulated run"
-"""Of the tests that look at one run, so that one process makes it for all of them."""
 CONFIG = """
 [run]
 directory = "{directory}"

@@ -9,13 +9,12 @@ from producers.generation.engines.length_trace import LengthTraceSettings, trace
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import Trajectory
 from tests.pipeline.accounts import read_accounts, read_all
-from tests.pipeline.emulated import CONFIG, GROUP, NAME
+from tests.pipeline.emulated import CONFIG, NAME
 from tests.pipeline.local_run import LocalRun
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 
-@pytest.mark.xdist_group(GROUP)
 async def test_the_whole_pipeline_runs_without_a_model(emulated_run: LocalRun, bootstrap_servers: str) -> None:
     accounts = await read_accounts(bootstrap_servers, NAME)
     assert [report.step for report in accounts.steps] == [1, 2, 3, 4]

@@ -93,7 +93,7 @@ async def test_kills_and_undecodable_bytes_change_nothing_but_speed(start: Start
 async def test_a_worker_joins_by_hand_and_leaves_and_after_ctrl_c_the_same_command_goes_on(
     start: Start, bootstrap_servers: str
 ) -> None:
-    run = start("--training.max_steps=100000", "--run.workers=1", **EMULATED)
+    run = start("--training.max_steps=100000", run={"workers": 1}, **EMULATED)
     run.wait_until(lambda: run.steps() >= 1, "first step")
     by_hand = subprocess.Popen(
         [

@@ -12,13 +12,11 @@ from observability.tracing.span_files import ExportedSpan, span_tree
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import Trajectory
 from tests.pipeline.accounts import read_accounts, read_all
-from tests.pipeline.emulated import GROUP
 from tests.pipeline.local_run import LocalRun
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-@pytest.mark.xdist_group(GROUP)
 async def test_one_trace_follows_a_prompt_to_the_step_and_its_weights(
     emulated_run: LocalRun, bootstrap_servers: str
 ) -> None:

@@ -18,10 +18,10 @@ import time
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import structlog
 
@@ -50,9 +50,10 @@ _UNPUBLISHED = PolicyVersion(0, 0)
 class EmulatedSequence:
     """A completion of ``length`` tokens: waiting until ``first_step`` is set, and then one token a step.
 
-    ``handed``: tokens handed over, which are all that it has while it waits; it waits again when it had to give up its
-    cache. ``first_step``: the step at which it would have begun if it had not. ``entry``: of those in the batch's heap
-    the one that counts. ``group``: samples of one prompt, which are prefilled once if they are admitted together.
+    ``handed``: tokens handed over, or sampled elsewhere, which are all that it has while it waits; it waits again when
+    it had to give up its cache. ``first_step``: the step at which it would have begun if it had not. ``entry``: of
+    those in the batch's heap the one that counts. ``group``: samples of one prompt, which are prefilled once if they
+    are admitted together.
     """
 
     prompt_tokens: int
@@ -413,7 +414,12 @@ class EmulatedEngine:
         batch, clock = self._started()
         length, reason = self._length(request)
         group = request.request_id.rpartition("/")[0]
-        sequence, reply = EmulatedSequence(len(request.prompt_token_ids), length, group=group), _Reply(reason)
+        handed = len(request.prefix_token_ids)
+        if handed >= length:
+            yield self._delta(batch.version, 0, reason)
+            return
+        sequence = EmulatedSequence(len(request.prompt_token_ids), length, handed=handed, group=group)
+        reply = _Reply(reason)
         self._replies[sequence] = reply
         # Not advanced at once: a whole group arrives in one turn of the loop, and is taken in at one boundary.
         batch.arrive(sequence, clock.now())
@@ -549,6 +555,35 @@ class FillerTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """How many there are; short, whatever the completion is."""
         return f"({len(token_ids)} emulated tokens)"
+
+
+class FillerChat(FillerTokenizer):
+    """The same for conversations, whose text grows by a letter a token, so that it can be sent as it comes."""
+
+    has_chat_template = True
+    reads_tools = False
+
+    def encode_text(self, text: str) -> list[int]:
+        """As many filler ids as the text would have tokens."""
+        return self.encode_prompt(Prompt(prompt_id="", dataset="", content=text))
+
+    def encode_chat(
+        self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """As many as all turns together would have."""
+        return self.encode_text("\n".join(str(turn["content"]) for turn in turns))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """A letter a token."""
+        return "x" * len(token_ids)
+
+    def decode_with_special(self, token_ids: Sequence[int]) -> str:
+        """The same: no token is special."""
+        return self.decode(token_ids)
+
+    def is_special(self, token_id: int) -> bool:
+        """None is."""
+        return False
 
 
 class ConstantRewards:

@@ -3,9 +3,10 @@
 ``SlotDecoder`` schedules: which completion has which row, and when waiting ones are prefilled. ``SlotModel`` runs the
 model over a ``SlotCache``, whose rows have different lengths, and ``RowSampler`` draws a token for each row.
 
-Only the prompt's prefix is prefilled; its last token goes through the first decode step, so that there is one place
-where tokens are sampled. Samples of one prompt that start together share one prefill. A prefill costs about half a
-decode step however small it is, so freed slots are refilled once they have idled for as much as that.
+Only the context's prefix is prefilled (the prompt, and what was sampled before); its last token goes through the first
+decode step, so that there is one place where tokens are sampled. Samples of one prompt that start together share one
+prefill. A prefill costs about half a decode step however small it is, so freed slots are refilled once they have idled
+for as much as that.
 
 Invariants:
 - logprobs_are_what_the_trainer_computes: over the whole vocabulary at the sampling temperature, whatever min-p, top-k
@@ -159,16 +160,20 @@ class SlotDecoder:
         """Prefill waiting completions into free slots, if that pays by now."""
         free = self._settings.max_num_seqs - len(self._rows)
         self._idle_slots += free
-        # A prefill holds all slots up for about half a decode step: it pays once as many slot-steps have been idle.
-        if not free or not self._waiting or (self._rows and 2 * self._idle_slots < self._settings.max_num_seqs):
+        if not free or not self._waiting:
+            return
+        # A prefill holds all slots up for about half a decode step: it pays once as many slot-steps have been idle,
+        # or at once where somebody waits for the first token.
+        pays = not self._rows or 2 * self._idle_slots >= self._settings.max_num_seqs
+        if not pays and not any(completion.request.interactive for completion in self._waiting):
             return
         self._idle_slots = 0
         room = min(free, len(self._waiting))
         groups: dict[tuple[int, ...], list[ActiveCompletion]] = {}
         for _ in range(room):
             completion = self._waiting.popleft()
-            groups.setdefault(tuple(completion.request.prompt_token_ids[:-1]), []).append(completion)
-        # Samples of one prompt share a prefill: ``groups`` by the prompt less its last token, ``spans`` their rows.
+            groups.setdefault(tuple(completion.request.context_token_ids[:-1]), []).append(completion)
+        # Samples of one prompt share a prefill: ``groups`` by the context less its last token, ``spans`` their rows.
         used = max((completion.position for completion in self._rows), default=0)
         longest = max(used, *(len(prefix) for prefix in groups)) + 1
         self._model.cache.reserve(len(self._rows) + room, longest, len(self._rows), used)

@@ -20,6 +20,7 @@ import structlog
 
 from producers.generation.engines.model_files import ModelFacts
 from producers.generation.engines.port import GenerationRequest, TokenDelta, Tokenizer, refuse_unfit
+from producers.generation.incremental_text import IncrementalText
 from schemas.errors import EngineError, PromptRefused
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason, SamplingParams
@@ -32,8 +33,6 @@ _JOIN_S = 30.0
 """A thread that is in the middle of a decode step, or of taking weights, is waited for this long."""
 _UNPUBLISHED = PolicyVersion(0, 0)
 """Of the weights a model is loaded with; trainers count lineages from 1."""
-_HELD_TOKENS = 8
-"""Tokens that may wait for the rest of a character: UTF-8 has at most 4 bytes in one, and a token at least one."""
 
 
 class ThreadedEngine:
@@ -144,6 +143,11 @@ class ThreadedEngine:
                 f"expected token ids below {facts.vocab_size}, got {min(prompt)} to {max(prompt)}; "
                 "use the model's own tokenizer",
             )
+        prefix = request.prefix_token_ids
+        if prefix and not 0 <= min(prefix) <= max(prefix) < facts.vocab_size:
+            raise EngineError(
+                f"expected a prefix of token ids below {facts.vocab_size}, got {min(prefix)} to {max(prefix)}"
+            )
         return min(request.sampling.max_completion_length, facts.max_length - len(prompt))
 
     def _running_facts(self) -> ModelFacts:
@@ -215,7 +219,7 @@ class ThreadedEngine:
                 has_ended = completion.finish_reason is not None
                 if has_ended:
                     self._active.discard(completion)
-                if has_ended or len(completion.tokens) >= self._chunk_tokens:
+                if has_ended or len(completion.tokens) >= (completion.request.chunk_tokens or self._chunk_tokens):
                     self._outbox.append((completion, completion.take(self._version)))
         except Exception as error:
             # The library's state is unknown now: everything that ran is given up, and callers may ask again.
@@ -230,6 +234,10 @@ class ThreadedEngine:
         try:
             if completion.request.sampling.stop:
                 completion.matcher = StopMatcher(completion.request.sampling, self._opened_tokenizer())
+            if (reason := self._reason_to_end_at(completion)) is not None:
+                completion.finish_reason = reason
+                self._outbox.append((completion, completion.take(self._version)))
+                return
             self._decoder.add(completion)
             self._active.add(completion)
         except EngineError as error:
@@ -238,6 +246,17 @@ class ThreadedEngine:
             # Nothing runs of it yet, so what the library does not like is this request, and no other harmed by it.
             detail = f"expected a request the engine can run, got {type(error).__name__}: {error}"
             self._outbox.append((completion, PromptRefused(f"refused by {self.name}", detail)))
+
+    def _reason_to_end_at(self, completion: "ActiveCompletion") -> FinishReason | None:
+        """Why a completion is whole with what was sampled of it before; none if more is to be sampled."""
+        prefix = completion.request.prefix_token_ids
+        if not prefix:
+            return None
+        found = completion.matcher is not None and completion.matcher.go_on_behind(prefix)
+        assert self._facts is not None, "requests come after the start"
+        if found or prefix[-1] in self._facts.eos_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if completion.generated >= completion.limit else None
 
     def _opened_tokenizer(self) -> Tokenizer:
         # Opened when it is wanted: most runs have no stop strings, and need none here.
@@ -308,24 +327,25 @@ class ThreadedEngine:
 
 
 class StopMatcher:
-    """Whether a completion that grows by a token contains one of its stop strings by now.
+    """Whether a completion that grows by a token contains one of its stop strings by now."""
 
-    What a token adds to the text may depend on those before it (a space, the bytes of one character). So a window of
-    tokens is decoded without and with the newest ones: what the text is longer by is new, and the window moves on.
-    """
-
-    __slots__ = ("_known", "_new", "_overlap", "_sampling", "_seen", "_shown", "_tail", "_tokenizer")
+    __slots__ = ("_decode", "_grown", "_overlap", "_sampling", "_seen", "_tail")
 
     def __init__(self, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
         self._sampling = sampling
-        self._tokenizer = tokenizer
+        self._decode = tokenizer.decode
+        self._grown = IncrementalText(tokenizer)
         # Text that may be the beginning of a stop string: all but its last character.
         self._overlap = max(len(one) for one in sampling.stop) - 1
         self._tail = ""
         self._seen = 0
-        self._known: list[int] = []
-        self._shown = 0
-        self._new: list[int] = []
+
+    def go_on_behind(self, prefix: Sequence[int]) -> bool:
+        """Take in what was sampled before; whether a stop string is in it."""
+        self._seen = len(prefix)
+        text = self._grown.go_on_behind(prefix)
+        self._tail = text[max(0, len(text) - self._overlap) :]
+        return self._sampling.find_stop(self._decode(list(prefix))) is not None
 
     def is_complete(self, completion: "ActiveCompletion") -> bool:
         """Take in what the completion has grown by, a token a decode step; whether a stop string ends there."""
@@ -333,24 +353,20 @@ class StopMatcher:
         if not grown:
             return False
         self._seen = completion.generated
-        self._new += completion.tokens[-grown:]
-        piece = self._tokenizer.decode(self._known + self._new)[self._shown :]
-        text = self._tail + piece
+        text = self._tail + self._grown.add(completion.tokens[-grown:])
         if self._sampling.find_stop(text) is not None:
             return True
-        # U+FFFD at the end: bytes of a character that is not whole yet, and will be another text then.
-        if len(self._new) >= _HELD_TOKENS or (piece and not piece.endswith("\ufffd")):
+        if self._grown.is_settled:
             self._tail = text[max(0, len(text) - self._overlap) :]
-            self._known, self._new = self._new, []
-            self._shown = len(self._tokenizer.decode(self._known))
         return False
 
 
 class ActiveCompletion:
     """A completion in the engine: the request, and the tokens that were not handed over yet.
 
-    ``limit`` is the most tokens it may have; ``seed`` drives its random numbers; ``matcher`` looks for its stop
-    strings, if it has any; ``mailbox`` belongs to the event loop, all the rest to the engine's thread.
+    ``limit`` is the most tokens it may have and ``generated`` how many it has, those of the request's prefix included;
+    ``seed`` drives its random numbers; ``matcher`` looks for its stop strings, if it has any; ``mailbox`` belongs to
+    the event loop, all the rest to the engine's thread.
     """
 
     __slots__ = (
@@ -374,10 +390,15 @@ class ActiveCompletion:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         # What the first decode step is fed, where only the prompt's prefix is prefilled.
-        self.last_token = request.prompt_token_ids[-1]
-        self.generated = 0
+        self.last_token = (request.prefix_token_ids or request.prompt_token_ids)[-1]
+        self.generated = len(request.prefix_token_ids)
         self.finish_reason: FinishReason | None = None
         self.matcher: StopMatcher | None = None
+
+    @property
+    def has_sampled(self) -> bool:
+        """Whether a token of it was sampled here."""
+        return self.generated > len(self.request.prefix_token_ids)
 
     @property
     def position(self) -> int:

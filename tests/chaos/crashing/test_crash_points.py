@@ -10,8 +10,7 @@ from tests.chaos.crashing.points import CrashPoint
 from tests.chaos.crashing.trial import KILLED, STEPS, Trained, Trials, codes_of
 from tests.pipeline.tiny_model import save_tiny_model
 
-# One process for all: they share the records on the broker and the trainer that nobody disturbed.
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos, pytest.mark.xdist_group("crash points")]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos]
 
 UNDISTURBED: dict[str, Trained] = {}
 SAMPLED = [point for point in POINTS if point.name in SAMPLE]

@@ -169,4 +169,4 @@ async def test_a_lost_stretch_gets_a_row_for_each_part_that_was_not_finished() -
         (9, 10, SkipReason.RETENTION_EXPIRED),
     ]
     assert (ledger.frontier.lows(), ledger.frontier.positions()) == ({0: 10}, {0: 10})
-    assert ledger.rejections.counts == {"retention_expired": 5}
+    assert ledger.rejections.tally.reasons == {"retention_expired": 5}

@@ -11,8 +11,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "deploy" / "compose.yaml"
 IMAGES = ROOT / "deploy" / "images"
-OURS = ("task", "prepare", "run", "worker", "trainer", "ui", "worker-gpu", "trainer-gpu", "tools")
-ROLES = ("prepare", "run", "worker", "trainer", "worker-gpu", "trainer-gpu")
+OURS = ("task", "prepare", "run", "worker", "trainer", "ui", "worker-gpu", "trainer-gpu", "gateway", "tools")
+ROLES = ("prepare", "run", "worker", "trainer", "worker-gpu", "trainer-gpu", "gateway")
 _VARIABLE = re.compile(r"\$\{([A-Z_]+):-([^}]*)\}")
 
 

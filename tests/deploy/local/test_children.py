@@ -20,6 +20,14 @@ def test_a_ranker_is_started_only_when_wanted_and_the_run_goes_on_without_it() -
     assert ranker.command[4:6] == ["ranker", str(directory.config)]
 
 
+def test_a_gateway_is_started_only_when_wanted_and_the_run_goes_on_without_it() -> None:
+    directory = RunDirectory(Path("runs/x"))
+    without, wanted = (child_specs(directory, 1, [], gateway=gateway) for gateway in (False, True))
+    (gateway,) = [spec for spec in wanted if spec not in without]
+    assert (gateway.name, gateway.optional, gateway.essential) == ("gateway", True, False)
+    assert gateway.command[4:6] == ["gateway", str(directory.config)]
+
+
 def test_a_trainer_from_elsewhere_is_not_started_here() -> None:
     names = [spec.name for spec in child_specs(RunDirectory(Path("runs/x")), 0, [], trainer=False)]
     assert names == ["coordinator", "relay", "dispatcher"]

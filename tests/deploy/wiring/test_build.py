@@ -19,6 +19,8 @@ from observability.tracing.context import LoggedTraces
 from observability.tracing.role_tracers import TracedEngine, Tracing, open_tracing, tracing_of
 from producers.dispatch.admission import HISTORY_STEPS
 from producers.dispatch.dispatcher import Dispatcher
+from producers.gateway.gateway import Gateway
+from producers.generation.serving import RequestSlots
 from schemas.errors import SettingsError, UserError
 from schemas.identifiers import PolicyVersion
 from settings.loading import validated
@@ -145,3 +147,32 @@ def test_however_far_apart_checkpoints_are_a_resumed_trainer_is_not_flooded(sett
         ledger.advance(PolicyVersion(1, number), [f"g{number}"])
     ledger.advance(PolicyVersion(2, 400), [])
     assert ledger.in_flight == 1199 - 400
+
+
+def test_workers_keep_slots_for_requests_where_there_is_a_gateway(settings: Settings) -> None:
+    context = process_context("worker-1", settings, Watchdog(1.0), None, None)
+    assert build_worker(settings, context).requests is None
+    with pytest.raises(SettingsError, match=r"gateway\.enabled"):
+        build_role("gateway", settings, context)
+    tree = settings.model_dump(mode="json", exclude_none=True)
+    served = validated(tree | {"gateway": {"enabled": True}})
+    requests = build_worker(served, context).requests
+    assert requests is not None
+    assert requests.slots == served.generation.max_num_seqs // 4
+    metered = metering("gateway")
+    gateway = build_role("gateway", served, process_context("gateway", served, Watchdog(1.0), None, metered))
+    assert isinstance(gateway, Gateway)
+    assert gateway.secret == requests.secret, "made once for both"
+    (collect,) = metered.collectors
+    collect()
+    assert gateway.observer is metered
+    metered.answered("/v1/completions", 200, 0.5)
+    metered.first_token(0.1)
+    sample = metered.meters.registry.get_sample_value
+    assert sample("streamrl_gateway_workers", {"run": "r"}) == 0
+    told = {"run": "r", "route": "/v1/completions", "status": "200"}
+    assert sample("streamrl_gateway_requests_total", told) == 1
+    given = validated(tree | {"generation": {**tree["generation"], "request_slots": 3, "request_secret": "x"}})
+    assert build_worker(given, context).requests == RequestSlots("127.0.0.1", 3, "x")
+    with pytest.raises(SettingsError, match="orders would have none"):
+        validated(tree | {"generation": {**tree["generation"], "max_num_seqs": 1}, "gateway": {"enabled": True}})

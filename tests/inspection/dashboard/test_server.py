@@ -48,7 +48,7 @@ async def test_the_page_and_its_parts_are_small_and_guarded(web: aiohttp.ClientS
             assert answer.status == 200
             assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
             total += len(await answer.read())
-    assert total < 125_000
+    assert total < 130_000
 
 
 @pytest.mark.parametrize("path", ABSENT)

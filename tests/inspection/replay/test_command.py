@@ -145,7 +145,7 @@ def test_what_cannot_be_done_is_said_in_one_line(ask: Ask, changes: dict[str, An
         ({"changes": ("algorithm.epsilon_high=high",)}, "algorithm.epsilon_high"),
         ({"changes": ("loop.groups_per_step=3",)}, "algorithm, training, batching"),
         ({"changes": ("algorithm.epsilon",)}, "SECTION.KEY=VALUE"),
-        ({"algorithm": "ppo"}, "algorithm.name"),
+        ({"algorithm": "ppoo"}, "did you mean ppo"),
     ],
 )
 def test_a_wrong_setting_is_refused_as_in_a_configuration(ask: Ask, changes: dict[str, Any], message: str) -> None:

@@ -47,6 +47,17 @@ def test_the_end_of_an_earlier_run_of_that_name_is_not_ours(state: DispatchState
     assert state.finished
 
 
+def test_what_a_requester_had_sampled_is_no_affair_of_the_dispatcher(state: DispatchState) -> None:
+    made = trajectory(_admit(state), 0)
+    before = (state.cursor, _missing(state), state.ledger.in_flight)
+    state.observe(
+        made.replace(group_id="gateway/c/0", trajectory_id="gateway/c/0/0", source="request", position=0), 1.0
+    )
+    assert (state.cursor, _missing(state), state.ledger.in_flight) == before
+    state.positions.find_unsent([])
+    assert state.positions.unsent == [0], "nobody has ordered the prompt at position 0"
+
+
 def test_a_trained_group_ends(state: DispatchState) -> None:
     admitted = _admit(state)
     state.observe(step_report(1, [admitted.group_id]), 1.0)

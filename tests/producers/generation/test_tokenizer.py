@@ -54,6 +54,27 @@ def test_chat_turns_go_through_the_template_exactly(tmp_path: Path) -> None:
     assert tokenizer.encode_prompt(prompt(turns)) == ids("<s>ab<u>cd>")
 
 
+def test_a_conversation_may_have_tools_if_the_template_reads_them(tmp_path: Path) -> None:
+    template = TEMPLATE + "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}"
+    tokenizer = write(tmp_path / "tools", template=template)
+    turns = [{"role": "user", "content": "cd"}]
+    assert tokenizer.reads_tools
+    assert tokenizer.encode_chat(turns, [{"type": "function", "function": {"name": "add"}}]) == ids("<u>cd>add")
+    assert tokenizer.encode_chat(turns) == ids("<u>cd>")
+    plain, bare = write(tmp_path / "plain", template=TEMPLATE), write(tmp_path / "bare")
+    assert (plain.has_chat_template, plain.reads_tools) == (True, False)
+    assert (bare.has_chat_template, bare.reads_tools) == (False, False)
+
+
+def test_special_tokens_are_written_out_where_they_are_asked_for(tmp_path: Path) -> None:
+    tokenizer = write(tmp_path, habit="<bos> $A")
+    said = [*ids("ab"), 1]
+    assert "<eos>" in tokenizer.decode_with_special(said)
+    assert "<eos>" not in tokenizer.decode(said)
+    assert [tokenizer.is_special(token) for token in said] == [False, False, True]
+    assert tokenizer.encode_text("ab") == [2, *ids("ab")]
+
+
 def test_the_template_gets_the_variables_of_the_settings(tmp_path: Path) -> None:
     template = TEMPLATE + "{% if enable_thinking is not false %}?{% endif %}{{ level or '' }}"
     turns = (ChatTurn(role="user", content="cd"),)

@@ -4,11 +4,13 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from producers.generation.engines.model_files import ModelFacts
+from producers.generation.engines.port import GenerationRequest
 from producers.generation.engines.threaded import ActiveCompletion, ThreadedEngine
 from schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
 from schemas.identifiers import PolicyVersion
@@ -100,6 +102,17 @@ async def test_tokens_come_in_chunks_and_in_order(engine: ThreadedEngine, decode
     assert [list(delta.token_ids) for delta in deltas] == [list(range(10)), list(range(10, 20)), list(range(20, 25))]
     assert [delta.finish_reason for delta in deltas] == [None, None, FinishReason.LENGTH]
     assert decoder.threads.isdisjoint({threading.get_ident()})
+
+
+async def test_a_request_may_have_its_tokens_one_by_one_beside_others(engine: ThreadedEngine) -> None:
+    single = replace(request([1], max_completion_length=12), chunk_tokens=1)
+    others = [sample(engine, [1], max_completion_length=12) for _ in range(2)]
+    deltas, *_ = await asyncio.gather(_deltas(engine, single), *others)
+    assert deltas == [[number] for number in range(12)]
+
+
+async def _deltas(engine: ThreadedEngine, wanted: GenerationRequest) -> list[list[int]]:
+    return [[*delta.token_ids] async for delta in engine.generate(wanted)]
 
 
 async def test_every_delta_is_of_one_version(engine: ThreadedEngine) -> None:

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from producers.generation.engines.slots import SlotDecoder
-from producers.generation.engines.threaded import ThreadedEngine
+from producers.generation.engines.threaded import ActiveCompletion, ThreadedEngine
 from producers.generation.settings import GenerationSettings
 from schemas.errors import ModelError, PromptRefused, WeightsError
 from schemas.identifiers import PolicyVersion
@@ -149,6 +150,31 @@ async def test_prompts_beyond_the_token_budget_are_prefilled_in_several_passes(n
     model = load(no_eos_dir)
     assert all(worst(result, full_forward(model, result)) < 1e-4 for result in results)
     await engine.close()
+
+
+@pytest.mark.parametrize(("interactive", "steps"), [(False, 4), (True, 1)])
+async def test_who_waits_for_the_first_token_is_prefilled_at_once(
+    no_eos_dir: Path, interactive: bool, steps: int
+) -> None:
+    """One slot of eight stands idle: by itself it is refilled once that has gone on for four steps."""
+    decoder = make_engine(no_eos_dir)._decoder
+    decoder.load()
+    first = ActiveCompletion(request(PROMPTS[1], max_completion_length=50), 50, 0)
+    decoder.add(first)
+    decoder.step()
+    others = [ActiveCompletion(request(PROMPTS[0], max_completion_length=50), 50, n) for n in range(7)]
+    for other in others[:6]:
+        decoder.add(other)
+    while not all(other.generated for other in others[:6]):
+        decoder.step()
+    late = ActiveCompletion(replace(request(PROMPTS[2], max_completion_length=50), interactive=interactive), 50, 9)
+    decoder.add(late)
+    taken = 0
+    while not late.generated:
+        decoder.step()
+        taken += 1
+    assert taken == steps
+    decoder.close()
 
 
 async def test_a_missing_model_is_one_line(tmp_path: Path) -> None:

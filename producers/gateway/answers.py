@@ -1,0 +1,159 @@
+"""Answers in the shape of OpenAI's API: whole ones, and chunks of a stream. Beyond it they name weights and token ids.
+
+``weight_version`` is that of the first token, ``weight_versions`` of a choice say which weights sampled which tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from producers.gateway.calls import CompletionCall, Reply, ReplyDelta, RunningCall
+from producers.gateway.text import ChatTokenizer
+from producers.gateway.tool_calls import ParsedReply, ToolCallParser
+from schemas.trajectories import FinishReason
+
+Json = dict[str, Any]
+
+
+class AnswerShape:
+    """Shapes the answers to one call."""
+
+    def __init__(self, running: RunningCall, tokenizer: ChatTokenizer, parser: ToolCallParser) -> None:
+        self._running, self._call = running, running.call
+        self._tokenizer, self._parser = tokenizer, parser
+        self._opened: set[int] = set()
+        # By choice, characters of the tokens whose log-probabilities were told.
+        self._lengths: dict[int, int] = {}
+
+    def whole(self) -> Json:
+        """The answer to a call that is over."""
+        name = "chat.completion" if self._call.kind == "chat" else "text_completion"
+        return self._head(name) | {
+            "choices": [self._choice(reply) for reply in self._running.replies],
+            "usage": self._usage(),
+        }
+
+    def chunks(self, deltas: list[ReplyDelta]) -> list[Json]:
+        """What a stream says of these; one chunk a choice."""
+        return [chunk for delta in deltas for chunk in self._chunks(delta)]
+
+    def closing(self) -> list[Json]:
+        """What a stream that is over says last."""
+        if not self._call.include_usage:
+            return []
+        return [self._head(self._chunk_name) | {"choices": [], "usage": self._usage()}]
+
+    @property
+    def _chunk_name(self) -> str:
+        return "chat.completion.chunk" if self._call.kind == "chat" else "text_completion"
+
+    def _head(self, name: str) -> Json:
+        version = str(self._running.version)
+        return {
+            "id": self._call.public_id,
+            "object": name,
+            "created": int(self._call.created_at),
+            "model": self._call.model,
+            "system_fingerprint": version,
+            "weight_version": version,
+        }
+
+    def _usage(self) -> Json:
+        prompt, completion = self._running.prompt_tokens, self._running.completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _choice(self, reply: Reply) -> Json:
+        sampled = reply.sampled
+        choice: Json = {"index": reply.index, "logprobs": self._logprobs(reply, sampled.token_ids, sampled.logprobs)}
+        if self._call.kind == "chat":
+            found = self._parsed(reply)
+            message: Json = {"role": "assistant", "content": found.content, "refusal": None}
+            if found.calls:
+                message |= {"content": found.content or None, "tool_calls": [call.as_openai() for call in found.calls]}
+            choice |= {"message": message, "finish_reason": self._reason(sampled.finish_reason, found)}
+        else:
+            choice |= {"text": reply.text.text, "finish_reason": self._reason(sampled.finish_reason)}
+        choice["weight_versions"] = _spans(reply)
+        if self._call.return_token_ids:
+            choice |= {"prompt_token_ids": [*reply.prompt.token_ids], "token_ids": [*sampled.token_ids]}
+        return choice
+
+    def _chunks(self, delta: ReplyDelta) -> list[Json]:
+        reply, is_chat = delta.reply, self._call.kind == "chat"
+        first = reply.index not in self._opened
+        self._opened.add(reply.index)
+        choice: Json = {
+            "index": reply.index,
+            "logprobs": self._logprobs(reply, delta.token_ids, delta.logprobs),
+            "finish_reason": None,
+        }
+        found = None
+        if is_chat:
+            said: Json = ({"role": "assistant", "content": ""} if first else {}) | _content(delta.text)
+            if delta.finish_reason is not None and self._call.tools:
+                found = self._parsed(reply)
+                said |= _calls(found)
+                if not found.calls and reply.text.unsent:
+                    said["content"] = said.get("content", "") + reply.text.unsent
+            choice["delta"] = said
+        else:
+            choice["text"] = delta.text
+        if self._call.return_token_ids:
+            choice["token_ids"] = [*delta.token_ids]
+            if first:
+                choice["prompt_token_ids"] = [*reply.prompt.token_ids]
+        if delta.finish_reason is not None:
+            choice["finish_reason"] = self._reason(delta.finish_reason, found)
+            choice["weight_versions"] = _spans(reply)
+        return [self._head(self._chunk_name) | {"choices": [choice]}]
+
+    def _parsed(self, reply: Reply) -> ParsedReply:
+        if not self._call.tools:
+            return ParsedReply(reply.text.text, ())
+        return self._parser.parse(reply.text.text, self._call.tools)
+
+    def _reason(self, reason: FinishReason | None, found: ParsedReply | None = None) -> str:
+        if found is not None and found.calls and reason is FinishReason.STOP:
+            return "tool_calls"
+        return str(reason)
+
+    def _logprobs(self, reply: Reply, token_ids: Sequence[int], logprobs: Sequence[float]) -> Json | None:
+        if not self._call.logprobs:
+            return None
+        texts = [self._tokenizer.decode_with_special([token_id]) for token_id in token_ids]
+        if self._call.kind == "chat":
+            return {
+                "content": [
+                    {"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []}
+                    for text, logprob in zip(texts, logprobs, strict=True)
+                ],
+                "refusal": None,
+            }
+        offsets = []
+        for text in texts:
+            offsets.append(self._lengths.get(reply.index, 0))
+            self._lengths[reply.index] = offsets[-1] + len(text)
+        return {"tokens": texts, "token_logprobs": [*logprobs], "top_logprobs": None, "text_offset": offsets}
+
+
+def _content(text: str) -> Json:
+    return {"content": text} if text else {}
+
+
+def _calls(found: ParsedReply) -> Json:
+    if not found.calls:
+        return {}
+    return {"tool_calls": [{"index": index} | call.as_openai() for index, call in enumerate(found.calls)]}
+
+
+def _spans(reply: Reply) -> list[Json]:
+    return [
+        {"version": str(span.version), "start": span.start, "end": span.end} for span in reply.sampled.version_spans()
+    ]
+
+
+def public_headers(call: CompletionCall, version: str) -> dict[str, str]:
+    """Of every answer: the weights of its first token, and whether feedback to it will be taken."""
+    return {
+        "x-streamrl-weight-version": version,
+        "x-streamrl-feedback": "open" if call.train else "none",
+    }

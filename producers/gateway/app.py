@@ -1,0 +1,396 @@
+"""The HTTP interface: routes as OpenAI has them, server-sent events, and who is let in.
+
+Invariants, each with a test of its name:
+- a_foreign_page_cannot_ask: a Host that is not ours (DNS rebinding) and an Origin that nobody allowed are refused;
+- a_body_is_bounded: in bytes and in time, before anything is made of it;
+- a_requester_that_leaves_frees_its_slots, and one that does not read is made to leave;
+- done_is_said_once: a stream ends with [DONE], also behind an error.
+"""
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from producers.gateway.answers import AnswerShape, public_headers
+from producers.gateway.calls import CompletionCall, RunningCall
+from producers.gateway.keys import KeyRing, KeyUse
+from producers.gateway.refusals import ApiError
+from producers.gateway.requests import (
+    ApiModel,
+    ChatCompletionRequest,
+    FeedbackRequest,
+    TextCompletionRequest,
+    read_body,
+)
+from producers.gateway.service import CompletionService
+from producers.gateway.settings import GatewaySettings
+from schemas.hosts import is_our_host
+
+log = structlog.get_logger()
+
+JSON = "application/json"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_DONE = b"data: [DONE]\n\n"
+_ABORT = "streamrl.abort"
+"""In a request's scope: ends its connection without waiting for the reader."""
+_SESSION = re.compile(r"[\x20-\x7e]{1,256}")
+
+
+class RequestObserver(Protocol):
+    """Is told of requests, for metrics."""
+
+    def answered(self, route: str, status: int, seconds: float) -> None:
+        """An answer is complete, or was given up."""
+        ...
+
+    def first_token(self, seconds: float) -> None:
+        """So long after a request came in its first token came."""
+        ...
+
+
+@dataclass(frozen=True)
+class NobodyWatches:
+    """A ``RequestObserver`` where nobody asked for one."""
+
+    def answered(self, route: str, status: int, seconds: float) -> None:
+        """Nothing."""
+
+    def first_token(self, seconds: float) -> None:
+        """Nothing."""
+
+
+def build_app(service: CompletionService, keys: KeyRing, observer: RequestObserver | None = None) -> ASGIApp:
+    """The whole interface."""
+    settings, watcher = service.settings, observer or NobodyWatches()
+    app = FastAPI(title="StreamRL gateway", docs_url=None, redoc_url=None, separate_input_output_schemas=False)
+    Routes(service, keys, settings, watcher).add_to(app)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _own_mistake)
+    guarded: ASGIApp = app
+    if settings.allowed_origins:
+        guarded = CORSMiddleware(
+            app,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-streamrl-weight-version", "x-streamrl-feedback"],
+        )
+    return Guard(guarded, settings, watcher)
+
+
+async def _api_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError), "registered for it"
+    return JSONResponse(error.body(), error.status, error.headers())
+
+
+async def _http_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for it"
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    body = {"error": {"message": str(error.detail), "type": kind, "param": None, "code": None}}
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _own_mistake(_request: Request, _error: Exception) -> Response:
+    ours = "expected an answer, got a mistake of the gateway's own; its log says more"
+    mistake = ApiError(500, ours, kind="server_error")
+    return JSONResponse(mistake.body(), mistake.status)
+
+
+@dataclass
+class Guard:
+    """The outermost layer: looks at every request's Host and Origin, names it, and answers what nobody else did."""
+
+    app: ASGIApp
+    settings: GatewaySettings
+    observer: RequestObserver
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or not."""
+        if scope["type"] != "http":
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        wanted = headers.get("x-request-id", "")
+        request_id = (wanted if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex).encode()
+        began, status = time.monotonic(), 0
+
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        # The server's own object behind ``send`` has the connection; ASGI has no word for ending one at once.
+        transport = getattr(getattr(send, "__self__", None), "transport", None)
+        scope[_ABORT] = getattr(transport, "abort", lambda: None)
+        scope["streamrl.began"] = began
+        try:
+            self._check(headers)
+            await self.app(scope, receive, named)
+        except ApiError as error:
+            await JSONResponse(error.body(), error.status, error.headers())(scope, receive, named)
+        except ClientDisconnect:
+            log.debug("a requester left before its request was read")
+        except Exception:  # its answer was given, by ``_own_mistake``, if there was none yet
+            log.exception("a request failed", path=scope["path"])
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self.observer.answered(route, status or 499, time.monotonic() - began)
+
+    def _check(self, headers: Mapping[str, str]) -> None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not any(is_our_host(host, name) for name in (self.settings.host, *self.settings.allowed_hosts)):
+            raise ApiError(
+                421,
+                "expected a name of this gateway as Host, got another; see gateway.allowed_hosts",
+                kind="permission_error",
+            )
+        own = {f"http://{host}", f"https://{host}", *self.settings.allowed_origins}
+        if origin is not None and origin not in own:
+            raise ApiError(
+                403, "expected a page of gateway.allowed_origins as Origin, got another", kind="permission_error"
+            )
+
+
+@dataclass
+class Routes:
+    """What is answered, and how."""
+
+    service: CompletionService
+    keys: KeyRing
+    settings: GatewaySettings
+    observer: RequestObserver
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes, and their bodies to the OpenAPI description."""
+        posts: tuple[tuple[str, Callable[..., Awaitable[Response]], type[ApiModel], str], ...] = (
+            ("/v1/chat/completions", self.chat, ChatCompletionRequest, "Answer a conversation."),
+            ("/v1/completions", self.text, TextCompletionRequest, "Continue a text."),
+            ("/v1/feedback", self.feedback, FeedbackRequest, "Give a completion its reward, once."),
+        )
+        for path, endpoint, body, summary in posts:
+            described = {"requestBody": {"required": True, "content": {JSON: {"schema": _schema(body)}}}}
+            app.add_api_route(
+                path, endpoint, methods=["POST"], summary=summary, openapi_extra=described, responses=_ERRORS
+            )
+        gets = (("/v1/models", self.models), ("/v1/models/{model:path}", self.model))
+        for path, answer in gets:
+            app.add_api_route(path, answer, methods=["GET"], responses=_ERRORS)
+        app.add_api_route("/health", self.health, methods=["GET"], summary="Whether the gateway is alive.")
+        app.add_api_route(
+            "/ready", self.ready, methods=["GET"], summary="Whether a worker takes requests.", responses=_ERRORS
+        )
+
+    async def chat(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        use = self._admitted(request)
+        wanted = read_body(ChatCompletionRequest, await self._body(request))
+        return self._answer(request, await self.service.chat_call(wanted, use, _session(request)))
+
+    async def text(self, request: Request) -> Response:
+        """``POST /v1/completions``."""
+        use = self._admitted(request)
+        wanted = read_body(TextCompletionRequest, await self._body(request))
+        return self._answer(request, await self.service.text_call(wanted, use, _session(request)))
+
+    async def feedback(self, request: Request) -> Response:
+        """``POST /v1/feedback``."""
+        use = self._recognised(request)
+        wanted = read_body(FeedbackRequest, await self._body(request))
+        if self.service.feedback is None:
+            raise ApiError(404, "this gateway keeps nothing for feedback", kind="not_found_error")
+        answer = await self.service.feedback.reward(wanted.id, use.key.name, wanted.by_choice)
+        return JSONResponse(answer)
+
+    async def models(self, request: Request) -> Response:
+        """``GET /v1/models``."""
+        self._recognised(request)
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request, model: str) -> Response:
+        """``GET /v1/models/{model}``."""
+        self._recognised(request)
+        if model != self.service.model:
+            raise ApiError(
+                404, f"expected model {self.service.model}, got another", kind="not_found_error", code="model_not_found"
+            )
+        return JSONResponse(self._model())
+
+    async def health(self) -> Response:
+        """``GET /health``: says so while the event loop turns."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """``GET /ready``: 503 while no worker takes requests."""
+        workers = len(self.service.pool.ready)
+        return JSONResponse({"status": "ok" if workers else "no worker", "workers": workers}, 200 if workers else 503)
+
+    def _model(self) -> dict[str, Any]:
+        versions = [link.card.version for link in self.service.pool.ready if link.card is not None]
+        newest = {"weight_version": str(max(versions))} if versions else {}
+        return {"id": self.service.model, "object": "model", "created": 0, "owned_by": "streamrl"} | newest
+
+    def _recognised(self, request: Request) -> KeyUse:
+        given = request.headers.getlist("authorization")
+        if len(given) > 1:
+            raise ApiError(400, f"expected one Authorization header, got {len(given)}", code="invalid_api_key")
+        return self.keys.recognise(given[0] if given else None)
+
+    def _admitted(self, request: Request) -> KeyUse:
+        """Whose it is, if there is room: before anything is read, so that turning away costs little."""
+        use = self._recognised(request)
+        self.service.pool.refuse_overload()
+        return use
+
+    async def _body(self, request: Request) -> bytes:
+        headers, limit = request.headers, self.settings.max_body_bytes
+        if headers.get("content-encoding", "identity") != "identity":
+            raise ApiError(415, "expected a body as it is, got one with a Content-Encoding")
+        if headers.get("content-type", JSON).split(";")[0].strip().lower() != JSON:
+            raise ApiError(415, f"expected Content-Type {JSON}, got another")
+        too_large = ApiError(
+            413, f"expected a body of at most {limit} bytes, got a larger one (gateway.max_body_bytes)"
+        )
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > limit:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.settings.body_timeout_s):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > limit:
+                        raise too_large
+        except TimeoutError:
+            raise ApiError(408, f"expected a whole body within {self.settings.body_timeout_s:g} s, got less") from None
+        return bytes(body)
+
+    def _answer(self, request: Request, call: CompletionCall) -> Response:
+        return CallResponse(self.service, call, self.observer, request.scope["streamrl.began"])
+
+
+def _session(request: Request) -> str | None:
+    name = request.headers.get("x-session-id", "")
+    return name if _SESSION.fullmatch(name) else None
+
+
+def _schema(body: type[ApiModel]) -> dict[str, Any]:
+    """A body's JSON schema without references, which would point to nowhere in the OpenAPI description."""
+    schema = body.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                name = value["$ref"].rpartition("/")[2]
+                # Any JSON value: it refers to itself.
+                return {} if name == "JsonValue" else resolved(definitions[name])
+            return {key: resolved(one) for key, one in value.items()}
+        return [resolved(one) for one in value] if isinstance(value, list) else value
+
+    found: dict[str, Any] = resolved(schema)
+    return found
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {
+        "description": "Refused, with the reason in OpenAI's shape.",
+        "content": {
+            JSON: {
+                "schema": {
+                    "type": "object",
+                    "required": ["error"],
+                    "properties": {"error": {"type": "object", "required": ["message", "type"]}},
+                }
+            }
+        },
+    },
+    "5XX": {"description": "No worker is there, or it failed.", "content": {JSON: {"schema": {"type": "object"}}}},
+}
+
+
+class CallResponse(Response):
+    """The answer to a call, whole or as a stream; the call begins when the answer does."""
+
+    def __init__(
+        self, service: CompletionService, call: CompletionCall, observer: RequestObserver, began: float
+    ) -> None:
+        super().__init__()
+        self._service, self._call, self._observer, self._began = service, call, observer, began
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, for as long as somebody listens."""
+        running, shape = self._service.run(self._call)
+        work = asyncio.current_task()
+        assert work is not None, "within a task of the server's"
+        watching = asyncio.create_task(_gone(receive))
+        watching.add_done_callback(lambda task: None if task.cancelled() else work.cancel())
+        try:
+            first = await running.next()
+            self._observer.first_token(time.monotonic() - self._began)
+            if self._call.stream:
+                await self._stream(running, shape, shape.chunks(first), send, scope[_ABORT])
+            else:
+                while not running.is_over:
+                    await running.next()
+                headers = public_headers(self._call, str(running.version))
+                await Response(to_json(shape.whole()), 200, headers, JSON)(scope, receive, send)
+        except asyncio.CancelledError:
+            if not watching.done():
+                raise
+            work.uncancel()  # the requester left
+        finally:
+            watching.cancel()
+            self._service.end(running)
+
+    async def _stream(
+        self,
+        running: RunningCall,
+        shape: AnswerShape,
+        first: list[dict[str, Any]],
+        send: Send,
+        abort: Callable[[], None],
+    ) -> None:
+        headers = public_headers(self._call, str(running.version)) | {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-store",
+            "x-accel-buffering": "no",  # nginx would hold events back
+        }
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        timeout_s = self._service.settings.reader_timeout_s
+
+        async def say(*chunks: dict[str, Any], more: bool = True) -> None:
+            data = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
+            async with asyncio.timeout(timeout_s):
+                await send({"type": "http.response.body", "body": data if more else data + _DONE, "more_body": more})
+
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        try:
+            await say(*first)
+            while not running.is_over:
+                await say(*shape.chunks(await running.next()))
+            await say(*shape.closing(), more=False)
+        except ApiError as error:
+            await say(error.body(), more=False)
+        except TimeoutError:
+            log.warning("a reader took nothing and is disconnected", seconds=timeout_s, call=self._call.public_id)
+            abort()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

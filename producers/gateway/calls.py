@@ -1,0 +1,212 @@
+"""One request, from its checked body to its last token: the sequences it asks for, and what they have sampled."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import xxhash
+
+from producers.gateway.keys import KeyUse
+from producers.gateway.links import ServedSequence, WorkerPool
+from producers.gateway.refusals import ApiError, failed
+from producers.gateway.requests import ToolDefinition
+from producers.gateway.text import ReplyText
+from producers.generation.engines.port import TokenDelta
+from producers.generation.rollout import SampledCompletion
+from producers.generation.serving import SampledTokens
+from schemas.errors import EngineError
+from schemas.identifiers import PolicyVersion
+from schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
+
+DATASET = "gateway"
+"""Data set of what requesters ask, in trajectories and for estimates of length."""
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """One prompt of a request as text and as token ids."""
+
+    text: str
+    token_ids: Sequence[int]
+
+    def as_prompt(self, call_id: str) -> Prompt:
+        """As a length predictor takes it."""
+        return Prompt(prompt_id=f"{DATASET}/{call_id}", dataset=DATASET, content=self.text)
+
+
+@dataclass(frozen=True)
+class CompletionCall:
+    """What is asked for. ``n`` completions of each prompt; ``tools``: those the model was told of.
+
+    ``train``: key and request agree that it is trained on, and it can be. ``logprobs``: wanted in the answer.
+    ``session``: calls of one conversation, which find its beginning in one worker's cache.
+    """
+
+    kind: Literal["chat", "text"]
+    model: str
+    prompts: tuple[EncodedPrompt, ...]
+    n: int
+    sampling: SamplingParams
+    use: KeyUse
+    train: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+    tools: tuple[ToolDefinition, ...] = ()
+    session: str | None = None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created_at: float = field(default_factory=time.time)
+
+    @property
+    def public_id(self) -> str:
+        """By which feedback names it."""
+        return f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{self.id}"
+
+
+@dataclass(eq=False)
+class Reply:
+    """One completion of a call so far. ``index``: of the choice, over all prompts."""
+
+    index: int
+    prompt: EncodedPrompt
+    estimate: LengthEstimate
+    text: ReplyText
+    sequence: ServedSequence
+    sampled: SampledCompletion = field(default_factory=SampledCompletion)
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    worker_id: str = ""
+
+
+@dataclass(frozen=True)
+class ReplyDelta:
+    """What a reply has grown by: tokens, the text that can be sent by now, and why it ended, if it did."""
+
+    reply: Reply
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    text: str
+    finish_reason: FinishReason | None
+
+
+class RunningCall:
+    """A call under way. ``close`` it in any case, which frees its slots."""
+
+    def __init__(
+        self,
+        call: CompletionCall,
+        pool: WorkerPool,
+        estimate: Callable[[EncodedPrompt], LengthEstimate],
+        new_text: Callable[[], ReplyText],
+        timeout_s: float,
+    ) -> None:
+        self.call = call
+        self.replies: list[Reply] = []
+        self.version: PolicyVersion | None = None
+        self._pool = pool
+        self._arrived: list[tuple[Reply, SampledTokens | ApiError]] = []
+        self._wake = asyncio.Event()
+        self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._timeout_s = timeout_s
+        for number, prompt in enumerate(call.prompts):
+            expected = estimate(prompt)
+            self.replies += [
+                self._reply(prompt, number * call.n + index, expected, new_text()) for index in range(call.n)
+            ]
+
+    def _reply(self, prompt: EncodedPrompt, index: int, estimate: LengthEstimate, text: ReplyText) -> Reply:
+        sampling = self.call.sampling
+        if sampling.seed is not None:
+            # Each choice draws random numbers of its own, from 31 bits, which every engine takes for a seed.
+            own = xxhash.xxh32_intdigest(str(index).encode(), seed=sampling.seed & 0xFFFFFFFF) & 0x7FFFFFFF
+            sampling = sampling.model_copy(update={"seed": own})
+        sequence = ServedSequence(prompt.token_ids, sampling, estimate, lambda _: None, self.call.session)
+        reply = Reply(index, prompt, estimate, text, sequence)
+        sequence.sink = partial(self._take, reply)
+        return reply
+
+    def submit(self) -> None:
+        """Have it sampled.
+
+        Raises:
+            ApiError: there is no room.
+        """
+        self._pool.submit([reply.sequence for reply in self.replies])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every reply has its last token."""
+        return all(reply.sampled.finish_reason is not None for reply in self.replies)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each once."""
+        return sum(len(prompt.token_ids) for prompt in self.call.prompts)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens sampled."""
+        return sum(len(reply.sampled.token_ids) for reply in self.replies)
+
+    def _take(self, reply: Reply, event: SampledTokens | ApiError) -> None:
+        self._arrived.append((reply, event))
+        self._wake.set()
+
+    async def next(self) -> list[ReplyDelta]:
+        """What has come since the last call, at least one token or an end; of each reply in one piece.
+
+        Raises:
+            ApiError: a sequence failed, or the call takes too long.
+        """
+        while not self._arrived:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    await self._wake.wait()
+            except TimeoutError:
+                raise failed(f"expected an answer within {self._timeout_s:g} s, got none; ask for less") from None
+        arrived, self._arrived = self._arrived, []
+        grown: dict[Reply, tuple[list[int], list[float]]] = {}
+        for reply, event in arrived:
+            if isinstance(event, ApiError):
+                raise event
+            token_ids, logprobs = grown.setdefault(reply, ([], []))
+            self._extend(reply, event)
+            token_ids += event.token_ids
+            logprobs += event.logprobs
+        return [self._delta(reply, *tokens) for reply, tokens in grown.items()]
+
+    def _extend(self, reply: Reply, event: SampledTokens) -> None:
+        now = time.time()
+        if not reply.started_at:
+            reply.started_at, reply.worker_id = now, reply.sequence.worker_id
+        if self.version is None:
+            self.version = event.version
+        reason = None if event.finish_reason is None else FinishReason(event.finish_reason)
+        try:
+            reply.sampled.extend(TokenDelta(event.token_ids, event.logprobs, event.version, reason))
+        except EngineError as error:
+            raise failed(str(error)) from error
+        if reason is FinishReason.ABORT:
+            raise failed("expected a whole completion, got one that the engine gave up; ask again")
+        if reason is not None:
+            reply.finished_at = now
+
+    def _delta(self, reply: Reply, token_ids: list[int], logprobs: list[float]) -> ReplyDelta:
+        reason = reply.sampled.finish_reason
+        ends = reason is FinishReason.STOP and bool(token_ids) and reply.text.hides(token_ids[-1])
+        shown = token_ids[:-1] if ends else token_ids
+        text = reply.text.add(shown) if shown else ""
+        if reason is not None:
+            text += reply.text.finish(reason)
+        return ReplyDelta(reply, token_ids, logprobs, text, reason)
+
+    def close(self) -> None:
+        """Give up what still runs."""
+        for reply in self.replies:
+            self._pool.withdraw(reply.sequence)

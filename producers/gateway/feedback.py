@@ -1,0 +1,370 @@
+"""What was sampled for requesters who agreed, kept until a reward comes, then brought onto the trajectories topic.
+
+A file holds it, so that a restart of the gateway and an absent broker cost nothing. A completion is open, then rewarded
+(all of its choices are, or its time is up and some of them are), then delivered. Choices of one prompt are one group.
+
+Invariants, each with a test of its name:
+- feedback_may_come_twice: the same reward again changes nothing and is answered alike; another one is refused;
+- a_reward_is_never_lost: what was answered with a yes is on the disk, and goes to the topic, at least once, in order;
+- what_is_kept_is_bounded: by number and by time; what is dropped is counted.
+"""
+
+import asyncio
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+import structlog
+import xxhash
+
+from bus.port import Outgoing
+from producers.gateway.calls import DATASET, Reply, RunningCall
+from producers.gateway.refusals import ApiError, invalid, unavailable
+from producers.generation.outbox import Outbox
+from schemas.codec import decode, encode, headers_of
+from schemas.errors import BusError, UserError
+from schemas.identifiers import make_group_id, make_trajectory_id
+from schemas.settings import LoopSettings
+from schemas.trajectories import Trajectory
+
+log = structlog.get_logger()
+
+MAX_PENDING_WRITES = 4096
+"""Completions that wait for the disk; further ones are not kept, and counted."""
+SWEEP_S = 1.0
+RETRY_S = 1.0
+DELIVERED_AT_ONCE = 16
+_OPEN, _REWARDED, _DELIVERED = 0, 1, 2
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS completions (
+    id TEXT PRIMARY KEY, key TEXT NOT NULL, ended_at REAL NOT NULL, state INTEGER NOT NULL, choices INTEGER NOT NULL,
+    rewards TEXT NOT NULL, body BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_state ON completions (state, ended_at);
+"""
+
+
+class _Rewarded(NamedTuple):
+    id: str
+    rewards: dict[int, float]
+    trajectories: list[Trajectory]
+
+
+def trajectories_of(running: RunningCall) -> list[Trajectory]:
+    """The replies of a call that is over, as they would be trained; without rewards yet."""
+    return [_trajectory(running, reply) for reply in running.replies]
+
+
+def _trajectory(running: RunningCall, reply: Reply) -> Trajectory:
+    call = running.call
+    number, index = divmod(reply.index, call.n)
+    prompt_id = f"{DATASET}/{call.public_id}"
+    # Each prompt of a request is a group of its own: the number stands where a data set's pass does.
+    group_id = make_group_id(prompt_id, number)
+    token_ids, logprobs = reply.sampled.arrays()
+    spans = reply.sampled.version_spans()
+    return Trajectory(
+        trajectory_id=make_trajectory_id(group_id, index),
+        group_id=group_id,
+        prompt_id=prompt_id,
+        dataset=DATASET,
+        sample_index=index,
+        num_generations=call.n,
+        prompt_token_ids=np.array(reply.prompt.token_ids, dtype="<i4"),
+        token_ids=token_ids,
+        logprobs=logprobs,
+        loss_mask=np.ones(len(token_ids), dtype="<u1"),
+        version_spans=spans,
+        finish_reason=reply.sampled.finish_reason,
+        prompt_text=reply.prompt.text,
+        completion_text=reply.text.text,
+        rewards={},
+        temperature=call.sampling.temperature,
+        bucket=reply.estimate.bucket,
+        predicted_length=reply.estimate.median,
+        worker_id=reply.worker_id,
+        attempt=0,
+        admitted_version=spans[0].version,
+        source="request",
+        created_at=call.created_at,
+        started_at=reply.started_at,
+        finished_at=reply.finished_at,
+    )
+
+
+@dataclass
+class FeedbackCounts:
+    """Since the start: completions kept and not kept, rewards taken, trajectories delivered, and what was given up."""
+
+    kept: int = 0
+    dropped: int = 0
+    rewarded: int = 0
+    delivered: int = 0
+    expired: int = 0
+
+
+@dataclass
+class FeedbackStore:
+    """The file, and what may be done with it. Its methods of lower case run in a thread; see ``FeedbackDesk``.
+
+    Not to be used by two threads at once.
+    """
+
+    path: Path
+    timeout_s: float
+    max_kept: int
+    reward_name: str
+    counts: FeedbackCounts = field(default_factory=FeedbackCounts)
+    clock: Callable[[], float] = time.time
+    _db: sqlite3.Connection = field(init=False)
+
+    def open(self) -> None:
+        """Open the file, or make it.
+
+        Raises:
+            UserError: it cannot be written, or is no such file.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Its user sees to it that one thread at a time comes here.
+            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+            self.path.chmod(0o600)  # what requesters wrote is in it
+            self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + _SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(f"expected a file for feedback at {self.path}, got: {error}; move it away") from error
+
+    def close(self) -> None:
+        """Close it."""
+        self._db.close()
+
+    def apply(self, operations: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Carry out operations in one transaction; what each returns, or the ``ApiError`` that it raises."""
+        results: list[Any] = []
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            for operation in operations:
+                try:
+                    results.append(operation())
+                except ApiError as error:
+                    results.append(error)
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+        return results
+
+    def keep(self, call_id: str, key: str, trajectories: Sequence[Trajectory]) -> None:
+        """Keep a completion that has just ended."""
+        # With the headers of now: a newer version of this program reads what an older one kept.
+        body = msgpack.packb([headers_of(Trajectory), [encode(one) for one in trajectories]])
+        row = (call_id, key, self.clock(), _OPEN, len(trajectories), "{}", body)
+        self._db.execute("INSERT OR IGNORE INTO completions VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        self.counts.kept += 1
+
+    def reward(self, call_id: str, key: str, by_choice: Mapping[int, float]) -> dict[str, Any]:
+        """Take rewards of a completion; what is known of it then.
+
+        Raises:
+            ApiError: it is unknown, another's, or too old, or has other rewards.
+        """
+        query = "SELECT ended_at, state, choices, rewards FROM completions WHERE id = ? AND key = ?"
+        found = self._db.execute(query, (call_id, key)).fetchone()
+        if found is None:
+            raise ApiError(
+                404,
+                f"expected the id of a completion of this key that was kept for feedback, got {call_id!r:.80}: it is "
+                "unknown, too old, or was not to be trained on",
+                kind="not_found_error",
+                param="id",
+                code="completion_not_found",
+            )
+        ended_at, state, choices, text = found
+        known = {int(choice): reward for choice, reward in json.loads(text).items()}
+        if max(by_choice) >= choices:
+            raise invalid("choice", f"expected a choice below {choices}, got {max(by_choice)}")
+        if any(known.get(choice, reward) != reward for choice, reward in by_choice.items()):
+            raise ApiError(
+                409, "expected the reward that was given before, got another: the first one counts", param="id"
+            )
+        news = {choice: reward for choice, reward in by_choice.items() if choice not in known}
+        if news:
+            if state != _OPEN or self.clock() - ended_at > self.timeout_s:
+                late = f"expected feedback within {self.timeout_s:g} s of the completion's end, got it later"
+                raise ApiError(410, late, param="id", code="feedback_window_closed")
+            known |= news
+            state = _REWARDED if len(known) == choices else _OPEN
+            self.counts.rewarded += len(news)
+            text = json.dumps(known)
+            self._db.execute("UPDATE completions SET rewards = ?, state = ? WHERE id = ?", (text, state, call_id))
+        return {
+            "id": call_id,
+            "object": "feedback",
+            "status": "open" if state == _OPEN else "complete",
+            "rewards": [known.get(choice) for choice in range(choices)],
+        }
+
+    def sweep(self) -> None:
+        """End the time of what is too old, and drop the oldest of what is too many."""
+        old = self.clock() - self.timeout_s
+        # Choices with a reward are trained without the others.
+        self._db.execute(
+            "UPDATE completions SET state = ? WHERE state = ? AND ended_at < ? AND rewards != '{}'",
+            (_REWARDED, _OPEN, old),
+        )
+        # What was delivered is remembered for as long as feedback may be repeated.
+        expired = self._db.execute("DELETE FROM completions WHERE state = ? AND ended_at < ?", (_OPEN, old)).rowcount
+        self._db.execute("DELETE FROM completions WHERE state = ? AND ended_at < ?", (_DELIVERED, old))
+        self.counts.expired += expired
+        (kept,) = self._db.execute("SELECT count(*) FROM completions WHERE state != ?", (_DELIVERED,)).fetchone()
+        if kept > self.max_kept:
+            self._db.execute(
+                "DELETE FROM completions WHERE id IN (SELECT id FROM completions WHERE state != ? "
+                "ORDER BY state, ended_at LIMIT ?)",
+                (_DELIVERED, kept - self.max_kept),
+            )
+            self.counts.dropped += kept - self.max_kept
+            log.warning(
+                "completions kept for feedback were too many, the oldest are dropped", dropped=kept - self.max_kept
+            )
+
+    def rewarded(self) -> list[_Rewarded]:
+        """The next ones to be delivered, in the order of their end."""
+        query = "SELECT id, rewards, body FROM completions WHERE state = ? ORDER BY ended_at LIMIT ?"
+        found = []
+        for call_id, text, body in self._db.execute(query, (_REWARDED, DELIVERED_AT_ONCE)):
+            rewards = {int(choice): reward for choice, reward in json.loads(text).items()}
+            headers, frames = msgpack.unpackb(body)
+            messages = [decode(frame, tuple((name, value) for name, value in headers)) for frame in frames]
+            found.append(_Rewarded(call_id, rewards, [one for one in messages if isinstance(one, Trajectory)]))
+        return found
+
+    def delivered(self, call_ids: Sequence[str]) -> None:
+        """These are on the topic."""
+        rows = [(_DELIVERED, call_id) for call_id in call_ids]
+        self._db.executemany("UPDATE completions SET state = ?, body = x'' WHERE id = ?", rows)
+
+    def rewarded_trajectories(self, found: _Rewarded) -> list[Trajectory]:
+        """With their rewards; where some choices of a group have none, the others are the group."""
+        groups: dict[str, list[tuple[Trajectory, float]]] = {}
+        for choice, trajectory in enumerate(found.trajectories):
+            if choice in found.rewards:
+                groups.setdefault(trajectory.group_id, []).append((trajectory, found.rewards[choice]))
+        return [
+            trajectory.replace(
+                trajectory_id=make_trajectory_id(group_id, index),
+                sample_index=index,
+                num_generations=len(members),
+                rewards={self.reward_name: reward},
+            )
+            for group_id, members in groups.items()
+            for index, (trajectory, reward) in enumerate(members)
+        ]
+
+
+@dataclass
+class FeedbackDesk:
+    """The store for an event loop: operations are carried out in a thread, in their order, many in one transaction."""
+
+    store: FeedbackStore
+    loop: LoopSettings
+    topic: str
+    _waiting: "list[tuple[Callable[[], Any], asyncio.Future[Any]]]" = field(default_factory=list)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _rewarded: asyncio.Event = field(default_factory=asyncio.Event)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def keep(self, running: RunningCall) -> None:
+        """Keep a call that is over; at once, and on the disk soon."""
+        if len(self._waiting) >= MAX_PENDING_WRITES:
+            self.store.counts.dropped += 1
+            return
+        call = running.call
+        trajectories = trajectories_of(running)
+        self._later(lambda: self.store.keep(call.public_id, call.use.key.name, trajectories))
+
+    async def reward(self, call_id: str, key: str, by_choice: Mapping[int, float]) -> dict[str, Any]:
+        """See the store. Returns once it is on the disk."""
+        answer: dict[str, Any] = await self._later(lambda: self.store.reward(call_id, key, by_choice))
+        if answer["status"] == "complete":
+            self._rewarded.set()
+        return answer
+
+    def _later(self, operation: Callable[[], Any]) -> "asyncio.Future[Any]":
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        # Looked at, or asyncio would log the error of one that nobody waits for.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._waiting.append((operation, future))
+        self._wake.set()
+        return future
+
+    async def write_loop(self) -> None:
+        """Carry out what waits, and sweep now and then, until cancelled; then what waits still is carried out."""
+        try:
+            swept_at = 0.0
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(SWEEP_S):
+                        await self._wake.wait()
+                self._wake.clear()
+                await self._write()
+                if time.monotonic() - swept_at > SWEEP_S:
+                    swept_at = time.monotonic()
+                    await self._run([self.store.sweep])
+        finally:
+            await asyncio.shield(self._write())
+
+    async def _write(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        try:
+            results = await self._run([operation for operation, _ in waiting])
+        except sqlite3.Error as error:
+            log.error("feedback was not written", error=str(error), operations=len(waiting))
+            results = [unavailable(f"expected to note this on the disk, got: {error}")] * len(waiting)
+        for (_, future), result in zip(waiting, results, strict=True):
+            if future.done():
+                continue
+            if isinstance(result, ApiError):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+    async def _run(self, operations: Sequence[Callable[[], Any]]) -> list[Any]:
+        async with self._lock:
+            return await asyncio.to_thread(self.store.apply, operations)
+
+    async def deliver_loop(self, outbox: Outbox) -> None:
+        """Bring what is rewarded onto the topic, oldest first, until cancelled; while no broker answers it waits."""
+        while True:
+            self._rewarded.clear()
+            (found,) = await self._run([self.store.rewarded])
+            for one in found:
+                await self._deliver(one, outbox)
+            if not found:
+                # Also without a call: rewards of before a restart, and those whose time is up.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_S):
+                        await self._rewarded.wait()
+
+    async def _deliver(self, found: _Rewarded, outbox: Outbox) -> None:
+        trajectories = self.store.rewarded_trajectories(found)
+        try:
+            for trajectory in trajectories:
+                # The whole group on one partition, of the bucket that was predicted.
+                shard = xxhash.xxh32_intdigest(trajectory.group_id.encode())
+                partition = self.loop.partition_of(min(trajectory.bucket, self.loop.num_buckets - 1), shard)
+                await outbox.deliver(Outgoing.of(self.topic, trajectory, key=trajectory.group_id, partition=partition))
+        except BusError as error:  # refused by a broker that is there: the same again would be, too
+            self.store.counts.dropped += 1
+            log.error("a rewarded completion was refused and is dropped", completion=found.id, error=str(error))
+        else:
+            self.store.counts.delivered += len(trajectories)
+        await self._run([lambda: self.store.delivered([found.id])])

@@ -1,0 +1,231 @@
+"""The gateway's driver: finds workers by their heartbeats, serves the HTTP interface, brings feedback onto the topic.
+
+Invariant requests_need_no_broker: once a worker is known, nothing on a request's way waits for Kafka.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+
+from bus.port import Bus, Subscription, message_of
+from producers.gateway.app import RequestObserver, build_app
+from producers.gateway.feedback import FeedbackDesk, FeedbackStore
+from producers.gateway.keys import KeyFile, KeyRing
+from producers.gateway.links import WorkerPool
+from producers.gateway.listening import BACKLOG, listen
+from producers.gateway.service import CompletionService
+from producers.gateway.settings import GatewaySettings
+from producers.gateway.text import ChatTokenizer
+from producers.gateway.tool_calls import ToolCallParser
+from producers.generation.outbox import Outbox
+from producers.lengths.predictor import ObservedQuantiles
+from producers.lengths.settings import LengthSettings
+from schemas.errors import BusError
+from schemas.reports import Heartbeat
+from schemas.settings import LoopSettings
+from schemas.topics import HEARTBEATS, TRAJECTORIES
+
+log = structlog.get_logger()
+
+CLIENT_ID = "gateway"
+POLL_S = 0.5
+RETRY_S = 1.0
+TICK_S = 1.0
+
+
+@dataclass(frozen=True)
+class GatewayStatus:
+    """A snapshot, for metrics. The lower five count since the start."""
+
+    workers: int
+    running: int
+    queued: int
+    generated_tokens: int
+    lost: int
+    feedback_kept: int
+    feedback_dropped: int
+    feedback_delivered: int
+
+
+@dataclass
+class Gateway:
+    """One per process. ``directory``: its own, kept between restarts. ``engine``: the workers', by its setting's name.
+
+    ``secret``: what the run's workers know. ``on_tick`` is told, by name, of every turn of a loop.
+    """
+
+    bus: Bus
+    run_name: str
+    loop: LoopSettings
+    settings: GatewaySettings
+    lengths: LengthSettings
+    engine: str
+    tokenizer: ChatTokenizer
+    parser: ToolCallParser
+    secret: str
+    directory: Path
+    observer: RequestObserver | None = None
+    on_tick: Callable[[str], None] = lambda name: None
+    pool: WorkerPool = field(init=False)
+    desk: FeedbackDesk = field(init=False)
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.pool = WorkerPool(self.secret, settings.max_queued, settings.queue_timeout_s)
+        store = FeedbackStore(
+            self.directory / "feedback.sqlite",
+            settings.feedback_timeout_s,
+            settings.max_awaiting_feedback,
+            settings.reward_name,
+        )
+        self.desk = FeedbackDesk(store, self.loop, TRAJECTORIES.full_name(self.run_name))
+
+    @property
+    def keys(self) -> KeyFile:
+        """The file of API keys."""
+        return KeyFile(self.settings.key_file(self.directory))
+
+    def status(self) -> GatewayStatus:
+        """What goes on."""
+        counts = self.desk.store.counts
+        return GatewayStatus(
+            workers=len(self.pool.ready),
+            running=self.pool.running,
+            queued=len(self.pool.queued),
+            generated_tokens=self.pool.generated_tokens,
+            lost=self.pool.lost,
+            feedback_kept=counts.kept,
+            feedback_dropped=counts.dropped + counts.expired,
+            feedback_delivered=counts.delivered,
+        )
+
+    def app(self) -> ASGIApp:
+        """The HTTP interface over the pool and the feedback of this gateway."""
+        service = CompletionService(
+            model=self.settings.model_name or self.run_name,
+            engine=self.engine,
+            loop=self.loop,
+            settings=self.settings,
+            tokenizer=self.tokenizer,
+            parser=self.parser,
+            pool=self.pool,
+            predictor=ObservedQuantiles(self.lengths, self.loop),
+            feedback=self.desk,
+        )
+        return build_app(service, KeyRing(self.keys, self.settings.require_key), self.observer)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until stopped.
+
+        Consumes: HTTP requests; heartbeats, from now on; tokens of workers, over connections of their own.
+        Produces: answers; trajectories of completions that were given a reward.
+        Waits for: requesters. No request waits for the broker.
+        On failure: a lost worker ends what it had begun, with an error to who waits; without the broker no new worker
+            is found, and rewarded completions stay on the disk. ``UserError``: the port is taken.
+        On stop: takes no more requests, gives those under way ``shutdown_timeout_s``; what is kept for feedback stays.
+        """
+        self.keys.read()  # a file that is none is told now, and not by every answer
+        listener = listen(self.settings.host, self.settings.port)
+        await asyncio.to_thread(self.desk.store.open)
+        loops = [
+            asyncio.create_task(loop)
+            for loop in (
+                self._discover_loop(),
+                self._deliver_loop(),
+                self.desk.write_loop(),
+                self.pool.sweep_loop(),
+                self._tick_loop(),
+            )
+        ]
+        host, port = listener.getsockname()[:2]
+        self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        log.info("gateway ready", address=f"{self.address}/v1", model=self.settings.model_name or self.run_name)
+        try:
+            await self._serve(listener, loops, stop)
+        finally:
+            for task in loops:
+                task.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
+            await self.pool.close()
+            await asyncio.to_thread(self.desk.store.close)
+
+    async def _serve(self, listener: socket.socket, loops: "list[asyncio.Task[None]]", stop: asyncio.Event) -> None:
+        server = _Server(
+            uvicorn.Config(
+                self.app(),
+                http="httptools" if importlib.util.find_spec("httptools") else "h11",
+                ws="none",
+                lifespan="off",
+                interface="asgi3",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=max(1, round(self.settings.shutdown_timeout_s)),
+            )
+        )
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({serving, stopping, *loops}, return_when=asyncio.FIRST_COMPLETED)
+            for task in loops:
+                if task.done():
+                    task.result()  # none of them ends by itself: raises what ended it
+        finally:
+            stopping.cancel()
+            server.should_exit = True
+            await serving
+
+    async def _discover_loop(self) -> None:
+        """Follow heartbeats, over outages of the broker, until cancelled."""
+        while True:
+            subscription: Subscription | None = None
+            try:
+                topic = HEARTBEATS.full_name(self.run_name)
+                subscription = await self.bus.subscribe([topic], client_id=CLIENT_ID, start="latest")
+                while True:
+                    for record in await subscription.poll(timeout_s=POLL_S):
+                        if isinstance(heartbeat := message_of(record), Heartbeat):
+                            self.pool.heard(heartbeat)
+            except BusError as error:
+                log.warning("no new workers can be found, the broker is away", error=str(error))
+                await asyncio.sleep(RETRY_S)
+            finally:
+                if subscription is not None:
+                    await subscription.close()
+
+    async def _deliver_loop(self) -> None:
+        """Bring rewarded completions onto the topic, over outages of the broker, until cancelled."""
+        while True:
+            try:
+                publisher = await self.bus.publisher(CLIENT_ID)
+            except BusError as error:
+                log.warning("rewarded completions stay on the disk, the broker is away", error=str(error))
+                await asyncio.sleep(RETRY_S)
+                continue
+            try:
+                await self.desk.deliver_loop(Outbox(publisher, max_undelivered=1))
+            finally:
+                await publisher.close()
+
+    async def _tick_loop(self) -> None:
+        while True:
+            self.on_tick("gateway")
+            await asyncio.sleep(TICK_S)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, as one of several tasks of a process that handles its signals itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

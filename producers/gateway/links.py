@@ -1,0 +1,394 @@
+"""The gateway's connections to workers, and the queue before them: sequences in, tokens out. Knows no HTTP interface.
+
+Workers are found by their heartbeats; from then on the connection itself tells whether a worker is there, so that
+requests go on while no broker answers.
+
+Invariants, each with a test of its name:
+- a_sequence_has_one_end: its sink is told of the last token or of one failure, and of nothing after it;
+- who_is_beyond_the_queue_is_told_so: nothing waits without a bound, nor longer than the time that it may;
+- a_lost_worker_takes_no_unstarted_request_along: what has no token yet is sampled by another.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import aiohttp
+import numpy as np
+import structlog
+from aiohttp import WSMsgType
+from pydantic import ValidationError
+
+from producers.gateway.balancing import (
+    KNOWN_SESSIONS,
+    CachedPrefixes,
+    WorkerView,
+    choose,
+    prefix_blocks,
+    tokens_left,
+)
+from producers.gateway.refusals import ApiError, failed, invalid, too_many, unavailable
+from producers.generation.serving import (
+    MAX_FRAME_BYTES,
+    PING_S,
+    SampledTokens,
+    WorkerCard,
+    pack,
+    prove,
+    sampled_of,
+    unpack,
+)
+from schemas.reports import Heartbeat, WorkerState
+from schemas.trajectories import LengthEstimate, SamplingParams
+
+log = structlog.get_logger()
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 5.0
+FORGET_S = 60.0
+"""A worker that neither connects nor sends heartbeats for so long is not looked for any more."""
+SWEEP_S = 0.1
+"""How often it is looked whose wait has become too long."""
+MAX_ATTEMPTS = 3
+"""How often a sequence is begun before it is given up."""
+RATE_WINDOW_S = 10.0
+
+
+@dataclass(eq=False)
+class ServedSequence:
+    """One completion, from the queue to its last token. ``sink`` is told of tokens, or of why there are no more.
+
+    ``session``: calls that belong together; ``tried``: workers that failed at it, ``attempts``: how often any did.
+    """
+
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    estimate: LengthEstimate
+    sink: Callable[["SampledTokens | ApiError"], None]
+    session: str | None = None
+    generated: int = 0
+    tried: set[str] = field(default_factory=set)
+    attempts: int = 0
+    deadline: float = 0.0
+    link: "WorkerLink | None" = None
+    name: int = 0
+    is_over: bool = False
+    blocks: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.blocks = prefix_blocks(self.prompt_token_ids)
+
+    @property
+    def worker_id(self) -> str:
+        """Who samples it; empty before anybody does."""
+        return "" if self.link is None else self.link.worker_id
+
+    @property
+    def left(self) -> float:
+        """Tokens that it is predicted to sample still."""
+        limit = self.sampling.max_completion_length
+        return tokens_left(min(limit, self.estimate.median), min(limit, self.estimate.upper), self.generated)
+
+
+@dataclass
+class WorkerLink:
+    """The connection to one worker at one address; made again when it breaks, until the worker is gone."""
+
+    worker_id: str
+    address: str
+    pool: "WorkerPool"
+    card: WorkerCard | None = None
+    cached: CachedPrefixes = field(default_factory=CachedPrefixes)
+    heard_at: float = 0.0
+    is_gone: bool = False
+    running: dict[int, ServedSequence] = field(default_factory=dict)
+    _outgoing: list[bytes] = field(default_factory=list)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _names: int = 0
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether sequences can be brought there."""
+        return self.card is not None and self.card.takes_requests and not self.is_gone
+
+    def view(self) -> WorkerView:
+        """As the choice between workers sees it; only of one that takes requests."""
+        assert self.card is not None, "asked of connected workers only"
+        left = sum(sequence.left for sequence in self.running.values())
+        return WorkerView(self.worker_id, self.card.slots, len(self.running), left, self.card.version, self.cached)
+
+    def start(self, sequence: ServedSequence) -> None:
+        """Bring a sequence there."""
+        assert self.card is not None, "chosen among connected workers"
+        self._names += 1
+        sequence.link, sequence.name = self, self._names
+        self.running[sequence.name] = sequence
+        self.cached.saw(sequence.blocks, self.card.version)
+        prompt = np.array(sequence.prompt_token_ids, "<i4").tobytes()
+        self._send(pack("start", sequence.name, {"prompt": prompt, "sampling": sequence.sampling.model_dump()}))
+
+    def cancel(self, sequence: ServedSequence) -> None:
+        """Have the worker give up a sequence that nobody waits for."""
+        if self.running.pop(sequence.name, None) is not None:
+            self._send(pack("cancel", sequence.name))
+
+    def _send(self, frame: bytes) -> None:
+        self._outgoing.append(frame)
+        self._wake.set()
+
+    async def follow(self) -> None:
+        """Connect, and bring what the worker says to the sequences, until it is gone."""
+        pause = FIRST_RETRY_S
+        async with aiohttp.ClientSession() as session:
+            while not self.is_gone and self.pool.clock() - self.heard_at < FORGET_S:
+                try:
+                    async with session.ws_connect(
+                        self.address, heartbeat=PING_S, max_msg_size=MAX_FRAME_BYTES, compress=0
+                    ) as socket:
+                        if await prove(socket, self.pool.secret, is_worker=False):
+                            log.info("connected to a worker", worker=self.worker_id)
+                            pause = FIRST_RETRY_S
+                            await self._converse(socket)
+                        else:
+                            log.error(
+                                "a worker does not know our secret, or we not its; give all processes of the run one "
+                                "generation.request_secret",
+                                worker=self.worker_id,
+                            )
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    log.debug("worker not reached", worker=self.worker_id, error=str(error))
+                await asyncio.sleep(pause)
+                pause = min(LONGEST_RETRY_S, 2 * pause)
+        self.is_gone = True
+
+    async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        sending = asyncio.create_task(self._send_loop(socket))
+        try:
+            async for message in socket:
+                if message.type is not WSMsgType.BINARY:
+                    break
+                self._receive(message.data)
+        except (ValueError, ValidationError) as error:
+            log.error("a worker's frame was not understood", worker=self.worker_id, error=str(error)[:200])
+        finally:
+            sending.cancel()
+            await asyncio.wait({sending})
+            self._lost()
+
+    async def _send_loop(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        with suppress(ConnectionError, aiohttp.ClientError):
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                frames, self._outgoing = self._outgoing, []
+                for frame in frames:
+                    await socket.send_bytes(frame)
+
+    def _receive(self, data: bytes) -> None:
+        self.heard_at = self.pool.clock()
+        match unpack(data):
+            case ["tokens", list(rows)]:
+                for sampled in sampled_of(rows):
+                    self._sampled(sampled)
+            case ["status", dict(fields)]:
+                self.card = WorkerCard.model_validate(fields)
+                self.pool.pump()
+            case ["failed", int(name), str(kind), str(why)]:
+                self._failed(name, kind, why)
+
+    def _sampled(self, sampled: SampledTokens) -> None:
+        sequence = self.running.get(sampled.name)
+        if sequence is None:  # cancelled meanwhile
+            return
+        sequence.generated += len(sampled.token_ids)
+        self.pool.sampled(len(sampled.token_ids))
+        if sampled.finish_reason is not None:
+            del self.running[sampled.name]
+            sequence.is_over = True
+        sequence.sink(sampled)
+        if sequence.is_over:
+            self.pool.pump()
+
+    def _failed(self, name: int, kind: str, why: str) -> None:
+        sequence = self.running.pop(name, None)
+        if sequence is None:
+            return
+        if kind == "refused":
+            self.pool.end(sequence, invalid("prompt", why))
+        elif kind == "busy":
+            self.pool.again(sequence, self.worker_id, too_many(f"{why}; ask again later", 1.0, "overloaded"))
+        else:
+            self.pool.again(sequence, self.worker_id, failed(why))
+        self.pool.pump()
+
+    def _lost(self) -> None:
+        """The connection broke: what ran there is sampled no further."""
+        self.card, self._outgoing = None, []
+        left, self.running = self.running, {}
+        if left:
+            log.warning("a worker was lost with requests", worker=self.worker_id, requests=len(left))
+        lost = failed(f"worker {self.worker_id} was lost while it sampled this; ask again")
+        for sequence in left.values():
+            self.pool.again(sequence, self.worker_id, lost)
+        self.pool.pump()
+
+
+@dataclass
+class WorkerPool:
+    """All links, and the sequences that wait for a slot, in their order.
+
+    ``queue_timeout_s``: the longest wait; ``max_queued``: how many may wait.
+    """
+
+    secret: str
+    max_queued: int
+    queue_timeout_s: float
+    clock: Callable[[], float] = time.monotonic
+    links: dict[str, WorkerLink] = field(default_factory=dict)
+    lost: int = 0
+    queued: deque[ServedSequence] = field(default_factory=deque)
+    generated_tokens: int = 0
+    _following: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
+    _sessions: "OrderedDict[str, str]" = field(default_factory=OrderedDict)
+    _rates: deque[tuple[float, int]] = field(default_factory=deque)
+
+    @property
+    def running(self) -> int:
+        """Sequences that workers sample."""
+        return sum(len(link.running) for link in self.links.values())
+
+    @property
+    def ready(self) -> list[WorkerLink]:
+        """Links to workers that take requests."""
+        return [link for link in self.links.values() if link.takes_requests]
+
+    def heard(self, heartbeat: Heartbeat) -> None:
+        """Take note of a worker; connect to one that is new here, or is elsewhere now."""
+        known = self.links.get(heartbeat.worker_id)
+        if known is not None and known.address == heartbeat.request_address and not known.is_gone:
+            known.heard_at = self.clock()
+            known.is_gone = heartbeat.state is WorkerState.STOPPED
+            return
+        if heartbeat.request_address is None or heartbeat.state is WorkerState.STOPPED:
+            return
+        if known is not None:
+            known.is_gone = True
+            self._following[heartbeat.worker_id].cancel()
+        link = WorkerLink(heartbeat.worker_id, heartbeat.request_address, self, heard_at=self.clock())
+        self.links[heartbeat.worker_id] = link
+        self._following[heartbeat.worker_id] = asyncio.create_task(link.follow())
+
+    async def close(self) -> None:
+        """End all connections."""
+        tasks = [*self._following.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def refuse_overload(self, sequences: int = 1) -> None:
+        """Turn a requester away for whose completions there is neither a slot nor a place in the queue.
+
+        Raises:
+            ApiError: 429, or 503 where there is no worker at all.
+        """
+        ready = self.ready
+        if not ready:
+            raise unavailable("expected a worker that takes requests, got none that is ready; ask again")
+        free = sum(max(0, link.card.slots - len(link.running)) for link in ready if link.card is not None)
+        if len(self.queued) + sequences > self.max_queued + free:
+            raise too_many(
+                f"expected room for {sequences} completions, got {len(self.queued)} that wait already; ask again later",
+                self.wait_s(),
+                "overloaded",
+            )
+
+    def wait_s(self) -> float:
+        """Predicted seconds until what waits is being sampled; between 1 and 60."""
+        work = sum(sequence.left for sequence in self.queued)
+        while len(self._rates) > 2 and self._rates[0][0] < self.clock() - RATE_WINDOW_S:
+            self._rates.popleft()
+        if len(self._rates) < 2 or (elapsed := self.clock() - self._rates[0][0]) <= 0:
+            return 1.0
+        rate = (self.generated_tokens - self._rates[0][1]) / elapsed
+        return min(60.0, max(1.0, work / rate if rate else 60.0))
+
+    def submit(self, sequences: Sequence[ServedSequence]) -> None:
+        """Have sequences sampled, as soon as there are slots.
+
+        Raises:
+            ApiError: there is no room for them.
+        """
+        self.refuse_overload(len(sequences))
+        for sequence in sequences:
+            sequence.deadline = self.clock() + self.queue_timeout_s
+            self.queued.append(sequence)
+        self.pump()
+
+    def withdraw(self, sequence: ServedSequence) -> None:
+        """Nobody waits for it any more."""
+        if sequence.is_over:
+            return
+        sequence.is_over = True
+        if sequence.link is not None:
+            sequence.link.cancel(sequence)
+        else:
+            with suppress(ValueError):
+                self.queued.remove(sequence)
+        self.pump()
+
+    def pump(self) -> None:
+        """Bring what waits to where slots are free."""
+        while self.queued:
+            sequence = self.queued[0]
+            ready = self.ready
+            # Those that failed at it are asked again only where there is no other.
+            fresh = [link for link in ready if link.worker_id not in sequence.tried]
+            views = [link.view() for link in fresh or ready]
+            last = self._sessions.get(sequence.session) if sequence.session else None
+            worker_id = choose(views, len(sequence.prompt_token_ids), sequence.blocks, last)
+            if worker_id is None:
+                return
+            self.queued.popleft()
+            if sequence.session:
+                self._sessions[sequence.session] = worker_id
+                self._sessions.move_to_end(sequence.session)
+                if len(self._sessions) > KNOWN_SESSIONS:
+                    self._sessions.popitem(last=False)
+            self.links[worker_id].start(sequence)
+
+    def sampled(self, tokens: int) -> None:
+        """So many more tokens came."""
+        self.generated_tokens += tokens
+        now = self.clock()
+        if not self._rates or now - self._rates[-1][0] > 0.25:
+            self._rates.append((now, self.generated_tokens))
+
+    def again(self, sequence: ServedSequence, worker_id: str, error: ApiError) -> None:
+        """A worker failed at it: it is sampled once more if no token was handed out, else ends with the error."""
+        sequence.link = None
+        sequence.tried.add(worker_id)
+        sequence.attempts += 1
+        if sequence.generated or sequence.attempts >= MAX_ATTEMPTS:
+            self.lost += 1
+            self.end(sequence, error)
+        else:
+            # Before all others: it has waited already.
+            sequence.deadline = self.clock() + self.queue_timeout_s
+            self.queued.appendleft(sequence)
+
+    def end(self, sequence: ServedSequence, error: ApiError) -> None:
+        """Tell who waits for it that there will be nothing more."""
+        if not sequence.is_over:
+            sequence.is_over = True
+            sequence.sink(error)
+
+    async def sweep_loop(self) -> None:
+        """Turn away who has waited too long, until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            while self.queued and self.queued[0].deadline < self.clock():
+                late = f"expected a free slot within {self.queue_timeout_s:g} s, got none; ask again later"
+                error = too_many(late, self.wait_s(), "overloaded") if self.ready else unavailable(late)
+                self.end(self.queued.popleft(), error)

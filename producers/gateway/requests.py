@@ -1,0 +1,357 @@
+"""What requesters may ask for: bodies as OpenAI's clients send them, read strictly, and refused in words.
+
+Whatever would change which tokens are sampled, and that no engine here does, is refused rather than passed over. Fields
+that change nothing (``user``, ``metadata``) are taken and not looked at; names that nobody knows are refused.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from producers.gateway.refusals import ApiError, invalid
+from schemas.trajectories import StopStrings
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_TEXT = 1 << 20
+"""Characters of one prompt or message: the bound of what a prompt may have on the topics."""
+
+
+class ApiModel(BaseModel):
+    """A part of a body: no conversion of types, no unknown name."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
+
+
+class TextPart(ApiModel):
+    """A part of a message; others than text cannot be read by a text model."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(ApiModel):
+    """``arguments``: JSON, as text."""
+
+    name: Name
+    arguments: Text
+
+
+class ToolCall(ApiModel):
+    """A call that the assistant made earlier in the conversation."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(ApiModel):
+    """One turn. Only an assistant's that calls tools may be without content."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Name | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"expected content in a message of role {self.role}, got none")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"expected tool_calls in messages of the assistant only, got some of role {self.role}")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("expected tool_call_id in a message of role tool, got none")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class FunctionDefinition(ApiModel):
+    """``strict`` promises arguments that fit ``parameters``, which no engine here can."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: Literal[False] | None = None
+
+
+class ToolDefinition(ApiModel):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class StreamOptions(ApiModel):
+    """``include_obfuscation`` changes no token, and is passed over."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class ResponseFormat(ApiModel):
+    """Text; the others promise JSON, which sampling from the model's own distribution cannot."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonValue = None
+
+
+class SamplingFields(ApiModel):
+    """What both kinds of completion have in common; ``top_k`` and the like are vLLM's additions.
+
+    ``return_token_ids``: prompt and completion also as token ids. ``store`` false: this one is never trained on.
+    """
+
+    model: Name
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stop: Annotated[str, Field(min_length=1, max_length=256)] | list[str] | None = None
+    include_stop_str_in_output: bool = False
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: Text | None = None
+    metadata: dict[str, JsonValue] | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
+    safety_identifier: Text | None = None
+
+    @property
+    def stops(self) -> StopStrings:
+        """The stop strings as a tuple."""
+        stop = self.stop or []
+        return (stop,) if isinstance(stop, str) else tuple(stop)
+
+    def check(self) -> None:
+        """Refuse what cannot be done, or means nothing.
+
+        Raises:
+            ApiError: why.
+        """
+        if len(self.stops) > 16 or not all(1 <= len(one) <= 256 for one in self.stops):
+            raise invalid("stop", f"expected up to 16 stop strings of 1 to 256 characters, got {len(self.stops)}")
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "expected stream_options only with stream: true, got it without")
+        for name, neutral in (("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("repetition_penalty", 1.0)):
+            if getattr(self, name) not in (None, neutral):
+                raise invalid(name, f"expected {name} to be {neutral}, got another: this server has no penalties")
+        if self.logit_bias:
+            raise invalid("logit_bias", "expected no logit_bias, got one: this server cannot bias tokens")
+
+    def prefers_no_training(self) -> bool:
+        """Whether the requester wants this one kept out of training."""
+        return self.store is False
+
+
+class ChatCompletionRequest(SamplingFields):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: JsonValue = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens, under either name."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def offered_tools(self) -> list[ToolDefinition]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def check(self) -> None:
+        """See ``SamplingFields``."""
+        super().check()
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise invalid("max_tokens", "expected one of max_tokens and max_completion_tokens, got both")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs", "expected top_logprobs only with logprobs: true, got it without")
+        if self.top_logprobs:
+            raise invalid(
+                "top_logprobs",
+                f"expected top_logprobs 0, got {self.top_logprobs}: this server tells the log-probability of the "
+                "sampled token only",
+            )
+        if self.response_format is not None and self.response_format.type != "text":
+            raise invalid(
+                "response_format",
+                f"expected response_format text, got {self.response_format.type}: this server cannot promise it; ask "
+                "for JSON in the prompt and check the answer",
+            )
+        if self.tool_choice not in (None, "auto", "none"):
+            raise invalid(
+                "tool_choice",
+                "expected tool_choice auto or none, got another: this server cannot make the model call a tool",
+            )
+        if self.tool_choice is not None and not self.tools:
+            raise invalid("tool_choice", "expected tool_choice only with tools, got it without")
+
+
+class TextCompletionRequest(SamplingFields):
+    """The body of ``POST /v1/completions``: prompts as text or as token ids."""
+
+    prompt: Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: str | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, text or token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt[0], int):
+            return [prompt]
+        return prompt
+
+    def check(self) -> None:
+        """See ``SamplingFields``."""
+        super().check()
+        if self.logprobs:
+            raise invalid(
+                "logprobs",
+                f"expected logprobs 0, got {self.logprobs}: this server tells the log-probability of the sampled token "
+                "only",
+            )
+        if self.echo:
+            raise invalid("echo", "expected echo false, got true: this server does not repeat the prompt")
+        if self.best_of not in (None, self.n or 1):
+            raise invalid("best_of", f"expected best_of to be n ({self.n or 1}), got {self.best_of}")
+        if self.suffix:
+            raise invalid("suffix", "expected no suffix, got one: this server completes at the end only")
+
+
+class FeedbackRequest(ApiModel):
+    """The body of ``POST /v1/feedback``: the reward of one choice, or of all, of a completion by its id."""
+
+    id: Annotated[str, Field(min_length=1, max_length=128)]
+    reward: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
+    choice: Annotated[int, Field(ge=0, lt=4096)] = 0
+    rewards: Annotated[list[Annotated[float, Field(ge=-1e6, le=1e6)]], Field(min_length=1, max_length=4096)] | None = (
+        None
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.reward is None) == (self.rewards is None):
+            raise ValueError("expected reward (of one choice) or rewards (of all, in order), got both or neither")
+        return self
+
+    @property
+    def by_choice(self) -> dict[int, float]:
+        """Rewards by the index of their choice."""
+        if self.rewards is not None:
+            return dict(enumerate(self.rewards))
+        assert self.reward is not None, "checked above"
+        return {self.choice: self.reward}
+
+
+BodyT = TypeVar("BodyT", bound=ApiModel)
+
+
+def read_body(model: type[BodyT], data: bytes) -> BodyT:
+    """Read a body.
+
+    Raises:
+        ApiError: it is not JSON, or not such a body; the message names the field.
+    """
+    try:
+        return model.model_validate(read_json(data))
+    except ValidationError as error:
+        raise _refusal(error) from error
+
+
+def read_json(data: bytes) -> Any:
+    """Parse JSON as its grammar has it: no NaN, no name twice in an object, and text that is text.
+
+    Raises:
+        ApiError: what is wrong.
+    """
+    try:
+        value = json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
+        # Escapes are the only way to these; a body without any needs no search.
+        is_text = b"\\u" not in data or all(_is_text(text) for text in _texts(value))
+    except RecursionError as error:
+        raise invalid(None, "expected a body nested like a request, got one far deeper", "invalid_json") from error
+    except ValueError as error:
+        raise invalid(None, f"expected a JSON body, got: {str(error)[:200]}", "invalid_json") from error
+    if not is_text:
+        raise invalid(None, "expected text, got a NUL or half a surrogate pair in it", "invalid_text")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)!r:.60} twice in one object")
+    return found
+
+
+def _texts(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            yield name
+            yield from _texts(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
+
+
+def _is_text(text: str) -> bool:
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    # The deepest of a union's complaints says most: the other alternatives fail at its first level.
+    found = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
+    # Of the place, names and indices; the others are pydantic's names of types.
+    place = [part for part in found["loc"] if isinstance(part, int) or part.isidentifier()]
+    param = ".".join(map(str, place)) or None
+    if found["type"] == "extra_forbidden":
+        return invalid(param, f"unrecognized request argument: {param}", "unknown_parameter")
+    message = found["msg"].removeprefix("Value error, ")
+    return invalid(param, f"{param}: {message}" if param else message, "invalid_value")

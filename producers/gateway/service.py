@@ -1,0 +1,240 @@
+"""Checks what is asked for against what this run's engine and limits allow, and makes calls of it. Knows no HTTP."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from producers.gateway.answers import AnswerShape
+from producers.gateway.calls import DATASET, CompletionCall, EncodedPrompt, RunningCall
+from producers.gateway.feedback import FeedbackDesk
+from producers.gateway.keys import KeyUse
+from producers.gateway.links import WorkerPool
+from producers.gateway.refusals import ApiError, invalid
+from producers.gateway.requests import ChatCompletionRequest, SamplingFields, TextCompletionRequest
+from producers.gateway.settings import GatewaySettings
+from producers.gateway.text import (
+    LONG_TEXT,
+    ChatTokenizer,
+    ReplyText,
+    SpecialsShown,
+    chat_token_ids,
+    conversation_text,
+)
+from producers.gateway.tool_calls import ToolCallParser
+from producers.lengths.predictor import LengthPredictor, ObservedCompletion
+from schemas.settings import LoopSettings
+from schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
+
+log = structlog.get_logger()
+
+TEXT_TOKENS = 16
+"""Of a text completion that does not say how many: OpenAI's default."""
+
+
+@dataclass
+class CompletionService:
+    """``engine``: its name in the settings, by which its limits are known; ``feedback`` None: nothing is kept."""
+
+    model: str
+    engine: str
+    loop: LoopSettings
+    settings: GatewaySettings
+    tokenizer: ChatTokenizer
+    parser: ToolCallParser
+    pool: WorkerPool
+    predictor: LengthPredictor
+    feedback: FeedbackDesk | None = None
+    _answered: int = field(default=0, init=False)
+
+    async def chat_call(self, request: ChatCompletionRequest, use: KeyUse, session: str | None) -> CompletionCall:
+        """What a conversation asks for.
+
+        Raises:
+            ApiError: it cannot be done.
+        """
+        self._check(request)
+        text = conversation_text(request)
+        if len(text) > LONG_TEXT:
+            token_ids = await asyncio.to_thread(chat_token_ids, self.tokenizer, request)
+        else:
+            token_ids = chat_token_ids(self.tokenizer, request)
+        sampling = self._sampling(request, self._limit(request.limit, self.loop.max_completion_length))
+        return CompletionCall(
+            "chat",
+            self.model,
+            (self._fitting(EncodedPrompt(text, token_ids), "messages"),),
+            self._count(request.n, 1),
+            sampling,
+            use,
+            train=self._trains(request, use, sampling),
+            stream=bool(request.stream),
+            include_usage=bool(request.stream_options and request.stream_options.include_usage),
+            logprobs=bool(request.logprobs),
+            return_token_ids=bool(request.return_token_ids),
+            tools=tuple(request.offered_tools),
+            session=session or request.prompt_cache_key,
+        )
+
+    async def text_call(self, request: TextCompletionRequest, use: KeyUse, session: str | None) -> CompletionCall:
+        """What a text completion asks for.
+
+        Raises:
+            ApiError: it cannot be done.
+        """
+        self._check(request)
+        n = self._count(request.n, len(request.prompts))
+        if sum(len(prompt) for prompt in request.prompts) > LONG_TEXT:
+            prompts = await asyncio.to_thread(self._encoded, request.prompts)
+        else:
+            prompts = self._encoded(request.prompts)
+        sampling = self._sampling(request, self._limit(request.max_tokens, TEXT_TOKENS))
+        return CompletionCall(
+            "text",
+            self.model,
+            prompts,
+            n,
+            sampling,
+            use,
+            train=self._trains(request, use, sampling),
+            stream=bool(request.stream),
+            include_usage=bool(request.stream_options and request.stream_options.include_usage),
+            logprobs=request.logprobs is not None,
+            return_token_ids=bool(request.return_token_ids),
+            session=session or request.prompt_cache_key,
+        )
+
+    def run(self, call: CompletionCall) -> tuple[RunningCall, AnswerShape]:
+        """Begin with it.
+
+        Raises:
+            ApiError: there is no room, or the key is at a limit.
+        """
+        running = RunningCall(
+            call, self.pool, self._estimate, lambda: self._new_text(call), self.settings.request_timeout_s
+        )
+        call.use.enter()
+        try:
+            running.submit()
+        except BaseException:
+            call.use.leave(0)
+            raise
+        return running, AnswerShape(running, self.tokenizer, self.parser)
+
+    def end(self, running: RunningCall) -> None:
+        """It is answered, or nobody waits for the answer: frees its slots, charges its key, keeps it for feedback."""
+        running.close()
+        call = running.call
+        call.use.leave(running.prompt_tokens + running.completion_tokens)
+        if not running.is_over:
+            return
+        for reply in running.replies:
+            self.predictor.observe(
+                ObservedCompletion(
+                    _prompt(reply.prompt),
+                    call.public_id,
+                    len(reply.sampled.token_ids),
+                    censored=reply.sampled.finish_reason is FinishReason.LENGTH,
+                )
+            )
+        if call.train and self.feedback is not None:
+            self.feedback.keep(running)
+
+    def _check(self, request: SamplingFields) -> None:
+        if request.model != self.model:
+            raise ApiError(
+                404,
+                f"expected model {self.model}, got {request.model!r:.80}",
+                kind="not_found_error",
+                param="model",
+                code="model_not_found",
+            )
+        request.check()
+
+    def _count(self, n: int | None, prompts: int) -> int:
+        n = n or 1
+        if n * prompts > self.settings.max_sequences:
+            raise invalid(
+                "n", f"expected at most {self.settings.max_sequences} completions in one request, got {n * prompts}"
+            )
+        return n
+
+    def _limit(self, wanted: int | None, default: int) -> int:
+        longest = self.loop.max_completion_length
+        if wanted is not None and wanted > longest:
+            raise invalid(
+                "max_tokens", f"expected max_tokens up to {longest} (loop.max_completion_length), got {wanted}"
+            )
+        return min(longest, wanted or default)
+
+    def _sampling(self, request: SamplingFields, limit: int) -> SamplingParams:
+        """What is left out is as in the run's own sampling, whose completions are what the model is trained on."""
+        loop = self.loop
+        sampling = SamplingParams(
+            max_completion_length=limit,
+            temperature=loop.temperature if request.temperature is None else request.temperature,
+            top_p=request.top_p or loop.top_p,
+            top_k=loop.top_k if request.top_k is None else request.top_k,
+            min_p=loop.min_p if request.min_p is None else request.min_p,
+            stop=request.stops,
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            seed=request.seed,
+        )
+        if self.engine == "vllm":
+            self._check_vllm(sampling)
+        return sampling
+
+    def _check_vllm(self, sampling: SamplingParams) -> None:
+        """VLLM's log-probabilities are those of the trainer for one of two kinds of request, settled at its start."""
+        ours = self.loop.sampling_params()
+        if sampling.truncates and not ours.truncates:
+            raise invalid(
+                "top_p", "expected no top_p, top_k or min_p, got one: this run's vLLM samples from all tokens only"
+            )
+        if ours.truncates and sampling.temperature not in (0.0, ours.temperature):
+            raise invalid(
+                "temperature",
+                f"expected temperature {ours.temperature:g} or 0, got {sampling.temperature:g}: this run's vLLM, which "
+                "truncates, was started for that one",
+            )
+
+    def _trains(self, request: SamplingFields, use: KeyUse, sampling: SamplingParams) -> bool:
+        # A likeliest token was not sampled, so it has no probability to weigh a gradient with.
+        return use.key.train and not request.prefers_no_training() and sampling.temperature > 0
+
+    def _encoded(self, prompts: Sequence[str | list[int]]) -> tuple[EncodedPrompt, ...]:
+        return tuple(self._fitting(self._encode(prompt), "prompt") for prompt in prompts)
+
+    def _encode(self, prompt: str | list[int]) -> EncodedPrompt:
+        if isinstance(prompt, str):
+            return EncodedPrompt(prompt, self.tokenizer.encode_text(prompt))
+        try:
+            return EncodedPrompt(self.tokenizer.decode_with_special(prompt), prompt)
+        except Exception as error:  # tokenizers raise what they like, of ids that they do not have
+            raise invalid("prompt", "expected token ids of this model, got others") from error
+
+    def _fitting(self, prompt: EncodedPrompt, param: str) -> EncodedPrompt:
+        tokens, longest = len(prompt.token_ids), self.loop.max_prompt_length
+        if not tokens:
+            raise invalid(param, "expected a prompt of at least one token, got none")
+        if tokens > longest:
+            raise invalid(
+                param,
+                f"expected a prompt of at most {longest} tokens, got {tokens} (loop.max_prompt_length)",
+                "context_length_exceeded",
+            )
+        return prompt
+
+    def _estimate(self, prompt: EncodedPrompt) -> LengthEstimate:
+        return self.predictor.predict(_prompt(prompt))
+
+    def _new_text(self, call: CompletionCall) -> ReplyText:
+        if call.tools:
+            shown = SpecialsShown(self.tokenizer)
+            return ReplyText(shown, call.sampling, self.parser.openers, shown.is_special)
+        return ReplyText(self.tokenizer, call.sampling)
+
+
+def _prompt(prompt: EncodedPrompt) -> Prompt:
+    return Prompt(prompt_id=DATASET, dataset=DATASET, content=prompt.text)

@@ -1,0 +1,52 @@
+"""The text of tokens that come one by one, for whoever cannot wait for the last of them."""
+
+from collections.abc import Sequence
+
+from producers.generation.engines.port import Tokenizer
+
+_HELD_TIMES = 8
+"""How often a character's rest is waited for: UTF-8 has at most 4 bytes in one, and a token at least one."""
+
+
+class IncrementalText:
+    """What a token adds to the text may depend on those before it (a space, the bytes of one character).
+
+    So a window of tokens is decoded without and with the newest ones: what the text is longer by is new, and the window
+    moves on. ``is_settled``: nothing that comes changes what ``add`` returned last.
+    """
+
+    __slots__ = ("_held", "_known", "_new", "_shown", "_tokenizer", "is_settled")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: list[int] = []
+        self._shown = 0
+        self._new: list[int] = []
+        self._held = 0
+        self.is_settled = True
+
+    def go_on_behind(self, token_ids: Sequence[int]) -> str:
+        """Begin behind tokens that there are already; the text of those that are settled."""
+        tokens, decode = list(token_ids), self._tokenizer.decode
+        whole = len(tokens)
+        # The last tokens may be part of a character: their text is another once it is whole.
+        ends = range(whole, max(-1, whole - _HELD_TIMES), -1)
+        settled = next((end for end in ends if not decode(tokens[:end]).endswith("\ufffd")), whole)
+        self._known, self._new = tokens[max(0, settled - _HELD_TIMES) : settled], tokens[settled:]
+        self._shown = len(decode(self._known))
+        self._held = len(self._new)
+        self.is_settled = not self._new
+        return decode(tokens[:settled])
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Take in tokens; the text behind what was settled before."""
+        self._new += token_ids
+        piece = self._tokenizer.decode(self._known + self._new)[self._shown :]
+        # U+FFFD at the end: bytes of a character that is not whole yet, and will be another text then.
+        self._held += 1
+        self.is_settled = self._held >= _HELD_TIMES or bool(piece and not piece.endswith("\ufffd"))
+        if self.is_settled:
+            self._held = 0
+            self._known, self._new = self._new, []
+            self._shown = len(self._tokenizer.decode(self._known))
+        return piece

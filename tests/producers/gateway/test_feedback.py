@@ -1,0 +1,183 @@
+"""From a served completion to a trajectory on the topic: consent, rewards, time limits, and an absent broker."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from producers.gateway.feedback import FeedbackStore
+from producers.gateway.refusals import ApiError
+from schemas.errors import BusUnavailable
+from tests.fakes.clock import FakeClock
+from tests.fakes.waiting import until
+from tests.producers.gateway.stage import ScriptedEngine, Stage, stage
+from tests.schemas.examples import trajectory
+
+
+async def reward(it: Stage, call_id: str, **fields: Any) -> Any:
+    return await it.client.post("/v1/feedback", json={"id": call_id} | fields)
+
+
+async def test_a_rewarded_completion_becomes_a_trajectory(tmp_path: Path) -> None:
+    engine = ScriptedEngine(says={"6 x 7": "forty-two"})
+    async with stage(tmp_path, engines=[engine]) as it:
+        answer = await it.chat("6 x 7")
+        assert answer.headers["x-streamrl-feedback"] == "open"
+        call_id = answer.json()["id"]
+        assert not it.trajectories, "nothing is trained on without feedback"
+        told = await reward(it, call_id, reward=1.5)
+        assert told.json() == {"id": call_id, "object": "feedback", "status": "complete", "rewards": [1.5]}
+        await until(lambda: bool(it.trajectories))
+        (made,) = it.trajectories
+        assert made.trajectory_id == f"gateway/{call_id}/0/0"
+        assert (made.source, made.dataset, made.num_generations, made.worker_id) == ("request", "gateway", 1, "w0")
+        assert made.rewards == {"feedback": 1.5}
+        assert made.completion_text == "forty-two"
+        assert made.token_ids.tolist() == [*map(ord, "forty-two"), 0]
+        assert np.array_equal(made.logprobs, np.full(10, -0.5, np.float32))
+        assert "".join(map(chr, made.prompt_token_ids)) == "user: 6 x 7"
+        assert [(str(span.version), span.start, span.end) for span in made.version_spans] == [("1-0", 0, 10)]
+        assert made.loss_mask.all()
+
+
+async def test_choices_of_a_prompt_are_a_group(tmp_path: Path) -> None:
+    async with stage(tmp_path) as it:
+        call_id = (await it.text(["ab", "cd"], n=2)).json()["id"]
+        assert (await reward(it, call_id, reward=0.0, choice=3)).json()["status"] == "open"
+        assert (await reward(it, call_id, rewards=[1.0, 2.0, 3.0, 0.0])).json()["status"] == "complete"
+        await until(lambda: len(it.trajectories) == 4)
+        found = {one.trajectory_id: (one.rewards["feedback"], one.num_generations) for one in it.trajectories}
+        prefix = f"gateway/{call_id}"
+        assert found == {
+            f"{prefix}/0/0": (1.0, 2),
+            f"{prefix}/0/1": (2.0, 2),
+            f"{prefix}/1/0": (3.0, 2),
+            f"{prefix}/1/1": (0.0, 2),
+        }
+
+
+async def test_feedback_may_come_twice(tmp_path: Path) -> None:
+    async with stage(tmp_path) as it:
+        call_id = (await it.text("ab")).json()["id"]
+        first = await reward(it, call_id, reward=1.0)
+        assert (await reward(it, call_id, reward=1.0)).json() == first.json()
+        other = await reward(it, call_id, reward=2.0)
+        assert other.status_code == 409
+        await until(lambda: bool(it.trajectories))
+        assert (await reward(it, call_id, reward=1.0)).json() == first.json(), "also when it is delivered"
+        await asyncio.sleep(0.05)
+        assert len(it.trajectories) == 1
+
+
+async def test_nothing_is_kept_without_consent(tmp_path: Path) -> None:
+    async with stage(tmp_path) as it:
+        for fields in ({"store": False}, {"temperature": 0}):
+            answer = await it.text("ab", **fields)
+            assert answer.headers["x-streamrl-feedback"] == "none"
+            assert (await reward(it, answer.json()["id"], reward=1.0)).status_code == 404
+        theirs = (await it.text("ab")).json()["id"]
+        stranger = it.gateway.keys.add("stranger")
+        it.client.headers["Authorization"] = f"Bearer {stranger}"
+        own = await it.text("ab")
+        assert own.headers["x-streamrl-feedback"] == "none", "this key has not agreed"
+        assert (await reward(it, own.json()["id"], reward=1.0)).status_code == 404
+        assert (await reward(it, theirs, reward=1.0)).status_code == 404, "another's completion"
+        for wrong in ({}, {"reward": 1.0, "rewards": [1.0]}, {"reward": 1e9}, {"rewards": []}, {"reward": "1"}):
+            assert (await reward(it, theirs, **wrong)).status_code == 400
+
+
+async def test_a_reward_is_never_lost(tmp_path: Path) -> None:
+    """The broker is away, the gateway ends, and another one goes on where it was."""
+    async with stage(tmp_path) as it:
+        it.bus.fail = lambda record: BusUnavailable("no broker") if "trajectories" in record.topic else None
+        ids = [(await it.text("ab")).json()["id"] for _ in range(3)]
+        for number, call_id in enumerate(ids):
+            assert (await reward(it, call_id, reward=float(number))).status_code == 200
+        assert not it.trajectories
+    async with stage(tmp_path, holder="again") as again:
+        await until(lambda: len(again.trajectories) == 3)
+        assert [one.rewards["feedback"] for one in sorted(again.trajectories, key=lambda one: one.created_at)] == [
+            0,
+            1,
+            2,
+        ]
+
+
+async def test_a_call_that_did_not_end_is_not_kept(tmp_path: Path) -> None:
+    async with stage(tmp_path, engines=[ScriptedEngine(failures=1, fail_at=1)]) as it:
+        assert (await it.text("ab")).status_code == 502
+        assert it.gateway.status().feedback_kept == 0
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: FakeClock) -> FeedbackStore:
+    made = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=3, reward_name="score", clock=clock)
+    made.open()
+    return made
+
+
+def kept(store: FeedbackStore, call_id: str, choices: int = 1) -> None:
+    group = f"gateway/{call_id}/0"
+    store.keep(
+        call_id,
+        "k",
+        [
+            trajectory(trajectory_id=f"{group}/{n}", group_id=group, sample_index=n, num_generations=choices)
+            for n in range(choices)
+        ],
+    )
+
+
+def test_feedback_has_a_time_limit(store: FeedbackStore, clock: FakeClock) -> None:
+    kept(store, "a")
+    kept(store, "b", choices=3)
+    assert store.reward("b", "k", {1: 0.5})["rewards"] == [None, 0.5, None]
+    clock.advance(101)
+    with pytest.raises(ApiError, match="within 100 s") as late:
+        store.reward("a", "k", {0: 1.0})
+    assert late.value.status == 410
+    store.sweep()
+    with pytest.raises(ApiError) as forgotten:
+        store.reward("a", "k", {0: 1.0})
+    assert forgotten.value.status == 404
+    (found,) = store.rewarded()
+    (made,) = store.rewarded_trajectories(found)
+    # The choice that has a reward is trained, as the group that is left.
+    assert (made.trajectory_id, made.num_generations, made.rewards) == ("gateway/b/0/0", 1, {"score": 0.5})
+    store.delivered(["b"])
+    assert not store.rewarded()
+    assert store.counts.expired == 1
+
+
+def test_what_is_kept_is_bounded(store: FeedbackStore, clock: FakeClock) -> None:
+    for name in "abcde":
+        kept(store, name)
+        clock.advance(1)
+    store.reward("a", "k", {0: 1.0})
+    store.sweep()
+    # Of five kept for three places the oldest go that nobody has rewarded.
+    assert store.counts.dropped == 2
+    assert [one.id for one in store.rewarded()] == ["a"]
+    for name, there in (("b", False), ("c", False), ("d", True), ("e", True)):
+        if there:
+            assert store.reward(name, "k", {0: 1.0})["status"] == "complete"
+        else:
+            with pytest.raises(ApiError):
+                store.reward(name, "k", {0: 1.0})
+
+
+def test_operations_of_one_transaction_fail_one_by_one(store: FeedbackStore) -> None:
+    kept(store, "a")
+    results = store.apply(
+        [lambda: store.reward("a", "k", {0: 1.0}), lambda: store.reward("x", "k", {0: 1.0}), lambda: store.sweep()]
+    )
+    assert results[0]["status"] == "complete"
+    assert isinstance(results[1], ApiError)
+    assert store.reward("a", "k", {0: 1.0})["status"] == "complete"
