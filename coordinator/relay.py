@@ -21,7 +21,7 @@ from schemas.weights import MANIFEST, complete_versions
 log = structlog.get_logger()
 
 # A plain name of a kind that a model directory has: no path, no hidden file.
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\.(safetensors|json|jinja|txt|model)")
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\.(safetensors|json|jinja|txt|model|delta)")
 
 
 @dataclass(frozen=True)

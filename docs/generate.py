@@ -156,9 +156,10 @@ def _messages(topic: Topic) -> tuple[type[Message], ...]:
 def _kept(topic: Topic) -> str:
     if topic.cleanup_policy == "compact":
         return "the last of each key"
+    limit = "until finished, at most " if topic.cleanup_policy == "compact,delete" else ""
     unit, name = (DAY_MS, "day") if topic.retention_ms >= DAY_MS else (HOUR_MS, "hour")
     count = topic.retention_ms // unit
-    return f"{count} {name}{'' if count == 1 else 's'}"
+    return f"{limit}{count} {name}{'' if count == 1 else 's'}"
 
 
 def _message(topic: Topic, message: type[Message]) -> Iterator[str]:

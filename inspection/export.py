@@ -31,6 +31,7 @@ from schemas.topics import (
     CONTROL,
     DEAD_LETTERS,
     HEARTBEATS,
+    PARTIAL_TRAJECTORIES,
     SKIPS,
     STEPS,
     TOKENS,
@@ -45,7 +46,7 @@ Format = Literal["parquet", "jsonl"]
 Progress = Callable[[str, int, int], None]
 USUAL = (STEPS, SKIPS, TRAJECTORIES, DEAD_LETTERS, CONTROL, COMMANDS, WORK_ORDERS)
 """What audit, replay and report need, each before what it refers to."""
-ALL = (*USUAL, HEARTBEATS, TOKENS)
+ALL = (*USUAL, HEARTBEATS, TOKENS, PARTIAL_TRAJECTORIES)
 SEGMENT_BYTES, SEGMENT_RECORDS = 32 << 20, 20_000
 """Whichever is reached first: a segment is held in memory whole when it is written or read."""
 

@@ -252,7 +252,8 @@ class TrainMeter:
         """Put weights into the store: the sha256 of their manifest, and the seconds it took."""
         await self._step(synthetic(1, 8, self.policy.limits.vocabulary), 1)
         began = time.perf_counter()
-        sha256 = await self.compute(self.policy.export, version, time.time())
+        snapshot = await self.compute(self.policy.snapshot)
+        sha256 = await self.compute(snapshot.export, version, time.time())
         return sha256, time.perf_counter() - began
 
     async def _step(self, batch: MicroBatch, passes: int) -> float:

@@ -176,7 +176,7 @@ def _emulated(settings: Settings, scratch: Path, chunk_tokens: int) -> Settings:
         update={
             "run": changed("run", directory=scratch, name=settings.run.name or "plan"),
             "algorithm": algorithm,
-            "generation": changed("generation", engine="emulated", stream_tokens=False),
+            "generation": changed("generation", engine="emulated", partial_trajectories="off"),
             "training": changed("training", backend="emulated"),
             "coordinator": changed("coordinator", relays=(RELAY,)),
             "emulation": changed("emulation", decode=decode),
@@ -354,10 +354,9 @@ class MeteredDevice(EmulatedDevice):
 
     launched_s = 0.0
 
-    def launch(self, seconds: float) -> None:
-        """As the emulated device does, counted."""
+    def _launch(self, seconds: float) -> None:
         self.launched_s += seconds
-        super().launch(seconds)
+        super()._launch(seconds)
 
 
 class BusyPolicy(EmulatedPolicy):

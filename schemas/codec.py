@@ -18,13 +18,15 @@ from schemas.control import OperatorCommand, RunIdentity, WeightsReady, control_
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, SkipRecord, StepReport, TrainerBeat
-from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
+from schemas.trajectories import PartialTrajectory, TokenChunk, Trajectory, WorkOrder
 
 Headers = tuple[tuple[str, bytes], ...]
 
 CONTENT_TYPE = b"application/vnd.streamrl+msgpack"
 UNREADABLE_HEADER = "unreadable"
 """Header of a record that the bus could not read: its value says why; the record has no value of its own."""
+CONTINUATIONS_HEADER = "continuations"
+"""Header of a trajectory that others had begun: how often another worker went on; an audit counts without decoding."""
 MAX_HEADER_BYTES = 512 << 10
 MAX_TEXT_BYTES = 8 << 20
 """Of all long texts of a frame: 200,000 tokens of 40 bytes. In memory one emoji makes a text four times as large."""
@@ -44,6 +46,7 @@ MESSAGES: dict[str, type[Message]] = {
     for message in (
         WorkOrder,
         TokenChunk,
+        PartialTrajectory,
         Trajectory,
         StepReport,
         RefusedStep,

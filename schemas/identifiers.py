@@ -11,6 +11,10 @@ WORK_ORDER_PARTITIONS = 64
 """Partitions of the work-orders topic. Each worker reads one; with 64, few of a usual fleet share theirs."""
 
 
+PARTIAL_PARTITIONS = 16
+"""Partitions of the partial-trajectories topic. Whoever goes on with a worker's trajectories reads one of them."""
+
+
 class PolicyVersion(NamedTuple):
     """A set of weights: ``lineage`` counts trainer incarnations, ``number`` the optimizer steps.
 
@@ -78,3 +82,8 @@ def partition_of_worker(worker_id: str) -> int:
     """
     # Not ``hash``, which differs between processes.
     return xxhash.xxh32_intdigest(worker_id.encode()) % WORK_ORDER_PARTITIONS
+
+
+def partial_partition_of(worker_id: str) -> int:
+    """Partition of the partial-trajectories topic that a worker writes: of one worker all is in one place."""
+    return partition_of_worker(worker_id) % PARTIAL_PARTITIONS

@@ -28,9 +28,10 @@ class Heartbeat(Message):
     last progress: a token of it, a finished sample, or, while a sample of it waits for its first token, a token of any
     other. None: this heartbeat does not say. ``kv_tokens``: tokens of context that the engine's key-value cache holds,
     of all running completions together; None: its slots are the only bound. ``run_id``: of the run that it works
-    for, as the control topic says; None before it has read that. ``wire``: the wire version that it speaks.
-    ``capacity``, ``running`` and ``waiting`` are of orders; ``request_address``: where gateways bring requests, which
-    have slots of their own; None: nowhere.
+    for, as the control topic says; None before it has read that. ``partials_from``: the offset, in the worker's
+    partition of partial-trajectories, from which on everything is that it keeps there of what is unfinished; None: it
+    keeps nothing there. ``wire``: the wire version that it speaks. ``capacity``, ``running`` and ``waiting`` are of
+    orders; ``request_address``: where gateways bring requests, which have slots of their own; None: nowhere.
     """
 
     SCHEMA: ClassVar[str] = "heartbeat"
@@ -50,6 +51,7 @@ class Heartbeat(Message):
     kv_tokens: Annotated[int, Field(ge=1)] | None = None
     run_id: ShortText | None = None
     request_address: ShortText | None = None
+    partials_from: Annotated[int, Field(ge=0)] | None = None
     wire: Annotated[int, Field(ge=1)] = 1
     sequence: Annotated[int, Field(ge=0)]
     sent_at: float

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from schemas.control import OperatorCommand, RunIdentity, WeightsReady
-from schemas.identifiers import WORK_ORDER_PARTITIONS
+from schemas.identifiers import PARTIAL_PARTITIONS, WORK_ORDER_PARTITIONS
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, SkipRecord, StepReport, TrainerBeat
-from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
+from schemas.trajectories import PartialTrajectory, TokenChunk, Trajectory, WorkOrder
 
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
@@ -18,19 +18,20 @@ class Topic:
     """One entry of the catalogue. ``partitions`` 0 means buckets × shards, from the settings.
 
     ``message`` None: raw bytes of another topic, unchanged, with the reason in the headers. ``also``: further kinds
-    of message that the topic carries.
+    of message that the topic carries. ``tombstones_ms``: how long a tombstone stays for readers that were away.
     """
 
     name: str
     message: type[Message] | None
     key: str
     partitions: int
-    cleanup_policy: Literal["delete", "compact"]
+    cleanup_policy: Literal["delete", "compact", "compact,delete"]
     retention_ms: int
     max_message_bytes: int
     writers: tuple[str, ...]
     readers: tuple[str, ...]
     also: tuple[type[Message], ...] = ()
+    tombstones_ms: int = DAY_MS
 
     def full_name(self, run: str) -> str:
         """Name on the broker: the run's name, a dot, the topic's name."""
@@ -52,16 +53,16 @@ class Topic:
             # refused (``message.timestamp.after.max.ms``), and what one that is a week slow wrote is deleted at once.
             "message.timestamp.type": "LogAppendTime",
         }
-        if self.cleanup_policy == "compact":
+        if "compact" in self.cleanup_policy:
             # Segments that close within ten minutes and are cleaned at once: a new process reads little more than the
             # last message of each key.
             configs |= {
                 "min.cleanable.dirty.ratio": "0.01",
                 "max.compaction.lag.ms": "600000",
                 "segment.ms": "600000",
-                "delete.retention.ms": str(DAY_MS),  # how long a tombstone stays for readers that were away
+                "delete.retention.ms": str(self.tombstones_ms),
             }
-        else:
+        if "delete" in self.cleanup_policy:
             configs["retention.ms"] = str(self.retention_ms)
         return configs
 
@@ -93,6 +94,21 @@ TOKENS = Topic(
     max_message_bytes=_room_for(TokenChunk),
     writers=("worker",),
     readers=("export",),
+)
+PARTIAL_TRAJECTORIES = Topic(
+    name="partial-trajectories",
+    message=PartialTrajectory,
+    key="trajectory id, writer and first token",
+    partitions=PARTIAL_PARTITIONS,
+    # What is unfinished stays: a finished trajectory's records get tombstones, and compaction takes them away.
+    cleanup_policy="compact,delete",
+    # As long as the trajectories that they become: what is left behind without a tombstone goes with them.
+    retention_ms=7 * DAY_MS,
+    # Who misses a tombstone finds tokens of a finished trajectory, which nobody asks for.
+    tombstones_ms=60_000,
+    max_message_bytes=_room_for(PartialTrajectory),
+    writers=("worker",),
+    readers=("worker", "export"),
 )
 TRAJECTORIES = Topic(
     name="trajectories",
@@ -179,6 +195,7 @@ HEARTBEATS = Topic(
 CATALOGUE: tuple[Topic, ...] = (
     WORK_ORDERS,
     TOKENS,
+    PARTIAL_TRAJECTORIES,
     TRAJECTORIES,
     DEAD_LETTERS,
     SKIPS,

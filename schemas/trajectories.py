@@ -95,6 +95,13 @@ class SamplingParams(Part):
         return min(spans, key=lambda span: span[1], default=None)
 
 
+class PartialSource(Part):
+    """Where to look for what an earlier attempt left: from this offset on of a partition of partial-trajectories."""
+
+    partition: Annotated[int, Field(ge=0)]
+    offset: Annotated[int, Field(ge=0)]
+
+
 class WorkOrder(Message):
     """Dispatcher → one worker: sample these completions of a prompt.
 
@@ -102,7 +109,8 @@ class WorkOrder(Message):
     lost); ``partition`` is where every trajectory of the group goes; ``position`` is the prompt cursor's value that
     gave this prompt, so that a restarted dispatcher can go on behind the largest one; ``due_step`` is the earliest
     optimizer step that may train the group, 0 for any; ``incarnation`` is the worker's process that it is for, so that
-    a restarted dispatcher knows which orders went to a process that is no more (none: of an older writer).
+    a restarted dispatcher knows which orders went to a process that is no more (none: of an older writer);
+    ``partials`` is where earlier attempts may have left tokens to go on from, empty for the first one.
     """
 
     SCHEMA: ClassVar[str] = "work-order"
@@ -120,6 +128,7 @@ class WorkOrder(Message):
     attempt: Annotated[int, Field(ge=0)] = 0
     due_step: Annotated[int, Field(ge=0)] = 0
     incarnation: ShortText | None = None
+    partials: Annotated[tuple[PartialSource, ...], Field(max_length=64)] = ()
     admitted_version: PolicyVersion
     created_at: float
 
@@ -154,6 +163,66 @@ class TokenChunk(Message):
     finish_reason: FinishReason | None = None
 
 
+class TrajectoryPart(Part):
+    """From token ``start`` on a completion was sampled by this worker, under this attempt's order."""
+
+    worker_id: ShortText
+    attempt: Annotated[int, Field(ge=0)]
+    start: Annotated[int, Field(ge=0)]
+
+
+class PartialTrajectory(Message):
+    """Worker → partial-trajectories topic: tokens of a completion that is not finished. Delivered at least once.
+
+    Any worker can go on from them. What one process writes of a trajectory begins at token 0, so it is whole by itself;
+    tokens of two processes are never joined, because each sampled its own. ``incarnation``: the process that wrote it;
+    ``prompt_hash``: xxh3-64 of the prompt's token ids as int32; ``parts``: as in ``Trajectory``. ``finish_reason``: the
+    completion is whole, and only its rewards are missing.
+    """
+
+    SCHEMA: ClassVar[str] = "partial-trajectory"
+
+    trajectory_id: ShortText
+    group_id: ShortText
+    worker_id: ShortText
+    incarnation: ShortText
+    attempt: Annotated[int, Field(ge=0)]
+    prompt_hash: Annotated[int, Field(ge=0)]
+    start: Annotated[int, Field(ge=0)]
+    token_ids: Int32Array  # [tokens]
+    logprobs: Float32Array  # [tokens], of the policy that sampled
+    version_spans: tuple[VersionSpan, ...]  # in tokens of the completion
+    parts: Annotated[tuple[TrajectoryPart, ...], Field(max_length=256)] = ()
+    finish_reason: FinishReason | None = None
+
+    @property
+    def end(self) -> int:
+        """Behind its last token."""
+        return self.start + len(self.token_ids)
+
+    @model_validator(mode="after")
+    def _arrays_agree(self) -> Self:
+        if len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"expected a logprob a token, got {len(self.logprobs)} for {len(self.token_ids)}")
+        if np.count_nonzero(np.isfinite(self.logprobs)) != len(self.logprobs):
+            raise ValueError("expected finite logprobs, got NaN or infinity")
+        if np.count_nonzero(self.token_ids < _ZERO):
+            raise ValueError(f"expected token ids >= 0, got {self.token_ids.min()}")
+        _refuse_gaps(self.version_spans, self.start, self.end)
+        return self
+
+
+def _refuse_gaps(spans: Iterable[VersionSpan], start: int, end: int) -> None:
+    """Version spans tile [start, end): each begins where the one before it ended, and none is empty."""
+    expected = start
+    for span in spans:
+        if span.start != expected or span.end <= span.start:
+            raise ValueError(f"expected a version span that starts at {expected}, got [{span.start}, {span.end})")
+        expected = span.end
+    if expected != end:
+        raise ValueError(f"expected version spans that cover {end} tokens, got {expected}")
+
+
 class Trajectory(Message):
     """Worker → trajectories topic: one finished completion; the record all consumers share.
 
@@ -165,8 +234,9 @@ class Trajectory(Message):
     what rewards see: without special tokens, and without the stop string unless it was asked for. Times are seconds
     since the epoch. ``refusal``: why no worker can sample the prompt, in few words that all such prompts share; empty:
     it can be sampled. ``position``: of the prompt in the prompt source. ``due_step``: the earliest optimizer step that
-    may train it, 0 for any. ``source``: what it was sampled for, a work order or a requester of a gateway; of the
-    latter nobody ordered the group, and its prompt is in no prompt source.
+    may train it, 0 for any. ``parts``: who sampled it, if another worker went on with it; empty: ``worker_id`` all.
+    ``source``: what it was sampled for, a work order or a requester of a gateway; of the latter nobody ordered the
+    group, and its prompt is in no prompt source.
     """
 
     SCHEMA: ClassVar[str] = "trajectory"
@@ -198,6 +268,7 @@ class Trajectory(Message):
     admitted_version: PolicyVersion
     position: Annotated[int, Field(ge=0)] = 0
     due_step: Annotated[int, Field(ge=0)] = 0
+    parts: tuple[TrajectoryPart, ...] = ()
     source: Literal["order", "request"] = "order"
     created_at: float
     started_at: float
@@ -218,18 +289,8 @@ class Trajectory(Message):
             raise ValueError(f"expected token ids >= 0, got {self.token_ids.min()}")
         if np.count_nonzero(self.prompt_token_ids < _ZERO):
             raise ValueError(f"expected prompt token ids >= 0, got {self.prompt_token_ids.min()}")
-        self._spans_tile(length)
+        _refuse_gaps(self.version_spans, 0, length)
         return self
-
-    def _spans_tile(self, length: int) -> None:
-        # The spans tile [0, T): each begins where the one before it ended, none is empty, and the last ends at T.
-        expected = 0
-        for span in self.version_spans:
-            if span.start != expected or span.end <= span.start:
-                raise ValueError(f"expected a version span that starts at {expected}, got [{span.start}, {span.end})")
-            expected = span.end
-        if expected != length:
-            raise ValueError(f"expected version spans that cover {length} tokens, got {expected}")
 
     @property
     def oldest_version(self) -> PolicyVersion:

@@ -17,7 +17,7 @@ from consumers.algorithms.advantages import ModelLimits
 from consumers.batching.micro_batches import MicroBatch
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from consumers.training.policy import TrainedPolicy
-from consumers.training.ports import LineageClaim, OpenPolicy, Policy, RestoredCheckpoint, StepOutcome
+from consumers.training.ports import LineageClaim, OpenPolicy, Policy, RestoredCheckpoint, StepOutcome, WeightSnapshot
 from consumers.training.trainer import Trainer
 from schemas.identifiers import PolicyVersion
 
@@ -82,13 +82,9 @@ class SwitchedPolicy:
         self.switch.step = self.policy.step
         return outcome
 
-    def digests(self) -> dict[str, str]:
-        """See the port; none while the switch is off."""
-        return self.policy.digests() if self.switch.is_on(self.step) else {}
-
-    def export(self, version: PolicyVersion, now: float) -> str:
-        """See the port."""
-        return self.policy.export(version, now)
+    def snapshot(self) -> WeightSnapshot:
+        """See the port; no digests of it while the switch is off."""
+        return SwitchedSnapshot(self.policy.snapshot(), self.switch.is_on(self.step))
 
     def checkpoint(
         self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
@@ -106,6 +102,22 @@ class SwitchedPolicy:
         torch.save(learner.optimizer_tensors(), self.folder / "optimizer.pt")
         torch.save(torch.get_rng_state(), self.folder / "rng_state.pth")
         return str(self.folder)
+
+
+@dataclass(frozen=True)
+class SwitchedSnapshot:
+    """``consumers.training.ports.WeightSnapshot``."""
+
+    snapshot: WeightSnapshot
+    is_on: bool
+
+    def export(self, version: PolicyVersion, now: float) -> str:
+        """See the port."""
+        return self.snapshot.export(version, now)
+
+    def digests(self) -> dict[str, str]:
+        """See the port."""
+        return self.snapshot.digests() if self.is_on else {}
 
 
 @dataclass

@@ -37,10 +37,11 @@ class Stopwatch:
             self._before = now
         elif point is Failpoint.ROWS_SETTLED and not self.switch.is_on(len(self.steps) + 1):
             self._before = now  # a plain checkpoint waits for nothing
-        elif point is Failpoint.ANNOUNCING:
+        elif point is Failpoint.CHECKPOINT_WRITTEN:
             self._checkpoint = now[0] - self._before[0], now[1] - self._before[1]
         elif point is Failpoint.METRICS_WRITTEN:
             self.steps.append((*now, *self._checkpoint))
+            self._checkpoint = (0.0, 0.0)
 
 
 def main(config: str, phase: str, marks: str, *overrides: str) -> None:

@@ -137,7 +137,10 @@ class TrajectoryFilter:
         """Why the record is no sample of its group, whatever it contains."""
         objection = self.assembler.objection(trajectory)
         if objection is None and self._ledger.has_sample(trajectory.group_id, trajectory.sample_index):
-            return SkipReason.DUPLICATE, "this trajectory was accepted before"
+            return (
+                SkipReason.DUPLICATE,
+                f"accepted before; this is attempt {trajectory.attempt}, {trajectory.worker_id}'s",
+            )
         return objection
 
     def _evaluate(self, trajectory: Trajectory, ref: RecordRef, size: int) -> Sample | Rejection:

@@ -92,7 +92,10 @@ class GroupAssembler:
             known = wanted if entry is None else entry.wanted
             return SkipReason.POISON, f"expected a sample of {known} in {group_id}, got sample {index} of {wanted}"
         if entry is not None and (index in entry.samples or index in entry.rejections):
-            return SkipReason.DUPLICATE, "this sample of the group was accepted before"
+            return (
+                SkipReason.DUPLICATE,
+                f"accepted before; this is attempt {trajectory.attempt}, {trajectory.worker_id}'s",
+            )
         return None
 
     def add(self, trajectory: Trajectory, outcome: Sample | Rejection) -> ClosedGroup | None:

@@ -179,7 +179,8 @@ async def open_announcer(
     return TransactionalAnnouncer(bus, name, f"{run_name}.{algorithm}", await bus.transactional(name))
 
 
-# Announcements under way while the trainer goes on gathering: at most one, so that their order never changes.
+# Announcements under way while the trainer goes on gathering: at most one, so that their order never changes. What is
+# announced may still have to be made: then weights are exported before anybody is told of them, and one set at a time.
 
 
 @dataclass
@@ -189,20 +190,41 @@ class Announcements:
     announcer: StepAnnouncer
     done: Callable[[], None]
     under_way: "asyncio.Task[None] | None" = None
+    _is_made: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def post(self, records: Sequence[Outgoing], offsets: Offsets) -> None:
-        """Announce once the one before is settled; returns while this one is under way.
+    async def post(self, make: Callable[[], Awaitable[Sequence[Outgoing]]], offsets: Offsets) -> None:
+        """Make records and announce them, once the one before is settled; returns while this one is under way.
+
+        What fails in the making ends the announcement.
 
         Raises:
             Superseded: see ``StepAnnouncer``, for the one before.
             BusError: see ``StepAnnouncer``, for the one before.
         """
         await self.settled()
-        self.under_way = asyncio.create_task(self._announce(records, offsets))
+        self._is_made.clear()
+        self.under_way = asyncio.create_task(self._announce(make, offsets))
 
-    async def _announce(self, records: Sequence[Outgoing], offsets: Offsets) -> None:
+    async def _announce(self, make: Callable[[], Awaitable[Sequence[Outgoing]]], offsets: Offsets) -> None:
+        try:
+            records = await make()
+        finally:
+            self._is_made.set()
         await self.announcer.announce(records, offsets)
         self.done()
+
+    async def made(self) -> None:
+        """Wait until the records of the one under way are made, if not until they are announced.
+
+        Raises:
+            Superseded: see ``StepAnnouncer``.
+            BusError: see ``StepAnnouncer``.
+        """
+        if self.under_way is None:
+            return
+        await self._is_made.wait()
+        if self.under_way.done():
+            await self.settled()
 
     async def settled(self) -> None:
         """Wait for the one under way.

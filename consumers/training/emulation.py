@@ -8,9 +8,11 @@ work_in_a_row_takes_the_sum_of_its_durations.
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -43,18 +45,24 @@ class EmulatedDevice:
         self._time_scale = time_scale
         self._monotonic = monotonic
         self._free_at = self._returns_at = monotonic()
+        self._lock = threading.Lock()  # weights are exported from another thread than gradients are computed
 
     def launch(self, seconds: float) -> None:
         """Work for so many emulated seconds, after what was launched before."""
+        with self._lock:
+            self._launch(seconds)
+
+    def finish(self, seconds: float) -> None:
+        """The same, and the call that does it returns when everything is done."""
+        with self._lock:
+            self._launch(seconds)
+            self._returns_at = self._free_at
+
+    def _launch(self, seconds: float) -> None:
         # A busy device begins when it is free, so that lateness of the caller does not add up; an idle one begins now.
         self._free_at = max(self._free_at, self._monotonic()) + seconds / self._time_scale
         # Never earlier than before: a ``finish`` still holds if more is launched behind it.
         self._returns_at = max(self._returns_at, self._free_at - RUN_AHEAD_S)
-
-    def finish(self, seconds: float) -> None:
-        """The same, and the call that does it returns when everything is done."""
-        self.launch(seconds)
-        self._returns_at = self._free_at
 
     def wall_s_to_wait(self) -> float:
         """Seconds of the wall clock until the caller may go on."""
@@ -136,18 +144,18 @@ class EmulatedPolicy:
         train_s, self._gathered_s = self._gathered_s + self._durations.optimizer_step_s, 0.0
         return StepOutcome(True, "", {"loss": 0.0, "emulated/train_s": train_s})
 
-    def digests(self) -> dict[str, str]:
-        """None are made: there is nothing to compare."""
-        return {}
+    def snapshot(self) -> "EmulatedSnapshot":
+        """The number of the step is all there is to copy."""
+        return EmulatedSnapshot(self._step, self._export)
 
-    def export(self, version: PolicyVersion, now: float) -> str:
-        """Put the weights into the store; the sha256 of their manifest."""
+    def _export(self, step: int, version: PolicyVersion, now: float) -> str:
+        # On the device that trains: processor and disk of the trainer's machine are shared with what goes on beside.
         self._device.finish(self._durations.export_s)
         if not self._is_swept:
             # Only under a lineage: what looks left over may be that of a leader for which this one stands by.
             remove_leftovers(self._weights.root)
             self._is_swept = True
-        return self._weights.export(self._tensors(), {"config.json": CONFIG}, version, self._step, now)
+        return self._weights.export(_tensors(step), {"config.json": CONFIG}, version, step, now)
 
     def checkpoint(
         self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
@@ -158,12 +166,29 @@ class EmulatedPolicy:
         state = TrainerState(manifest, optimizer={}, rng={}, reader=dict(reader), report=report)
         return self._checkpoints.write(state, self._write_model, lineage)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return {"step": torch.tensor([self._step], dtype=torch.int64)}
-
     def _write_model(self, directory: Path) -> None:
-        save_file(self._tensors(), directory / WEIGHTS)
+        save_file(_tensors(self._step), directory / WEIGHTS)
         (directory / "config.json").write_text(CONFIG)
+
+
+@dataclass(frozen=True)
+class EmulatedSnapshot:
+    """``WeightSnapshot`` of ``step``."""
+
+    step: int
+    write: Callable[[int, PolicyVersion, float], str]
+
+    def export(self, version: PolicyVersion, now: float) -> str:
+        """Put the weights into the store; the sha256 of their manifest."""
+        return self.write(self.step, version, now)
+
+    def digests(self) -> dict[str, str]:
+        """None are made: there is nothing to compare."""
+        return {}
+
+
+def _tensors(step: int) -> dict[str, Tensor]:
+    return {"step": torch.tensor([step], dtype=torch.int64)}
 
 
 def forward_backward_s(batch: MicroBatch, durations: TrainingCosts) -> float:

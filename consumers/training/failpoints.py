@@ -8,7 +8,11 @@ from enum import StrEnum
 
 
 class Failpoint(StrEnum):
-    """In the order in which a process passes them; each names what was just done."""
+    """In the order in which a process passes them; each names what was just done.
+
+    From ``WEIGHTS_EXPORTED`` to ``REPORT_MADE``, and from ``ANNOUNCING`` to ``ANNOUNCED``, those of one step may be
+    passed while the groups of the next one are taken.
+    """
 
     IDENTITY_HELD = "identity_held"
     FENCED = "fenced"
@@ -27,6 +31,7 @@ class Failpoint(StrEnum):
     STEP_REFUSED = "step_refused"
     TRAINED_MARKED = "trained_marked"
     LEFT_OUT_SKIPPED = "left_out_skipped"
+    WEIGHTS_COPIED = "weights_copied"
     WEIGHTS_EXPORTED = "weights_exported"
     DIGESTS_MADE = "digests_made"
     REPORT_MADE = "report_made"

@@ -1,6 +1,7 @@
 """The policy being trained, with everything that touches its tensors: learning, checkpoints, export.
 
-All of it runs in the trainer's one compute thread, so that the event loop goes on polling. Knows no bus.
+All of it runs in the trainer's one compute thread, so that the event loop goes on polling; but for what is done with a
+snapshot, which is a copy, and runs in another thread while the next step is computed. Knows no bus.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from consumers.training.checkpoints.storage import CheckpointStorage, remove_lef
 from consumers.training.checkpoints.store import CheckpointStore, TrainerState, VerifiedCheckpoint
 from consumers.training.companions import open_companions
 from consumers.training.model import (
+    WeightCopy,
     copy_tokenizer,
     load_model,
     named_tensors,
@@ -83,12 +85,14 @@ class TrainedPolicy:
         companions = open_companions(model, paths.model, algorithm, training)
         self.learner = PolicyLearner(model, companions, algorithm, training, max_completion_length)
         self._is_swept = False
-        self._named: dict[str, Tensor] | None = None
+        # Digests are of float32; without them the copy may be as small as what is exported.
+        self._copy = WeightCopy(torch.float32 if training.tensor_digests else getattr(torch, training.dtype))
+        self._copied: dict[str, Tensor] | None = None
         self._texts_by_dtype: dict[str, dict[str, str]] = {}
         self._paths = paths
         self._training = training
         self._checkpoints = CheckpointStore(paths.checkpoints, training.keep_checkpoints)
-        self._weights = WeightStore(paths.weights, training.keep_weight_versions)
+        self._weights = WeightStore(paths.weights, training.keep_weight_versions, training.weight_transfer)
         # The random numbers' state comes last: loading and wrapping models draws from it.
         if restored is not None:
             self.learner.step = restored.state.manifest.step
@@ -107,7 +111,6 @@ class TrainedPolicy:
 
     def accumulate(self, batch: MicroBatch) -> None:
         """Add the gradient of a micro-batch."""
-        self._named = None
         self.learner.accumulate(batch)
 
     def discard(self) -> None:
@@ -116,17 +119,23 @@ class TrainedPolicy:
 
     def finish_step(self, reward_deviation: float) -> StepOutcome:
         """Apply the gathered gradient, unless it is not fit to be; either way it is gone afterwards."""
-        self._named = None  # or the weights from before the step would be exported as those after it
+        self._copied = None  # of the weights from before the step
         return self.learner.finish_step(reward_deviation)
 
-    def export(self, version: PolicyVersion, now: float) -> str:
-        """Put the weights into the store; the sha256 of their manifest."""
+    def snapshot(self) -> "CopiedWeights":
+        """A copy of the weights as they are, in the memory of the one before."""
+        self._copied = self._copy.take(self.learner.model)
+        critic = self.learner.critic
+        return CopiedWeights(self._copied, {} if critic is None else critic.weights(), self.step, self._export)
+
+    def _export(self, tensors: Mapping[str, Tensor], step: int, version: PolicyVersion, now: float) -> str:
         if not self._is_swept:
             # Only under a lineage: what looks left over may be that of a leader for which this one stands by.
             remove_leftovers(self._paths.weights)
             self._is_swept = True
-        tensors = with_floats_as(getattr(torch, self._training.dtype), self._tensors())
-        return self._weights.export(tensors, self._texts(self._training.dtype), version, self.step, now)
+        dtype = self._training.dtype
+        rounded = with_floats_as(getattr(torch, dtype), tensors)
+        return self._weights.export(rounded, self._texts(dtype), version, step, now)
 
     def checkpoint(
         self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
@@ -136,22 +145,15 @@ class TrainedPolicy:
         state = TrainerState(manifest, self.learner.optimizer_tensors(), _rng_tensors(), dict(reader), report)
         return self._checkpoints.write(state, self._write_model, lineage)
 
-    def digests(self) -> dict[str, str]:
-        """xxh3-128, in hex, of each float32 tensor's little-endian bytes, by its name on disk; the critic's, too."""
-        critic = self.learner.critic
-        return digests_of(self._tensors() | ({} if critic is None else critic.weights()))
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """The weights by name, on the CPU; kept until the next gradient, for export, digests and checkpoint.
-
-        Three uses of one copy from the device, which for a large model takes longer than the optimizer does.
-        """
-        if self._named is None:
-            self._named = named_tensors(self.learner.model)
-        return self._named
+    def _tensors(self) -> Mapping[str, Tensor]:
+        """The weights by name, on the CPU, in float32; from the snapshot if it is of them."""
+        # For a large model a copy from the device takes longer than the optimizer does.
+        if self._copied is not None and self._copy.dtype == torch.float32:
+            return self._copied
+        return named_tensors(self.learner.model)
 
     def _write_model(self, directory: Path) -> None:
-        save_file(self._tensors(), directory / WEIGHTS, metadata={"format": "pt"})
+        save_file(dict(self._tensors()), directory / WEIGHTS, metadata={"format": "pt"})
         # float32 whatever ``training.dtype`` is: rounded weights would not resume the same run.
         for name, text in self._texts("float32").items():
             (directory / name).write_text(text)
@@ -172,6 +174,27 @@ class TrainedPolicy:
         if model.can_generate():
             texts["generation_config.json"] = model.generation_config.to_json_string
         return {name: to_text() for name, to_text in texts.items()}
+
+
+@dataclass(frozen=True)
+class CopiedWeights:
+    """``WeightSnapshot`` of the weights after ``step`` steps; ``write`` exports tensors of a step.
+
+    ``critic``: the weights that no worker needs.
+    """
+
+    tensors: Mapping[str, Tensor]
+    critic: Mapping[str, Tensor]
+    step: int
+    write: Callable[[Mapping[str, Tensor], int, PolicyVersion, float], str]
+
+    def export(self, version: PolicyVersion, now: float) -> str:
+        """Put them into the store; the sha256 of their manifest."""
+        return self.write(self.tensors, self.step, version, now)
+
+    def digests(self) -> dict[str, str]:
+        """xxh3-128, in hex, of each float32 tensor's little-endian bytes, by its name on disk; the critic's, too."""
+        return digests_of({**self.tensors, **self.critic})
 
 
 def limits_of(config: Any) -> ModelLimits:

@@ -96,6 +96,18 @@ class Checkpoints(Protocol):
         ...
 
 
+class WeightSnapshot(Protocol):
+    """The weights of one moment. Its calls come one after the other, and may run beside those of the policy."""
+
+    def export(self, version: PolicyVersion, now: float) -> str:
+        """Put them into the weights store; the sha256 of their manifest."""
+        ...
+
+    def digests(self) -> dict[str, str]:
+        """xxh3-128, in hex, of each float32 tensor's little-endian bytes, by its name on disk."""
+        ...
+
+
 class Policy(Protocol):
     """A model that learns. All calls come one after the other, each from wherever ``Compute`` runs it."""
 
@@ -126,12 +138,8 @@ class Policy(Protocol):
         """Apply the gathered gradient, unless it is not fit to be; either way it is gone afterwards."""
         ...
 
-    def digests(self) -> dict[str, str]:
-        """xxh3-128, in hex, of each float32 tensor's little-endian bytes, by its name on disk."""
-        ...
-
-    def export(self, version: PolicyVersion, now: float) -> str:
-        """Put the weights into the weights store; the sha256 of their manifest."""
+    def snapshot(self) -> WeightSnapshot:
+        """A copy of the weights as they are; the one before must not be used any more."""
         ...
 
     def checkpoint(

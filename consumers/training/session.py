@@ -8,9 +8,11 @@ The session is opened once and does whatever touches both the policy and the str
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -34,6 +36,7 @@ from consumers.training.ports import (
     OpenPolicy,
     Policy,
     RestoredCheckpoint,
+    WeightSnapshot,
 )
 from consumers.training.resume import check_continues, config_marks, reader_document, reader_snapshot, stream_fields
 from consumers.training.settings import TrainingSettings
@@ -47,6 +50,9 @@ from schemas.topics import STEPS
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+MakeReport = Callable[[], Awaitable[StepReport]]
+
 OFFSETS_INTERVAL_S = 1.0
 """Offsets are for lag displays only, and make two more requests of a transaction."""
 
@@ -57,8 +63,8 @@ class TrainerContext:
 
     ``run_dir`` gets ``metrics.jsonl``, ``identity`` keeps which run that directory is of; with ``adopt`` the trainer
     takes over a run that it finds on the topics and not here. ``servers``: the broker as the user named it.
-    ``failpoint`` is called at each failpoint. ``clock`` tells the time of day, ``monotonic`` what a phase of a step
-    took.
+    ``open_compute`` is called twice: for the policy, and for the export of its weights beside it. ``failpoint`` is
+    called at each failpoint. ``clock`` tells the time of day, ``monotonic`` what a phase of a step took.
     """
 
     bus: Bus
@@ -140,7 +146,7 @@ async def open_announcements(context: TrainerContext) -> Announcements:
 
 
 async def open_session(
-    context: TrainerContext, compute: Compute, announcements: Announcements, keeper: IdentityKeeper
+    context: TrainerContext, compute: Compute, exporter: Compute, announcements: Announcements, keeper: IdentityKeeper
 ) -> "TrainerSession":
     """Claim the next lineage, restore the newest checkpoint, open the policy, and announce where it goes on.
 
@@ -165,7 +171,7 @@ async def open_session(
     context.failpoint(Failpoint.RESTORED)
     policy = await compute(context.open_policy, restored)
     context.failpoint(Failpoint.POLICY_OPENED)
-    session = TrainerSession(context, compute, announcements, keeper, lineage, policy, restored)
+    session = TrainerSession(context, compute, exporter, announcements, keeper, lineage, policy, restored)
     await session.announce_start(restored, await session.reader.carry_over())
     log.info("trainer ready", version=str(session.version), resumed=restored is not None)
     return session
@@ -175,13 +181,15 @@ class TrainerSession:
     """``version`` is that of the weights in memory, and changes on the event loop only.
 
     The durable frontier is the newest manifest's, where a restart goes on; the live one is ``reader.ledger.frontier``.
-    ``report``: of the last step taken; ``refused_in_a_row``: gradients since then that were not applied.
+    ``report``: of the last step taken, once its weights are exported; ``export_s``: what the last export took, in the
+    background; ``refused_in_a_row``: gradients since then that were not applied.
     """
 
     def __init__(
         self,
         context: TrainerContext,
         compute: Compute,
+        exporter: Compute,
         announcements: Announcements,
         keeper: IdentityKeeper,
         lineage: LineageClaim,
@@ -194,12 +202,14 @@ class TrainerSession:
         self.run_id = keeper.identity.run_id
         self.context = context
         self.compute = compute
+        self.exporter = exporter
         self.announcements = announcements
         self.lineage = lineage
         self.policy = policy
         self.version = PolicyVersion(lineage.number, policy.step)
         self.tokens_seen = manifest.tokens_seen if manifest else 0
         self.report: StepReport | None = None
+        self.export_s = 0.0
         self.refused_in_a_row = 0
         self.batcher = MicroBatcher(context.batching, whole_batches=context.loop.mode == "synchronous")
         self.reader = TrajectoryReader(
@@ -240,9 +250,12 @@ class TrainerSession:
         """
         name, clock = self.context.algorithm.name, self.context.clock
         # First the weights, then word of them: whoever reads the report may fetch them at once.
-        sha256 = await self._export()
+        snapshot = await self.compute(self.policy.snapshot)
+        sha256 = await self._export(snapshot, self.version)
         self.context.failpoint(Failpoint.START_EXPORTED)
-        topic, weights = STEPS.full_name(self.context.run_name), await self.published_weights(sha256)
+        digests = await self._digests(snapshot)
+        topic = STEPS.full_name(self.context.run_name)
+        weights = PublishedWeights(self.version, sha256, digests, self.is_finished)
         parts = [] if carried is None else carried_over(name, self.lineage.number, carried, self._skips, clock())
         ancestry = replace(self._ancestry, carried_parts=len(parts))
         first = first_report(name, weights, ancestry, self.reader.ledger.prompt_cursor, self.run_id, clock())
@@ -251,34 +264,57 @@ class TrainerSession:
             # The crash may have come between the checkpoint and its announcement; readers ignore a repeat.
             again = Outgoing(topic, restored.state.report, name, headers=headers_of(StepReport))
             records.insert(0, again)  # in front: the first report names that step as its parent
-        await self.announcements.post(records, {})
+        await self.announcements.post(partial(_made, records), {})
         # Waited for: no step is taken of a lineage that the topic does not know.
         await self.announcements.settled()
         self.context.failpoint(Failpoint.START_ANNOUNCED)
 
-    async def export_if_due(self) -> str | None:
-        """Put the weights into the store if they are due; the sha256 of their manifest.
+    async def copy_weights(self) -> WeightSnapshot | None:
+        """A copy of the weights to be exported, or to make checksums of; none if neither is wanted of this step.
 
-        Raises:
-            Superseded: a newer lineage exists; its trainer removes what it finds half written.
+        Waits for the export before, whose memory the copy takes: so at most one is under way, and exports that take
+        longer than a step hold the trainer up instead of piling up. None is left out for the next one: a step without
+        weights may be the one that generation waits for (``training.weight_sync_steps``).
         """
-        # The last step's weights go out in any case: the end of a run is announced with them.
-        if self.policy.step % self.context.training.weight_sync_steps and not self.is_finished:
+        await self.announcements.made()
+        if not self.context.training.tensor_digests and not self._is_export_due:
             return None
-        return await self._export()
+        return await self.compute(self.policy.snapshot)
 
-    async def _export(self) -> str:
+    @property
+    def _is_export_due(self) -> bool:
+        # The last step's weights go out in any case: the end of a run is announced with them.
+        return self.policy.step % self.context.training.weight_sync_steps == 0 or self.is_finished
+
+    def exporting(self, snapshot: WeightSnapshot | None, draft: StepReport) -> MakeReport:
+        """What exports the weights of the step just taken, and then makes its report of the draft.
+
+        It raises ``Superseded`` if a newer lineage exists; its trainer removes what it finds half written.
+        """
+        # Asked now: the next step may have been taken by the time that it is called.
+        return partial(self._exported, snapshot, draft, is_due=self._is_export_due)
+
+    async def _exported(self, snapshot: WeightSnapshot | None, draft: StepReport, *, is_due: bool) -> StepReport:
+        began = self.context.monotonic()
+        sha256 = await self._export(snapshot, draft.version) if snapshot is not None and is_due else None
+        self.context.failpoint(Failpoint.WEIGHTS_EXPORTED)
+        digests = {} if snapshot is None else await self._digests(snapshot)
+        self.context.failpoint(Failpoint.DIGESTS_MADE)
+        self.report = draft.replace(manifest_sha256=sha256, digests=digests)
+        self.export_s = self.context.monotonic() - began
+        self.context.failpoint(Failpoint.REPORT_MADE)
+        return self.report
+
+    async def _export(self, snapshot: WeightSnapshot, version: PolicyVersion) -> str:
         try:
-            return await self.compute(self.policy.export, self.version, self.context.clock())
+            return await self.exporter(snapshot.export, version, self.context.clock())
         except Exception:
             # A newer trainer clears the leftovers of this one's export: that must be told from a broken disk.
             await self.check_lineage()
             raise
 
-    async def published_weights(self, manifest_sha256: str | None) -> PublishedWeights:
-        """What the weights in memory are known by; checksums only if they are wanted."""
-        digests = await self.compute(self.policy.digests) if self.context.training.tensor_digests else {}
-        return PublishedWeights(self.version, manifest_sha256, digests, self.is_finished)
+    async def _digests(self, snapshot: WeightSnapshot) -> dict[str, str]:
+        return await self.exporter(snapshot.digests) if self.context.training.tensor_digests else {}
 
     async def check_lineage(self) -> None:
         """Make sure that nobody has taken over; what cannot be asked now is asked before anything is kept.
@@ -292,11 +328,16 @@ class TrainerSession:
         except (CheckpointError, BusError) as error:
             log.warning("not known whether another trainer has taken over", error=str(error))
 
-    async def announce(self, message: StepReport | RefusedStep) -> None:
-        """Put a report on the steps topic, after those before it; goes on while the trainer does."""
-        record = Outgoing.of(STEPS.full_name(self.context.run_name), message, key=self.context.algorithm.name)
+    async def announce(self, message: StepReport | RefusedStep | MakeReport) -> None:
+        """Put a report on the steps topic, after those before it. What is left of making it goes on beside training."""
+        make = partial(_made, message) if isinstance(message, StepReport | RefusedStep) else message
+        offsets = self.reader.offsets() if self._are_offsets_due() else {}
+        await self.announcements.post(partial(self._records, make), offsets)
+
+    async def _records(self, make: Callable[[], Awaitable[StepReport | RefusedStep]]) -> list[Outgoing]:
+        message = await make()
         self.context.failpoint(Failpoint.ANNOUNCING)
-        await self.announcements.post([record], self.reader.offsets() if self._are_offsets_due() else {})
+        return [Outgoing.of(STEPS.full_name(self.context.run_name), message, key=self.context.algorithm.name)]
 
     def _are_offsets_due(self) -> bool:
         now = self.context.monotonic()
@@ -304,6 +345,11 @@ class TrainerSession:
             return False
         self._offsets_announced_at = now
         return True
+
+    @property
+    def is_checkpoint_due(self) -> bool:
+        """Whether the step just taken is to be kept."""
+        return self.policy.step % self.context.training.checkpoint_every == 0 or self.is_finished
 
     async def checkpoint_if_due(self) -> bool:
         """Write a checkpoint when the step just taken is to be kept; false if that failed and may fail.
@@ -314,7 +360,7 @@ class TrainerSession:
             Superseded: a newer trainer has taken over.
         """
         training = self.context.training
-        if self.policy.step % training.checkpoint_every and not self.is_finished:
+        if not self.is_checkpoint_due:
             return True
         try:
             await self.checkpoint()
@@ -337,7 +383,7 @@ class TrainerSession:
             BusError: the broker does not take what the checkpoint rests on.
         """
         # A stop may come right after a step whose checkpoint was due, or before this process took any.
-        if self.policy.step == self._checkpointed_step or self.report is None:
+        if self.policy.step == self._checkpointed_step:
             return
         context = self.context
         snapshot = self.reader.snapshot()
@@ -347,6 +393,7 @@ class TrainerSession:
         # The snapshot's records are never read again, so a row lost now would be a record without an outcome.
         await self.reader.flush()
         context.failpoint(Failpoint.ROWS_SETTLED)
+        assert self.report is not None, "a step was taken, and its report is made by the time that it is settled"
         manifest = CheckpointManifest(
             run=context.run_name,
             run_id=self.run_id,
@@ -365,3 +412,8 @@ class TrainerSession:
         self._checkpointed_step = self.policy.step
         context.failpoint(Failpoint.CHECKPOINT_WRITTEN)
         log.info("checkpoint written", step=self.policy.step, place=place)
+
+
+async def _made(value: T) -> T:
+    """What needs no making, for those who await it."""
+    return value

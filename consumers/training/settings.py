@@ -44,6 +44,13 @@ class TrainingSettings(Section):
     ] = 4.0
     weight_sync_steps: Annotated[int, Field(ge=1, description="Optimizer steps between exported weights.")] = 1
     keep_weight_versions: Annotated[int, Field(ge=2, description="Newest weight versions kept for workers.")] = 4
+    weight_transfer: Annotated[
+        Literal["full", "delta"],
+        Field(
+            description="What a worker fetches of a version: all of its weights, or a lossless difference to those it "
+            'has, which in bfloat16 is a few percent of them; "delta" costs the trainer\'s machine a comparison.'
+        ),
+    ] = "full"
     announce: Annotated[
         Literal["transaction", "plain"],
         Field(description="Step reports in Kafka transactions, which fence older trainers, or as single records."),

@@ -10,11 +10,12 @@ One optimizer step, in this order:
  3. form micro-batches and add up their gradients while further groups arrive;
  4. at ``groups_per_step`` groups: normalise, clip, apply; or refuse, skip the groups, and report that;
  5. mark the step's records as finished on the live frontier;
- 6. export the weights;
+ 6. copy the weights, once the version before is exported, and export the copy;
  7. make the step's report;
  8. write a checkpoint when one is due, with the report in it;
- 9. announce: the report, and once a second the offsets, in one short transaction, which may last while the next
-    groups are taken.
+ 9. announce: the report, and once a second the offsets, in one short transaction.
+But for the copy, 6, 7 and 9 may last while the next groups are taken; of a step with a checkpoint only 9 may, since
+the checkpoint has the report in it. A version is announced when it can be fetched, and after those before it.
 So whatever is announced as kept is kept, a restart announces again what a crash cut off, and what was announced and
 not kept belongs to an orphaned lineage. Nothing here waits for a worker. ``failpoints.py`` names the moments between
 these acts; a process that dies at any of them is resumed without loss or repeat.
@@ -37,11 +38,18 @@ from consumers.batching.micro_batches import Group, MicroBatch
 from consumers.training.failpoints import Failpoint
 from consumers.training.metrics import PhaseSpan, StepTimer, append_metrics, finite
 from consumers.training.ports import StepOutcome
-from consumers.training.session import TrainerContext, TrainerSession, hold_run, open_announcements, open_session
-from consumers.training.step_report import GatheredStep, refused_step, step_report
+from consumers.training.session import (
+    MakeReport,
+    TrainerContext,
+    TrainerSession,
+    hold_run,
+    open_announcements,
+    open_session,
+)
+from consumers.training.step_report import GatheredStep, PublishedWeights, refused_step, step_report
 from schemas.errors import OutOfMemory, StreamRLError
 from schemas.identifiers import group_id_of
-from schemas.reports import SkipReason
+from schemas.reports import SkipReason, StepReport
 
 log = structlog.get_logger()
 
@@ -66,18 +74,19 @@ class Trainer(TrainerContext):
         On failure: raises; a restart goes on from the newest checkpoint under the next lineage.
         On stop: finishes the step if its batch is complete, drops its gradient otherwise, writes a checkpoint.
         """
-        compute = self.open_compute()
+        compute, exporter = self.open_compute(), self.open_compute()
         try:
             keeper = await hold_run(self, compute)
             announcements = await open_announcements(self)
             try:
-                self.session = session = await open_session(self, compute, announcements, keeper)
+                self.session = session = await open_session(self, compute, exporter, announcements, keeper)
                 await self._read_and_train(session, stop)
             finally:
                 self.session = None
                 await announcements.close()
         finally:
             # Last: an announcement under way asks in this thread whether its lineage is still the newest.
+            exporter.close()
             compute.close()
 
     async def _read_and_train(self, session: TrainerSession, stop: asyncio.Event) -> None:
@@ -146,28 +155,28 @@ class Trainer(TrainerContext):
             ledger.mark_skipped(part, SkipReason.FILTERED, detail)
         self.failpoint(Failpoint.LEFT_OUT_SKIPPED)
         with timer.measure("broadcast_weights"):
-            manifest_sha256 = await session.export_if_due()
-        self.failpoint(Failpoint.WEIGHTS_EXPORTED)
-        with timer.measure("digests"):
-            weights = await session.published_weights(manifest_sha256)
-        self.failpoint(Failpoint.DIGESTS_MADE)
+            snapshot = await session.copy_weights()
+        self.failpoint(Failpoint.WEIGHTS_COPIED)
         metrics = finite(await _metrics(session, gathered, outcome.metrics))
-        session.report = step_report(
-            self.algorithm.name, weights, gathered, metrics, ledger.prompt_cursor, self.clock()
-        )
-        self.failpoint(Failpoint.REPORT_MADE)
-        # Before the announcement: a crash between the two then loses neither, since the checkpoint holds the report.
-        with timer.measure("save_ckpt"):
-            is_kept = await session.checkpoint_if_due()
-        if not is_kept:
-            metrics["checkpoint/failed"] = 1.0
-            session.report = session.report.replace(metrics=metrics)
+        weights = PublishedWeights(session.version, None, {}, session.is_finished)  # not exported yet
+        draft = step_report(self.algorithm.name, weights, gathered, metrics, ledger.prompt_cursor, self.clock())
+        report: StepReport | MakeReport = session.exporting(snapshot, draft)
+        if session.is_checkpoint_due:
+            with timer.measure("broadcast_weights"):
+                report = await report()
+            # Before the announcement: a crash between the two then loses neither, since the checkpoint holds the
+            # report.
+            with timer.measure("save_ckpt"):
+                is_kept = await session.checkpoint_if_due()
+            if not is_kept:
+                metrics["checkpoint/failed"] = 1.0
+                session.report = report = report.replace(metrics=metrics)
         with timer.measure("announce"):
-            await session.announce(session.report)
+            await session.announce(report)
             if self.training.announce == "plain":
                 await session.reader.commit()
-        # The report was made before these two phases, so only the file has their times.
-        late = {f"time/{phase}": timer.seconds[phase] for phase in ("save_ckpt", "announce")}
+        # The metrics of the report were gathered before these, so only the file has all of their times.
+        late = {f"time/{name}": timer.seconds.get(name, 0.0) for name in ("broadcast_weights", "save_ckpt", "announce")}
         self._write_metrics(session.policy.step, metrics | late, timer.spans)
         self.failpoint(Failpoint.METRICS_WRITTEN)
         reward = round(metrics.get("reward", 0.0), 4)
@@ -191,6 +200,7 @@ async def _metrics(session: TrainerSession, gathered: GatheredStep, learned: dic
         **gathered.timings(),
         **await session.reader.metrics(),
         "num_tokens": float(session.tokens_seen),
+        "time/export_weights": session.export_s,  # of the version before, beside the step
         "ledger/trained": float(sum(len(batch) for batch in gathered.micro_batches)),
         "ledger/groups": float(len(gathered.groups)),
         "lineage/number": float(session.lineage.number),

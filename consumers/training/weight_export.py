@@ -1,5 +1,8 @@
 """Writes a weight version into the store that relays serve. Knows neither relays nor workers, and waits for none.
 
+A version is a whole file of weights and, if wanted, beside it what makes that file of the version before: a worker that
+lacks the one takes the other.
+
 Invariant a_version_is_whole_or_absent: the directory gets its name after its manifest was written.
 """
 
@@ -8,6 +11,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -16,17 +20,25 @@ from torch import Tensor
 from consumers.training.checkpoints.storage import appearing_directory, sha256_of
 from schemas.errors import DiskFull, lacks_room
 from schemas.identifiers import PolicyVersion
-from schemas.weights import MANIFEST, WeightFile, WeightManifest, complete_versions
+from schemas.weight_deltas import write_delta
+from schemas.weights import MANIFEST, WeightDelta, WeightFile, WeightManifest, complete_versions
 
 WEIGHTS = "model.safetensors"
+DELTA = "model.delta"
+WORTH_IT = 0.5
+"""Of the whole file: a difference that is longer saves less than fetching, unpacking and adding it costs."""
 
 
 @dataclass(frozen=True)
 class WeightStore:
-    """``root`` holds one directory per version; the newest ``keep`` of them stay."""
+    """``root`` holds one directory per version; the newest ``keep`` of them stay.
+
+    ``transfer``: whether workers can take a version as its difference to the one before.
+    """
 
     root: Path
     keep: int
+    transfer: Literal["full", "delta"] = "full"
 
     def export(
         self, tensors: dict[str, Tensor], texts: Mapping[str, str], version: PolicyVersion, step: int, now: float
@@ -62,12 +74,34 @@ class WeightStore:
                 step=step,
                 files=tuple(_described(directory / name) for name in (WEIGHTS, *texts)),
                 created_at=now,
+                delta=self._difference(directory, version, _unit(tensors)) if self.transfer == "delta" else None,
             )
             content = manifest.model_dump_json().encode()
             (directory / MANIFEST).write_bytes(content)
         # After the new one has its name, so that there is always a version to fetch.
         self._forget_old()
         return hashlib.sha256(content).hexdigest()
+
+    def _difference(self, directory: Path, version: PolicyVersion, unit: int) -> WeightDelta | None:
+        """Write what the version differs by from the newest one in the store; none if there is none, or no gain."""
+        base = next((found for found in reversed(self.versions()) if found != version), None)
+        if base is None:
+            return None
+        before, whole = self.root / str(base), directory / WEIGHTS
+        try:
+            manifest = (before / MANIFEST).read_bytes()
+            if (before / WEIGHTS).stat().st_size != whole.stat().st_size:
+                return None  # of another precision, as after a change of the settings
+            if not write_delta(before / WEIGHTS, whole, unit, directory / DELTA, int(WORTH_IT * whole.stat().st_size)):
+                return None
+        except FileNotFoundError:
+            return None  # whoever tidies the store needs no leave of the trainer
+        return WeightDelta(
+            file=_described(directory / DELTA),
+            target=WEIGHTS,
+            base=base,
+            base_manifest_sha256=hashlib.sha256(manifest).hexdigest(),
+        )
 
     def _forget_old(self) -> None:
         for version in self.versions()[: -self.keep]:
@@ -76,6 +110,14 @@ class WeightStore:
     def versions(self) -> list[PolicyVersion]:
         """Complete versions, oldest first."""
         return complete_versions(self.root)
+
+
+def _unit(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of one weight: of the kind of number that most of them are."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors.values():
+        sizes[tensor.itemsize] = sizes.get(tensor.itemsize, 0) + tensor.nbytes
+    return max(sizes, key=lambda size: sizes[size], default=1)
 
 
 def _described(path: Path) -> WeightFile:

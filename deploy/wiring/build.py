@@ -5,7 +5,9 @@ server, a planner) or half a gigabyte (torch). The trainer is built in ``deploy.
 """
 
 import asyncio
+import socket
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from deploy.wiring.context import ProcessContext
@@ -191,8 +193,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
         engine=context.around_engine(engine),
         tokenizer=tokenizer,
         rewards=rewards,
-        # A folder for each worker: two downloads never write one file.
-        weights_cache=settings.run.path / "workers" / context.name,
+        weights_cache=weights_cache(settings),
         on_tick=context.on_tick,
         run_id=IdentityFile(settings.run.path).run_id,
         requests=_requests(settings),
@@ -259,6 +260,14 @@ def _conversation(settings: Settings) -> "tuple[ChatTokenizer, ToolCallParser]":
 
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     return tokenizer, BUILT_IN[name]() if name in BUILT_IN else VllmToolCalls(vllm_tool_parser(name, tokenizer))
+
+
+def weights_cache(settings: Settings) -> Path:
+    """Where the workers of this host keep the run's weights, together."""
+    if settings.generation.weights_cache is not None:
+        return settings.generation.weights_cache / settings.run.name
+    # By host: the run's directory may be on a disk that machines share, and each is to fetch for itself.
+    return settings.run.path / "workers" / socket.gethostname()
 
 
 def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":

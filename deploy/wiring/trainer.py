@@ -100,7 +100,9 @@ def _emulated_trainer(settings: Settings, checkpoints: CheckpointStore) -> tuple
     from consumers.training.weight_export import WeightStore
 
     device = EmulatedDevice(settings.emulation.time_scale)
-    weights = WeightStore(settings.run.weights_store, settings.training.keep_weight_versions)
+    weights = WeightStore(
+        settings.run.weights_store, settings.training.keep_weight_versions, settings.training.weight_transfer
+    )
 
     def open_policy(restored: RestoredCheckpoint | None) -> Policy:
         return EmulatedPolicy(settings.emulation.training, device, weights, checkpoints, restored)

@@ -86,6 +86,8 @@ def judge(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest], 
         ordered_unproduced=int(np.count_nonzero(~seen.on_topic(ordered))),
         dead_letters=dict(sorted(index.dead_letters.items())),
         algorithms=tuple(balances),
+        continued=index.continued,
+        continuations=index.continuations,
     )
     return Judgement(report, produced, tables)
 

@@ -153,6 +153,9 @@ class AuditReport:
     ordered_unproduced: int
     dead_letters: dict[str, int]
     algorithms: tuple[AlgorithmBalance, ...]
+    # Records of trajectories that another worker went on with, and how often one did.
+    continued: int = 0
+    continuations: int = 0
     seconds: float = 0.0
     violations: tuple[Violation, ...] = field(init=False)
 

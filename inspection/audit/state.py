@@ -221,6 +221,7 @@ def _dumped_index(index: AuditIndex) -> dict[str, Any]:
         "ordered": np.fromiter(index.ordered, dtype=np.uint64, count=len(index.ordered)).tobytes(),
         "orders": [index.orders, index.samples],
         "dead_letters": dict(index.dead_letters),
+        "continued": [index.continued, index.continuations],
     }
 
 
@@ -237,6 +238,8 @@ def _loaded_index(content: dict[str, Any]) -> AuditIndex:
         orders=content["orders"][0],
         samples=content["orders"][1],
     )
+    # Files from before there were any lack them.
+    index.continued, index.continuations = content.get("continued", (0, 0))
     index.dead_letters.update(content["dead_letters"])
     return index
 

@@ -14,6 +14,7 @@ from typing import Any
 from bus.history import BusHistory, Extent, KeptHistory
 from bus.port import Bus
 from inspection.dead_letters import DeadLetter, as_json, dead_letter_of, retry
+from inspection.replay.events import parts_of
 from inspection.replay.history import GroupHistory, GroupSample, HistoryReader, TrajectoryHistory
 from inspection.replay.show import Piece
 from observability.record_index.entries import Fold
@@ -167,7 +168,7 @@ def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dic
         "settled": history.settled,
         "sample": f"{trajectory.sample_index + 1} of {trajectory.num_generations}",
         "dataset": trajectory.dataset,
-        "worker": trajectory.worker_id,
+        "worker": _workers(trajectory),
         "finish": trajectory.finish_reason.value,
         "bucket": trajectory.bucket,
         "predicted": trajectory.predicted_length,
@@ -183,6 +184,12 @@ def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dic
         "events": [[event.at, event.since, event.what, event.detail] for event in history.events],
         "commands": commands_for(history, run_path),
     }
+
+
+def _workers(trajectory: Trajectory) -> str:
+    """Who sampled it, and which tokens if it was more than one."""
+    parts = parts_of(trajectory)
+    return ", ".join(who if len(parts) == 1 else f"{who} [{start}, {end})" for who, start, end in parts)
 
 
 def _cut(text: str) -> str:

@@ -17,7 +17,7 @@ from schemas.errors import UserError, WireError
 from schemas.messages import Message
 from schemas.reports import RefusedStep, StepReport
 from schemas.topics import DEAD_LETTERS, Topic
-from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
+from schemas.trajectories import PartialTrajectory, TokenChunk, Trajectory, WorkOrder
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,7 @@ _DERIVED: dict[type[Message], dict[str, Callable[[Any], Any]]] = {
         "seconds": lambda each: each.finished_at - each.started_at,
     },
     TokenChunk: {"length": lambda each: len(each.token_ids)},
+    PartialTrajectory: {"length": lambda each: len(each.token_ids)},
     WorkOrder: {
         "samples": lambda each: len(each.sample_indices),
         "prompt_id": lambda each: each.prompt.prompt_id,

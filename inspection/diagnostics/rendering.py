@@ -20,7 +20,7 @@ from schemas.control import (
 from schemas.messages import Message
 from schemas.plain_text import plain_text
 from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
-from schemas.trajectories import TokenChunk, Trajectory, WorkOrder
+from schemas.trajectories import PartialTrajectory, TokenChunk, Trajectory, WorkOrder
 
 HEAD = 60
 """Characters of a text within a line."""
@@ -54,6 +54,10 @@ def _of_message(message: Message) -> str:
             end = message.start + len(message.token_ids)
             place = f"{message.trajectory_id} [{message.start}, {end})"
             return f"tokens {place}  {message.worker_id}  v{message.version}{ending}"
+        case PartialTrajectory():
+            ending = f"  {message.finish_reason.value}" if message.finish_reason else ""
+            place = f"{message.trajectory_id} [{message.start}, {message.end})"
+            return f"partial {place}  {message.worker_id}  attempt {message.attempt}{ending}"
         case WorkOrder():
             return _of_order(message)
         case StepReport():

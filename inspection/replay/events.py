@@ -48,15 +48,30 @@ def order_event(order: WorkOrder) -> HistoryEvent:
 def worker_events(trajectory: Trajectory) -> list[HistoryEvent]:
     """Generation, by the trajectory itself."""
     tokens, seconds = len(trajectory.token_ids), trajectory.finished_at - trajectory.started_at
-    rate = f", {tokens / seconds:.0f} tokens/s" if seconds > 0 else ""
+    began = f"worker {trajectory.worker_id}, attempt {trajectory.attempt}"
+    known = 0
+    if trajectory.parts:
+        known = trajectory.parts[-1].start
+        before = ", ".join(f"{who} [{start}, {end})" for who, start, end in parts_of(trajectory)[:-1])
+        began += f", from token {known} on; before that {before}"
+    rate = f", {(tokens - known) / seconds:.0f} tokens/s" if seconds > 0 else ""
     return [
-        HistoryEvent(trajectory.started_at, "started", f"worker {trajectory.worker_id}, attempt {trajectory.attempt}"),
+        HistoryEvent(trajectory.started_at, "continued" if trajectory.parts else "started", began),
         HistoryEvent(
             trajectory.finished_at,
             "finished",
             f"{tokens} tokens (predicted {trajectory.predicted_length}), {trajectory.finish_reason.value}{rate}",
         ),
     ]
+
+
+def parts_of(trajectory: Trajectory) -> list[tuple[str, int, int]]:
+    """Who sampled which tokens: worker, first token, and the one behind the last."""
+    length = len(trajectory.token_ids)
+    if not trajectory.parts:
+        return [(trajectory.worker_id, 0, length)]
+    ends = [*(part.start for part in trajectory.parts[1:]), length]
+    return [(part.worker_id, part.start, end) for part, end in zip(trajectory.parts, ends, strict=True)]
 
 
 def skip_event(row: SkipRecord, *, counts: bool) -> HistoryEvent:

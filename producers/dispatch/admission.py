@@ -201,6 +201,11 @@ class AdmissionLedger:
         """Whether the group was admitted and has not ended."""
         return group_id in self._base
 
+    def is_trainable(self, group_id: str) -> bool:
+        """Whether the next step may train tokens of the oldest version that had a part in a group."""
+        base = self._base.get(group_id)
+        return self.current is not None and base is not None and self.current.number < self._last_step(base.number)
+
     def room(self, held: PolicyVersion) -> int:
         """How many more groups may be admitted to a worker that holds this version."""
         if self.current is None:

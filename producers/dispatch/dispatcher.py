@@ -34,7 +34,7 @@ from schemas.identifiers import make_group_id, partition_of_worker
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from schemas.settings import LoopSettings
 from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
-from schemas.trajectories import Prompt, WorkOrder
+from schemas.trajectories import PartialSource, Prompt, WorkOrder
 
 log = structlog.get_logger()
 
@@ -193,7 +193,7 @@ class Dispatcher:
             may_move = partial(self.state.ledger.may_move, group_id)
             worker = self.state.choose(missing, may_move, now, other_than=flight.order.worker_id)
             if worker is not None:
-                order = build_reorder(flight, worker)
+                order = build_reorder(flight, worker, self.state.partials_of(flight))
                 log.warning("group ordered again", group=group_id, missing=missing, worker=worker.worker_id)
                 self.state.reassign(order, worker, now)
                 orders.append(self._record(order))
@@ -335,12 +335,16 @@ def build_order(
     )
 
 
-def build_reorder(flight: Flight, worker: Candidate) -> WorkOrder:
-    """What is missing of a group, for another worker: with its partition and age, so that consumers see one group."""
+def build_reorder(flight: Flight, worker: Candidate, partials: tuple[PartialSource, ...] = ()) -> WorkOrder:
+    """What is missing of a group, for another worker: with its partition and age, so that consumers see one group.
+
+    ``partials``: where the worker may find what was sampled of it before.
+    """
     return flight.order.replace(
         worker_id=worker.worker_id,
         sample_indices=tuple(sorted(flight.missing)),
         attempt=flight.order.attempt + 1,
         incarnation=worker.incarnation,
+        partials=partials,
         admitted_version=worker.version,
     )

@@ -94,7 +94,7 @@ class LiveWorkers:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._seen: dict[str, _Seen] = {}
-        self._former: set[tuple[str, str]] = set()
+        self._former: dict[tuple[str, str | None], int | None] = {}  # those before: ``partials_from`` as said last
 
     def observe(self, heartbeat: Heartbeat, at: float) -> None:
         """Note a heartbeat; those of an incarnation that was followed by another are ignored."""
@@ -112,7 +112,7 @@ class LiveWorkers:
         seen = self._seen.get(worker)
         # A restart: its orders are lost, and its lease begins anew.
         if seen is not None and seen.heartbeat.incarnation != incarnation:
-            self._former.add((worker, seen.heartbeat.incarnation))
+            self._former[worker, seen.heartbeat.incarnation] = seen.heartbeat.partials_from
         elif seen is not None and heartbeat.sequence <= seen.heartbeat.sequence:
             return  # a repeat is no sign of life
         self._seen[worker] = _Seen(heartbeat, at, is_heard)
@@ -135,10 +135,12 @@ class LiveWorkers:
         seen = self._seen.get(worker_id)
         return seen.heartbeat if seen is not None else None
 
-    def incarnation_of(self, worker_id: str) -> str | None:
-        """The worker's present incarnation."""
+    def partials_from(self, worker_id: str, incarnation: str | None) -> int | None:
+        """What that process said last, 0 if nobody knows. It holds to its end: what it wrote later lies behind."""
         seen = self._seen.get(worker_id)
-        return seen.heartbeat.incarnation if seen is not None else None
+        if seen is not None and seen.heartbeat.incarnation == incarnation:
+            return seen.heartbeat.partials_from
+        return self._former.get((worker_id, incarnation), 0)
 
     def has(self, worker_id: str, incarnation: str | None, now: float) -> bool:
         """Whether that incarnation of the worker is there."""

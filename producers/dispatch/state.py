@@ -23,12 +23,19 @@ from producers.dispatch.settings import DispatchSettings
 from producers.lengths.calibration import Calibration
 from producers.lengths.predictor import LengthPredictor, ObservedCompletion
 from schemas.control import FlowControl, RunFinished
-from schemas.identifiers import PolicyVersion, make_trajectory_id
+from schemas.identifiers import PolicyVersion, make_trajectory_id, partial_partition_of
 from schemas.messages import Message
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from schemas.reports import Heartbeat, SkipReason, SkipRecord, StepReport
 from schemas.settings import LoopSettings
-from schemas.trajectories import FinishReason, Prompt, Trajectory, WorkOrder, aborted_trajectory
+from schemas.trajectories import (
+    FinishReason,
+    PartialSource,
+    Prompt,
+    Trajectory,
+    WorkOrder,
+    aborted_trajectory,
+)
 
 MAX_TIMEOUT_FACTOR = 8
 """Times ``order_timeout_s``, at most, that an order may take."""
@@ -243,7 +250,9 @@ class DispatchState:
         length, sample = len(trajectory.token_ids), (trajectory.group_id, trajectory.sample_index)
         # Only a sample of the worker that has the order tells how fast that worker is.
         if flight.worker_id == trajectory.worker_id:
-            self.progress.finished(flight.worker_id, sample, length, at)
+            # What others had sampled of it took this worker no time.
+            begun = trajectory.parts[-1].start if trajectory.parts else 0
+            self.progress.finished(flight.worker_id, sample, length - begun, at)
         elif flight.worker_id is not None:
             # From a worker that had the order before: nothing is awaited of this one any more.
             self.progress.drop(flight.worker_id, [sample], at)
@@ -325,7 +334,8 @@ class DispatchState:
         self._newest = max(self._newest, order.created_at)
         self.ledger.restore(order.group_id, order.admitted_version, order.due_step)
         # Of another incarnation than the worker's present one: it has restarted since, and the order counts as lost.
-        incarnation = order.incarnation or self.fleet.incarnation_of(order.worker_id)
+        known = self.fleet.get(order.worker_id)
+        incarnation = order.incarnation or (known.incarnation if known is not None else None)
         self.flights.send(order, incarnation, now)
 
     def resume(self, now: float) -> None:
@@ -374,6 +384,20 @@ class DispatchState:
         deviation = log_deviation_of(median, upper) if self.loop.num_generations == 1 else 0.0
         expected = ExpectedLength(median, deviation, self.prompt_tokens(order.prompt))
         self.progress.send(order.worker_id, slots, flight.samples, expected, now)
+
+    def partials_of(self, flight: Flight) -> tuple[PartialSource, ...]:
+        """Where those who had a group's order may have left tokens that can still be trained.
+
+        Whether they did is not known here: whoever gets the order looks.
+        """
+        order = flight.order
+        if not self.ledger.is_trainable(order.group_id):
+            return ()
+        offsets = {source.partition: source.offset for source in order.partials}
+        own = partial_partition_of(order.worker_id)
+        if (offset := self.fleet.partials_from(order.worker_id, flight.incarnation)) is not None:
+            offsets[own] = min(offset, offsets.get(own, offset))
+        return tuple(PartialSource(partition=at, offset=first) for at, first in sorted(offsets.items()))
 
     def give_up(self, flight: Flight, now: float, time_of_day: float) -> list[Trajectory]:
         """A group was ordered too often: records to publish in place of what is missing, with which it is whole.

@@ -8,9 +8,9 @@ import math
 import time
 from array import array
 from asyncio import Future
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +29,7 @@ from schemas.trajectories import (
     SamplingParams,
     TokenChunk,
     Trajectory,
+    TrajectoryPart,
     VersionSpan,
     WorkOrder,
     aborted_trajectory,
@@ -133,8 +134,17 @@ class Rollout:
     clock: Callable[[], float] = time.time
     places: "AbstractAsyncContextManager[None]" = field(default_factory=nullcontext)
 
-    async def sample(self, order: WorkOrder, sample_index: int, prompt_token_ids: Sequence[int]) -> Trajectory:
-        """Sample and score one completion; a failing engine is asked once more.
+    async def sample(
+        self,
+        order: WorkOrder,
+        sample_index: int,
+        prompt_token_ids: Sequence[int],
+        completion: "SampledCompletion | None" = None,
+        on_growth: Callable[[], None] = lambda: None,
+    ) -> Trajectory:
+        """Sample and score one completion; a failing engine is asked once more, for what is missing.
+
+        ``completion``: what was sampled of it before, by whomever; it grows, and ``on_growth`` is called each time.
 
         Raises:
             PromptRefused: the engine does not take such a prompt.
@@ -142,13 +152,16 @@ class Rollout:
         """
         trajectory_id = make_trajectory_id(order.group_id, sample_index)
         request = GenerationRequest(trajectory_id, prompt_token_ids, _own_seed(order, trajectory_id), order.prompt)
+        completion = SampledCompletion() if completion is None else completion
         started_at = self.clock()
-        self.load.generating += 1
-        try:
-            async with self.places:
-                completion = await self._generate_twice(request)
-        finally:
-            self.load.generating -= 1
+        # Whole already, if its worker ended while it was scored.
+        if completion.finish_reason is None:
+            self.load.generating += 1
+            try:
+                async with self.places:
+                    await self._generate_twice(request, completion, on_growth)
+            finally:
+                self.load.generating -= 1
         # The slot is free by now: scoring costs the engine nothing.
         text = shown_text(self.tokenizer.decode(completion.token_ids), completion.finish_reason, order.sampling)
         scores = await self._score(order, completion, text)
@@ -162,6 +175,7 @@ class Rollout:
                 loss_mask=np.ones(len(token_ids), dtype="<u1"),
                 version_spans=completion.version_spans(),
                 finish_reason=completion.finish_reason,
+                parts=completion.parts,
                 prompt_text=order.prompt.text,
                 completion_text=text,
                 rewards=scores.rewards,
@@ -187,30 +201,34 @@ class Rollout:
             return Scores(dict.fromkeys(names), dict.fromkeys(names, "the engine gave up on the completion"))
         return await self.scorer.score(ScoreRequest(order.prompt, text, completion.token_ids))
 
-    async def _generate_twice(self, request: GenerationRequest) -> "SampledCompletion":
+    async def _generate_twice(
+        self, request: GenerationRequest, completion: "SampledCompletion", on_growth: Callable[[], None]
+    ) -> None:
         try:
-            return await self._generate(request)
+            await self._generate(request, completion, on_growth)
         except PromptRefused:
             raise  # the answer would be the same
         except EngineError as error:
             # One failed decode step fails every completion of its batch, most of which had no part in it.
             log.warning("request failed, asking once more", request=request.request_id, error=str(error))
-            return await self._generate(request)
+            await self._generate(request, completion, on_growth)
 
-    async def _generate(self, request: GenerationRequest) -> "SampledCompletion":
-        # A second attempt begins anew; what the first one streamed stays on the tokens topic.
-        completion = SampledCompletion()
+    async def _generate(
+        self, request: GenerationRequest, completion: "SampledCompletion", on_growth: Callable[[], None]
+    ) -> None:
+        if completion.token_ids:
+            request = replace(request, prefix_token_ids=completion.token_ids.tolist())
         async with closed_early(self.engine.generate(request)) as deltas:
             async for delta in deltas:
                 # Taken before extend: where the delta's first token stands in the completion.
                 start = len(completion.token_ids)
                 completion.extend(delta)
                 self.load.sampled(request.request_id, len(delta.token_ids))
+                on_growth()
                 if self.tokens is not None:
                     await self.tokens.send(request.request_id, start, delta)
         if completion.finish_reason is None:
             raise EngineError(f"expected a finish reason for {request.request_id} from {self.engine.name}, got none")
-        return completion
 
 
 @asynccontextmanager
@@ -250,14 +268,16 @@ def _own_seed(order: WorkOrder, trajectory_id: str) -> SamplingParams:
 
 @dataclass(slots=True)
 class SampledCompletion:
-    """What one request has sampled so far: ``extend`` it with every delta.
+    """What was sampled of one completion so far: ``extend`` it with every delta.
 
-    ``_spans`` encodes the versions by runs: each version with the number of tokens up to its last one.
+    ``parts``: who sampled what of it, if it was more than one worker. ``_spans`` encodes the versions by runs: each
+    version with the number of tokens up to its last one.
     """
 
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     finish_reason: FinishReason | None = None
+    parts: tuple[TrajectoryPart, ...] = ()
     _spans: list[tuple[PolicyVersion, int]] = field(default_factory=list)
 
     def extend(self, delta: TokenDelta) -> None:
@@ -279,11 +299,21 @@ class SampledCompletion:
             self.logprobs.extend(delta.logprobs)
         except (TypeError, OverflowError) as error:
             raise EngineError(f"expected token ids and logprobs from the engine, got: {error}") from error
+        self._note_version(delta.version, len(self.token_ids))
+
+    def take(self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], spans: Iterable[VersionSpan]) -> None:
+        """Append tokens that were sampled before, with the spans that tile them."""
+        self.token_ids.frombytes(token_ids.tobytes())
+        self.logprobs.frombytes(logprobs.tobytes())
+        for span in spans:
+            self._note_version(span.version, span.end)
+
+    def _note_version(self, version: PolicyVersion, end: int) -> None:
         # A new run of tokens where the version changed, else the last run grows.
-        if not self._spans or self._spans[-1][0] != delta.version:
-            self._spans.append((delta.version, len(self.token_ids)))
+        if not self._spans or self._spans[-1][0] != version:
+            self._spans.append((version, end))
         else:
-            self._spans[-1] = (delta.version, len(self.token_ids))
+            self._spans[-1] = (version, end)
 
     def version_spans(self) -> tuple[VersionSpan, ...]:
         """Which version sampled which tokens; adjacent spans differ, together they cover the completion."""

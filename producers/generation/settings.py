@@ -1,5 +1,6 @@
 """``[generation]``: which engine a worker runs and how; knows nothing of any engine's library."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr
@@ -50,7 +51,20 @@ class GenerationSettings(Section):
     chunk_tokens: Annotated[
         int, Field(ge=1, description="Tokens an engine gathers per completion before the worker sees them.")
     ] = 32
-    stream_tokens: Annotated[bool, Field(description="Publish tokens on the tokens topic as they are sampled.")] = False
+    partial_trajectories: Annotated[
+        Literal["off", "stream", "durable"],
+        Field(
+            description="Tokens before their trajectory is finished: off: nobody sees them; stream: on the tokens "
+            "topic as they are sampled, at most once, to be looked at; durable: on partial-trajectories, so that "
+            "another worker goes on where one was lost, drained or stopped, also after a restart of everything."
+        ),
+    ] = "off"
+    partial_chunk_tokens: Annotated[
+        int, Field(ge=1, description="durable: tokens of a completion that are written at once.")
+    ] = 256
+    partial_chunk_s: Annotated[
+        float, Field(gt=0, description="durable: seconds after which fewer are written, too.")
+    ] = 2.0
     request_slots: Annotated[
         int | None,
         Field(
@@ -87,3 +101,10 @@ class GenerationSettings(Section):
         int, Field(ge=1, description="Finished completions the broker may owe us before nothing new is started.")
     ] = 256
     fetch_timeout_s: Annotated[float, Field(gt=0, description="Longest silence of a relay.")] = 30.0
+    weights_cache: Annotated[
+        Path | None,
+        Field(
+            description="Directory in which the workers of a host keep the weights they fetch, each version once; "
+            "unset: in the run's directory, one for each host name. Containers share it if it is a volume of theirs."
+        ),
+    ] = None

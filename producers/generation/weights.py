@@ -6,11 +6,13 @@ Invariants:
 - latest_wins: weights are adopted in the order of (lineage, number), never an older version after a newer one;
 - only_verified_bytes_are_adopted: a version's directory appears, by one rename, after every byte of it was checked
   against its manifest, and the manifest against the announcement;
-- nothing_is_fetched_twice: what a relay delivered before it broke off is kept, and the next one is asked for the rest.
+- nothing_is_fetched_twice: what a relay delivered before it broke off is kept, and the next one is asked for the rest;
+  of the workers that share a cache one fetches a version.
 """
 
 import asyncio
 import contextlib
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -24,20 +26,24 @@ from pydantic import ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
 from producers.generation.engines.port import Engine
+from producers.generation.weight_cache import Incoming, WeightCache, sha256_of
 from schemas.control import WeightsReady
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion
-from schemas.weights import WeightFile, WeightManifest
+from schemas.weight_deltas import apply_deltas
+from schemas.weights import MANIFEST, WeightDelta, WeightFile, WeightManifest
 
 log = structlog.get_logger()
 
-MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20
 READ_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Between attempts, doubled: an announcement may overtake its files by a moment, or a relay may be down for long."""
-_PARTIAL = ".incoming-"
+PEER_PAUSE_S = 0.05
+"""How often a worker looks whether the one that fetches a version for it is done."""
+WORTH_IT = 0.5
+"""Of a whole file: deltas that are longer than that together are not fetched in its place."""
 
 
 @dataclass
@@ -116,9 +122,9 @@ class WeightsAdopter:
         await asyncio.to_thread(self.fetcher.keep_only, {version, previous or version})
 
 
-@dataclass(frozen=True)
+@dataclass
 class WeightsFetcher:
-    """Keeps versions under ``cache``, one directory each; no other process may use it.
+    """Keeps versions under ``cache``, one directory each, together with the other workers that use it.
 
     ``timeout_s`` is the longest silence of a relay; ``offset`` spreads the workers over the relays.
     """
@@ -126,91 +132,138 @@ class WeightsFetcher:
     cache: Path
     timeout_s: float = 30.0
     offset: int = 0
+    _versions: WeightCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._versions = WeightCache(self.cache)
 
     async def fetch(self, ready: WeightsReady, attempt: int = 0) -> Path:
         """The verified directory of an announced version; each attempt asks the next relay.
+
+        If another worker of the host is fetching it, waits for that one, as long as it gets anywhere.
 
         Raises:
             ChecksumMismatch: what the relay has differs from the announcement.
             WeightsError: it does not have the version, or does not answer.
         """
-        if await asyncio.to_thread(self._is_cached, ready):
-            return self._directory(ready.version)
-        return await self._download(ready, self._relay(ready, attempt))
+        try:
+            return await self._fetched(ready, self._relay(ready, attempt))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise WeightsError(
+                f"expected weights {ready.version} from {self._relay(ready, attempt)}, got {error!r}"
+            ) from error
+
+    async def _fetched(self, ready: WeightsReady, relay: str) -> Path:
+        loop = asyncio.get_running_loop()
+        there, moved_at = -1, loop.time()
+        while True:
+            found = await asyncio.to_thread(self._versions.find, ready.version, ready.manifest_sha256)
+            if found is not None:
+                return found
+            # A peer that stands still, as a process can be made to, may hold its lock for ever.
+            suffix = f"-{os.getpid()}" if loop.time() - moved_at > self.timeout_s else ""
+            with self._versions.incoming(ready.version, ready.manifest_sha256, suffix) as incoming:
+                if incoming is not None:
+                    return await self._download(ready, relay, incoming)
+            if (size := await asyncio.to_thread(self._versions.size_of_incoming, ready.version)) != there:
+                there, moved_at = size, loop.time()
+            await asyncio.sleep(PEER_PAUSE_S)
 
     def keep_only(self, versions: Iterable[PolicyVersion]) -> None:
-        """Delete every other version, and what interrupted fetches left."""
-        kept = {str(version) for version in versions}
-        for directory in self.cache.glob("*"):
-            if directory.is_dir() and directory.name not in kept and _is_ours(directory.name):
-                shutil.rmtree(directory, ignore_errors=True)
-
-    def _directory(self, version: PolicyVersion) -> Path:
-        return self.cache / str(version)
+        """Delete every older version, and what interrupted fetches left, but for what other workers use."""
+        self._versions.keep_only(versions)
 
     def _relay(self, ready: WeightsReady, attempt: int) -> str:
         if not ready.relays:
             raise WeightsError(f"expected a relay that serves {ready.version}, got none; set coordinator.relays")
         return ready.relays[(self.offset + attempt) % len(ready.relays)].rstrip("/")
 
-    def _is_cached(self, ready: WeightsReady) -> bool:
-        directory = self._directory(ready.version)
-        # Every byte is hashed again: only_verified_bytes_are_adopted holds for what an earlier process left, too.
-        try:
-            manifest = _checked_manifest((directory / MANIFEST).read_bytes(), ready, MANIFEST)
-            return all(_sha256_of(directory / file.name) == file.sha256 for file in manifest.files)
-        except (OSError, WeightsError):
-            return False
-
-    async def _download(self, ready: WeightsReady, relay: str) -> Path:
+    async def _download(self, ready: WeightsReady, relay: str, incoming: Incoming) -> Path:
         base = f"{relay}/weights/{ready.version}"
-        try:
-            self.cache.mkdir(parents=True, exist_ok=True)
-            # No limit on the whole: gigabytes may take long, and only silence tells a relay that is gone.
-            timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s)
-            # No decompression: sizes, ranges and checksums are of the bytes as they are stored.
-            async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
-                raw = await _read_manifest(session, f"{base}/{MANIFEST}")
-                manifest = _checked_manifest(raw, ready, base)
-                # Named by the manifest too: what is left of another version of this number is not mixed into it.
-                partial = self.cache / f"{_PARTIAL}{ready.version}-{ready.manifest_sha256[:16]}"
-                self._check_space(manifest, partial)
-                partial.mkdir(exist_ok=True)
-                for file in manifest.files:
-                    await _download_file(session, f"{base}/{file.name}", file, partial / file.name)
-                (partial / MANIFEST).write_bytes(raw)  # last, then the rename: a directory that is there is whole
-                return await asyncio.to_thread(self._put_in_place, partial, ready.version)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise WeightsError(f"expected weights {ready.version} from {base}, got {error!r}") from error
+        # No limit on the whole: gigabytes may take long, and only silence tells a relay that is gone.
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s)
+        # No decompression: sizes, ranges and checksums are of the bytes as they are stored.
+        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
+            raw = await _read_manifest(session, f"{base}/{MANIFEST}")
+            manifest = _checked_manifest(raw, ready.version, ready.manifest_sha256, base)
+            self._check_space(manifest, incoming)
+            made = await self._patched(session, f"{relay}/weights", manifest, incoming.directory)
+            for file in manifest.files:
+                if file.name != made:
+                    await _download_file(session, f"{base}/{file.name}", file, incoming.directory / file.name)
+        return await asyncio.to_thread(self._versions.put, incoming, ready.version, manifest, raw)
 
-    def _check_space(self, manifest: WeightManifest, partial: Path) -> None:
-        here = sum(path.stat().st_size for path in partial.glob("*"))
+    async def _patched(
+        self, session: aiohttp.ClientSession, weights: str, manifest: WeightManifest, directory: Path
+    ) -> str | None:
+        """Make the file that deltas lead to from a version that is here; its name, or none: it is to be fetched whole.
+
+        Whatever is wrong with deltas or what they are applied to, the whole file is right.
+        """
+        # Begun to be fetched whole: what is there of it is kept.
+        if manifest.delta is None or _size_of(directory / manifest.delta.target):
+            return None
+        target = next(file for file in manifest.files if file.name == manifest.delta.target)
+        patched, deltas = directory / ".patched", list[Path]()
+        try:
+            base, chain = await self._chain(session, weights, manifest, target.size)
+            for version, delta in chain:
+                deltas.append(directory / f"{version}.delta")
+                await _download_file(session, f"{weights}/{version}/{delta.file.name}", delta.file, deltas[-1])
+            found = await asyncio.to_thread(apply_deltas, base / target.name, deltas, patched)
+            if found != target.sha256:
+                raise ChecksumMismatch(f"expected {target.sha256} of {base.name} and its deltas, got {found}")
+            patched.rename(directory / target.name)
+        except (WeightsError, aiohttp.ClientError, TimeoutError, OSError) as error:
+            log.info("weights fetched whole", version=str(manifest.version), reason=str(error))
+            return None
+        finally:
+            for path in (patched, *deltas):
+                _discard(path)
+        return target.name
+
+    async def _chain(
+        self, session: aiohttp.ClientSession, weights: str, manifest: WeightManifest, size: int
+    ) -> tuple[Path, list[tuple[PolicyVersion, WeightDelta]]]:
+        """The directory of a version that is here, and the deltas that lead from it to the manifest's, in this order.
+
+        Raises:
+            WeightsError: no version that is here is near enough.
+        """
+        chain: list[tuple[PolicyVersion, WeightDelta]] = []
+        while (delta := manifest.delta) is not None:
+            chain.insert(0, (manifest.version, delta))
+            if sum(one.file.size for _, one in chain) > WORTH_IT * size:
+                break
+            base = await asyncio.to_thread(self._versions.find, delta.base, delta.base_manifest_sha256)
+            if base is not None:
+                return base, chain
+            # Its manifest's checksum stands in one that was announced, so that its own delta is as good as announced.
+            where = f"{weights}/{delta.base}/{MANIFEST}"
+            raw = await _read_manifest(session, where)
+            manifest = _checked_manifest(raw, delta.base, delta.base_manifest_sha256, where)
+        raise WeightsError(f"expected a version from which deltas lead to {chain[-1][0]} in {self.cache}, got none")
+
+    def _check_space(self, manifest: WeightManifest, incoming: Incoming) -> None:
+        here = sum(path.stat().st_size for path in incoming.files)
         needed, free = sum(file.size for file in manifest.files) - here, shutil.disk_usage(self.cache).free
         if needed > free:
             raise WeightsError(f"expected {needed} bytes free for weights in {self.cache}, got {free}; make room")
 
-    def _put_in_place(self, complete: Path, version: PolicyVersion) -> Path:
-        directory = self._directory(version)
-        # A directory that is there failed _is_cached, and rename would not replace it. A crash between the two leaves
-        # `complete` as it is, in which the next attempt finds every file.
-        if directory.exists():
-            shutil.rmtree(directory)
-        return complete.rename(directory)
 
-
-def _checked_manifest(raw: bytes, ready: WeightsReady, where: str) -> WeightManifest:
-    if (found := sha256(raw).hexdigest()) != ready.manifest_sha256:
-        raise ChecksumMismatch(f"expected a manifest with sha256 {ready.manifest_sha256} at {where}, got {found}")
+def _checked_manifest(raw: bytes, version: PolicyVersion, manifest_sha256: str, where: str) -> WeightManifest:
+    if (found := sha256(raw).hexdigest()) != manifest_sha256:
+        raise ChecksumMismatch(f"expected a manifest with sha256 {manifest_sha256} at {where}, got {found}")
     try:
         manifest = WeightManifest.model_validate_json(raw)
     except ValidationError as error:
         raise WeightsError(f"expected a weights manifest at {where}, got: {error.errors()[0]['msg']}") from error
     names = {file.name for file in manifest.files}
     # A file named like the manifest would overwrite it when the version is put together.
-    if manifest.version != ready.version or len(names) != len(manifest.files) or MANIFEST in names:
-        raise WeightsError(
-            f"expected a manifest of {ready.version} at {where}, got {manifest.version}: {sorted(names)}"
-        )
+    if manifest.version != version or len(names) != len(manifest.files) or MANIFEST in names:
+        raise WeightsError(f"expected a manifest of {version} at {where}, got {manifest.version}: {sorted(names)}")
+    if manifest.delta is not None and manifest.delta.target not in names:
+        raise WeightsError(f"expected a delta of one of {sorted(names)} at {where}, got {manifest.delta.target!r}")
     return manifest
 
 
@@ -233,7 +286,7 @@ async def _download_file(session: aiohttp.ClientSession, url: str, file: WeightF
     # `not have`: an empty file lacks no bytes, but has to be created.
     if have < file.size or not have:
         have = await _append(session, url, path, have, file.size)
-    found = await asyncio.to_thread(_sha256_of, path)
+    found = await asyncio.to_thread(sha256_of, path)
     if have != file.size or found != file.sha256:
         _discard(path)
         raise ChecksumMismatch(
@@ -271,23 +324,4 @@ def _size_of(path: Path) -> int:
 
 
 def _discard(path: Path) -> None:
-    path.unlink()
-    # rmdir fails while other files are in it; those are kept, see nothing_is_fetched_twice.
-    with contextlib.suppress(OSError):
-        path.parent.rmdir()
-
-
-def _sha256_of(path: Path) -> str:
-    digest = sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(READ_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _is_ours(name: str) -> bool:
-    try:
-        PolicyVersion.parse(name)
-    except ValueError:
-        return name.startswith(_PARTIAL)
-    return True
+    path.unlink(missing_ok=True)

@@ -25,15 +25,17 @@ from producers.generation.control import ControlFollower
 from producers.generation.engines.port import Engine, Tokenizer, encoded
 from producers.generation.heartbeat import Heartbeats
 from producers.generation.outbox import Fence, FencedPublisher, Outbox
+from producers.generation.partials import PartialLog, PartialPool, PartialReader
 from producers.generation.rollout import RewardScorer, Rollout, TokenStream, WorkerLoad
 from producers.generation.serving import RequestServer, RequestSlots
 from producers.generation.settings import GenerationSettings
 from producers.generation.weights import WeightsAdopter, WeightsFetcher
+from schemas.codec import CONTINUATIONS_HEADER
 from schemas.errors import PromptRefused, WireError
 from schemas.identifiers import make_trajectory_id, partition_of_worker
 from schemas.reports import WorkerState
 from schemas.settings import LoopSettings
-from schemas.topics import CONTROL, HEARTBEATS, TOKENS, TRAJECTORIES, WORK_ORDERS
+from schemas.topics import CONTROL, HEARTBEATS, PARTIAL_TRAJECTORIES, TOKENS, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import Trajectory, WorkOrder
 
 log = structlog.get_logger()
@@ -42,13 +44,15 @@ POLL_S = 0.5
 GATE_S = 0.1
 """How often to look whether orders may be taken again; at most so long does an idle slot wait after a pause."""
 LAST_BEAT_S = 2.0
+LAST_CHUNKS_S = 2.0
+"""For what is unfinished to be on record before it is given up."""
 ORDERS_PER_POLL = 32
 LOGGED_REFUSALS = 4
 
 
 @dataclass
 class GenerationWorker:
-    """One per process. ``weights_cache`` is a directory of its own, kept between restarts.
+    """One per process. ``weights_cache`` is a directory that it shares with others of the run, kept between restarts.
 
     ``on_tick`` is told, by name, of every turn of a loop. ``run_id``: of the run whose directory it has, if it has one.
     ``requests``: how it serves gateways beside its orders, None if it does not.
@@ -79,7 +83,8 @@ class GenerationWorker:
         Waits for: the first weights; orders; the broker when it is behind.
         On failure: raises (``EngineError``, ``ModelError``, ``RewardLoadError``, ``BusError``) after a last heartbeat;
             what was running is ordered elsewhere. ``Superseded``, without a last heartbeat: another process has our id.
-        On stop: takes no more orders, gives what is running the grace period, abandons the rest.
+        On stop: takes no more orders, gives what is running the grace period, abandons the rest; what is abandoned goes
+            on elsewhere from its last token if partial trajectories are durable.
         """
         client_id = f"worker-{self.worker_id}"
         # The partition is subscribed to first: see nothing_is_missed. Closed in reverse: first the engine, which ends
@@ -135,17 +140,21 @@ class WorkerSession:
             worker.tokenizer,
             worker.rewards,
             worker_id,
-            tokens=TokenStream(fenced, TOKENS.full_name(run), worker_id) if settings.stream_tokens else None,
+            tokens=TokenStream(fenced, TOKENS.full_name(run), worker_id)
+            if settings.partial_trajectories == "stream"
+            else None,
             clock=worker.clock,
             load=WorkerLoad(worker.monotonic),
         )
         if slots:
             rollout.places = asyncio.Semaphore(worker.engine.max_num_seqs - slots)
+        partials = cls._open_partials(worker, fenced) if settings.partial_trajectories == "durable" else None
         executor = OrderExecutor(
             rollout,
             Outbox(fenced, settings.max_undelivered),
             TRAJECTORIES.full_name(run),
             worker.loop.max_prompt_length,
+            partials,
         )
         heartbeats = Heartbeats(
             fenced,
@@ -157,6 +166,8 @@ class WorkerSession:
             fence.incarnation,
             request_slots=slots,
         )
+        if partials is not None:
+            heartbeats.partials_from = lambda: partials.low_offset
         first_relay = partition_of_worker(worker_id)  # workers start at different relays
         fetcher = worker.open_fetcher(worker.weights_cache, settings.fetch_timeout_s, first_relay)
         adopter = WeightsAdopter(worker.engine, fetcher, lambda version: heartbeats.update(version=version))
@@ -180,6 +191,20 @@ class WorkerSession:
                 version=lambda: heartbeats.version,
             )
         return session
+
+    @staticmethod
+    def _open_partials(worker: GenerationWorker, fenced: FencedPublisher) -> PartialPool:
+        topic, settings = PARTIAL_TRAJECTORIES.full_name(worker.run_name), worker.settings
+        return PartialPool(
+            fenced,
+            PartialReader(worker.bus, topic, f"worker-{worker.worker_id}-partials"),
+            topic,
+            worker.worker_id,
+            fenced.fence.incarnation,
+            settings.partial_chunk_tokens,
+            settings.partial_chunk_s,
+            worker.monotonic,
+        )
 
     async def work(self, stop: asyncio.Event) -> None:
         """Start the parts, take orders, finish."""
@@ -244,7 +269,10 @@ class WorkerSession:
         return WorkerState.READY
 
     async def _finish(self, stop: asyncio.Event) -> None:
-        """Let what is running end: for as long as it takes when drained, for the grace period when stopped."""
+        """Let what is running end: for the grace period when stopped, for as long as it takes when drained.
+
+        When this worker alone is drained and others can go on with what it has, it gets the grace period too.
+        """
         self.heartbeats.update(state=WorkerState.DRAINING)
         self.is_leaving = True
         loop, deadline = asyncio.get_running_loop(), None
@@ -254,7 +282,8 @@ class WorkerSession:
             not self.control.finished
         ):
             self.worker.on_tick("orders")
-            if stop.is_set() and deadline is None:
+            hands_over = self.control.drained and self.executor.partials is not None
+            if (stop.is_set() or hands_over) and deadline is None:
                 deadline = loop.time() + self.worker.settings.drain_grace_s
             left = POLL_S if deadline is None else min(POLL_S, deadline - loop.time())
             if left <= 0:
@@ -262,20 +291,22 @@ class WorkerSession:
             await asyncio.wait(left_over, timeout=left)
         for task in idle:
             task.cancel()
-        await self.executor.abandon()
+        await self.executor.abandon(is_wanted=not self.control.finished)
 
 
 @dataclass
 class OrderExecutor:
     """Carries out work orders: each sample becomes a task that ends when the broker has its trajectory.
 
-    ``running`` holds the tasks by trajectory id; ``refused`` counts the orders whose prompt cannot be sampled.
+    ``partials``: where unfinished completions are on record, if they are. ``running`` holds the tasks by trajectory id;
+    ``refused`` counts the orders whose prompt cannot be sampled.
     """
 
     rollout: Rollout
     outbox: Outbox
     topic: str
     max_prompt_length: int
+    partials: PartialPool | None = None
     running: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
     refused: int = 0
 
@@ -299,14 +330,21 @@ class OrderExecutor:
                 self.rollout.load.took(trajectory_id)
                 task.add_done_callback(self._forget)
 
-    async def abandon(self) -> None:
-        """Drop what is running; nothing of it is published, so that it can be ordered elsewhere."""
+    async def abandon(self, *, is_wanted: bool = True) -> None:
+        """Drop what is running: no trajectory of it is published, so that it can be ordered elsewhere.
+
+        ``is_wanted``: somebody will go on with it, so it is on record up to its last token when this returns.
+        """
         left = [*self.running.values()]
         for task in left:
             task.cancel()
         if left:
             log.info("unfinished completions abandoned", count=len(left))
             await asyncio.wait(left)
+        if self.partials is not None:
+            if is_wanted:
+                await self.partials.flush(LAST_CHUNKS_S)
+            self.partials.close()
 
     def _forget(self, task: "asyncio.Task[None]") -> None:
         del self.running[task.get_name()]
@@ -322,15 +360,22 @@ class OrderExecutor:
     async def _produce(self, order: WorkOrder, index: int, prompt: Sequence[int] | PromptRefused) -> None:
         # A task has its own context, so this binds the lines about one trajectory only.
         structlog.contextvars.bind_contextvars(trajectory=make_trajectory_id(order.group_id, index))
+        begun: PartialLog | None = None
         try:
             if isinstance(prompt, PromptRefused):
                 raise prompt
-            trajectory = await self.rollout.sample(order, index, prompt)
+            if self.partials is None:
+                trajectory = await self.rollout.sample(order, index, prompt)
+            else:
+                begun = await self.partials.begin(order, index, prompt)
+                trajectory = await self.rollout.sample(order, index, prompt, begun.completion, begun.grown)
         except PromptRefused as refusal:  # the tokenizer's answer, or the engine's
             if index == order.sample_indices[0]:
                 self._note_refused(order, refusal)
             trajectory = self.rollout.refused(order, index, str(refusal), refusal.cause)
         await self.outbox.deliver(self._record(order, trajectory))
+        if begun is not None:
+            begun.close()
         self.rollout.load.finished_trajectories += 1
 
     def _note_refused(self, order: WorkOrder, refusal: PromptRefused) -> None:
@@ -341,7 +386,10 @@ class OrderExecutor:
 
     def _record(self, order: WorkOrder, trajectory: Trajectory) -> Outgoing:
         try:
-            return Outgoing.of(self.topic, trajectory, key=order.group_id, partition=order.partition)
+            record = Outgoing.of(self.topic, trajectory, key=order.group_id, partition=order.partition)
+            if (continued := len(trajectory.parts) - 1) > 0:
+                record = record._replace(headers=(*record.headers, (CONTINUATIONS_HEADER, str(continued).encode())))
+            return record
         except WireError as error:  # larger than a record may be; an empty one in its place completes the group
             log.error("trajectory cannot be sent", trajectory=trajectory.trajectory_id, error=str(error))
             refused = self.rollout.refused(order, trajectory.sample_index, str(error))

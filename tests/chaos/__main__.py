@@ -11,6 +11,7 @@ import structlog
 from tests.chaos.campaign.campaign import Wanted, default_jobs, run_campaign
 from tests.chaos.campaign.results import Results
 from tests.chaos.faults.schedule import BY_NAME
+from tests.chaos.runs.chaos_run import PATIENCE_S
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "chaos.json"
 
@@ -22,6 +23,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--only", choices=sorted(BY_NAME), metavar="FAULT", help=", ".join(BY_NAME))
     parser.add_argument("--crash-points", action=argparse.BooleanOptionalAction, help="default: unless --only is given")
+    parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds until a run must be over")
     parser.add_argument("--jobs", type=int, default=default_jobs(), help="processes that simulate")
     parser.add_argument("--output", type=Path, default=None, help=f"default: {RESULTS.name}, or none with --only")
     arguments = parser.parse_args()
@@ -30,7 +32,9 @@ def main() -> int:
     with (Path("/dev/null")).open("w") as nowhere:
         logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
         structlog.configure(logger_factory=structlog.WriteLoggerFactory(nowhere))
-        wanted = Wanted(arguments.runs, arguments.seeds, arguments.seed, arguments.only, points, arguments.jobs)
+        wanted = Wanted(
+            arguments.runs, arguments.seeds, arguments.seed, arguments.only, points, arguments.jobs, arguments.patience
+        )
         passed = asyncio.run(run_campaign(wanted, Results(output), lambda line: print(line, flush=True)))
     return 0 if passed else 1
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ WORKERS = ("worker-0", "worker-1")
 ORDER = ("coordinator", "relay", "dispatcher", "trainer", *WORKERS)
 """In which roles are replaced: readers of new words before those who write them."""
 STEPS_BETWEEN = 3
-PATIENCE_S, STOP_S = 180.0, 60.0
+PATIENCE_S, STOP_S = 300.0, 60.0
 LAST_STEP = 100_000
 """Never reached: the run ends when all have been replaced."""
 
@@ -82,7 +82,10 @@ class Mixed:
         await self.stop(name)
         if (name, tree) == ("trainer", HERE):
             self.pin_newest()
+        said = self.log_of(name).stat().st_size
         await self.start(name, tree)
+        # Of two workers the other goes on meanwhile: the new one has to be there for the steps to count.
+        await self.until(lambda: self.log_of(name).stat().st_size > said, f"word of {name}")
         await self.take_steps(STEPS_BETWEEN)
         self.pauses[f"{name} {'forth' if tree == HERE else 'back'}"] = round(time.monotonic() - began, 1)
 
@@ -106,13 +109,18 @@ class Mixed:
 
     async def take_steps(self, count: int) -> None:
         """Wait until the trainer has taken so many more, by its lines of metrics; whatever their numbers are."""
-        wanted, deadline = self.lines() + count, time.monotonic() + PATIENCE_S
-        while self.lines() < wanted:
+        wanted = self.lines() + count
+        await self.until(lambda: self.lines() >= wanted, f"{count} steps")
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait; nobody may end meanwhile."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
             for name, process in self.processes.items():
                 if process.returncode is not None:
                     raise UpgradeFailed(f"{name} ended with {process.returncode}: {self.last_line(name)}")
             if time.monotonic() > deadline:
-                raise UpgradeFailed(f"no {count} steps in {PATIENCE_S} s with {self.described()}")
+                raise UpgradeFailed(f"no {what} in {PATIENCE_S} s with {self.described()}")
             await asyncio.sleep(0.2)
 
     def lines(self) -> int:

@@ -20,9 +20,10 @@ VOCAB_SIZE = 128
 class FakeEngine:
     """Samples ``length`` tokens per request, ``chunk`` per delta, that depend on the request alone.
 
-    ``failures``: how often each request (or ``"*"``: the next ones of any) still fails. ``hold_at``: requests wait
-    before this token until ``release`` is set. ``delay_s``: pause before each delta. ``refuse``: versions not adopted.
-    ``longest``: tokens of a prompt at most, as its model would have it.
+    ``failures``: how often each request (or ``"*"``: the next ones of any) still fails, from token ``fails_at`` on.
+    ``hold_at``: requests wait before this token until ``release`` is set. ``delay_s``: pause before each delta.
+    ``refuse``: versions not adopted. ``longest``: tokens of a prompt at most, as its model would have it. ``sampled``
+    counts all tokens.
     """
 
     name: str = "fake"
@@ -33,6 +34,7 @@ class FakeEngine:
     delay_s: float = 0.0
     hold_at: int | None = None
     failures: dict[str, int] = field(default_factory=dict)
+    fails_at: int = 0
     refuse: set[PolicyVersion] = field(default_factory=set)
     finish_reason: FinishReason = FinishReason.STOP
     longest: int = 1 << 20
@@ -43,6 +45,7 @@ class FakeEngine:
     adopted: list[tuple[PolicyVersion, list[str]]] = field(default_factory=list)
     requests: list[GenerationRequest] = field(default_factory=list)
     running: int = 0
+    sampled: int = 0
     left_early: int = 0
     started: bool = False
     closed: bool = False
@@ -69,11 +72,13 @@ class FakeEngine:
         self.running += 1
         finished = False
         try:
-            for start in range(0, self.length, self.chunk):
+            for start in range(len(request.prefix_token_ids), self.length, self.chunk):
                 if self.hold_at is not None and start >= self.hold_at:
                     await self.release.wait()
                 await asyncio.sleep(self.delay_s)
-                self._fail_if_told(request.request_id)
+                if start >= self.fails_at:
+                    self._fail_if_told(request.request_id)
+                self.sampled += min(self.chunk, self.length - start)
                 token_ids = fake_tokens(request, self.length)[start : start + self.chunk]
                 finished = start + self.chunk >= self.length
                 assert self.version is not None
@@ -92,7 +97,7 @@ class FakeEngine:
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         if version in self.refuse:
             raise WeightsError(f"fake refusal of {version}")
-        self.adopted.append((version, sorted(path.name for path in directory.iterdir())))
+        self.adopted.append((version, sorted(path.name for path in directory.iterdir() if path.name[0] != ".")))
         self.version = version
 
     async def close(self) -> None:

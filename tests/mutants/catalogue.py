@@ -18,10 +18,10 @@ MUTANTS = (
         "01",
         "offsets committed before the checkpoint: the step's transaction",
         "consumers/training/trainer.py",
-        """        with timer.measure("save_ckpt"):
+        """            with timer.measure("save_ckpt"):
 """,
-        """        await session.announce(session.report)
-        with timer.measure("save_ckpt"):
+        """            await session.announce(report)
+            with timer.measure("save_ckpt"):
 """,
         (
             f"{TRAINING}/test_trainer_failures.py::test_a_checkpoint_is_written_before_its_step_is_announced",
@@ -34,11 +34,11 @@ MUTANTS = (
         "01b",
         "offsets committed before the checkpoint: without transactions",
         "consumers/training/trainer.py",
-        """        with timer.measure("save_ckpt"):
+        """            with timer.measure("save_ckpt"):
 """,
-        """        if self.training.announce == "plain":
-            await session.reader.commit()
-        with timer.measure("save_ckpt"):
+        """            if self.training.announce == "plain":
+                await session.reader.commit()
+            with timer.measure("save_ckpt"):
 """,
         (
             f"{TRAINING}/test_trainer_failures.py::"
@@ -144,6 +144,40 @@ MUTANTS = (
             "test_the_manifest_describes_every_file_and_its_checksum_is_returned",
             f"{TRAINING}/test_trainer.py::test_the_first_report_makes_the_initial_weights_available",
         ),
+    ),
+    # The report goes out while its weights are still being exported.
+    Mutant(
+        "08b",
+        "a step announced beside the export of its weights",
+        "consumers/training/session.py",
+        "        message = await make()\n",
+        """        message = make.args[1] if isinstance(make, partial) and len(make.args) > 1 else await make()
+""",
+        (
+            f"{TRAINING}/test_background_export.py::test_whatever_is_announced_can_be_fetched",
+            f"{TRAINING}/test_background_export.py::test_the_next_step_is_computed_while_weights_are_exported",
+        ),
+    ),
+    # What is exported beside the next step are the tensors that this step changes.
+    Mutant(
+        "08c",
+        "weights exported that are not a copy",
+        "consumers/training/model.py",
+        "        return self._memory\n",
+        "        return named_tensors(model)\n",
+        (
+            f"{TRAINING}/test_background_export.py::test_the_next_step_is_computed_while_weights_are_exported",
+            f"{TRAINING}/test_background_export.py::test_a_copy_stays_as_it_was_until_the_next_one",
+        ),
+    ),
+    # The next copy does not wait until the one before is exported, and is taken into the same memory.
+    Mutant(
+        "08d",
+        "weights copied over those that are being exported",
+        "consumers/training/session.py",
+        "        await self.announcements.made()\n        if not self.context.training.tensor_digests",
+        "        if not self.context.training.tensor_digests",
+        (f"{TRAINING}/test_background_export.py::test_the_next_step_is_computed_while_weights_are_exported",),
     ),
     # The fence lets a worker pass that knows that another one has its id.
     Mutant(

@@ -159,4 +159,25 @@ PROMISES = (
             "test_a_corrupted_file_is_refused_and_fetched_again_while_the_old_weights_serve",
         ),
     ),
+    # A file put together of a base and deltas is adopted whatever came of it.
+    Mutant(
+        "48b",
+        "what deltas make of a file not compared with the announced one",
+        "producers/generation/weights.py",
+        "            if found != target.sha256:\n",
+        "            if not found:\n",
+        (
+            "tests/producers/generation/test_shared_weights.py::"
+            "test_a_result_that_is_not_the_announced_file_is_thrown_away",
+        ),
+    ),
+    # A worker deletes a version that another one has not read yet.
+    Mutant(
+        "48c",
+        "weights deleted that another worker of the host uses",
+        "producers/generation/weight_cache.py",
+        "            elif (descriptor := _lock(directory, fcntl.LOCK_EX)) is not None:\n",
+        "            elif (descriptor := _lock(directory, fcntl.LOCK_SH)) is not None:\n",
+        ("tests/producers/generation/test_shared_weights.py::test_what_another_uses_is_not_deleted",),
+    ),
 )

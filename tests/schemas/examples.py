@@ -29,15 +29,22 @@ from schemas.trajectories import (
     ChatTurn,
     FinishReason,
     LengthEstimate,
+    PartialSource,
+    PartialTrajectory,
     Prompt,
     SamplingParams,
     TokenChunk,
     Trajectory,
+    TrajectoryPart,
     VersionSpan,
     WorkOrder,
 )
 
 SHA256 = "0123456789abcdef" * 4
+PARTS = (
+    TrajectoryPart(worker_id="worker-1", attempt=0, start=0),
+    TrajectoryPart(worker_id="worker-2", attempt=1, start=2),
+)
 
 
 def trajectory(tokens: int = 5, **changes: object) -> Trajectory:
@@ -127,6 +134,11 @@ def full_examples() -> dict[str, Message]:
         "heartbeat-full": some["heartbeat"].replace(
             orders={"gsm8k/7/0": 1.5}, kv_tokens=4096, run_id="0f6ad1c2-7a53-4f3e-9d0e-1b7a4f1c2d3e", wire=2
         ),
+        "trajectory-continued": trajectory(parts=PARTS),
+        "work-order-continued": work_order("What is 2 + 2?").replace(
+            partials=(PartialSource(partition=3, offset=1 << 40), PartialSource(partition=9, offset=0))
+        ),
+        "heartbeat-durable": some["heartbeat"].replace(partials_from=77, wire=2),
         "run-identity-full": some["run-identity"].replace(wire=2),
         "control-flow-full": some["control-flow"].replace(mode="drain", command_offset=4),
         "control-drain-worker-full": some["control-drain-worker"].replace(command_offset=5),
@@ -156,6 +168,23 @@ def few_examples() -> dict[str, Message]:
             finish_reason=FinishReason.STOP,
         ),
         "trajectory": trajectory(),
+        "partial-trajectory": PartialTrajectory(
+            trajectory_id="gsm8k/7/0/3",
+            group_id="gsm8k/7/0",
+            worker_id="worker-2",
+            incarnation="a1b2",
+            attempt=1,
+            prompt_hash=2**63 + 5,
+            start=16,
+            token_ids=np.array([5, 6, 7], np.int32),
+            logprobs=np.array([-0.5, -1.5, -0.25], np.float32),
+            version_spans=(
+                VersionSpan(version=PolicyVersion(2, 3), start=16, end=18),
+                VersionSpan(version=PolicyVersion(2, 4), start=18, end=19),
+            ),
+            parts=PARTS,
+            finish_reason=FinishReason.LENGTH,
+        ),
         "trajectory-empty": trajectory(0, finish_reason=FinishReason.ABORT, prompt_token_ids=np.zeros(0, np.int32)),
         "trajectory-refused": trajectory(
             0,

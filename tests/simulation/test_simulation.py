@@ -17,8 +17,11 @@ from consumers.training import identity
 from consumers.training.checkpoints.catalogue import Lineage
 from consumers.training.session import TrainerSession
 from producers.dispatch.recovery import _TrainerRecords
+from producers.generation import partials
+from producers.generation.rollout import SampledCompletion
 from schemas.control import RunIdentity
 from schemas.reports import SkipRecord, StepReport
+from schemas.trajectories import PartialTrajectory
 from tests.simulation.bus.reading import SimSubscription
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.parts import checkpoints
@@ -166,6 +169,14 @@ def test_an_announcement_before_its_checkpoint_is_found_to_leave_the_trainer_wai
 
     monkeypatch.setattr(TrainerSession, "checkpoint_if_due", announce_first)
     assert rules_broken("trainer-crashes", {"liveness", "steps", "audit"}, first=30) & {"liveness", "steps", "audit"}
+
+
+def test_tokens_of_two_processes_that_are_joined_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def join_all(chunks: Iterable[PartialTrajectory], trajectory_id: str) -> SampledCompletion:
+        return partials._joined([chunk for chunk in chunks if chunk.trajectory_id == trajectory_id])
+
+    monkeypatch.setattr(partials, "longest_prefix", join_all)
+    assert "parts" in rules_broken("partial-trajectories", {"parts"})
 
 
 def test_a_history_that_is_sorted_by_clocks_is_found_to_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,9 +50,10 @@ _UNPUBLISHED = PolicyVersion(0, 0)
 class EmulatedSequence:
     """A completion of ``length`` tokens: waiting until ``first_step`` is set, and then one token a step.
 
-    ``handed``: tokens handed over, which are all that it has while it waits; it waits again when it had to give up its
-    cache. ``first_step``: the step at which it would have begun if it had not. ``entry``: of those in the batch's heap
-    the one that counts. ``group``: samples of one prompt, which are prefilled once if they are admitted together.
+    ``handed``: tokens handed over, or sampled elsewhere, which are all that it has while it waits; it waits again when
+    it had to give up its cache. ``first_step``: the step at which it would have begun if it had not. ``entry``: of
+    those in the batch's heap the one that counts. ``group``: samples of one prompt, which are prefilled once if they
+    are admitted together.
     """
 
     prompt_tokens: int
@@ -413,7 +414,12 @@ class EmulatedEngine:
         batch, clock = self._started()
         length, reason = self._length(request)
         group = request.request_id.rpartition("/")[0]
-        sequence, reply = EmulatedSequence(len(request.prompt_token_ids), length, group=group), _Reply(reason)
+        handed = len(request.prefix_token_ids)
+        if handed >= length:
+            yield self._delta(batch.version, 0, reason)
+            return
+        sequence = EmulatedSequence(len(request.prompt_token_ids), length, handed=handed, group=group)
+        reply = _Reply(reason)
         self._replies[sequence] = reply
         # Not advanced at once: a whole group arrives in one turn of the loop, and is taken in at one boundary.
         batch.arrive(sequence, clock.now())

@@ -16,6 +16,9 @@ class GenerationRequest:
 
     ``chunk_tokens``: gathered before they are handed over, none for as many as the engine's settings say.
     ``interactive``: somebody waits for the first token, so it is begun as soon as a slot is free.
+    ``prefix_token_ids``: the completion's first tokens, sampled before, here or elsewhere. They count as its own, for
+    the most tokens it may have as for stop strings; the deltas are of what comes behind them. Nothing comes but the
+    reason if they are a whole completion.
     """
 
     request_id: str
@@ -24,6 +27,12 @@ class GenerationRequest:
     prompt: Prompt | None = None
     chunk_tokens: int | None = None
     interactive: bool = False
+    prefix_token_ids: Sequence[int] = ()
+
+    @property
+    def context_token_ids(self) -> list[int]:
+        """What the first new token is sampled behind."""
+        return [*self.prompt_token_ids, *self.prefix_token_ids]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,10 @@
 ``SlotDecoder`` schedules: which completion has which row, and when waiting ones are prefilled. ``SlotModel`` runs the
 model over a ``SlotCache``, whose rows have different lengths, and ``RowSampler`` draws a token for each row.
 
-Only the prompt's prefix is prefilled; its last token goes through the first decode step, so that there is one place
-where tokens are sampled. Samples of one prompt that start together share one prefill. A prefill costs about half a
-decode step however small it is, so freed slots are refilled once they have idled for as much as that.
+Only the context's prefix is prefilled (the prompt, and what was sampled before); its last token goes through the first
+decode step, so that there is one place where tokens are sampled. Samples of one prompt that start together share one
+prefill. A prefill costs about half a decode step however small it is, so freed slots are refilled once they have idled
+for as much as that.
 
 Invariants:
 - logprobs_are_what_the_trainer_computes: over the whole vocabulary at the sampling temperature, whatever min-p, top-k
@@ -171,8 +172,8 @@ class SlotDecoder:
         groups: dict[tuple[int, ...], list[ActiveCompletion]] = {}
         for _ in range(room):
             completion = self._waiting.popleft()
-            groups.setdefault(tuple(completion.request.prompt_token_ids[:-1]), []).append(completion)
-        # Samples of one prompt share a prefill: ``groups`` by the prompt less its last token, ``spans`` their rows.
+            groups.setdefault(tuple(completion.request.context_token_ids[:-1]), []).append(completion)
+        # Samples of one prompt share a prefill: ``groups`` by the context less its last token, ``spans`` their rows.
         used = max((completion.position for completion in self._rows), default=0)
         longest = max(used, *(len(prefix) for prefix in groups)) + 1
         self._model.cache.reserve(len(self._rows) + room, longest, len(self._rows), used)

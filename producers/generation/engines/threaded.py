@@ -143,6 +143,11 @@ class ThreadedEngine:
                 f"expected token ids below {facts.vocab_size}, got {min(prompt)} to {max(prompt)}; "
                 "use the model's own tokenizer",
             )
+        prefix = request.prefix_token_ids
+        if prefix and not 0 <= min(prefix) <= max(prefix) < facts.vocab_size:
+            raise EngineError(
+                f"expected a prefix of token ids below {facts.vocab_size}, got {min(prefix)} to {max(prefix)}"
+            )
         return min(request.sampling.max_completion_length, facts.max_length - len(prompt))
 
     def _running_facts(self) -> ModelFacts:
@@ -229,6 +234,10 @@ class ThreadedEngine:
         try:
             if completion.request.sampling.stop:
                 completion.matcher = StopMatcher(completion.request.sampling, self._opened_tokenizer())
+            if (reason := self._reason_to_end_at(completion)) is not None:
+                completion.finish_reason = reason
+                self._outbox.append((completion, completion.take(self._version)))
+                return
             self._decoder.add(completion)
             self._active.add(completion)
         except EngineError as error:
@@ -237,6 +246,17 @@ class ThreadedEngine:
             # Nothing runs of it yet, so what the library does not like is this request, and no other harmed by it.
             detail = f"expected a request the engine can run, got {type(error).__name__}: {error}"
             self._outbox.append((completion, PromptRefused(f"refused by {self.name}", detail)))
+
+    def _reason_to_end_at(self, completion: "ActiveCompletion") -> FinishReason | None:
+        """Why a completion is whole with what was sampled of it before; none if more is to be sampled."""
+        prefix = completion.request.prefix_token_ids
+        if not prefix:
+            return None
+        found = completion.matcher is not None and completion.matcher.go_on_behind(prefix)
+        assert self._facts is not None, "requests come after the start"
+        if found or prefix[-1] in self._facts.eos_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if completion.generated >= completion.limit else None
 
     def _opened_tokenizer(self) -> Tokenizer:
         # Opened when it is wanted: most runs have no stop strings, and need none here.
@@ -309,15 +329,23 @@ class ThreadedEngine:
 class StopMatcher:
     """Whether a completion that grows by a token contains one of its stop strings by now."""
 
-    __slots__ = ("_grown", "_overlap", "_sampling", "_seen", "_tail")
+    __slots__ = ("_grown", "_overlap", "_sampling", "_seen", "_tail", "_tokenizer")
 
     def __init__(self, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
         self._sampling = sampling
+        self._tokenizer = tokenizer
         self._grown = IncrementalText(tokenizer)
         # Text that may be the beginning of a stop string: all but its last character.
         self._overlap = max(len(one) for one in sampling.stop) - 1
         self._tail = ""
         self._seen = 0
+
+    def go_on_behind(self, prefix: Sequence[int]) -> bool:
+        """Take in what was sampled before; whether a stop string is in it."""
+        self._seen = len(prefix)
+        text = self._grown.go_on_behind(prefix)
+        self._tail = text[max(0, len(text) - self._overlap) :]
+        return self._sampling.find_stop(self._tokenizer.decode(list(prefix))) is not None
 
     def is_complete(self, completion: "ActiveCompletion") -> bool:
         """Take in what the completion has grown by, a token a decode step; whether a stop string ends there."""
@@ -336,8 +364,9 @@ class StopMatcher:
 class ActiveCompletion:
     """A completion in the engine: the request, and the tokens that were not handed over yet.
 
-    ``limit`` is the most tokens it may have; ``seed`` drives its random numbers; ``matcher`` looks for its stop
-    strings, if it has any; ``mailbox`` belongs to the event loop, all the rest to the engine's thread.
+    ``limit`` is the most tokens it may have and ``generated`` how many it has, those of the request's prefix included;
+    ``seed`` drives its random numbers; ``matcher`` looks for its stop strings, if it has any; ``mailbox`` belongs to
+    the event loop, all the rest to the engine's thread.
     """
 
     __slots__ = (
@@ -361,10 +390,15 @@ class ActiveCompletion:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         # What the first decode step is fed, where only the prompt's prefix is prefilled.
-        self.last_token = request.prompt_token_ids[-1]
-        self.generated = 0
+        self.last_token = (request.prefix_token_ids or request.prompt_token_ids)[-1]
+        self.generated = len(request.prefix_token_ids)
         self.finish_reason: FinishReason | None = None
         self.matcher: StopMatcher | None = None
+
+    @property
+    def has_sampled(self) -> bool:
+        """Whether a token of it was sampled here."""
+        return self.generated > len(self.request.prefix_token_ids)
 
     @property
     def position(self) -> int:

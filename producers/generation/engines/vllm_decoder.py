@@ -129,7 +129,7 @@ class VllmDecoder:
         name = str(self._count)
         wanted = completion.request.sampling
         parameters = self._vllm.SamplingParams(
-            max_tokens=completion.limit,
+            max_tokens=completion.limit - len(completion.request.prefix_token_ids),
             temperature=self._temperature(wanted),
             top_p=wanted.top_p,
             top_k=wanted.top_k,
@@ -141,7 +141,7 @@ class VllmDecoder:
         )
         # The salt is hashed with the first block of a prompt, and each block with the one before: no block of other
         # weights is found.
-        prompt = self._tokens_input(list(completion.request.prompt_token_ids), cache_salt=str(self._adoptions))
+        prompt = self._tokens_input(completion.request.context_token_ids, cache_salt=str(self._adoptions))
         request = self._engine.input_processor.process_inputs(name, prompt, parameters, _TASKS)
         self._engine.engine_core.add_request(request)
         self._running[name] = completion
@@ -185,9 +185,9 @@ class VllmDecoder:
         """See ``Decoder``; every rank of a tensor-parallel engine reads its own part of the files."""
         self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(weights.resolve())})
         self._adoptions += 1
-        # What has no token yet begins anew: else it would go on from keys and values of the old weights in the cache,
-        # or leave new ones there under the old salt. In order of arrival, as they were.
-        unstarted = [completion for completion in self._ids if not completion.generated]
+        # What has sampled nothing begins anew: else it would go on from keys and values of the old weights in the
+        # cache, or leave new ones there under the old salt. In order of arrival, as they were.
+        unstarted = [completion for completion in self._ids if not completion.has_sampled]
         for completion in unstarted:
             self.drop(completion)
         for completion in unstarted:

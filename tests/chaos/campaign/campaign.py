@@ -14,7 +14,7 @@ from tests.chaos.crashing.commit import POINTS
 from tests.chaos.crashing.trial import Trained, Trials, codes_of
 from tests.chaos.faults.schedule import plans
 from tests.chaos.runs.brokers import Brokers
-from tests.chaos.runs.chaos_run import Outcome, execute
+from tests.chaos.runs.chaos_run import PATIENCE_S, Outcome, execute
 from tests.pipeline.tiny_model import save_tiny_model
 
 FRESH_BROKER_EVERY = 12
@@ -31,6 +31,7 @@ class Wanted:
     only: str | None
     crash_points: bool
     jobs: int
+    patience_s: float = PATIENCE_S
 
 
 async def run_campaign(wanted: Wanted, results: Results, say: Callable[[str], None]) -> bool:
@@ -101,7 +102,7 @@ async def _runs(
         if plan.fault.fresh or number % FRESH_BROKER_EVERY == 0:
             await brokers.drop(plan.broker)
         broker = await brokers.only(plan.broker)
-        outcome = await execute(plan, broker, root, model, free_ports(1)[0])
+        outcome = await execute(plan, broker, root, model, free_ports(1)[0], wanted.patience_s)
         results.add_run(outcome)
         say(f"[run {number:2}/{len(todo)}] {_line(outcome)}")
         if not outcome.passed:

@@ -17,7 +17,7 @@ from tests.pipeline.accounts import read_all
 
 M = TypeVar("M", bound=Message)
 Place = tuple[int, int]
-READ_S = 60.0
+READ_S = 180.0
 
 
 class Produced(NamedTuple):

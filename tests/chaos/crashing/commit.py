@@ -54,7 +54,9 @@ GRADIENT = (
     CrashPoint("the rest skipped", "left_out_skipped", nth=STEP),
 )
 WEIGHTS = (
+    CrashPoint("the weights copied", "weights_copied", nth=STEP),
     *_around("writing the exported weights", f"{EXPORT}save_file", STEP),
+    *_around("writing what they differ by from the last ones", f"{EXPORT}write_delta", STEP),
     *_around("the exported weights get their name", "pathlib:Path.rename", 1, rf"{STEP}$"),
     CrashPoint("the weights exported", "weights_exported", nth=STEP),
     CrashPoint("the digests made", "digests_made", nth=STEP),

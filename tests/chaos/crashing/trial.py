@@ -40,7 +40,13 @@ TRAINING_S = 90.0
 SECTIONS: dict[str, dict[str, Any]] = {
     "rewards": {"functions": ["tests.pipeline.letter_reward:share_of_a"]},
     "loop": {"groups_per_step": GROUPS_PER_STEP, "num_generations": GENERATIONS, "max_staleness": 50, "shards": 2},
-    "training": {"max_steps": STEPS, "checkpoint_every": 2, "learning_rate": 1e-3, "threads": 1},
+    "training": {
+        "max_steps": STEPS,
+        "checkpoint_every": 2,
+        "learning_rate": 1e-3,
+        "threads": 1,
+        "weight_transfer": "delta",
+    },
     "ingest": {"max_undecodable_share": 0.5},
     "algorithm": {"dynamic_sampling": True},
 }

@@ -73,7 +73,7 @@ FAULTS = (
         step_clocks,
         ("A14",),
         lasts=(12.0, 20.0),
-        settings={"training": {"max_steps": 120}},
+        settings={"training": {"max_steps": 60}},
         prepare=give_clocks,
         mixes=False,
     ),

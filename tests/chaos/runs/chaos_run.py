@@ -60,6 +60,7 @@ class ChaosRun:
     broker: Broker
     setting: Setting
     fleet: Fleet
+    patience_s: float = PATIENCE_S
     times: list[FaultTime] = field(default_factory=list)
     cleanups: list[Callable[[], Any]] = field(default_factory=list)
     expected_end: str | None = None
@@ -84,12 +85,14 @@ class ChaosRun:
         await self.until(lambda: self.step() >= step, f"step {step}", timeout_s)
 
 
-async def execute(plan: Plan, broker: Broker, root: Path, model: Path, relay_port: int) -> Outcome:
-    """The whole life of one run. Its directory stays if it failed."""
+async def execute(
+    plan: Plan, broker: Broker, root: Path, model: Path, relay_port: int, patience_s: float = PATIENCE_S
+) -> Outcome:
+    """The whole life of one run. Its directory stays if it failed. ``patience_s``: until it must be over."""
     began = time.monotonic()
     name = f"{plan.fault.name}-{plan.seed}"
     setting = make_setting(root / name, model, name, broker.address, relay_port, plan.settings)
-    run = ChaosRun(plan, broker, setting, Fleet(setting.specs))
+    run = ChaosRun(plan, broker, setting, Fleet(setting.specs), patience_s)
     witness = Witness(setting.settings.kafka, setting.name)
     outcome = Outcome(plan, root / name)
     try:
@@ -120,7 +123,7 @@ async def _drive(run: ChaosRun) -> None:
     injecting = asyncio.create_task(_inject_all(run))
     watching = asyncio.create_task(_watch(run.fleet))
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(run.patience_s):
             await asyncio.wait({injecting, watching}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 watching.result()
@@ -131,7 +134,7 @@ async def _drive(run: ChaosRun) -> None:
                 watching.result()
             reason = await ended
     except TimeoutError as error:
-        raise FleetFailed(f"not over after {PATIENCE_S} s, at step {run.step()}") from error
+        raise FleetFailed(f"not over after {run.patience_s} s, at step {run.step()}") from error
     finally:
         for task in (injecting, watching):
             task.cancel()
@@ -145,7 +148,7 @@ async def _inject_all(run: ChaosRun) -> None:
 
 
 async def _inject(run: ChaosRun, event: Event) -> None:
-    await run.until_step(event.at_step, PATIENCE_S)
+    await run.until_step(event.at_step, run.patience_s)
     await asyncio.sleep(event.after_s)
     began = time.time()
     ended = await event.fault.inject(run, event)

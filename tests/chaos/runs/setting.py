@@ -25,6 +25,9 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "kafka": {"request_timeout_ms": 4000, "delivery_timeout_ms": 8000},
 }
 
+DURABLE: Mapping[str, Any] = {"partial_trajectories": "durable", "partial_chunk_tokens": 4, "chunk_tokens": 4}
+"""What a killed worker had begun goes on elsewhere. Not among the sections that the last version reads, too."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -48,6 +51,7 @@ def make_setting(
 ) -> Setting:
     """``changes`` to sections come on top of ours."""
     sections = {name: {**SECTIONS.get(name, {}), **changes.get(name, {})} for name in {*SECTIONS, *changes}}
+    sections["generation"] = {**DURABLE, **sections["generation"]}
     root.mkdir(parents=True, exist_ok=True)
     settings = load_settings(write_config(root, model, name, **sections), [])
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})

@@ -127,6 +127,24 @@ def test_a_run_without_a_trainer_is_pending() -> None:
     assert verdict.to_json()["total"] == {"produced": 1, "trained": 0, "skipped": 0, "pending": 1}
 
 
+def test_trajectories_that_another_worker_went_on_with_are_counted() -> None:
+    """And a continued one is one: it is trained once, and what the lost worker still delivers is a copy of it."""
+    world = World()
+    names = [f"d/{n}/0/0" for n in range(9)]
+    positions = [world.produce(name, 0) for name in names]
+    world.step(positions)
+    late = world.produce(names[1], 1)
+    world.skip(late, SkipReason.DUPLICATE)
+    world.checkpoint()
+    world.announce()
+    verdict = world.audit()
+    assert verdict.is_balanced
+    assert (verdict.produced, verdict.distinct) == (10, 9)
+    times = [sum(name.encode()) % 3 for name in [*names, names[1]]]
+    assert (verdict.continued, verdict.continuations) == (sum(map(bool, times)), sum(times))
+    assert verdict.continuations > verdict.continued > 0
+
+
 def test_what_a_crash_undid_is_reported() -> None:
     world = World()
     positions = [world.produce(f"d/{n}/0/0", n % 2) for n in range(10)]

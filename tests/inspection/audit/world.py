@@ -17,7 +17,7 @@ from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.checks import check_balance
 from inspection.audit.index import AuditIndex
 from inspection.audit.report import AuditReport
-from schemas.codec import encode, headers_of
+from schemas.codec import CONTINUATIONS_HEADER, encode, headers_of
 from schemas.identifiers import PolicyVersion, group_id_of
 from schemas.messages import Message
 from schemas.reports import CarriedOver, RecordRef, SkipReason, SkipRecord, StepReport
@@ -81,10 +81,13 @@ class World:
         self.written.append((topic, Outgoing(topic.full_name(RUN), encode(message), None, 0, headers_of(message))))
 
     def produce(self, name: str | None, partition: int) -> Position:
-        """A record; None: bytes that are no trajectory."""
+        """A record; None: bytes that are no trajectory. Some were continued once, or twice, by their names."""
         self.log[partition].append(name)
         value = b"\xff\xff" if name is None else frame(name)
-        record = Outgoing(TRAJECTORIES.full_name(RUN), value, name, partition, headers_of(Trajectory))
+        headers = headers_of(Trajectory)
+        if name is not None and (times := sum(name.encode()) % 3):
+            headers += ((CONTINUATIONS_HEADER, str(times).encode()),)
+        record = Outgoing(TRAJECTORIES.full_name(RUN), value, name, partition, headers)
         self.written.append((TRAJECTORIES, record))
         return partition, len(self.log[partition]) - 1
 

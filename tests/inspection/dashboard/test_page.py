@@ -61,7 +61,7 @@ async def test_the_page_is_light_and_loads_in_a_second(page: Page) -> None:
 async def test_everything_is_drawn_and_nothing_complains(page: Page) -> None:
     await page.until("document.querySelectorAll('#lag .row').length === 4")
     await page.until("document.querySelectorAll('#dlq .letter').length === 2")
-    await page.until("document.querySelectorAll('canvas').length === 5")
+    await page.until("document.querySelectorAll('canvas').length === 11")
     blank = await page.evaluate(
         "[...document.querySelectorAll('canvas')].filter((each) => !each.getContext('2d')"
         ".getImageData(0, 0, each.width, each.height).data.some(Boolean)).map((each) => each.closest('[id]').id)"

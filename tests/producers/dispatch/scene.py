@@ -53,6 +53,7 @@ def heartbeat(
     running: int = 1,
     waiting: int = 0,
     orders: dict[str, float] | None = None,
+    partials_from: int | None = None,
 ) -> Heartbeat:
     return Heartbeat(
         worker_id=worker,
@@ -67,6 +68,7 @@ def heartbeat(
         finished_trajectories=0,
         tokens_per_s=0.0,
         orders=orders,
+        partials_from=partials_from,
         sequence=next(_SEQUENCE),
         sent_at=0.0,
     )

@@ -28,5 +28,5 @@ async def test_a_send_that_timed_out_and_was_delivered_all_the_same_is_trained_o
         assert len({ref.trajectory_id for ref in refs_of(group)}) == len(refs_of(group)) == 2
         await scene.until_read(reader, 3)
         await scene.until(lambda: len(scene.skips()) == 1)
-        assert reader.ledger.rejections.counts == {"duplicate": 1}
+        assert reader.ledger.rejections.tally.reasons == {"duplicate": 1}
     assert [(skip.trajectory_id, skip.reason) for skip in scene.skips()] == [("d/0/0/0", SkipReason.DUPLICATE)]

@@ -60,11 +60,13 @@ async def test_new_weights_in_mid_sequence_begin_a_new_span() -> None:
     assert (trajectory.oldest_version, trajectory.newest_version) == (V1, V2)
 
 
-async def test_a_failing_engine_is_asked_once_more_and_from_the_start() -> None:
-    engine = FakeEngine(failures={"d/0/0/0": 1})
+async def test_a_failing_engine_is_asked_once_more_for_what_is_missing() -> None:
+    engine = FakeEngine(failures={"d/0/0/0": 1}, fails_at=4)
     trajectory = await rollout(engine).sample(work_order(), 0, PROMPT)
-    assert len(engine.requests) == 2
-    assert len(trajectory.token_ids) == 8
+    first, second = engine.requests
+    assert (list(first.prefix_token_ids), list(second.prefix_token_ids)) == ([], fake_tokens(first, 8)[:4])
+    assert trajectory.token_ids.tolist() == fake_tokens(first, 8)
+    assert engine.sampled == 8
 
 
 async def test_an_engine_that_fails_twice_is_an_error() -> None:

@@ -127,6 +127,11 @@ async def relay() -> AsyncIterator[FakeRelay]:
         yield relay
 
 
+def contents(directory: Path) -> dict[str, bytes]:
+    """The version's own files; beside them is the lock."""
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != ".lock"}
+
+
 def leftovers(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir())
 
@@ -134,7 +139,7 @@ def leftovers(cache: Path) -> list[str]:
 async def test_a_version_arrives_byte_for_byte(relay: FakeRelay, tmp_path: Path) -> None:
     directory = await WeightsFetcher(tmp_path).fetch(relay.add(V1))
     assert directory == tmp_path / "1-1"
-    assert {path.name: path.read_bytes() for path in directory.iterdir()} == relay.content["1-1"]
+    assert contents(directory) == relay.content["1-1"]
     assert leftovers(tmp_path) == ["1-1"]
 
 
@@ -237,7 +242,7 @@ async def test_nothing_is_fetched_twice(relay: FakeRelay, tmp_path: Path, share:
         with pytest.raises(WeightsError):
             await fetcher.fetch(ready, 0)
         directory = await fetcher.fetch(ready, 1)
-        assert {path.name: path.read_bytes() for path in directory.iterdir()} == relay.content["1-1"]
+        assert contents(directory) == relay.content["1-1"]
         assert relay.sent + other.sent <= 1.1 * size
         assert leftovers(tmp_path) == ["1-1"]
 
@@ -247,7 +252,7 @@ async def test_a_relay_that_knows_no_ranges_is_read_from_the_start(relay: FakeRe
     with pytest.raises(WeightsError):
         await WeightsFetcher(tmp_path).fetch(ready)
     directory = await WeightsFetcher(tmp_path).fetch(ready)
-    assert {path.name: path.read_bytes() for path in directory.iterdir()} == relay.content["1-1"]
+    assert contents(directory) == relay.content["1-1"]
 
 
 async def test_a_first_half_that_was_corrupt_is_thrown_away(relay: FakeRelay, tmp_path: Path) -> None:

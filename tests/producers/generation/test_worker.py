@@ -394,7 +394,7 @@ async def test_what_cannot_be_loaded_is_raised_as_it_is(
 
 
 async def test_tokens_are_streamed_if_wanted(stage: MakeStage) -> None:
-    it = stage(settings={"stream_tokens": True})
+    it = stage(settings={"partial_trajectories": "stream"})
     await it.ready()
     await it.order(work_order(0, samples=2))
     await until(lambda: len(it.trajectories) == 2)

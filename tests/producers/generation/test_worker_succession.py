@@ -130,15 +130,15 @@ class ReachableBus(FailingBus):
         return ReachableSubscription(self, found.offsets, found.group_id)
 
 
-@pytest.mark.parametrize("stream_tokens", [False, True])
+@pytest.mark.parametrize("partial_trajectories", ["off", "stream", "durable"])
 async def test_a_worker_that_was_suspended_hands_nothing_over_before_it_has_read_control(
-    tmp_path: Path, stream_tokens: bool
+    tmp_path: Path, partial_trajectories: str
 ) -> None:
     """Neither trajectories nor heartbeats nor tokens; and none at all once it has read that another has its id."""
     clock, bus = FakeClock(), ReachableBus()
     bus.is_reachable.set()
     async with stages(tmp_path / "weights") as make:
-        settings = {"stream_tokens": stream_tokens}
+        settings = {"partial_trajectories": partial_trajectories}
         it = make(bus=bus, engine=FakeEngine(hold_at=4), settings=settings, monotonic=clock)
         worker = await it.ready()
         await it.order(work_order(0, samples=1))

@@ -1,5 +1,6 @@
 """What a finished world left behind, put before the judges: bus history, ledger, audit."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.simulation.history import Acknowledged, BusHistory, Delivered, Proble
 from tests.simulation.judges.audit import audit
 from tests.simulation.judges.ledger import Checkpoint, Evidence, Spot, judge_training
 from tests.simulation.parts.checkpoints import SimCheckpoints, at_once
+from tests.simulation.parts.sampling import sampled_at, simulated_token
 from tests.simulation.worlds.crew import RUN
 from tests.simulation.worlds.world import World
 
@@ -26,9 +28,28 @@ def judge(world: World) -> list[Problem]:
         *world.problems,
         *judge_bus(bus_history(world)),
         *_judged(world),
+        *judge_parts(_trajectories(world.bus.broker).values()),
         *audit(world),
         *_refused(world),
     ]
+
+
+def judge_parts(trajectories: Iterable[Trajectory | None]) -> list[Problem]:
+    """Every token stands where it was sampled, and changes its engine only where the trajectory says so."""
+    found = []
+    for one in trajectories:
+        if one is None or not len(one.token_ids):
+            continue
+        marks, positions = zip(*(sampled_at(float(logprob)) for logprob in one.logprobs), strict=True)
+        tokens = [simulated_token(one.trajectory_id, n) for n in range(len(positions))]
+        changes = {n for n in range(1, len(marks)) if marks[n] != marks[n - 1]}
+        if list(positions) != list(range(len(positions))) or one.token_ids.tolist() != tokens:
+            found.append(
+                Problem("parts", f"tokens of {one.trajectory_id} are not where they were sampled: {positions}")
+            )
+        if not changes <= {part.start for part in one.parts}:
+            found.append(Problem("parts", f"{one.trajectory_id} changes its engine at {changes}, it says {one.parts}"))
+    return found
 
 
 def _judged(world: World) -> list[Problem]:
@@ -129,5 +150,5 @@ class Counts:
         return cls(
             sum(rule in ("lost", "lost write") for rule in rules),
             sum(rule == "duplicate effect" for rule in rules),
-            sum(rule in ("ledger", "phantom", "contents", "frontier", "audit") for rule in rules),
+            sum(rule in ("ledger", "phantom", "contents", "frontier", "parts", "audit") for rule in rules),
         )

@@ -71,19 +71,31 @@ class SimPolicy:
         self.step += 1
         return StepOutcome(True, "", {"loss": 0.0})
 
-    def digests(self) -> dict[str, str]:
-        """Of the one tensor there is."""
-        return {"contents": xxhash.xxh3_128_hexdigest(repr(self.contents).encode())}
-
-    def export(self, version: PolicyVersion, now: float) -> str:
-        """Put the weights on the shelf."""
-        return self.shelf.put(version, str(len(self.contents)))
+    def snapshot(self) -> "SimSnapshot":
+        """What the weights contain now."""
+        return SimSnapshot(self.shelf, tuple(self.contents))
 
     def checkpoint(
         self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
     ) -> Any:
         """Write a checkpoint of this moment; to be awaited, since others get their turn meanwhile."""
         return self.store.write(SavedPieces(tuple(self.contents), json.dumps(reader), report), manifest, lineage)
+
+
+@dataclass(frozen=True)
+class SimSnapshot:
+    """``WeightSnapshot`` of a ``SimPolicy``."""
+
+    shelf: WeightShelf
+    contents: tuple[RecordRef, ...]
+
+    def export(self, version: PolicyVersion, now: float) -> str:
+        """Put the weights on the shelf."""
+        return self.shelf.put(version, str(len(self.contents)))
+
+    def digests(self) -> dict[str, str]:
+        """Of the one tensor there is."""
+        return {"contents": xxhash.xxh3_128_hexdigest(repr(list(self.contents)).encode())}
 
 
 @dataclass

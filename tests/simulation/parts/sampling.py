@@ -15,6 +15,8 @@ from schemas.identifiers import PolicyVersion, make_prompt_id
 from schemas.trajectories import FinishReason, Prompt
 
 VOCABULARY = 64
+MARKS, POSITIONS = 1000, 64
+"""Engines that are told apart, and positions: both of a log-probability in float32, exactly."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,10 @@ class SamplingFaults:
 
 @dataclass
 class SimEngine:
-    """Samples completions whose length depends on the request alone, in two pieces, ``token_s`` per token."""
+    """Samples completions whose tokens depend on the request alone, in some pieces, ``token_s`` per token.
+
+    A log-probability says which engine sampled its token, and which token of the completion it is (``sampled_at``).
+    """
 
     chance: Random
     faults: SamplingFaults
@@ -43,9 +48,12 @@ class SimEngine:
     name: str = "simulated"
     kv_tokens: int | None = None
     version: PolicyVersion | None = None
+    pieces: int = 2
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.max_num_seqs)
+        # Of its own and yet of the seed, without a draw.
+        self._mark = 1 + xxhash.xxh32_intdigest(repr(self.chance.getstate()[1][:4]).encode()) % MARKS
 
     async def start(self) -> None:
         """Take a moment."""
@@ -58,20 +66,31 @@ class SimEngine:
         group_id = request.request_id.rpartition("/")[0]
         if xxhash.xxh32_intdigest(group_id.encode()) % 1000 < 1000 * self.faults.refused:
             raise PromptRefused("longer than 2 tokens", "expected a prompt of 1 to 2 tokens, got 3")
+        known = len(request.prefix_token_ids)
         async with self._slots:
-            await asyncio.sleep(self.token_s * length / 2)
-            if self.chance.random() < self.faults.engine:
-                raise EngineError(f"simulated failure of {request.request_id}")
-            half = length // 2
-            if half:
-                yield self._delta(draw, half)
-            await asyncio.sleep(self.token_s * length / 2)
+            for piece in range(1, self.pieces):
+                if (end := length * piece // self.pieces) < known:
+                    continue
+                await self._sample(known, length * (piece - 1) / self.pieces, length * piece / self.pieces)
+                if piece == 1 and self.chance.random() < self.faults.engine:
+                    raise EngineError(f"simulated failure of {request.request_id}")
+                if end > known:
+                    yield self._delta(request, known, end)
+                    known = end
+            await self._sample(known, length * (self.pieces - 1) / self.pieces, length)
             aborted = self.chance.random() < self.faults.abort
-            yield self._delta(draw, length - half, FinishReason.ABORT if aborted else FinishReason.STOP)
+            yield self._delta(request, known, length, FinishReason.ABORT if aborted else FinishReason.STOP)
 
-    def _delta(self, draw: int, length: int, reason: FinishReason | None = None) -> TokenDelta:
+    async def _sample(self, known: int, start: float, end: float) -> None:
+        await asyncio.sleep(self.token_s * max(0.0, end - max(start, known)))
+
+    def _delta(
+        self, request: GenerationRequest, start: int, end: int, reason: FinishReason | None = None
+    ) -> TokenDelta:
         assert self.version is not None, "generation before the first weights"
-        return TokenDelta([(draw + n) % VOCABULARY for n in range(length)], [-0.5] * length, self.version, reason)
+        positions = range(start, end)
+        tokens = [simulated_token(request.request_id, n) for n in positions]
+        return TokenDelta(tokens, [-self._mark - n / POSITIONS for n in positions], self.version, reason)
 
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         """Swap weights between two pieces."""
@@ -80,6 +99,17 @@ class SimEngine:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+def simulated_token(request_id: str, position: int) -> int:
+    """The token of a completion, whoever samples it."""
+    return (xxhash.xxh32_intdigest(request_id.encode()) + position) % VOCABULARY
+
+
+def sampled_at(logprob: float) -> tuple[int, int]:
+    """Which engine sampled the token, and at which position."""
+    mark, part = divmod(-logprob, 1.0)
+    return int(mark), round(part * POSITIONS)
 
 
 class SimTokenizer:

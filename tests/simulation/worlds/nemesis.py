@@ -264,6 +264,11 @@ class Nemesis:
     async def _kill_worker(self) -> None:
         await self._kill("worker")
 
+    async def _kill_everybody(self) -> None:
+        """As when a machine goes down with all that runs on it; the broker is elsewhere."""
+        for life in [*self._world.alive]:
+            self._world.kill(life)
+
     async def _pause_worker(self) -> None:
         await self._pause("worker", 0.5, 8.0)
 

@@ -47,6 +47,7 @@ class Harm:
     cut_network: float = 0.0
     slow_disk: float = 0.0
     repeat_trained: float = 0.0
+    kill_everybody: float = 0.0
     restore_checkpoint: float = 0.0
     lose_directory: float = 0.0
     second_holder: float = 0.0
@@ -82,6 +83,7 @@ class Setup:
     dynamic_sampling: bool = False
     fixed_batches: bool = False
     accept_loss: bool = False
+    durable: bool = False
     harm_every_s: float = 1.5
     harm_for_s: float = 15.0
     patience_s: float = 240.0
@@ -90,13 +92,17 @@ class Setup:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A kind of harm; ``vary`` changes what was drawn for the run's shape. One that takes no turns is run by name."""
+    """A kind of harm; ``vary`` changes what was drawn for the run's shape. One that takes no turns is run by name.
+
+    ``durable``: the share of its runs in which partial trajectories are on record.
+    """
 
     rates: FaultRates
     harm: Harm
     sampling: SamplingFaults = NO_FAULTS
     vary: dict[str, object] = field(default_factory=dict)
     takes_turns: bool = True
+    durable: float = 0.0
 
 
 _TRAINER = Harm(kill_trainer=2, kill_in_write=3, stop_trainer=1, fail_write=1, damage_checkpoint=0.7)
@@ -112,6 +118,22 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "workers": Scenario(LOSSY, Harm(kill_worker=2, pause_worker=1, stop_worker=1), vary={"workers": 3}),
     "zombie-workers": Scenario(LOSSY, Harm(zombie_worker=2, second_worker=1, kill_worker=1, repeat_record=1)),
+    "partial-trajectories": Scenario(
+        LOSSY,
+        Harm(
+            kill_worker=3,
+            stop_worker=1,
+            pause_worker=1,
+            zombie_worker=1,
+            second_worker=0.3,
+            kill_dispatcher=1,
+            kill_everybody=1,
+            broker_outage=0.5,
+        ),
+        SamplingFaults(engine=0.05),
+        {"workers": 3, "token_s": 0.2},
+        durable=1.0,
+    ),
     "control-plane": Scenario(
         TORN,
         Harm(
@@ -227,6 +249,7 @@ SCENARIOS: dict[str, Scenario] = {
         ),
         SamplingFaults(engine=0.01, abort=0.02, reward_error=0.03, no_reward=0.02),
         {"bad_gradient": 0.05, "failing_fetch": 0.1},
+        durable=0.5,
     ),
 }
 
@@ -262,4 +285,5 @@ def draw_setup(seed: int, scenario: str | None = None) -> Setup:
     )
     drawn = replace(drawn, weight_sync_steps=chance.randint(1, min(2, drawn.max_staleness + 1)))
     drawn = replace(drawn, fixed_batches=drawn.max_staleness == 1 and chance.random() < 0.5)
+    drawn = replace(drawn, durable=chance.random() < kind.durable)
     return replace(drawn, **kind.vary)  # type: ignore[arg-type]

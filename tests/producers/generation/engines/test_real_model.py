@@ -91,7 +91,7 @@ async def test_a_real_model_is_sampled_trained_and_published(name: str, smollm2:
         outcome = policy.finish_step(1.0)
         assert outcome.applied
         assert outcome.metrics["ratio"] == pytest.approx(1.0, abs=0.05)
-        policy.export(NEW, time.time())
+        policy.snapshot().export(NEW, time.time())
 
         await engine.adopt(tmp_path / "weights" / str(NEW), NEW)
         trained = load(tmp_path / "weights" / str(NEW))

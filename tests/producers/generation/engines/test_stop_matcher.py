@@ -1,6 +1,7 @@
 """Stop strings are found in text that grows by tokens, which may be part of a character or begin with a space."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -46,12 +47,15 @@ class WordTokenizer(ByteTokenizer):
         self._tokenizer.decoder = decoders.Metaspace()  # type: ignore[assignment]
 
 
-def ended_at(tokenizer: ByteTokenizer, tokens: Sequence[int], stop: tuple[str, ...]) -> int | None:
-    """After how many tokens the matcher said so; None: never."""
+def ended_at(tokenizer: ByteTokenizer, tokens: Sequence[int], stop: tuple[str, ...], known: int = 0) -> int | None:
+    """After how many tokens the matcher said so, of which it was told ``known`` at once; None: never."""
     sampling = SamplingParams(max_completion_length=1000, stop=stop)
-    completion = ActiveCompletion(request([1], **sampling.model_dump()), 1000, 0)
+    asked = replace(request([1], **sampling.model_dump()), prefix_token_ids=tokens[:known])
+    completion = ActiveCompletion(asked, 1000, 0)
     matcher = StopMatcher(sampling, tokenizer)
-    for number, token in enumerate(tokens):
+    if known and matcher.go_on_behind(tokens[:known]):
+        return known
+    for number, token in enumerate(tokens[known:]):
         completion.extend([token], [0.0])
         if matcher.is_complete(completion):
             return completion.generated
@@ -72,6 +76,9 @@ def test_the_first_token_after_which_the_text_has_a_stop_string_ends_it(text: st
     texts = [tokenizer.decode(tokens[:end]) for end in range(1, len(tokens) + 1)]
     first = next((end for end, shown in enumerate(texts, 1) if any(one in shown for one in stop)), None)
     assert ended_at(tokenizer, tokens, tuple(stop)) == first
+    # Told of a beginning at once, it finds the same end; one that lies in that beginning, at its last token.
+    for known in {1, len(tokens) // 2, len(tokens) - 1, len(tokens)} - {0, -1} if tokens else ():
+        assert ended_at(tokenizer, tokens, tuple(stop), known) == (first and max(first, known))
 
 
 @given(st.lists(st.integers(0, len(WordTokenizer.WORDS) - 1), max_size=20))
@@ -81,6 +88,8 @@ def test_spaces_between_words_are_part_of_the_text(tokens: list[int]) -> None:
     for stop in (" end", "s e", "theend"):
         first = next((end for end, shown in enumerate(texts, 1) if stop in shown), None)
         assert ended_at(tokenizer, tokens, (stop,)) == first
+        for known in range(1, len(tokens) + 1):
+            assert ended_at(tokenizer, tokens, (stop,), known) == (first and max(first, known))
 
 
 def test_bytes_that_never_become_a_character_do_not_hold_the_text_back() -> None:

@@ -1,0 +1,212 @@
+"""Workers of one host and the real store and relay: a version is fetched once, as deltas where they lead to it."""
+
+import asyncio
+import fcntl
+import hashlib
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from consumers.training.weight_export import DELTA, WEIGHTS, WeightStore
+from coordinator.relay import Relay, WeightsStore
+from coordinator.settings import RelaySettings
+from producers.generation import weight_cache
+from producers.generation.weights import WeightsFetcher
+from schemas.control import WeightsReady
+from schemas.errors import WeightsError
+from schemas.identifiers import PolicyVersion
+from schemas.weights import MANIFEST
+
+SIZE = 200_000
+
+
+@dataclass
+class Published:
+    """A store that a trainer writes to, behind a relay that notes what it is asked for."""
+
+    root: Path
+    store: WeightStore
+    address: str = ""
+    asked: list[str] = field(default_factory=list)
+    weights: torch.Tensor = field(default_factory=lambda: torch.linspace(-0.1, 0.1, SIZE))
+
+    def step(self, number: int, lineage: int = 1) -> WeightsReady:
+        """An optimizer step on float32 weights, and their announcement in bfloat16."""
+        chance = torch.Generator().manual_seed(number)
+        self.weights = self.weights + 1e-6 * torch.randn(SIZE, generator=chance)
+        version = PolicyVersion(lineage, number)
+        sha256 = self.store.export({"w": self.weights.bfloat16()}, {"config.json": "{}"}, version, number, 0.0)
+        return WeightsReady(
+            sequence=number, sent_at=0.0, version=version, step=number, manifest_sha256=sha256, relays=(self.address,)
+        )
+
+    def whole(self, ready: WeightsReady) -> bytes:
+        return (self.root / str(ready.version) / WEIGHTS).read_bytes()
+
+    def fetched(self, name: str) -> list[str]:
+        return [path for path in self.asked if path.endswith(name)]
+
+
+@pytest.fixture
+async def published(tmp_path: Path) -> AsyncIterator[Published]:
+    root = tmp_path / "store"
+    found = Published(root, WeightStore(root, 4, "delta"))
+
+    @web.middleware
+    async def note(request: web.Request, handler: Any) -> web.StreamResponse:
+        found.asked.append(request.path.removeprefix("/weights/"))
+        return await handler(request)
+
+    app = Relay(WeightsStore(root), RelaySettings(port=1)).application()
+    app.middlewares.append(note)
+    async with TestServer(app) as server:
+        found.address = str(server.make_url("")).rstrip("/")
+        yield found
+
+
+def fetcher(tmp_path: Path, timeout_s: float = 5.0) -> WeightsFetcher:
+    """Of a worker; all of them share the host's cache."""
+    return WeightsFetcher(tmp_path / "host", timeout_s=timeout_s)
+
+
+async def test_a_version_is_made_of_the_one_before_and_a_delta(published: Published, tmp_path: Path) -> None:
+    worker = fetcher(tmp_path)
+    await worker.fetch(published.step(0))
+    ready = published.step(1)
+    directory = await worker.fetch(ready)
+    assert (directory / WEIGHTS).read_bytes() == published.whole(ready)
+    assert published.fetched(WEIGHTS) == ["1-0/model.safetensors"]
+    assert published.fetched(DELTA) == ["1-1/model.delta"]
+    assert sorted(path.name for path in directory.iterdir()) == [".lock", "config.json", MANIFEST, WEIGHTS]
+    delta = (published.root / "1-1" / DELTA).stat().st_size
+    assert delta < 0.1 * len(published.whole(ready))
+
+
+async def test_versions_between_are_bridged_by_their_deltas(published: Published, tmp_path: Path) -> None:
+    worker = fetcher(tmp_path)
+    await worker.fetch(published.step(0))
+    *_, ready = [published.step(number) for number in (1, 2, 3)]
+    directory = await worker.fetch(ready)
+    assert (directory / WEIGHTS).read_bytes() == published.whole(ready)
+    assert published.fetched(DELTA) == ["1-1/model.delta", "1-2/model.delta", "1-3/model.delta"]
+    assert published.fetched(WEIGHTS) == ["1-0/model.safetensors"]
+
+
+@pytest.mark.parametrize("lost", ["no base", "damaged base", "another base", "delta gone", "delta damaged", "too old"])
+async def test_without_base_or_delta_the_whole_file_is_fetched(published: Published, tmp_path: Path, lost: str) -> None:
+    worker = fetcher(tmp_path)
+    first = published.step(0)
+    if lost != "no base":
+        base = await worker.fetch(first)
+        worker = fetcher(tmp_path)  # a new process, which trusts nothing
+        data = (base / WEIGHTS).read_bytes()
+        if lost == "damaged base":
+            (base / WEIGHTS).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        if lost == "another base":
+            (base / MANIFEST).write_bytes((base / MANIFEST).read_bytes() + b" ")
+    ready = published.step(1)
+    delta = published.root / "1-1" / DELTA
+    if lost == "delta gone":
+        delta.unlink()
+    if lost == "delta damaged":
+        delta.write_bytes(delta.read_bytes()[:-1] + b"?")
+    if lost == "too old":  # of the versions between none is kept
+        *_, ready = [published.step(number) for number in range(2, 8)]
+    directory = await worker.fetch(ready)
+    assert (directory / WEIGHTS).read_bytes() == published.whole(ready)
+    assert f"{ready.version}/{WEIGHTS}" in published.asked
+
+
+async def test_a_result_that_is_not_the_announced_file_is_thrown_away(published: Published, tmp_path: Path) -> None:
+    """A base that changes behind the cache's back, in the middle of the fetch."""
+    worker = fetcher(tmp_path)
+    base = await worker.fetch(published.step(0))
+    ready = published.step(1)
+    worker._versions.find = lambda version, _: base if str(version) == "1-0" else None  # type: ignore[method-assign]
+    data = (base / WEIGHTS).read_bytes()
+    (base / WEIGHTS).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    directory = await worker.fetch(ready)
+    assert (directory / WEIGHTS).read_bytes() == published.whole(ready)
+    assert published.fetched(WEIGHTS) == ["1-0/model.safetensors", "1-1/model.safetensors"]
+
+
+async def test_the_workers_of_a_host_fetch_a_version_once_and_hash_it_once(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = list[str]()
+    plain = weight_cache.sha256_of
+    monkeypatch.setattr(weight_cache, "sha256_of", lambda path: (hashed.append(path.name), plain(path))[1])
+    ready = published.step(0)
+    workers = [fetcher(tmp_path) for _ in range(3)]
+    directories = await asyncio.gather(*(worker.fetch(ready) for worker in workers))
+    assert set(directories) == {tmp_path / "host" / "1-0"}
+    assert published.fetched(WEIGHTS) == ["1-0/model.safetensors"]
+    assert hashed == [], "what one has verified on its way in, nobody hashes again"
+    path = directories[0] / "config.json"
+    os.utime(path)
+    await fetcher(tmp_path).fetch(ready)
+    assert len(hashed) == 2, "a file that was touched is not taken on trust"
+
+
+async def test_another_goes_on_where_a_worker_died(published: Published, tmp_path: Path) -> None:
+    ready = published.step(0)
+    dead = fetcher(tmp_path)
+    with dead._versions.incoming(ready.version, ready.manifest_sha256) as incoming:
+        assert incoming is not None
+        (incoming.directory / WEIGHTS).write_bytes(published.whole(ready)[:1000])
+        waiting = asyncio.create_task(fetcher(tmp_path).fetch(ready))
+        await asyncio.sleep(0.2)
+        assert published.asked == [], "while it lives, nobody fetches beside it"
+    directory = await waiting
+    assert (directory / WEIGHTS).read_bytes() == published.whole(ready)
+    assert [path.name for path in (tmp_path / "host").iterdir()] == ["1-0"]
+
+
+async def test_a_worker_that_stands_still_is_not_waited_for(published: Published, tmp_path: Path) -> None:
+    ready = published.step(0)
+    still = fetcher(tmp_path)
+    with still._versions.incoming(ready.version, ready.manifest_sha256) as incoming:
+        assert incoming is not None
+        (incoming.directory / WEIGHTS).write_bytes(published.whole(ready)[:1000])
+        directory = await fetcher(tmp_path, timeout_s=0.1).fetch(ready)
+        assert (directory / WEIGHTS).read_bytes() == published.whole(ready)
+        # It wakes up, and finds that there is nothing left to do.
+        found = await still._download(ready, published.address, incoming)
+        assert (found, hashlib.sha256((found / WEIGHTS).read_bytes()).hexdigest()) == (
+            directory,
+            hashlib.sha256(published.whole(ready)).hexdigest(),
+        )
+
+
+async def test_what_another_uses_is_not_deleted(published: Published, tmp_path: Path) -> None:
+    slow, quick = fetcher(tmp_path), fetcher(tmp_path)
+    versions = [published.step(number) for number in range(3)]
+    await slow.fetch(versions[0])
+    for ready in versions:
+        await quick.fetch(ready)
+        quick.keep_only({ready.version})
+    here = tmp_path / "host"
+    assert sorted(path.name for path in here.iterdir()) == ["1-0", "1-2"]
+    slow.keep_only({versions[0].version})
+    assert (here / "1-2").is_dir(), "newer ones are for whoever comes next"
+    await slow.fetch(versions[2])
+    slow.keep_only({versions[2].version})
+    assert sorted(path.name for path in here.iterdir()) == ["1-2"]
+
+
+async def test_a_disk_that_cannot_lock_says_what_to_do(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(WeightsError, match=r"not supported; set generation\.weights_cache"):
+        await fetcher(tmp_path).fetch(published.step(0))
