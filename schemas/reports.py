@@ -30,8 +30,9 @@ class Heartbeat(Message):
     of all running completions together; None: its slots are the only bound. ``run_id``: of the run that it works
     for, as the control topic says; None before it has read that. ``partials_from``: the offset, in the worker's
     partition of partial-trajectories, from which on everything is that it keeps there of what is unfinished; None: it
-    keeps nothing there. ``wire``: the wire version that it speaks. ``capacity``, ``running`` and ``waiting`` are of
-    orders; ``request_address``: where gateways bring requests, which have slots of their own; None: nowhere.
+    keeps nothing there. ``wire``: the wire version that it speaks.
+    ``capacity``, ``running`` and ``waiting`` are of orders; ``request_address``: where gateways bring requests, which
+    have slots of their own; None: nowhere.
     """
 
     SCHEMA: ClassVar[str] = "heartbeat"
@@ -50,8 +51,8 @@ class Heartbeat(Message):
     orders: dict[ShortText, Annotated[float, Field(ge=0)]] | None = None
     kv_tokens: Annotated[int, Field(ge=1)] | None = None
     run_id: ShortText | None = None
-    request_address: ShortText | None = None
     partials_from: Annotated[int, Field(ge=0)] | None = None
+    request_address: ShortText | None = None
     wire: Annotated[int, Field(ge=1)] = 1
     sequence: Annotated[int, Field(ge=0)]
     sent_at: float

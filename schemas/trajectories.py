@@ -235,8 +235,8 @@ class Trajectory(Message):
     since the epoch. ``refusal``: why no worker can sample the prompt, in few words that all such prompts share; empty:
     it can be sampled. ``position``: of the prompt in the prompt source. ``due_step``: the earliest optimizer step that
     may train it, 0 for any. ``parts``: who sampled it, if another worker went on with it; empty: ``worker_id`` all.
-    ``source``: what it was sampled for, a work order or a requester of a gateway; of the latter nobody ordered the
-    group, and its prompt is in no prompt source.
+    ``source``: what it was sampled for, a work order or a requester of a gateway; of the
+    latter nobody ordered the group, and its prompt is in no prompt source.
     """
 
     SCHEMA: ClassVar[str] = "trajectory"

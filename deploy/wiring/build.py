@@ -200,6 +200,14 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
     )
 
 
+def weights_cache(settings: Settings) -> Path:
+    """Where the workers of this host keep the run's weights, together."""
+    if settings.generation.weights_cache is not None:
+        return settings.generation.weights_cache / settings.run.name
+    # By host: the run's directory may be on a disk that machines share, and each is to fetch for itself.
+    return settings.run.path / "workers" / socket.gethostname()
+
+
 def _requests(settings: Settings) -> "RequestSlots | None":
     from producers.generation.serving import RequestSlots
 
@@ -260,14 +268,6 @@ def _conversation(settings: Settings) -> "tuple[ChatTokenizer, ToolCallParser]":
 
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     return tokenizer, BUILT_IN[name]() if name in BUILT_IN else VllmToolCalls(vllm_tool_parser(name, tokenizer))
-
-
-def weights_cache(settings: Settings) -> Path:
-    """Where the workers of this host keep the run's weights, together."""
-    if settings.generation.weights_cache is not None:
-        return settings.generation.weights_cache / settings.run.name
-    # By host: the run's directory may be on a disk that machines share, and each is to fetch for itself.
-    return settings.run.path / "workers" / socket.gethostname()
 
 
 def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":

@@ -47,9 +47,9 @@ class Heartbeats:
     state: WorkerState = WorkerState.STARTING
     version: PolicyVersion = NO_VERSION
     run_id: str | None = None
+    partials_from: Callable[[], int | None] = lambda: None
     request_slots: int = 0
     request_address: str | None = None
-    partials_from: Callable[[], int | None] = lambda: None
     _sequence: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _rates: deque[tuple[float, int]] = field(default_factory=deque)
@@ -115,8 +115,8 @@ class Heartbeats:
             orders=self._orders(),
             kv_tokens=self.engine.kv_tokens,
             run_id=self.run_id,
-            request_address=self.request_address,
             partials_from=self.partials_from(),
+            request_address=self.request_address,
             wire=WIRE_VERSION,
             sequence=self._sequence - 1,
             sent_at=self.clock(),

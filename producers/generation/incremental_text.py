@@ -25,6 +25,19 @@ class IncrementalText:
         self._held = 0
         self.is_settled = True
 
+    def go_on_behind(self, token_ids: Sequence[int]) -> str:
+        """Begin behind tokens that there are already; the text of those that are settled."""
+        tokens, decode = list(token_ids), self._tokenizer.decode
+        whole = len(tokens)
+        # The last tokens may be part of a character: their text is another once it is whole.
+        ends = range(whole, max(-1, whole - _HELD_TIMES), -1)
+        settled = next((end for end in ends if not decode(tokens[:end]).endswith("\ufffd")), whole)
+        self._known, self._new = tokens[max(0, settled - _HELD_TIMES) : settled], tokens[settled:]
+        self._shown = len(decode(self._known))
+        self._held = len(self._new)
+        self.is_settled = not self._new
+        return decode(tokens[:settled])
+
     def add(self, token_ids: Sequence[int]) -> str:
         """Take in tokens; the text behind what was settled before."""
         self._new += token_ids

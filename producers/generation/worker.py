@@ -146,9 +146,9 @@ class WorkerSession:
             clock=worker.clock,
             load=WorkerLoad(worker.monotonic),
         )
+        partials = cls._open_partials(worker, fenced) if settings.partial_trajectories == "durable" else None
         if slots:
             rollout.places = asyncio.Semaphore(worker.engine.max_num_seqs - slots)
-        partials = cls._open_partials(worker, fenced) if settings.partial_trajectories == "durable" else None
         executor = OrderExecutor(
             rollout,
             Outbox(fenced, settings.max_undelivered),

@@ -14,20 +14,20 @@ from schemas.trajectories import FinishReason, Prompt, SamplingParams
 class GenerationRequest:
     """Sample one completion of these prompt tokens; ``prompt``: what they were made of, if that is known.
 
-    ``chunk_tokens``: gathered before they are handed over, none for as many as the engine's settings say.
-    ``interactive``: somebody waits for the first token, so it is begun as soon as a slot is free.
     ``prefix_token_ids``: the completion's first tokens, sampled before, here or elsewhere. They count as its own, for
     the most tokens it may have as for stop strings; the deltas are of what comes behind them. Nothing comes but the
     reason if they are a whole completion.
+    ``chunk_tokens``: gathered before they are handed over, none for as many as the engine's settings say.
+    ``interactive``: somebody waits for the first token, so it is begun as soon as a slot is free.
     """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     prompt: Prompt | None = None
+    prefix_token_ids: Sequence[int] = ()
     chunk_tokens: int | None = None
     interactive: bool = False
-    prefix_token_ids: Sequence[int] = ()
 
     @property
     def context_token_ids(self) -> list[int]:

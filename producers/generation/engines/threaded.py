@@ -329,11 +329,11 @@ class ThreadedEngine:
 class StopMatcher:
     """Whether a completion that grows by a token contains one of its stop strings by now."""
 
-    __slots__ = ("_grown", "_overlap", "_sampling", "_seen", "_tail", "_tokenizer")
+    __slots__ = ("_decode", "_grown", "_overlap", "_sampling", "_seen", "_tail")
 
     def __init__(self, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
         self._sampling = sampling
-        self._tokenizer = tokenizer
+        self._decode = tokenizer.decode
         self._grown = IncrementalText(tokenizer)
         # Text that may be the beginning of a stop string: all but its last character.
         self._overlap = max(len(one) for one in sampling.stop) - 1
@@ -345,7 +345,7 @@ class StopMatcher:
         self._seen = len(prefix)
         text = self._grown.go_on_behind(prefix)
         self._tail = text[max(0, len(text) - self._overlap) :]
-        return self._sampling.find_stop(self._tokenizer.decode(list(prefix))) is not None
+        return self._sampling.find_stop(self._decode(list(prefix))) is not None
 
     def is_complete(self, completion: "ActiveCompletion") -> bool:
         """Take in what the completion has grown by, a token a decode step; whether a stop string ends there."""
