@@ -50,14 +50,3 @@ class IncrementalText:
             self._known, self._new = self._new, []
             self._shown = len(self._tokenizer.decode(self._known))
         return piece
-
-    def go_on_behind(self, token_ids: Sequence[int]) -> str:
-        """Take in all that came before, at the beginning; its text, as far as that is settled."""
-        tokens, decode = list(token_ids), self._tokenizer.decode
-        whole = len(tokens)
-        # The last tokens may be part of a character: their text is another once it is whole.
-        ends = range(whole, max(-1, whole - _HELD_TIMES), -1)
-        settled = next((end for end in ends if not decode(tokens[:end]).endswith("\ufffd")), whole)
-        self._known, self._new = tokens[max(0, settled - _HELD_TIMES) : settled], tokens[settled:]
-        self._held, self._shown = len(self._new), len(decode(self._known))
-        return decode(tokens[:settled])
