@@ -98,7 +98,7 @@ MUTANTS = (
         "06b",
         "loss mask shifted by one: in the learner",
         "consumers/training/step.py",
-        "mask = torch.tensor(batch.loss_mask)",
+        "mask = torch.tensor(batch.loss_mask)  # float32 [B, S]",
         "mask = torch.tensor(batch.loss_mask).roll(-1, 1)",
         (f"{TRAINING}/test_step.py::test_the_gradient_is_that_of_the_completions_tokens_and_of_no_others",),
     ),
