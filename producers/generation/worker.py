@@ -174,16 +174,20 @@ class WorkerSession:
             lambda identity: heartbeats.belong_to(identity.run_id),
         )
         session = cls(worker, work_orders, follower, adopter, heartbeats, executor)
-        if (wanted := worker.requests) is not None:
-            session.requests = RequestServer(
-                worker.engine,
-                rollout.load,
-                worker_id,
-                wanted,
-                is_open=lambda: adopter.held is not None and not session.is_leaving,
-                version=lambda: heartbeats.version,
-            )
+        session._serve_requests()
         return session
+
+    def _serve_requests(self) -> None:
+        if (wanted := self.worker.requests) is None:
+            return
+        self.requests = RequestServer(
+            self.worker.engine,
+            self.executor.rollout.load,
+            self.worker.worker_id,
+            wanted,
+            is_open=lambda: self.adopter.held is not None and not self.is_leaving,
+            version=lambda: self.heartbeats.version,
+        )
 
     @staticmethod
     def _open_partials(worker: GenerationWorker, fenced: FencedPublisher) -> PartialPool | None:
