@@ -266,7 +266,8 @@ async def _train(
     rotation = LogRotation(directory.logs, settings.run.log_max_bytes, settings.run.log_backup_count)
     others: list[LogRotation | Fleet | TrainerElsewhere] = [rotation, *([fleet] if fleet else [])]
     if not (settings.run.trainer or standbys):
-        others.append(TrainerElsewhere(state, settings.training.max_steps, supervisor))
+        patience_s = settings.coordinator.finish_timeout_s
+        others.append(TrainerElsewhere(state, settings.training.max_steps, supervisor, patience_s))
     index = _index_follower(bus, settings, directory)
     try:
         await _supervise(supervisor, feed, index, others, progress, stop)
