@@ -20,7 +20,7 @@ RENAMED = {
     "coordinator.finish_patience_s": "coordinator.finish_timeout_s",
     "dispatch.adoption_patience_s": "dispatch.weight_sync_timeout_s",
     "generation.standstill_s": "generation.fencing_timeout_s",
-    "generation.stream_tokens": 'generation.partial_trajectories = "stream"',
+    "generation.stream_tokens": "generation.partial_trajectories",
     "kafka.stall_rebuilds": "kafka.max_client_restarts",
     "lengths.learn_after": "lengths.min_samples",
     "lengths.memory": "lengths.reservoir_size",

@@ -135,10 +135,12 @@ def full_examples() -> dict[str, Message]:
             orders={"gsm8k/7/0": 1.5}, kv_tokens=4096, run_id="0f6ad1c2-7a53-4f3e-9d0e-1b7a4f1c2d3e", wire=2
         ),
         "trajectory-continued": trajectory(parts=PARTS),
+        "trajectory-requested": trajectory(source="request"),
         "work-order-continued": work_order("What is 2 + 2?").replace(
             partials=(PartialSource(partition=3, offset=1 << 40), PartialSource(partition=9, offset=0))
         ),
         "heartbeat-durable": some["heartbeat"].replace(partials_from=77, wire=2),
+        "heartbeat-serving": some["heartbeat"].replace(request_address="10.0.0.7:40123"),
         "run-identity-full": some["run-identity"].replace(wire=2),
         "control-flow-full": some["control-flow"].replace(mode="drain", command_offset=4),
         "control-drain-worker-full": some["control-drain-worker"].replace(command_offset=5),

@@ -15,12 +15,14 @@ from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
 from consumers.training.failpoints import Failpoint
 from consumers.training.policy import ComputeThread
+from consumers.training.session import MakeReport, TrainerSession
 from consumers.training.settings import TrainingSettings
 from inspection.replay.replayer import Replayer, ReplayOptions
 from inspection.replay.results import StepReplay
 from inspection.replay.scratch_policy import StepConfig, StoredRestorePoints
 from inspection.replay.steps import steps_between
 from schemas.identifiers import PolicyVersion
+from schemas.reports import RefusedStep, StepReport
 from schemas.trajectories import FinishReason, Trajectory, VersionSpan
 from tests.consumers.training.factories import VOCABULARY, make_trajectory
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene
@@ -34,7 +36,7 @@ class Crash(Exception):
 
 
 def crash_after(step: int) -> Callable[[Failpoint], None]:
-    """Die as soon as this many steps were announced."""
+    """Die as soon as so many steps were taken."""
     seen: list[Failpoint] = []
 
     def failpoint(point: Failpoint) -> None:
@@ -104,6 +106,15 @@ class Recorded:
             return [found async for found in replayer.replay(log, steps, lineage, ReplayOptions(**options))]
 
 
+announce = TrainerSession.announce
+
+
+async def announced_at_once(session: TrainerSession, report: StepReport | RefusedStep | MakeReport) -> None:
+    """Announce, and wait until that is done."""
+    await announce(session, report)
+    await session.announcements.settled()
+
+
 async def record(
     root: Path,
     model_path: Path,
@@ -122,7 +133,9 @@ async def record(
     recorded = Recorded(scene, changes.pop("algorithm", AlgorithmSettings()), training)
     options = {"algorithm": recorded.algorithm, "training": training, **changes}
     if crash_at is not None:
-        with pytest.raises(Crash):
+        with pytest.raises(Crash), pytest.MonkeyPatch.context() as patch:
+            # Else the crash may come before the last step is announced, or not.
+            patch.setattr(TrainerSession, "announce", announced_at_once)
             await scene.trainer(**options, failpoint=crash_after(crash_at)).run(asyncio.Event())
     await asyncio.wait_for(scene.trainer(**options).run(asyncio.Event()), 60)
     return recorded
