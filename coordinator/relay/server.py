@@ -13,10 +13,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 from aiohttp import web
@@ -212,9 +212,8 @@ class Relay:
         path = await asyncio.to_thread(self.store.find, version, name)  # a slow disk must not hold up other downloads
         if path is None:
             raise _missing(version, name, is_gone=await asyncio.to_thread(self.store.is_gone, version))
-        with self.store.lease(read := PolicyVersion.parse(version)):
-            await asyncio.to_thread(self.store.keep, read)
-            return await self._sent(request, ArrivingFile.there(path))
+        await asyncio.to_thread(self.store.keep, read := PolicyVersion.parse(version))
+        return await self._sent(request, ArrivingFile.there(path), self.store.lease(read))
 
     async def _copied(self, request: web.Request, copies: RelayCopies, version: str, name: str) -> web.StreamResponse:
         try:
@@ -224,22 +223,23 @@ class Relay:
         copy = await copies.find(wanted, KNOWN_WITHIN * self.settings.timeout_s)
         if copy is None:
             raise _missing(version, name, is_gone=copies.is_gone(wanted))
-        with copies.lease(copy):
-            if name == MANIFEST:
+        lease = copies.lease(copy)
+        if name == MANIFEST:
+            with lease:
                 return web.Response(body=copy.raw, content_type="application/octet-stream")
-            if (arriving := copy.files.get(name)) is None:
-                raise _missing(version, name, is_gone=False)
-            return await self._sent(request, arriving)
+        if (arriving := copy.files.get(name)) is None:
+            raise _missing(version, name, is_gone=False)
+        return await self._sent(request, arriving, lease)
 
-    async def _sent(self, request: web.Request, arriving: ArrivingFile) -> web.StreamResponse:
+    async def _sent(
+        self, request: web.Request, arriving: ArrivingFile, lease: AbstractContextManager[None]
+    ) -> web.StreamResponse:
         """The file, or from a byte on: by the kernel if nothing of it is awaited or held back."""
         headers = {"Content-Type": "application/octet-stream"}
         is_paced = self._pace.is_bounded and not _is_of_this_host(request)
         if arriving.is_whole and not is_paced:
             # It answers Range by itself, so that a download that broke off goes on where it was.
-            response: web.StreamResponse = web.FileResponse(arriving.path, headers=headers)
-            await response.prepare(request)
-            return response
+            return LeasedFile(arriving.path, headers, lease)
         size, wanted = arriving.file.size, request.http_range
         start, stop = wanted.start or 0, size if wanted.stop is None else min(wanted.stop, size)
         if not 0 <= start <= stop:
@@ -251,7 +251,8 @@ class Relay:
         response.content_length = stop - start
         await response.prepare(request)
         try:
-            await self._stream(response, arriving, start, stop, is_paced=is_paced)
+            with lease:
+                await self._stream(response, arriving, start, stop, is_paced=is_paced)
         except (ChecksumMismatch, ConnectionError) as error:
             # The answer has begun: only an end before its length tells the reader, who asks for the rest elsewhere.
             log.info("answer broken off", file=arriving.file.name, error=str(error))
@@ -281,6 +282,19 @@ class Relay:
                 at += len(piece)
         finally:
             os.close(descriptor)
+
+
+class LeasedFile(web.FileResponse):
+    """A file whose version stays until it was sent."""
+
+    def __init__(self, path: Path, headers: dict[str, str], lease: AbstractContextManager[None]) -> None:
+        super().__init__(path, headers=headers)
+        self._lease = lease
+
+    async def prepare(self, request: web.BaseRequest) -> Any:
+        """Send it: aiohttp sends a file's body along with its headers."""
+        with self._lease:
+            return await super().prepare(request)
 
 
 @dataclass
