@@ -42,7 +42,6 @@ from coordinator.relay.tier import RelayTier
 from coordinator.settings import RelaySettings
 from schemas.codec import decode, encode, headers_of
 from schemas.control import WeightsReady
-from schemas.errors import StreamRLError
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
 from schemas.reports import RelayBeat
@@ -56,6 +55,8 @@ SWITCH = f"{PREFIX}-switch"
 RUN = "bench"
 REPORT_S = 0.02
 """How often a relay's process tells what it has: a transfer takes a thousand times as long."""
+LISTENING_S = 4.0
+"""After the last was heard: a relay listens to the others for two beats before it fetches."""
 TOO_LONG = 4.0
 """Times what a star would take: then something is broken."""
 
@@ -74,8 +75,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
         return None
     began = time.monotonic()
     # In memory, where relays best have them: a disk would be measured else.
-    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="streamrl-relay-", dir=memory) as scratch:
+    memory = Path("/dev") / "shm"
+    with tempfile.TemporaryDirectory(prefix="streamrl-relay-", dir=memory if memory.is_dir() else None) as scratch:
         result = asyncio.run(measure(options, Path(scratch)))
     command = f"make bench-relay ARGS='--hosts {options.hosts} --mib {options.mib} --mbit {options.mbit}'"
     result["conditions"] = conditions(began, 0, ["aiohttp", "uvloop"], command)
@@ -106,7 +107,7 @@ def why_not() -> str | None:
 def namespaces(count: int, mbit: int) -> Iterator[None]:
     """Namespaces 0 to ``count`` - 1 on one bridge, each bounded in both directions.
 
-    The bridge is in a namespace too: what the machine's own firewall lets through between bridges does not matter there.
+    The bridge is in a namespace too: there the machine's own firewall has no say in what passes a bridge.
     """
     try:
         _ip("netns", "add", SWITCH)
@@ -160,6 +161,7 @@ class RelayProcess:
     _reading: "asyncio.Task[None] | None" = None
 
     async def start(self) -> None:
+        """Begin to serve, and to read what it says."""
         code = "from benchmarks.relay import serve; import sys; serve(int(sys.argv[1]), sys.argv[2])"
         self.process = await asyncio.create_subprocess_exec(
             *("ip", "netns", "exec", f"{PREFIX}-{self.number}", sys.executable, "-c", code),
@@ -216,9 +218,8 @@ class Bench:
     async def started(self) -> None:
         """Wait until everybody was heard, and everybody fetches."""
         async with asyncio.timeout(120):
-            while len(self.heard) < len(self.relays):
-                await asyncio.sleep(0.1)
-        await asyncio.sleep(4.0)
+            await _until(lambda: len(self.heard) == len(self.relays))
+        await asyncio.sleep(LISTENING_S)
 
     async def announce(self, ready: WeightsReady, to: list[RelayProcess]) -> float:
         """When it was announced."""
@@ -232,8 +233,7 @@ class Bench:
         ideal_s = self.options.mib * 8.388608 / self.options.mbit
         name = str(version)
         async with asyncio.timeout(TOO_LONG * (len(self.relays) * ideal_s + 30)):
-            while not all(name in relay.held_at for relay in of):
-                await asyncio.sleep(REPORT_S)
+            await _until(lambda: all(name in relay.held_at for relay in of))
         return max(relay.held_at[name] for relay in of)
 
 
@@ -316,13 +316,17 @@ async def _killed(bench: Bench, ready: WeightsReady, seconds: list[float]) -> No
     victim, others = hosts[len(hosts) // 2], [host for host in hosts if host is not hosts[len(hosts) // 2]]
     began = await bench.announce(ready, hosts)
     half = bench.options.mib << 19
-    while victim.have.get(str(ready.version), 0) < half:
-        await asyncio.sleep(REPORT_S)
+    await _until(lambda: victim.have.get(str(ready.version), 0) >= half)
     await victim.kill()
     seconds.append(await bench.last(ready.version, others) - began)
     bench.heard.pop(victim.number, None)
     await victim.start()
     await bench.started()
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - what is awaited is told by other processes, at that pace
+        await asyncio.sleep(REPORT_S)
 
 
 def _say(name: str, seconds: dict[str, list[float]]) -> None:

@@ -32,7 +32,7 @@ class CoordinatorSettings(Section):
     relays: Annotated[
         tuple[str, ...],
         Field(
-            description="Addresses of the relays that serve weights, until relays are heard on the bus, and behind those; "
+            description="Addresses of relays to begin with, before any is heard on the bus, and behind those that are; "
             "empty: the relay that `streamrl run` starts."
         ),
     ] = ()
@@ -54,7 +54,7 @@ class RelaySettings(Section):
     lease_s: Annotated[
         float,
         Field(ge=0, description="A version stays for this long after somebody last read of it, whatever is newer."),
-    ] = 60.0
+    ] = 30.0
     site: Annotated[str, Field(description="Network around this host: the chain of relays goes site by site.")] = ""
     address: Annotated[
         str | None,

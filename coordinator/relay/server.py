@@ -267,8 +267,8 @@ class Relay:
     ) -> None:
         if at < stop:
             await arriving.beyond(at)
-        # Opened once: the name changes when the version is whole, and the file may be deleted while it is read. Here and
-        # not in a thread: by the time that one began, the name could be another.
+        # Opened once: the name changes when the version is whole, and the file may be deleted while it is read. Not in
+        # a thread: by the time that it began, the name could be another.
         descriptor = os.open(arriving.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             while at < stop:

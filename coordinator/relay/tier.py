@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 
 import structlog
 
@@ -204,8 +205,9 @@ def open_tier(
     bus: Bus, run_name: str, settings: RelaySettings, store: WeightsStore, copies: RelayCopies | None
 ) -> RelayTier:
     """The loops of the relay that the settings describe."""
-    host = socket.gethostname()
-    named = settings.host if settings.host not in ("0.0.0.0", "::") else host
+    host, named = socket.gethostname(), settings.host
+    with contextlib.suppress(ValueError):  # a name, which others may know
+        named = host if ip_address(settings.host).is_unspecified else settings.host
     address = settings.address or f"http://{f'[{named}]' if ':' in named else named}:{settings.port}"
     me = RelayMember(f"{host}:{settings.port}", address, host, settings.site, has_store=copies is None)
     return RelayTier(bus, run_name, settings, me, store, copies)
