@@ -1,7 +1,7 @@
 """A relay among others: says on the bus that it is there, hears who else is, and fetches what is announced.
 
 Nobody leads: each relay works out its upstream from the heartbeats that it hears (``chain.py``). Serving needs no
-broker; while none answers, relays know what they knew.
+broker: while none answers, nothing new is announced, and what is under way goes on.
 """
 
 import asyncio
@@ -162,6 +162,9 @@ class RelayTier:
                     self._announced.set()
 
     async def _fetch_loop(self) -> None:
+        """One version at a time, to its end, and then the newest: over a slow link none would ever be whole if each
+        newer one began in its place.
+        """
         assert self.copies is not None
         assert self.transfer is not None
         # Whoever has heard nobody yet would take the first version past the chain.

@@ -132,7 +132,7 @@ class _Pull:
                 silences, error = silences + 1, silence
                 if silences < SILENCES and await self._answers(upstream):
                     continue
-            except (WeightsError, aiohttp.ClientError, asyncio.IncompleteReadError, ConnectionError) as failure:
+            except (WeightsError, aiohttp.ClientError, EOFError, ConnectionError) as failure:
                 error = failure
             else:
                 return
