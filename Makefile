@@ -40,7 +40,9 @@ test-compose: .venv/ready  ## the compose file on a Docker engine: build, run, k
 	  { echo "error: expected a Docker engine with Compose, got none that answers; start one, then try again" >&2; exit 2; }
 	STREAMRL_TEST_COMPOSE=1 .venv/bin/python -m pytest -v tests/deploy/compose/test_engine.py $(ARGS)
 
-check: check-lint check-types check-tree check-docs  ## lint, formatting, types, the shape of the tree, published figures, and the manual's links
+check: .venv/ready  ## lint, formatting, types, the shape of the tree, published figures, and the manual's links
+	@# Two at a time: the type checker keeps one processor busy for half of this.
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-lint check-types check-tree check-docs
 
 check-lint: .venv/ready
 	.venv/bin/ruff check .

@@ -153,9 +153,7 @@ def _packed(numbers: Integers) -> bytes:
     planes = np.ascontiguousarray(numbers).view(np.uint8).reshape(-1, numbers.itemsize).T  # [unit, numbers]
     packed = b""
     for plane in planes:
-        data = (
-            bytes(cramjam.zstd.compress(memoryview(np.ascontiguousarray(plane)), level=LEVEL)) if plane.any() else b""
-        )
+        data = bytes(cramjam.zstd.compress(np.ascontiguousarray(plane).data, level=LEVEL)) if plane.any() else b""
         packed += len(data).to_bytes(4, "little") + data
     return packed
 
@@ -179,7 +177,7 @@ def _unpacking(payload: bytes) -> Callable[[Any, int], Integers]:
 
 def _decompress(data: bytes, plane: npt.NDArray[np.uint8]) -> None:
     try:
-        size = cramjam.zstd.decompress_into(data, memoryview(plane))
+        size = cramjam.zstd.decompress_into(data, plane.data)
     except cramjam.DecompressionError as error:
         raise WeightsError(f"expected a difference of weights that unpacks, got: {error}") from error
     if size != len(plane):

@@ -160,10 +160,11 @@ class Trainer(TrainerContext):
         metrics = finite(await _metrics(session, gathered, outcome.metrics))
         weights = PublishedWeights(session.version, None, {}, session.is_finished)  # not exported yet
         draft = step_report(self.algorithm.name, weights, gathered, metrics, ledger.prompt_cursor, self.clock())
-        report: StepReport | MakeReport = session.exporting(snapshot, draft)
+        make_report = session.exporting(snapshot, draft)
+        report: StepReport | MakeReport = make_report
         if session.is_checkpoint_due:
             with timer.measure("broadcast_weights"):
-                report = await report()
+                report = await make_report()
             # Before the announcement: a crash between the two then loses neither, since the checkpoint holds the
             # report.
             with timer.measure("save_ckpt"):

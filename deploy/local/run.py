@@ -56,11 +56,12 @@ from inspection.source import PastRun
 from observability.metrics.tracking import check_installed
 from observability.record_index.entries import Fold
 from observability.record_index.following import IndexFollower
-from observability.run_state.feed import WHOLE_RUN, RunFeed
+from observability.run_state.feed import WHOLE_RUN, Past, RunFeed
 from observability.run_state.state import RunState
 from producers.gateway.listening import listen
 from producers.prompts.tables import check_path
 from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
+from schemas.topics import CONTROL
 from settings.loading import as_toml, secret_variables
 from settings.run_directory import RunDirectory, named
 from settings.tree import Settings
@@ -248,7 +249,7 @@ async def _train(
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
     bus, state = KafkaBus(kafka), RunState(settings.run.name)
     connection = RunConnection(kafka, settings.run.name, settings)
-    feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, WHOLE_RUN)
+    feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, watched(settings))
     stop = _stop_on_signals() if stopped is None else _stop_with(stopped)
     print(f"broker {address}; join with: streamrl worker {directory.config} {overrides[0]}")
     if gateway and settings.gateway.port:
@@ -265,7 +266,8 @@ async def _train(
     rotation = LogRotation(directory.logs, settings.run.log_max_bytes, settings.run.log_backup_count)
     others: list[LogRotation | Fleet | TrainerElsewhere] = [rotation, *([fleet] if fleet else [])]
     if not (settings.run.trainer or standbys):
-        others.append(TrainerElsewhere(state, settings.training.max_steps, supervisor))
+        patience_s = settings.coordinator.finish_timeout_s
+        others.append(TrainerElsewhere(state, settings.training.max_steps, supervisor, patience_s))
     index = _index_follower(bus, settings, directory)
     try:
         await _supervise(supervisor, feed, index, others, progress, stop)
@@ -278,6 +280,11 @@ async def _train(
     topics = await _gathered_topics(bus, settings, directory)
     audited = await _audited(bus, settings, directory) if settings.run.audit else None
     return TrainingOutcome(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set(), audited)
+
+
+def watched(settings: Settings) -> Past:
+    """What is read for the display and the summary; the end of a run only where no trainer of ours tells of it."""
+    return WHOLE_RUN if settings.run.trainer or settings.run.standby_trainers else {**WHOLE_RUN, CONTROL: None}
 
 
 async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicDigest | None:

@@ -442,11 +442,15 @@ class Fleet:
 
 @dataclass
 class TrainerElsewhere:
-    """Ends the run where no trainer of ours can: once the topics say that it is over, and its workers have left."""
+    """Ends the run where no trainer of ours can: once the topics say that it is over, and its workers have left.
+
+    ``finish_timeout_s``: the coordinator's, which after a restart says so much later that the run is over for good.
+    """
 
     state: RunState
     last_step: int
     supervisor: Supervisor
+    finish_timeout_s: float = 0.0
     clock: Callable[[], float] = time.time
     look_every_s: float = POLL_S
 
@@ -462,7 +466,7 @@ class TrainerElsewhere:
             if self.state.finished_step >= self.last_step:
                 ended_at = self.clock() if ended_at is None else ended_at
                 is_left = not self.state.living_workers(self.clock())
-                if is_left or self.clock() - ended_at > WORKERS_LEAVE_S:
+                if is_left or self.clock() - ended_at > self.finish_timeout_s + WORKERS_LEAVE_S:
                     self.supervisor.finished.set()
                     return
             await asyncio.sleep(self.look_every_s)

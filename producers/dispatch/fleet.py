@@ -137,8 +137,7 @@ class LiveWorkers:
 
     def partials_from(self, worker_id: str, incarnation: str | None) -> int | None:
         """What that process said last, 0 if nobody knows. It holds to its end: what it wrote later lies behind."""
-        seen = self._seen.get(worker_id)
-        if seen is not None and seen.heartbeat.incarnation == incarnation:
+        if (seen := self._seen.get(worker_id)) is not None and seen.heartbeat.incarnation == incarnation:
             return seen.heartbeat.partials_from
         return self._former.get((worker_id, incarnation), 0)
 

@@ -80,7 +80,6 @@ class Reply:
     sampled: SampledCompletion = field(default_factory=SampledCompletion)
     started_at: float = 0.0
     finished_at: float = 0.0
-    worker_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class RunningCall:
     def _extend(self, reply: Reply, event: SampledTokens) -> None:
         now = time.time()
         if not reply.started_at:
-            reply.started_at, reply.worker_id = now, reply.sequence.worker_id
+            reply.started_at = now
         if self.version is None:
             self.version = event.version
         reason = None if event.finish_reason is None else FinishReason(event.finish_reason)

@@ -32,7 +32,7 @@ from schemas.codec import decode, encode, headers_of
 from schemas.errors import BusError, UserError
 from schemas.identifiers import make_group_id, make_trajectory_id
 from schemas.settings import LoopSettings
-from schemas.trajectories import Trajectory
+from schemas.trajectories import Trajectory, TrajectoryPart
 
 log = structlog.get_logger()
 
@@ -70,6 +70,10 @@ def _trajectory(running: RunningCall, reply: Reply) -> Trajectory:
     group_id = make_group_id(prompt_id, number)
     token_ids, logprobs = reply.sampled.arrays()
     spans = reply.sampled.version_spans()
+    parts = tuple(
+        TrajectoryPart(worker_id=worker_id, attempt=attempt, start=start)
+        for attempt, (worker_id, start) in enumerate(reply.sequence.parts)
+    )
     return Trajectory(
         trajectory_id=make_trajectory_id(group_id, index),
         group_id=group_id,
@@ -89,8 +93,9 @@ def _trajectory(running: RunningCall, reply: Reply) -> Trajectory:
         temperature=call.sampling.temperature,
         bucket=reply.estimate.bucket,
         predicted_length=reply.estimate.median,
-        worker_id=reply.worker_id,
-        attempt=0,
+        worker_id=parts[-1].worker_id,
+        parts=parts if len(parts) > 1 else (),
+        attempt=parts[-1].attempt,
         admitted_version=spans[0].version,
         source="request",
         created_at=call.created_at,

@@ -129,8 +129,8 @@ class Gateway:
         Consumes: HTTP requests; heartbeats, from now on; tokens of workers, over connections of their own.
         Produces: answers; trajectories of completions that were given a reward.
         Waits for: requesters. No request waits for the broker.
-        On failure: a lost worker ends what it had begun, with an error to who waits; without the broker no new worker
-            is found, and rewarded completions stay on the disk. ``UserError``: the port is taken.
+        On failure: what a lost worker had begun goes on with another; without the broker no new worker is found, and
+            rewarded completions stay on the disk. ``UserError``: the port is taken.
         On stop: takes no more requests, gives those under way ``shutdown_timeout_s``; what is kept for feedback stays.
         """
         self.keys.read()  # a file that is none is told now, and not by every answer

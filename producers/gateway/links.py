@@ -6,11 +6,12 @@ requests go on while no broker answers.
 Invariants, each with a test of its name:
 - a_sequence_has_one_end: its sink is told of the last token or of one failure, and of nothing after it;
 - who_is_beyond_the_queue_is_told_so: nothing waits without a bound, nor longer than the time that it may;
-- a_lost_worker_takes_no_unstarted_request_along: what has no token yet is sampled by another.
+- a_lost_worker_takes_no_request_along: another goes on with it behind the last token that was told.
 """
 
 import asyncio
 import time
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -61,6 +62,7 @@ class ServedSequence:
     """One completion, from the queue to its last token. ``sink`` is told of tokens, or of why there are no more.
 
     ``session``: calls that belong together; ``tried``: workers that failed at it, ``attempts``: how often any did.
+    ``sampled``: its tokens so far; ``parts``: who sampled it, each from which token on.
     """
 
     prompt_token_ids: Sequence[int]
@@ -68,7 +70,8 @@ class ServedSequence:
     estimate: LengthEstimate
     sink: Callable[["SampledTokens | ApiError"], None]
     session: str | None = None
-    generated: int = 0
+    sampled: "array[int]" = field(default_factory=lambda: array("i"))
+    parts: list[tuple[str, int]] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
     attempts: int = 0
     deadline: float = 0.0
@@ -81,9 +84,9 @@ class ServedSequence:
         self.blocks = prefix_blocks(self.prompt_token_ids)
 
     @property
-    def worker_id(self) -> str:
-        """Who samples it; empty before anybody does."""
-        return "" if self.link is None else self.link.worker_id
+    def generated(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.sampled)
 
     @property
     def left(self) -> float:
@@ -126,8 +129,15 @@ class WorkerLink:
         sequence.link, sequence.name = self, self._names
         self.running[sequence.name] = sequence
         self.cached.saw(sequence.blocks, self.card.version)
-        prompt = np.array(sequence.prompt_token_ids, "<i4").tobytes()
-        self._send(pack("start", sequence.name, {"prompt": prompt, "sampling": sequence.sampling.model_dump()}))
+        if sequence.parts and sequence.parts[-1][1] == sequence.generated:
+            sequence.parts.pop()  # of who had it before and sampled nothing
+        sequence.parts.append((self.worker_id, sequence.generated))
+        request = {
+            "prompt": np.array(sequence.prompt_token_ids, "<i4").tobytes(),
+            "prefix": sequence.sampled.tobytes(),
+            "sampling": sequence.sampling.model_dump(),
+        }
+        self._send(pack("start", sequence.name, request))
 
     def cancel(self, sequence: ServedSequence) -> None:
         """Have the worker give up a sequence that nobody waits for."""
@@ -202,7 +212,7 @@ class WorkerLink:
         sequence = self.running.get(sampled.name)
         if sequence is None:  # cancelled meanwhile
             return
-        sequence.generated += len(sampled.token_ids)
+        sequence.sampled.extend(sampled.token_ids)
         self.pool.sampled(len(sampled.token_ids))
         if sampled.finish_reason is not None:
             del self.running[sampled.name]
@@ -366,11 +376,11 @@ class WorkerPool:
             self._rates.append((now, self.generated_tokens))
 
     def again(self, sequence: ServedSequence, worker_id: str, error: ApiError) -> None:
-        """A worker failed at it: it is sampled once more if no token was handed out, else ends with the error."""
+        """A worker failed at it: another goes on, or the same one; after too many times it ends with the error."""
         sequence.link = None
         sequence.tried.add(worker_id)
         sequence.attempts += 1
-        if sequence.generated or sequence.attempts >= MAX_ATTEMPTS:
+        if sequence.attempts >= MAX_ATTEMPTS:
             self.lost += 1
             self.end(sequence, error)
         else:

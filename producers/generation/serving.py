@@ -56,9 +56,12 @@ WebSocket = web.WebSocketResponse | ClientWebSocketResponse
 
 
 class SampleRequest(Part):
-    """``prompt``: token ids as little-endian int32; ``chunk_tokens``: of one delta."""
+    """``prompt``: token ids as little-endian int32; ``prefix``: of the completion's beginning, which another worker has
+    sampled; ``chunk_tokens``: of one delta.
+    """
 
     prompt: Annotated[bytes, Field(max_length=MAX_FRAME_BYTES)]
+    prefix: Annotated[bytes, Field(max_length=MAX_FRAME_BYTES)] = b""
     sampling: SamplingParams
     chunk_tokens: Annotated[int, Field(ge=1)] = 1
 
@@ -350,6 +353,7 @@ class GatewayConnection:
             sampling=wanted.sampling,
             chunk_tokens=wanted.chunk_tokens,
             interactive=True,
+            prefix_token_ids=np.frombuffer(wanted.prefix, "<i4").tolist(),
         )
         self._running[name] = task = asyncio.create_task(self._sample(name, request))
         task.add_done_callback(lambda _: self._over(name))

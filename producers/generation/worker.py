@@ -133,6 +133,7 @@ class WorkerSession:
         """Put the parts together: whatever publishes does it through the fence."""
         run, worker_id, settings = worker.run_name, worker.worker_id, worker.settings
         slots = worker.requests.slots if worker.requests is not None else 0
+        streams = settings.partial_trajectories == "stream"
         fence = Fence(worker_id, uuid.uuid4().hex[:12], settings.fencing_timeout_s, worker.monotonic)
         fenced = FencedPublisher(publisher, fence)
         rollout = Rollout(
@@ -140,22 +141,15 @@ class WorkerSession:
             worker.tokenizer,
             worker.rewards,
             worker_id,
-            tokens=TokenStream(fenced, TOKENS.full_name(run), worker_id)
-            if settings.partial_trajectories == "stream"
-            else None,
+            tokens=TokenStream(fenced, TOKENS.full_name(run), worker_id) if streams else None,
             clock=worker.clock,
             load=WorkerLoad(worker.monotonic),
         )
-        partials = cls._open_partials(worker, fenced) if settings.partial_trajectories == "durable" else None
+        partials = cls._open_partials(worker, fenced)
         if slots:
             rollout.places = asyncio.Semaphore(worker.engine.max_num_seqs - slots)
-        executor = OrderExecutor(
-            rollout,
-            Outbox(fenced, settings.max_undelivered),
-            TRAJECTORIES.full_name(run),
-            worker.loop.max_prompt_length,
-            partials,
-        )
+        topic, outbox = TRAJECTORIES.full_name(run), Outbox(fenced, settings.max_undelivered)
+        executor = OrderExecutor(rollout, outbox, topic, worker.loop.max_prompt_length, partials)
         heartbeats = Heartbeats(
             fenced,
             HEARTBEATS.full_name(run),
@@ -165,9 +159,8 @@ class WorkerSession:
             worker.clock,
             fence.incarnation,
             request_slots=slots,
+            partials_from=lambda: partials.low_offset if partials is not None else None,
         )
-        if partials is not None:
-            heartbeats.partials_from = lambda: partials.low_offset
         first_relay = partition_of_worker(worker_id)  # workers start at different relays
         fetcher = worker.open_fetcher(worker.weights_cache, settings.fetch_timeout_s, first_relay)
         adopter = WeightsAdopter(worker.engine, fetcher, lambda version: heartbeats.update(version=version))
@@ -181,19 +174,25 @@ class WorkerSession:
             lambda identity: heartbeats.belong_to(identity.run_id),
         )
         session = cls(worker, work_orders, follower, adopter, heartbeats, executor)
-        if (wanted := worker.requests) is not None:
-            session.requests = RequestServer(
-                worker.engine,
-                rollout.load,
-                worker_id,
-                wanted,
-                is_open=lambda: adopter.held is not None and not session.is_leaving,
-                version=lambda: heartbeats.version,
-            )
+        session._serve_requests()
         return session
 
+    def _serve_requests(self) -> None:
+        if (wanted := self.worker.requests) is None:
+            return
+        self.requests = RequestServer(
+            self.worker.engine,
+            self.executor.rollout.load,
+            self.worker.worker_id,
+            wanted,
+            is_open=lambda: self.adopter.held is not None and not self.is_leaving,
+            version=lambda: self.heartbeats.version,
+        )
+
     @staticmethod
-    def _open_partials(worker: GenerationWorker, fenced: FencedPublisher) -> PartialPool:
+    def _open_partials(worker: GenerationWorker, fenced: FencedPublisher) -> PartialPool | None:
+        if worker.settings.partial_trajectories != "durable":
+            return None
         topic, settings = PARTIAL_TRAJECTORIES.full_name(worker.run_name), worker.settings
         return PartialPool(
             fenced,

@@ -98,7 +98,7 @@ MUTANTS = (
         "06b",
         "loss mask shifted by one: in the learner",
         "consumers/training/step.py",
-        "mask = torch.tensor(batch.loss_mask)",
+        "mask = torch.tensor(batch.loss_mask)  # float32 [B, S]",
         "mask = torch.tensor(batch.loss_mask).roll(-1, 1)",
         (f"{TRAINING}/test_step.py::test_the_gradient_is_that_of_the_completions_tokens_and_of_no_others",),
     ),
@@ -203,7 +203,7 @@ MUTANTS = (
         "Outbox(publisher, ",
         (
             f"{GENERATION}/test_worker_succession.py::"
-            "test_a_worker_that_was_suspended_hands_nothing_over_before_it_has_read_control[False]",
+            "test_a_worker_that_was_suspended_hands_nothing_over_before_it_has_read_control[off]",
         ),
     ),
     # A trajectory goes to the partition of its own length's bucket, not to the one that the order says.
@@ -211,11 +211,11 @@ MUTANTS = (
         "10",
         "length bucket computed per sample: from its actual length",
         "producers/generation/worker.py",
-        """            return Outgoing.of(self.topic, trajectory, key=order.group_id, partition=order.partition)
+        """            record = Outgoing.of(self.topic, trajectory, key=order.group_id, partition=order.partition)
 """,
         """            loop = LoopSettings()
             partition = loop.partition_of(loop.bucket_of(len(trajectory.token_ids)), order.position)
-            return Outgoing.of(self.topic, trajectory, key=order.group_id, partition=partition)
+            record = Outgoing.of(self.topic, trajectory, key=order.group_id, partition=partition)
 """,
         (
             f"{GENERATION}/test_worker.py::test_an_order_becomes_one_trajectory_per_sample_on_its_partition",
@@ -227,10 +227,10 @@ MUTANTS = (
         "10b",
         "length bucket computed per sample: if it is longer than predicted",
         "producers/generation/worker.py",
-        """            return Outgoing.of(self.topic, trajectory, key=order.group_id, partition=order.partition)
+        """            record = Outgoing.of(self.topic, trajectory, key=order.group_id, partition=order.partition)
 """,
         """            partition = order.partition + (len(trajectory.token_ids) > order.estimate.upper)
-            return Outgoing.of(self.topic, trajectory, key=order.group_id, partition=partition)
+            record = Outgoing.of(self.topic, trajectory, key=order.group_id, partition=partition)
 """,
         (f"{GENERATION}/test_orders.py::test_samples_of_one_group_go_where_their_order_says_whatever_their_lengths",),
     ),
@@ -255,8 +255,8 @@ MUTANTS = (
         "12",
         "stop strings looked for within single tokens",
         "producers/generation/engines/threaded.py",
-        "        text = self._tail + piece\n",
-        "        text = piece\n",
+        "text = self._tail + self._grown.add(",
+        "text = self._grown.add(",
         (
             f"{GENERATION}/engines/test_stop_matcher.py::"
             "test_the_first_token_after_which_the_text_has_a_stop_string_ends_it",

@@ -14,7 +14,7 @@ from tests.chaos.checking.checker import Findings
 from tests.chaos.checking.checkpoints import location_of
 from tests.chaos.runs.setting import Setting
 
-COMMAND_S = 60.0
+COMMAND_S = 180.0
 
 
 async def audit_problems(setting: Setting, address: str, findings: Findings) -> list[str]:

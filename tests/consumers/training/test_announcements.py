@@ -30,8 +30,13 @@ class SlowAnnouncer:
         self.closed = True
 
 
-async def post(announcements: Announcements, key: str) -> None:
-    await announcements.post([Outgoing("t", None, key)], {})
+async def post(announcements: Announcements, key: str, made: asyncio.Event | None = None) -> None:
+    async def make() -> list[Outgoing]:
+        if made is not None:
+            await made.wait()
+        return [Outgoing("t", None, key)]
+
+    await announcements.post(make, {})
 
 
 async def test_the_trainer_goes_on_while_an_announcement_is_under_way_and_their_order_never_changes() -> None:
@@ -57,6 +62,32 @@ async def test_a_failed_announcement_is_raised_at_the_next_act(act: str) -> None
     with pytest.raises(BusError, match="too large"):
         await (announcements.settled() if act == "settled" else post(announcements, "second"))
     assert announcements.under_way is None
+
+
+async def test_what_is_announced_is_made_after_the_announcement_before_and_can_be_waited_for_alone() -> None:
+    announcer, made = SlowAnnouncer(), asyncio.Event()
+    announcements = Announcements(announcer, lambda: None)
+    await announcements.made()  # nothing is under way
+    await post(announcements, "first", made)
+    waiting = asyncio.create_task(announcements.made())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    made.set()
+    await asyncio.wait_for(waiting, 1)
+    assert announcements.under_way is not None, "made, and not announced yet"
+    announcer.let_go.set()
+    await announcements.settled()
+    assert announcer.keys == ["first"]
+
+
+async def test_a_making_that_fails_is_raised_to_whoever_waits_for_it() -> None:
+    async def fail() -> list[Outgoing]:
+        raise BusError("no room")
+
+    announcements = Announcements(SlowAnnouncer(), lambda: None)
+    await announcements.post(fail, {})
+    with pytest.raises(BusError, match="no room"):
+        await announcements.made()
 
 
 async def test_closing_gives_up_what_is_under_way() -> None:

@@ -19,10 +19,10 @@ from consumers.training.step import PolicyLearner
 from schemas.reports import RecordRef
 from tests.consumers.training.factories import make_trajectory, save_tiny_model
 
-VOCABULARY, PROMPT, LENGTH, WANTED = 9, (1, 2), 4, 5
-GROUPS, SIZE, STEPS = 4, 6, 14
+VOCABULARY, PROMPT, LENGTH, WANTED = 9, (1, 2), 3, 5
+GROUPS, SIZE, STEPS = 4, 6, 12
 LIMITS = ModelLimits(vocabulary=VOCABULARY, positions=64)
-TRAINING = TrainingSettings(learning_rate=1.5e-2, threads=1, max_steps=STEPS)
+TRAINING = TrainingSettings(learning_rate=2e-2, threads=1, max_steps=STEPS)
 
 
 def save_bandit(directory: Path) -> Path:
@@ -80,8 +80,8 @@ def rewards_while_learning(path: Path, settings: AlgorithmSettings) -> tuple[lis
                 shaped += credit.rewards.tolist()
                 taken += credit.training_samples
         rewards.append(float(np.mean(everything)))
-        for start in range(0, len(taken), 7):
-            learner.accumulate(collate(taken[start : start + 7]))
+        for start in range(0, len(taken), 13):
+            learner.accumulate(collate(taken[start : start + 13]))
         assert learner.finish_step(deviation(np.array(shaped))).applied
     return rewards, learner
 

@@ -76,7 +76,8 @@ def test_accumulated_micro_batches_equal_one_batch(model_path: Path, name: str) 
     found = []
     for cut in (lambda batch: [batch], lambda batch: split_micro_batch(batch, [1, 1])):
         learner = make_learner(model_path, SETTINGS[name])
-        for first in (0, 3):
+        # A critic that has learnt nothing yet would tell nothing: its own trunk has no gradient in the first step.
+        for first in (0, 3) if learner.critic is not None else (0,):
             metrics = step(learner, [part for batch in pairs(3, first) for part in cut(batch)])
         found.append((metrics, weights(learner)))
     (whole, expected), (parts, others) = found
@@ -187,7 +188,7 @@ def test_a_critic_comes_to_know_the_returns_and_leaves_the_policy_alone(model_pa
     learner = make_learner(model_path, {"name": "ppo", "critic": critic}, learning_rate=1e-9)
     batch = make_micro_batch(6, advantages=[1.0, 0.0, 1.0, 0.0, 1.0, 0.0])
     first = step(learner, [batch])
-    for _ in range(25):
+    for _ in range(15):
         last = step(learner, [batch])
     assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert last["critic/explained_variance"] > 0.3

@@ -17,7 +17,7 @@ from tests.deploy.compose.stack import FILE, ROOT
 
 WANTED = "STREAMRL_TEST_COMPOSE"
 """`make test-compose` sets it: these tests build images and take a quarter of an hour and more."""
-PORTS = ("KAFKA", "UI", "KAFKA_UI", "PROMETHEUS", "GRAFANA", "JAEGER")
+PORTS = ("KAFKA", "UI", "KAFKA_UI", "PROMETHEUS", "GRAFANA", "JAEGER", "GATEWAY")
 
 
 def why_not() -> str:

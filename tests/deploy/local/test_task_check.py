@@ -93,3 +93,10 @@ def test_the_check_runs_in_a_process_of_its_own_and_its_refusal_is_one_line(
     with pytest.raises(UserError, match=r"expected a tokenizer at .*bare, got a model without one") as refusal:
         check_task(task(["a"], path=bare))
     assert "\n" not in str(refusal.value)
+
+
+def test_an_algorithm_of_the_users_own_that_is_not_there_is_told_before_the_start(task: Any) -> None:
+    settings = task(["short"])
+    own = settings.algorithm.model_copy(update={"name": "own_reward:Algorithm"})
+    with pytest.raises(UserError, match="expected a function 'Algorithm' in own_reward, got none"):
+        checked(settings.model_copy(update={"algorithm": own}))

@@ -73,6 +73,10 @@ class ScriptedEngine:
             limit = request.sampling.max_completion_length
             seen = ""
             for number, token in enumerate(tokens):
+                if number < len(request.prefix_token_ids):  # another has sampled it
+                    assert token == request.prefix_token_ids[number]
+                    seen += chr(token)
+                    continue
                 if self.hold_at is not None and number >= self.hold_at:
                     await self.release.wait()
                 if number == self.fail_at and self.failures:

@@ -264,7 +264,7 @@ async def test_without_keys_anyone_is_answered_and_nobody_trained_on(tmp_path: P
 
 
 async def test_secrets_are_in_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = ScriptedEngine(failures=1, fail_at=2)
+    engine = ScriptedEngine(failures=3, fail_at=2)
     async with stage(tmp_path, engines=[engine]) as it:
         refused(await it.chat("my private question"), 502)
         await it.chat("my private question", stream=True)

@@ -106,7 +106,7 @@ async def test_a_reward_is_never_lost(tmp_path: Path) -> None:
 
 
 async def test_a_call_that_did_not_end_is_not_kept(tmp_path: Path) -> None:
-    async with stage(tmp_path, engines=[ScriptedEngine(failures=1, fail_at=1)]) as it:
+    async with stage(tmp_path, engines=[ScriptedEngine(failures=3, fail_at=1)]) as it:
         assert (await it.text("ab")).status_code == 502
         assert it.gateway.status().feedback_kept == 0
 

@@ -229,36 +229,46 @@ async def test_who_is_beyond_the_queue_is_told_when_to_come_again(tmp_path: Path
         assert (await first).status_code == 200
 
 
-async def test_a_lost_worker_takes_no_unstarted_request_along(tmp_path: Path) -> None:
-    engines = [ScriptedEngine(hold_at=0), ScriptedEngine(hold_at=0)]
+@pytest.mark.parametrize("hold_at", [0, 2])
+async def test_a_lost_worker_takes_no_request_along(tmp_path: Path, hold_at: int) -> None:
+    engines = [ScriptedEngine(hold_at=hold_at), ScriptedEngine(hold_at=hold_at, version=PolicyVersion(1, 1))]
     async with stage(tmp_path, engines=engines, slots=2) as it:
-        unstarted = [asyncio.create_task(it.text("abc")) for _ in range(2)]
+        for engine, number in zip(engines, (0, 1), strict=True):
+            engine.version = PolicyVersion(1, number)
+        asking = [asyncio.create_task(it.chat("abc", stream=stream)) for stream in (True, False)]
         await until(lambda: all(engine.running == 1 for engine in engines))
+        await until(lambda: it.gateway.pool.generated_tokens == 2 * hold_at)
         it.stops[0].set()
         await it.workers[0]
         engines[1].release.set()
-        assert [(await one).json()["choices"][0]["text"] for one in unstarted] == ["abc", "abc"]
-        assert (await it.text("abc")).status_code == 200
+        streamed, whole = [await one for one in asking]
+        chunks = events(streamed)
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "user: abc"
+        assert whole.json()["choices"][0]["message"]["content"] == "user: abc"
+        spans = [chunks[-1]["choices"][0]["weight_versions"], whole.json()["choices"][0]["weight_versions"]]
+        went_on = [{"version": "1-0", "start": 0, "end": 2}, {"version": "1-1", "start": 2, "end": 10}]
+        alone = [{"version": "1-1", "start": 0, "end": 10}]
+        assert sorted(spans, key=len) == ([alone, went_on] if hold_at else [alone, alone])
+        for call_id in (chunks[0]["id"], whole.json()["id"]):
+            await it.client.post("/v1/feedback", json={"id": call_id, "reward": 1.0})
+        await until(lambda: len(it.trajectories) == 2)
+        parts = sorted(([(part.worker_id, part.start) for part in one.parts] for one in it.trajectories), key=len)
+        assert parts == ([[], [("w0", 0), ("w1", 2)]] if hold_at else [[], []])
+        assert {one.worker_id for one in it.trajectories} == {"w1"}
 
 
-async def test_a_lost_worker_ends_a_stream_with_a_clear_error(tmp_path: Path) -> None:
-    engines = [ScriptedEngine(hold_at=2), ScriptedEngine(hold_at=2)]
-    async with stage(tmp_path, engines=engines, slots=2) as it:
-        asking = [asyncio.create_task(it.chat("abc", stream=True)) for _ in range(2)]
-        await until(lambda: it.gateway.pool.generated_tokens == 4)
+async def test_without_another_worker_a_stream_ends_with_a_clear_error(tmp_path: Path) -> None:
+    async with stage(tmp_path, engines=[ScriptedEngine(hold_at=2)], queue_timeout_s=0.2) as it:
+        asking = asyncio.create_task(it.chat("abc", stream=True))
+        await until(lambda: it.gateway.pool.generated_tokens == 2)
         it.stops[0].set()
-        await it.workers[0]
-        engines[1].release.set()
-        answers = [events(await one) for one in asking]
-        (broken,) = [chunks for chunks in answers if "error" in chunks[-1]]
-        assert broken[-1]["error"]["code"] == "generation_failed"
-        assert "w0" in broken[-1]["error"]["message"]
-        (whole,) = [chunks for chunks in answers if "error" not in chunks[-1]]
-        assert whole[-1]["choices"][0]["finish_reason"] == "stop", "the others are not affected"
+        chunks = events(await asking)
+        assert chunks[-1]["error"]["code"] == "service_unavailable"
+        assert "choices" in chunks[0]
 
 
-@pytest.mark.parametrize(("failures", "fail_at", "status"), [(1, 0, 200), (3, 0, 502), (1, 2, 502)])
-async def test_a_failed_engine_is_asked_again_before_the_first_token(
+@pytest.mark.parametrize(("failures", "fail_at", "status"), [(1, 0, 200), (1, 2, 200), (3, 0, 502), (3, 2, 502)])
+async def test_a_failed_engine_is_asked_again_from_the_last_token_on(
     it: Stage, failures: int, fail_at: int, status: int
 ) -> None:
     it.engine.failures, it.engine.fail_at = failures, fail_at

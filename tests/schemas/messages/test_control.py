@@ -10,4 +10,7 @@ def test_compaction_keeps_the_last_order_of_each_subject() -> None:
         "control-drain-worker": "drain/worker-1",
         "control-worker-claimed": "worker/worker-1",
         "control-run-finished": "finished",
+        "control-flow-full": "flow",
+        "control-drain-worker-full": "drain/worker-1",
+        "control-fleet-target": "fleet",
     }

@@ -48,7 +48,8 @@ class Nemesis:
         if not sum(weights):
             await self._until_finished(setup.harm_for_s)
         await self._heal()
-        if not await self._until_finished(setup.patience_s) and setup.must_finish:
+        is_over = await self._until_finished(setup.patience_s) or world.has_ever_told_the_end
+        if not is_over and setup.must_finish:
             living = sorted(life.process.name for life in world.alive)
             detail = f"not finished {setup.patience_s} s after the last fault: {living}"
             world.problems.append(Problem("liveness", detail))

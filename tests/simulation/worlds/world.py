@@ -12,7 +12,7 @@ from random import Random
 from consumers.training.failpoints import Failpoint
 from planning.virtual_time import START
 from schemas.control import RunFinished, WeightsReady
-from schemas.errors import DataLossRefused, IdentityError, LifecycleError, StreamRLError, Superseded
+from schemas.errors import DataLossRefused, LifecycleError, StreamRLError, Superseded
 from schemas.topics import CONTROL
 from tests.simulation.bus.faults import Chances
 from tests.simulation.bus.sim_bus import SimBus
@@ -161,9 +161,6 @@ class World:
             self.problems.append(Problem("crash", f"{life.process.name} at {when:.2f} s: {_described(error)}"))
         if error is None and life.role == "trainer" and not life.stop.is_set():
             self.has_finished = True
-        # An operator who is refused goes where the run is held; of a run that is elsewhere nothing was written here.
-        if isinstance(error, IdentityError) and life.directory is not self.crew.directory:
-            return
         # Who ended well and was not asked to has done its work: no supervisor starts it again.
         if error is not None or (life.stop.is_set() and not self.is_announced_finished):
             self._restart_later(life.role)
@@ -215,6 +212,12 @@ class World:
     def is_announced_finished(self) -> bool:
         """Whether everybody was told that the run has finished, and no newer weights since."""
         return self.has_finished and self.has_told_the_end
+
+    @property
+    def has_ever_told_the_end(self) -> bool:
+        """Whether the run has finished once: one that adopts it after that has to bring workers of its own."""
+        (control,) = self.bus.broker.logs(CONTROL.full_name(RUN))
+        return any(isinstance(record.message(), RunFinished) for record in control.read(0, 1 << 30)[0])
 
     @property
     def has_told_the_end(self) -> bool:
