@@ -257,7 +257,7 @@ async def test_the_host_s_own_relay_is_asked_first_and_then_the_others(tmp_path:
         fetcher = WeightsFetcher(tmp_path, offset=1, host="here")
         with pytest.raises(WeightsError):
             await fetcher.fetch(ready, 0)
-        assert (own.requests, relay.requests, third.requests) == (["/weights/1-1/manifest.json"], [], [])
+        assert (own.requests, relay.requests, third.requests) == (["1-1/manifest.json"], [], [])
         await fetcher.fetch(ready, 1)
         assert third.requests
         assert not relay.requests
