@@ -43,7 +43,7 @@ class ArrivingFile:
     def there(cls, path: Path) -> "ArrivingFile":
         """A file that was always there, unchecked: of the trainer's own store."""
         size = path.stat().st_size
-        return cls(WeightFile.model_construct(name=path.name, size=size), path, size, is_whole=True)
+        return cls(WeightFile.model_construct(name=path.name, size=size, sha256=""), path, size, is_whole=True)
 
     @property
     def chunk_bytes(self) -> int:
@@ -256,8 +256,8 @@ class RelayCopies:
                 gone.append(self.versions.pop(version).directory)
         used = {copy.directory for copy in self.versions.values()}
         for left in self.root.glob(f"{INCOMING}*") if whole else ():
-            version = _version_of(left.name)
-            if left not in used and version is not None and version <= whole[-1]:
+            of = _version_of(left.name)
+            if left not in used and of is not None and of <= whole[-1]:
                 gone.append(left)
         # In a thread: gigabytes take long.
         for directory in gone:

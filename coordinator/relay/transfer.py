@@ -115,7 +115,8 @@ class _Pull:
 
     async def _from_someone(self, ask: Callable[[str], Awaitable[None]]) -> None:
         """Ask one upstream after the other until one has answered all."""
-        pause_s, silences, error = FIRST_PAUSE_S, 0, None
+        pause_s, silences = FIRST_PAUSE_S, 0
+        error: Exception | None = None
         while True:
             route = self.transfer.route(self.ready, frozenset(self.given_up))
             if not route:
