@@ -44,7 +44,7 @@ from consumers.training.model import named_tensors, with_floats_as
 from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy, digests_of
 from consumers.training.settings import TrainingSettings
 from consumers.training.weight_export import WEIGHTS, WeightStore
-from coordinator.relay import Relay, WeightsStore
+from coordinator.relay.server import Relay, WeightsStore
 from coordinator.settings import RelaySettings
 from planning.measuring import synthetic
 from producers.generation.engines.slots import SlotDecoder

@@ -34,6 +34,14 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Doubled from the first to the longest; short, since every worker waits for weights meanwhile."""
 
 
+@dataclass(frozen=True)
+class AnnouncedRelays:
+    """Addresses of relays, and the hosts of the first of them."""
+
+    addresses: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
+
+
 @dataclass
 class ControlAnnouncer:
     """Publishes control messages; ``next_sequence`` goes on behind the largest one found on the topic.
@@ -44,20 +52,22 @@ class ControlAnnouncer:
 
     publisher: TransactionalPublisher
     run: str
-    relays: tuple[str, ...]
+    relays: Callable[[], "AnnouncedRelays"]
     time_of_day: Callable[[], float]
     next_sequence: int = 0
     on_tick: Callable[[], None] = lambda: None
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def weights_ready(self, report: StepReport) -> WeightsReady:
-        """Announce the weights of a step."""
+        """Announce the weights of a step, at the relays that are there."""
+        relays = self.relays()
         message = self._numbered(
             WeightsReady,
             version=report.version,
             step=report.step,
             manifest_sha256=report.manifest_sha256,
-            relays=self.relays,
+            relays=relays.addresses,
+            relay_hosts=relays.hosts,
         )
         await self._commit(message)
         return message

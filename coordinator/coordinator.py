@@ -12,21 +12,24 @@ from dataclasses import dataclass, field
 import structlog
 
 from bus.port import Bus, Record, Subscription, TransactionalPublisher, message_of
-from coordinator.announcer import ControlAnnouncer
+from coordinator.announcer import AnnouncedRelays, ControlAnnouncer
 from coordinator.membership import Liveness, Membership
+from coordinator.relay.chain import RelayMembership
 from coordinator.scaling import FleetBounds, FleetWatch
 from coordinator.settings import CoordinatorSettings, ScalingSettings
 from coordinator.state import CoordinatorState, decide, recover, subscribe_members
 from schemas.control import OperatorCommand
 from schemas.identifiers import PolicyVersion
 from schemas.messages import WIRE_VERSION, is_near_version
-from schemas.reports import Heartbeat, StepReport
+from schemas.reports import Heartbeat, RelayBeat, StepReport
 
 log = structlog.get_logger()
 
 POLL_S = 0.5
 STOP_S = 3.0
 """For an announcement that is under way; a broker that is away would hold it for longer."""
+RELAYS_AGAIN_S = 5.0
+"""Between two announcements of the same weights: relays that start together are named together."""
 LOOPS = ("steps", "members")
 CLAIM_AGAIN_S = 2.0
 """Two heartbeats: a superseded worker that read its successor's claim has left by then."""
@@ -102,18 +105,21 @@ class CoordinatorSession:
     """What one process of the coordinator holds, from the moment it has read its topics.
 
     ``old_finish``: the version of a last step that was reported before this session began. ``claimed_again``: when each
-    superseded worker that is still there was last told so, in seconds of the coordinator's clock.
+    superseded worker that is still there was last told so, in seconds of the coordinator's clock. ``named_at``:
+    when relays were named last, or this session began.
     """
 
     coordinator: Coordinator
     state: CoordinatorState
     announcer: ControlAnnouncer
     members: Membership
+    relays: RelayMembership
     watch: FleetWatch | None
     old_finish: PolicyVersion | None
     began: float
     claimed_again: dict[str, float] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
+    named_at: float = 0.0
 
     @classmethod
     def open(
@@ -121,10 +127,11 @@ class CoordinatorSession:
     ) -> "CoordinatorSession":
         """Put the parts together."""
         settings, latest = coordinator.settings, state.ledger.latest
+        relays = RelayMembership(settings.heartbeat_timeout_s)
         announcer = ControlAnnouncer(
             publisher=publisher,
             run=coordinator.run_name,
-            relays=settings.relays,
+            relays=lambda: _announced(relays, settings.relays, coordinator.clock()),
             time_of_day=coordinator.time_of_day,
             next_sequence=state.next_sequence,
             on_tick=coordinator.tick_all,
@@ -134,9 +141,11 @@ class CoordinatorSession:
             state=state,
             announcer=announcer,
             members=Membership(settings.heartbeat_timeout_s),
+            relays=relays,
             watch=_watch(coordinator.scaling, state.wanted_workers),
             old_finish=latest.version if latest is not None and latest.finished else None,
             began=coordinator.clock(),
+            named_at=coordinator.clock(),
         )
 
     async def steps_loop(self, steps: Subscription, stop: asyncio.Event) -> None:
@@ -157,6 +166,7 @@ class CoordinatorSession:
                     log.warning("report of an older lineage ignored", version=str(message.version))
             # Of all the reports that were read only the newest is announced; the fleet's times are of each.
             await self._announce_weights()
+            await self._announce_relays()
             for message in messages:
                 if isinstance(message, StepReport):
                     await self._scale(message)
@@ -167,9 +177,28 @@ class CoordinatorSession:
     async def _announce_weights(self) -> None:
         report = self.state.ledger.to_announce()
         if report is not None:
-            # Noted once the broker has it: a coordinator killed before that leaves the report to its successor.
-            self.state.announced(await self.announcer.weights_ready(report))
+            await self._announce(report)
             log.info("weights announced", version=str(report.version), step=report.step)
+
+    async def _announce(self, report: StepReport) -> None:
+        # Noted once the broker has it: a coordinator killed before that leaves the report to its successor.
+        self.state.announced(await self.announcer.weights_ready(report))
+        self.named_at = self.coordinator.clock()
+
+    async def _announce_relays(self) -> None:
+        """The same weights again, once other relays are there than those named: else nobody would find these.
+
+        Only in this loop, which announces all weights, so that older ones never come behind newer ones.
+        """
+        latest, named = self.state.ledger.latest, self.state.relays
+        if named is None or latest is None or latest.version != self.state.ledger.announced or latest.finished:
+            return
+        # Behind the end of the run, announced weights would mean that it goes on.
+        if self.state.finished or self.coordinator.clock() - self.named_at < RELAYS_AGAIN_S:
+            return
+        if (found := frozenset(self.announcer.relays().addresses)) != named:
+            log.info("relays changed", there=sorted(found - named), gone=sorted(named - found))
+            await self._announce(latest)
 
     async def _scale(self, report: StepReport) -> None:
         if self.watch is not None and (decision := self.watch.stepped(report)) is not None:
@@ -214,6 +243,8 @@ class CoordinatorSession:
         match message_of(record, warn=True):
             case Heartbeat() as heartbeat:
                 self._observe(heartbeat, at)
+            case RelayBeat() as beat:
+                self.relays.observe(beat, at)
             case OperatorCommand() as command:
                 await self._carry_out(command, record.offset)
 
@@ -267,6 +298,15 @@ class CoordinatorSession:
         elif decision.mode is not None:
             await self.announcer.flow(decision.mode, decision.reason, offset)
             state.mode = decision.mode
+
+
+def _announced(relays: RelayMembership, seeds: tuple[str, ...], now: float) -> AnnouncedRelays:
+    """The relays that are heard, and behind them those of the settings: they may be of a kind that says nothing."""
+    living = relays.living(now)
+    heard = tuple(member.address for member in living)
+    return AnnouncedRelays(
+        heard + tuple(seed for seed in seeds if seed not in heard), tuple(member.host for member in living)
+    )
 
 
 def _watch(scaling: FleetScaling | None, wanted: int | None) -> FleetWatch | None:

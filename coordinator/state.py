@@ -42,6 +42,7 @@ RECENT_HEARTBEATS = 5_000
 class CoordinatorState:
     """The state behind the control topic; the subscription goes on from where the replay ended.
 
+    ``relays``: what the last announcement of weights named; None before the first.
     ``last_command``: offset of the last operator command that a message on the topic carried out, -1 before the first.
     """
 
@@ -52,6 +53,7 @@ class CoordinatorState:
     wanted_workers: int | None = None
     claims: dict[str, str] = field(default_factory=dict)
     last_command: int = -1
+    relays: frozenset[str] | None = None
 
     def apply(self, message: Message) -> None:
         """Take one message of the control or steps topic into account."""
@@ -77,6 +79,7 @@ class CoordinatorState:
 
     def announced(self, message: WeightsReady) -> None:
         """Weights were announced; newer ones mean that a finished run goes on."""
+        self.relays = frozenset(message.relays)
         if self.ledger.observe_announcement(message):
             self.finished = False
 

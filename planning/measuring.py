@@ -16,7 +16,7 @@ import numpy as np
 from bus.embedded.node import free_ports
 from consumers.batching.micro_batches import MicroBatch
 from consumers.training.ports import Compute, Policy
-from coordinator.relay import Relay, WeightsStore
+from coordinator.relay.server import Relay, WeightsStore
 from coordinator.settings import RelaySettings
 from producers.generation.engines.model_files import ModelFacts
 from producers.generation.engines.port import GenerationRequest

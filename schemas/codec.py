@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from schemas.control import OperatorCommand, RunIdentity, WeightsReady, control_adapter
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.messages import Message
-from schemas.reports import CarriedOver, Heartbeat, RefusedStep, SkipRecord, StepReport, TrainerBeat
+from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
 from schemas.trajectories import PartialTrajectory, TokenChunk, Trajectory, WorkOrder
 
 Headers = tuple[tuple[str, bytes], ...]
@@ -54,6 +54,7 @@ MESSAGES: dict[str, type[Message]] = {
         SkipRecord,
         Heartbeat,
         TrainerBeat,
+        RelayBeat,
         OperatorCommand,
         RunIdentity,
     )

@@ -20,13 +20,18 @@ class Control(Message):
 
 
 class WeightsReady(Control):
-    """These weights can be fetched from any of the relays."""
+    """These weights can be fetched from any of the relays.
+
+    ``relay_hosts``: the machine of each of the first of them, by its name; the others may be anywhere. Announced again
+    when other relays are there.
+    """
 
     kind: Literal["weights_ready"] = "weights_ready"
     version: PolicyVersion
     step: Annotated[int, Field(ge=0)]
     manifest_sha256: Sha256
     relays: tuple[ShortText, ...]
+    relay_hosts: tuple[ShortText, ...] = ()
 
 
 class FlowControl(Control):

@@ -73,6 +73,29 @@ class TrainerBeat(Message):
     sent_at: float
 
 
+class RelayBeat(Message):
+    """Relay → coordinator and the other relays: alive, where it is, and which weights it holds whole.
+
+    ``address``: of its HTTP server, as others reach it; ``host``: the machine, by whose relay its workers ask first;
+    ``site``: the network around it. ``has_store``: it serves the trainer's own store; the others hold copies.
+    ``leaving``: this is its last beat. ``wire``: the wire version that it speaks.
+    """
+
+    SCHEMA: ClassVar[str] = "relay-beat"
+
+    relay_id: ShortText
+    incarnation: ShortText
+    address: ShortText
+    host: ShortText
+    site: ShortText = ""
+    has_store: bool = False
+    held: tuple[PolicyVersion, ...] = ()
+    leaving: bool = False
+    wire: Annotated[int, Field(ge=1)] = 1
+    sequence: Annotated[int, Field(ge=0)]
+    sent_at: float
+
+
 class RecordRef(NamedTuple):
     """Where a trajectory stands on the trajectories topic."""
 

@@ -6,7 +6,7 @@ from typing import Literal
 from schemas.control import OperatorCommand, RunIdentity, WeightsReady
 from schemas.identifiers import PARTIAL_PARTITIONS, WORK_ORDER_PARTITIONS
 from schemas.messages import Message
-from schemas.reports import CarriedOver, Heartbeat, RefusedStep, SkipRecord, StepReport, TrainerBeat
+from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
 from schemas.trajectories import PartialTrajectory, TokenChunk, Trajectory, WorkOrder
 
 DAY_MS = 86_400_000
@@ -182,14 +182,14 @@ COMMANDS = Topic(
 HEARTBEATS = Topic(
     name="heartbeats",
     message=Heartbeat,
-    also=(TrainerBeat,),
-    key="worker id, or algorithm",
+    also=(TrainerBeat, RelayBeat),
+    key="worker id, algorithm, or relay id",
     partitions=1,
     cleanup_policy="delete",
     retention_ms=HOUR_MS,
     max_message_bytes=_room_for(Heartbeat),
-    writers=("worker", "trainer"),
-    readers=("coordinator", "dispatcher", "trainer", "top", "report"),
+    writers=("worker", "trainer", "relay"),
+    readers=("coordinator", "dispatcher", "trainer", "relay", "top", "report"),
 )
 
 CATALOGUE: tuple[Topic, ...] = (

@@ -3,6 +3,9 @@
 The weights store is a directory with one sub-directory per version, complete once its manifest is there.
 """
 
+import hashlib
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -19,12 +22,31 @@ WeightFileName = Annotated[
 ]
 
 
+CHUNK_BYTES = 1 << 20
+"""What a relay has to hold of a file before it passes it on: a chain of *p* relays takes (chunks + p - 1) / chunks as
+long as one transfer, and a chunk is a few system calls."""
+MAX_CHUNKS = 1 << 13
+"""Of a file: their checks, eight characters each, leave a manifest room for a dozen files."""
+
+
 class WeightFile(Part):
-    """One file of a version: plain name (never a path), size in bytes, sha256 in hex."""
+    """One file of a version: plain name (never a path), size in bytes, sha256 in hex.
+
+    ``chunk_bytes`` and ``chunk_crc32``: the CRC-32 of each piece of that length, eight hex digits each, by which damage
+    on the way is found before it is passed on; what was damaged on purpose, the sha256 finds. 0 and empty: not said.
+    """
 
     name: WeightFileName
     size: Annotated[int, Field(ge=0)]
     sha256: Sha256
+    chunk_bytes: Annotated[int, Field(ge=0)] = 0
+    chunk_crc32: Annotated[str, Field(pattern=r"^([0-9a-f]{8})*$")] = ""
+
+    def is_damaged(self, start: int, chunk: bytes) -> bool:
+        """Whether these bytes, a whole chunk that begins there, are not those of the file."""
+        at = start // self.chunk_bytes * 8 if self.chunk_bytes else 0
+        expected = self.chunk_crc32[at : at + 8]
+        return bool(expected) and expected != f"{zlib.crc32(chunk):08x}"
 
 
 class WeightDelta(Part):
@@ -51,6 +73,33 @@ class WeightManifest(Part):
     files: tuple[WeightFile, ...]
     created_at: float
     delta: WeightDelta | None = None
+
+
+def describe_file(path: Path) -> WeightFile:
+    """A file with its checksums, read once."""
+    size = path.stat().st_size
+    chunk_bytes = chunk_bytes_of(size)
+    digest, checks = hashlib.sha256(), []
+    for chunk in _chunks(path, chunk_bytes):
+        digest.update(chunk)
+        checks.append(f"{zlib.crc32(chunk):08x}")
+    return WeightFile(
+        name=path.name, size=size, sha256=digest.hexdigest(), chunk_bytes=chunk_bytes, chunk_crc32="".join(checks)
+    )
+
+
+def chunk_bytes_of(size: int) -> int:
+    """Length of the chunks of a file of that many bytes."""
+    chunk_bytes = CHUNK_BYTES
+    while chunk_bytes * MAX_CHUNKS < size:
+        chunk_bytes *= 2
+    return chunk_bytes
+
+
+def _chunks(path: Path, chunk_bytes: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(chunk_bytes):
+            yield chunk
 
 
 def complete_versions(root: Path) -> list[PolicyVersion]:

@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from consumers.training.checkpoints.storage import appearing_directory, sha256_of
+from consumers.training.checkpoints.storage import appearing_directory
 from schemas.errors import DiskFull, lacks_room
 from schemas.identifiers import PolicyVersion
 from schemas.weight_deltas import write_delta
-from schemas.weights import MANIFEST, WeightDelta, WeightFile, WeightManifest, complete_versions
+from schemas.weights import MANIFEST, WeightDelta, WeightManifest, complete_versions, describe_file
 
 WEIGHTS = "model.safetensors"
 DELTA = "model.delta"
@@ -72,7 +72,7 @@ class WeightStore:
             manifest = WeightManifest(
                 version=version,
                 step=step,
-                files=tuple(_described(directory / name) for name in (WEIGHTS, *texts)),
+                files=tuple(describe_file(directory / name) for name in (WEIGHTS, *texts)),
                 created_at=now,
                 delta=self._difference(directory, version, _unit(tensors)) if self.transfer == "delta" else None,
             )
@@ -97,7 +97,7 @@ class WeightStore:
         except FileNotFoundError:
             return None  # whoever tidies the store needs no leave of the trainer
         return WeightDelta(
-            file=_described(directory / DELTA),
+            file=describe_file(directory / DELTA),
             target=WEIGHTS,
             base=base,
             base_manifest_sha256=hashlib.sha256(manifest).hexdigest(),
@@ -118,7 +118,3 @@ def _unit(tensors: Mapping[str, Tensor]) -> int:
     for tensor in tensors.values():
         sizes[tensor.itemsize] = sizes.get(tensor.itemsize, 0) + tensor.nbytes
     return max(sizes, key=lambda size: sizes[size], default=1)
-
-
-def _described(path: Path) -> WeightFile:
-    return WeightFile(name=path.name, size=path.stat().st_size, sha256=sha256_of(path))

@@ -195,7 +195,7 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
     """
     check_installed(settings.tracking)
     if settings.relay.port:
-        from coordinator.relay import check_port  # an HTTP server comes with it
+        from coordinator.relay.server import check_port  # an HTTP server comes with it
 
         check_port(settings.relay)
     if settings.gateway.enabled:

@@ -18,7 +18,7 @@ from settings.tree import Settings, decode_curve, request_slots, worker_curves
 
 if TYPE_CHECKING:
     from coordinator.coordinator import Coordinator, FleetScaling
-    from coordinator.relay import Relay
+    from coordinator.relay.server import Relay
     from producers.dispatch.dispatcher import Dispatcher
     from producers.gateway.text import ChatTokenizer
     from producers.gateway.tool_calls import ToolCallParser
@@ -81,7 +81,7 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
 
 
 def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinator":
-    """The coordinator; it announces the relays that the settings name.
+    """The coordinator; it announces the relays that it hears, and those that the settings name.
 
     Raises:
         SettingsError: no relay is named, so no worker could ever fetch weights.
@@ -113,10 +113,28 @@ def _scaling(settings: Settings) -> "FleetScaling | None":
 
 
 def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
-    """The relay over the run's weights store."""
-    from coordinator.relay import Relay, WeightsStore
+    """The relay over the run's weights store, or over copies of what other relays have.
 
-    return Relay(WeightsStore(settings.run.weights_store), settings.relay, context.on_response)
+    Raises:
+        SettingsError: copies are to lie where the trainer's store is, or others could not reach it.
+    """
+    from coordinator.relay.copies import RelayCopies
+    from coordinator.relay.server import Relay, WeightsStore
+    from coordinator.relay.tier import open_tier
+
+    relay, root = settings.relay, settings.run.weights_store
+    store, copies = WeightsStore(root, relay.lease_s), None
+    if relay.store is not None:
+        if relay.store.absolute() == root.absolute():
+            raise SettingsError(
+                f"expected relay.store to be a directory of the relay's own, got {relay.store}, where the trainer "
+                "writes; name another, or leave it out: then this relay serves the trainer's store"
+            )
+        copies = RelayCopies(relay.store / settings.run.name, relay.keep_versions, relay.lease_s)
+    if not relay.port:
+        raise SettingsError("expected relay.port to be one that others can be told, got 0; set it with --relay.port")
+    tier = open_tier(context.bus, settings.run.name, relay, store, copies)
+    return Relay(store, relay, context.on_response, copies, tier)
 
 
 def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher":

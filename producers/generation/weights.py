@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -61,10 +62,12 @@ class WeightsAdopter:
     _offered: asyncio.Event = field(default_factory=asyncio.Event)
 
     def offer(self, ready: WeightsReady) -> None:
-        """Announce a version; older ones than the newest so far change nothing."""
+        """Announce a version; older ones than the newest so far change nothing, the same one may name other relays."""
         if self._wanted is None or ready.version > self._wanted.version:
-            self._wanted = ready
             self._offered.set()
+        elif ready.version < self._wanted.version:
+            return
+        self._wanted = ready
 
     async def adopt_loop(self) -> None:
         """Fetch and adopt whatever is newest.
@@ -126,12 +129,14 @@ class WeightsAdopter:
 class WeightsFetcher:
     """Keeps versions under ``cache``, one directory each, together with the other workers that use it.
 
-    ``timeout_s`` is the longest silence of a relay; ``offset`` spreads the workers over the relays.
+    ``timeout_s`` is the longest silence of a relay; the one of this ``host`` is asked first, and ``offset`` spreads the
+    workers over the others.
     """
 
     cache: Path
     timeout_s: float = 30.0
     offset: int = 0
+    host: str = field(default_factory=socket.gethostname)
     _versions: WeightCache = field(init=False)
 
     def __post_init__(self) -> None:
@@ -176,7 +181,11 @@ class WeightsFetcher:
     def _relay(self, ready: WeightsReady, attempt: int) -> str:
         if not ready.relays:
             raise WeightsError(f"expected a relay that serves {ready.version}, got none; set coordinator.relays")
-        return ready.relays[(self.offset + attempt) % len(ready.relays)].rstrip("/")
+        near = [relay for relay, host in zip(ready.relays, ready.relay_hosts, strict=False) if host == self.host]
+        others = [relay for relay in ready.relays if relay not in near]
+        first = self.offset % len(others) if others else 0
+        order = [*near, *others[first:], *others[:first]]
+        return order[attempt % len(order)].rstrip("/")
 
     async def _download(self, ready: WeightsReady, relay: str, incoming: Incoming) -> Path:
         base = f"{relay}/weights/{ready.version}"

@@ -16,7 +16,7 @@ from schemas.control import (
     control_key,
 )
 from schemas.identifiers import PolicyVersion
-from schemas.reports import StepReport
+from schemas.reports import RelayBeat, StepReport
 from schemas.topics import COMMANDS, HEARTBEATS, STEPS
 from tests.coordinator.factories import heartbeat, step_report
 from tests.coordinator.scene import RELAYS, controls, new_bus, publish, running
@@ -37,6 +37,52 @@ async def test_each_newer_step_is_announced_with_its_relays_and_checksum() -> No
     assert second.relays == RELAYS
     assert second.manifest_sha256 == step_report(1, 1).manifest_sha256
     assert (first.sequence, second.sequence) == (0, 1)
+
+
+async def test_relays_that_are_heard_are_announced_and_again_when_others_are_there() -> None:
+    bus, now = new_bus(), [1000.0]
+
+    async def beats(name: str, *, leaving: bool = False) -> None:
+        beat = RelayBeat(
+            relay_id=name,
+            incarnation="a",
+            address=f"http://{name}:1",
+            host=name,
+            leaving=leaving,
+            sequence=int(leaving),
+            sent_at=0.0,
+        )
+        await publish(bus, HEARTBEATS, beat)
+
+    def named() -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        return [(found.relays, found.relay_hosts) for found in controls(bus) if isinstance(found, WeightsReady)]
+
+    async with running(bus, lambda: now[0]):
+        await beats("h2")
+        await asyncio.sleep(0.05)
+        await publish(bus, STEPS, step_report(1, 0))
+        await until(lambda: len(named()) == 1)
+        await beats("h1")
+    now[0] += 1.0
+    # A successor knows from the topic what was named, and names what it hears once it has listened for a while.
+    async with running(bus, lambda: now[0]):
+        await asyncio.sleep(0.6)
+        assert len(named()) == 1
+        now[0] += 5.5
+        await until(lambda: len(named()) == 2)
+        await beats("h2", leaving=True)
+        await asyncio.sleep(0.05)
+        await publish(bus, STEPS, step_report(1, 1, finished=True))
+        await until(lambda: len(named()) == 3)
+        # Behind the end of the run, weights would mean that it goes on.
+        await beats("h1", leaving=True)
+        now[0] += 10.0
+        await asyncio.sleep(0.6)
+    assert named() == [
+        (("http://h2:1", *RELAYS), ("h2",)),
+        (("http://h1:1", "http://h2:1", *RELAYS), ("h1", "h2")),
+        (("http://h1:1", *RELAYS), ("h1",)),
+    ]
 
 
 async def test_a_restarted_coordinator_goes_on_where_the_topics_end() -> None:

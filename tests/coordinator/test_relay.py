@@ -1,4 +1,5 @@
 import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import quote
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yarl import URL
 
-from coordinator.relay import Relay, WeightsStore
+from coordinator.relay.server import Relay, WeightsStore
 from coordinator.settings import RelaySettings
 
 CONTENT = os.urandom(100_000)
@@ -61,6 +62,33 @@ async def test_a_version_that_was_deleted_is_gone_and_one_that_may_still_come_is
         for version, status in (("1-2", 410), ("1-4", 404), ("2-0", 404), ("nonsense", 404)):
             async with session.get(address / f"weights/{version}/manifest.json") as response:
                 assert (version, response.status) == (version, status)
+
+
+async def test_a_version_that_is_read_stays_though_the_trainer_deletes_it(tmp_path: Path) -> None:
+    now = [0.0]
+    store = WeightsStore(fill(tmp_path), lease_s=60.0, clock=lambda: now[0])
+    (store.root / "1-3" / "link.json").unlink()
+    newer = store.root / "1-5"
+    newer.mkdir()
+    (newer / "manifest.json").write_text("{}")
+    async with TestServer(Relay(store, RelaySettings()).application()) as server, ClientSession() as session:
+
+        async def asked(name: str) -> tuple[int, bytes]:
+            async with session.get(server.make_url(f"/weights/1-3/{name}")) as response:
+                return response.status, await response.read()
+
+        assert await asked("manifest.json") == (200, b"{}")
+        shutil.rmtree(store.root / "1-3")
+        now[0] = 59.0
+        store.tidy()
+        assert await asked("model.safetensors") == (200, CONTENT)
+        now[0] = 118.0
+        store.tidy()
+        assert (await asked("model.safetensors"))[0] == 200
+        now[0] = 179.0
+        store.tidy()
+        assert (await asked("model.safetensors"))[0] == 410
+        assert not any((store.root / ".leases").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -180,4 +180,31 @@ PROMISES = (
         "            elif (descriptor := _lock(directory, fcntl.LOCK_SH)) is not None:\n",
         ("tests/producers/generation/test_shared_weights.py::test_what_another_uses_is_not_deleted",),
     ),
+    # A relay passes on whatever arrives; only the last host would find out, from the sha256.
+    Mutant(
+        "48d",
+        "chunks of weights not checked before they are passed on",
+        "schemas/weights.py",
+        '        return bool(expected) and expected != f"{zlib.crc32(chunk):08x}"\n',
+        "        return False\n",
+        ("tests/coordinator/test_relay_tier.py::test_what_is_damaged_on_the_way_is_found_before_it_is_passed_on",),
+    ),
+    # Two relays may wait for each other.
+    Mutant(
+        "48e",
+        "relays fetch from those behind them, too",
+        "coordinator/relay/chain.py",
+        "    holders = [member for member in chain[place + 1 :] if member.holds(version)]\n",
+        "    holders = chain[place + 1 :]\n",
+        ("tests/coordinator/test_relay_chain.py::test_nobody_waits_for_itself",),
+    ),
+    # A relay ends with its upstream.
+    Mutant(
+        "48f",
+        "no other upstream asked when a connection breaks",
+        "coordinator/relay/transfer.py",
+        "            except (WeightsError, aiohttp.ClientError, EOFError, ConnectionError) as failure:\n",
+        "            except (WeightsError, ConnectionError) as failure:\n",
+        ("tests/coordinator/test_relay_tier.py::test_a_dead_relay_is_routed_around_in_the_middle_of_a_transfer",),
+    ),
 )

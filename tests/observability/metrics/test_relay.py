@@ -5,7 +5,7 @@ import aiohttp
 import pytest
 
 from bus.embedded.node import free_ports
-from coordinator.relay import Relay, WeightsStore
+from coordinator.relay.server import Relay, WeightsStore
 from coordinator.settings import RelaySettings
 from observability.metrics.exporting import Metering
 from observability.metrics.families import Meters

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from consumers.training.weight_export import DELTA, WEIGHTS, WeightStore
-from coordinator.relay import Relay, WeightsStore
+from coordinator.relay.server import Relay, WeightsStore
 from coordinator.settings import RelaySettings
 from producers.generation import weight_cache
 from producers.generation.weights import WeightsFetcher

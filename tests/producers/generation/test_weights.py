@@ -247,6 +247,35 @@ async def test_nothing_is_fetched_twice(relay: FakeRelay, tmp_path: Path, share:
         assert leftovers(tmp_path) == ["1-1"]
 
 
+async def test_the_host_s_own_relay_is_asked_first_and_then_the_others(tmp_path: Path) -> None:
+    async with running_relay() as relay, running_relay() as own, running_relay() as third:
+        ready = relay.add(V1, 1000)
+        own.status, third.content = 503, relay.content
+        ready = ready.replace(
+            relays=(relay.address, own.address, third.address), relay_hosts=("elsewhere", "here", "there")
+        )
+        fetcher = WeightsFetcher(tmp_path, offset=1, host="here")
+        with pytest.raises(WeightsError):
+            await fetcher.fetch(ready, 0)
+        assert (own.requests, relay.requests, third.requests) == (["1-1/manifest.json"], [], [])
+        await fetcher.fetch(ready, 1)
+        assert third.requests
+        assert not relay.requests
+
+
+async def test_the_same_version_again_names_other_relays(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with running_relay() as relay, adopting(engine, tmp_path) as adopter:
+        ready = relay.add(V1, 1000)
+        adopter.offer(ready.replace(relays=()))
+        await asyncio.sleep(0.05)
+        adopter.offer(ready)
+        await until(lambda: adopter.held == V1)
+        adopter.offer(ready.replace(relays=("http://another:1",)))
+        await asyncio.sleep(0.05)
+    assert len(engine.adopted) == 1
+
+
 async def test_a_relay_that_knows_no_ranges_is_read_from_the_start(relay: FakeRelay, tmp_path: Path) -> None:
     ready, relay.breaks_at, relay.ranged = relay.add(V1), 1 << 20, False
     with pytest.raises(WeightsError):

@@ -1,0 +1,271 @@
+"""The versions that a relay holds of another's store, whole or arriving; what has arrived is read at once.
+
+    {root}/1-7/manifest.json, model.safetensors …       whole
+    {root}/.incoming-1-8-{sha256}/…                     arriving, or left by a process that died: goes on from there
+
+Invariants:
+- only_checked_chunks_are_passed_on: bytes are readable once the check of their chunk was right;
+- a_copy_is_whole_or_incoming: it gets its name, by a rename, after the sha256 of every file was right;
+- what_is_read_stays: a version is not deleted while somebody reads it, nor for the lease after.
+"""
+
+import asyncio
+import hashlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from schemas.errors import ChecksumMismatch
+from schemas.identifiers import PolicyVersion
+from schemas.weights import MANIFEST, WeightFile, WeightManifest, chunk_bytes_of, complete_versions
+
+INCOMING = ".incoming-"
+
+
+@dataclass
+class ArrivingFile:
+    """A file of which ``have`` bytes are there and checked; the others come."""
+
+    file: WeightFile
+    path: Path
+    have: int = 0
+    is_whole: bool = False
+    _beginnings: int = 0
+    _digest: "hashlib._Hash" = field(default_factory=hashlib.sha256)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    def there(cls, path: Path) -> "ArrivingFile":
+        """A file that was always there, unchecked: of the trainer's own store."""
+        size = path.stat().st_size
+        return cls(WeightFile.model_construct(name=path.name, size=size, sha256=""), path, size, is_whole=True)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What is checked, and passed on, at once."""
+        return self.file.chunk_bytes or chunk_bytes_of(self.file.size)
+
+    def next_chunk(self) -> int:
+        """Length of the chunk that is missing next; 0: none is."""
+        return min(self.chunk_bytes, self.file.size - self.have)
+
+    def resume(self) -> None:
+        """Go on from what an earlier process left; what is damaged of it is cut off. Blocks while it reads."""
+        self.path.touch()
+        with self.path.open("r+b") as file:
+            while (length := self.next_chunk()) and len(chunk := file.read(length)) == length:
+                if self.file.is_damaged(self.have, chunk):
+                    break
+                self._digest.update(chunk)
+                self.have += length
+            file.truncate(self.have)
+
+    def append(self, chunk: bytes, where: str) -> None:
+        """Check a chunk and write it behind the others. Blocks while it does.
+
+        Raises:
+            ChecksumMismatch: it is damaged; nothing was written.
+        """
+        if self.file.is_damaged(self.have, chunk):
+            raise ChecksumMismatch(
+                f"expected bytes {self.have} to {self.have + len(chunk)} of {self.file.name} at {where} with the check "
+                "that their manifest names, got others; asking another relay"
+            )
+        with self.path.open("r+b") as file:
+            file.seek(self.have)
+            file.write(chunk)
+        self._digest.update(chunk)
+
+    def arrived(self, length: int) -> None:
+        """So many more bytes may be read."""
+        self.have += length
+        self._tell()
+
+    def finish(self, where: str) -> None:
+        """All bytes are there.
+
+        Raises:
+            ChecksumMismatch: they are not the file's; it begins anew.
+        """
+        if (found := self._digest.hexdigest()) != self.file.sha256:
+            self._digest, self.have = hashlib.sha256(), 0
+            self._beginnings += 1
+            self._tell()
+            raise ChecksumMismatch(f"expected sha256 {self.file.sha256} of {self.file.name} at {where}, got {found}")
+        self.made()
+
+    def made(self) -> None:
+        """The file is there, whole and checked."""
+        self.have, self.is_whole = self.file.size, True
+        self._tell()
+
+    async def beyond(self, position: int) -> int:
+        """How many bytes are there, once there are more than these or the file is whole.
+
+        Raises:
+            ChecksumMismatch: it began anew meanwhile.
+        """
+        began = self._beginnings
+        while self.have <= position and not self.is_whole:
+            await self._changed.wait()
+            if self._beginnings != began:
+                raise ChecksumMismatch(f"expected {self.file.name} to arrive, got it damaged; it begins anew")
+        return self.have
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+@dataclass
+class VersionCopy:
+    """A version of which the manifest is here. ``files``: all that is here of it, or comes."""
+
+    version: PolicyVersion
+    manifest: WeightManifest
+    raw: bytes
+    directory: Path
+    files: dict[str, ArrivingFile] = field(default_factory=dict)
+    readers: int = 0
+    read_at: float = -1e9
+
+    @classmethod
+    def at(cls, directory: Path, manifest: WeightManifest, raw: bytes, *, with_delta: bool) -> "VersionCopy":
+        """With nothing of its files yet."""
+        described = [*manifest.files, *([manifest.delta.file] if with_delta and manifest.delta is not None else [])]
+        files = {file.name: ArrivingFile(file, directory / file.name) for file in described}
+        return cls(manifest.version, manifest, raw, directory, files)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has its name, and lacks nothing that makes it up."""
+        return not self.directory.name.startswith(INCOMING)
+
+    def move_to(self, directory: Path) -> None:
+        """Rename its directory; who reads of it goes on."""
+        self.directory.rename(directory)
+        self.directory = directory
+        for arriving in self.files.values():
+            arriving.path = directory / arriving.file.name
+
+
+@dataclass
+class RelayCopies:
+    """The versions under ``root``: the newest ``keep`` whole ones, what is leased, and what arrives."""
+
+    root: Path
+    keep: int
+    lease_s: float
+    clock: Callable[[], float] = time.monotonic
+    versions: dict[PolicyVersion, VersionCopy] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def load(self) -> None:
+        """Find what an earlier process left whole. What it left of others is found when they arrive again."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        found = {}
+        for version in complete_versions(self.root):
+            directory = self.root / str(version)
+            try:
+                raw = (directory / MANIFEST).read_bytes()
+                manifest = WeightManifest.model_validate_json(raw)
+                has_delta = manifest.delta is not None and (directory / manifest.delta.file.name).exists()
+                copy = VersionCopy.at(directory, manifest, raw, with_delta=has_delta)
+                for arriving in copy.files.values():
+                    if arriving.path.exists() and arriving.path.stat().st_size == arriving.file.size:
+                        arriving.made()
+                if all(copy.files[file.name].is_whole for file in copy.manifest.files):
+                    found[version] = copy
+            except (OSError, ValidationError):
+                continue
+        self.versions |= found
+
+    def whole(self) -> list[PolicyVersion]:
+        """Whole versions, oldest first."""
+        return sorted(version for version, copy in self.versions.items() if copy.is_whole)
+
+    def begin(self, manifest: WeightManifest, raw: bytes) -> VersionCopy:
+        """A version whose manifest was checked arrives: whole, or as a delta to one that is here."""
+        digest = hashlib.sha256(raw).hexdigest()
+        directory = self.root / f"{INCOMING}{manifest.version}-{digest[:16]}"
+        directory.mkdir(parents=True, exist_ok=True)
+        copy = self.versions[manifest.version] = VersionCopy.at(
+            directory, manifest, raw, with_delta=self.base_of(manifest) is not None
+        )
+        self._changed.set()
+        self._changed = asyncio.Event()
+        return copy
+
+    def base_of(self, manifest: WeightManifest) -> Path | None:
+        """The file here that its delta is applied to, if there are both."""
+        if manifest.delta is None or (base := self.versions.get(manifest.delta.base)) is None or not base.is_whole:
+            return None
+        if hashlib.sha256(base.raw).hexdigest() != manifest.delta.base_manifest_sha256:
+            return None
+        return base.directory / manifest.delta.target
+
+    def finish(self, copy: VersionCopy) -> None:
+        """All files of a version are there."""
+        (copy.directory / MANIFEST).write_bytes(copy.raw)
+        target = self.root / str(copy.version)
+        shutil.rmtree(target, ignore_errors=True)  # of that number, and not what was announced
+        copy.move_to(target)
+
+    def abandon(self, copy: VersionCopy) -> None:
+        """Nobody brings the rest of it; what is there stays until newer versions are whole."""
+        if self.versions.get(copy.version) is copy and not copy.is_whole:
+            del self.versions[copy.version]
+
+    async def find(self, version: PolicyVersion, patience_s: float) -> VersionCopy | None:
+        """A version, within that time if it is newer than all that are known: it may have been announced just now."""
+        try:
+            async with asyncio.timeout(patience_s):
+                while version not in self.versions:
+                    if self.is_gone(version):
+                        return None
+                    await self._changed.wait()
+        except TimeoutError:
+            return None
+        return self.versions[version]
+
+    def is_gone(self, version: PolicyVersion) -> bool:
+        """Whether it is not there, and newer ones are."""
+        return version not in self.versions and any(version < other for other in self.versions)
+
+    @contextmanager
+    def lease(self, copy: VersionCopy) -> Iterator[None]:
+        """Somebody reads of a version."""
+        copy.readers += 1
+        try:
+            yield
+        finally:
+            copy.readers -= 1
+            copy.read_at = self.clock()
+
+    async def tidy(self) -> None:
+        """Delete whole versions that are neither new nor leased, and what is left of interrupted ones."""
+        whole, now, gone = self.whole(), self.clock(), list[Path]()
+        for version in whole[: -self.keep]:
+            copy = self.versions[version]
+            if not copy.readers and now - copy.read_at >= self.lease_s:
+                gone.append(self.versions.pop(version).directory)
+        used = {copy.directory for copy in self.versions.values()}
+        for left in self.root.glob(f"{INCOMING}*") if whole else ():
+            of = _version_of(left.name)
+            if left not in used and of is not None and of <= whole[-1]:
+                gone.append(left)
+        # In a thread: gigabytes take long.
+        for directory in gone:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+
+def _version_of(name: str) -> PolicyVersion | None:
+    try:
+        return PolicyVersion.parse("-".join(name.removeprefix(INCOMING).split("-")[:2]))
+    except ValueError:
+        return None

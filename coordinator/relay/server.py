@@ -1,0 +1,351 @@
+"""The relay: weight versions over HTTP with Range, from the trainer's store or from copies. No trainer waits for it.
+
+Invariant only_complete_versions_are_served: a version of the store is visible once its manifest is, which is written
+last; of one that is arriving, the bytes that are there and checked.
+"""
+
+import asyncio
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+from aiohttp import web
+
+from coordinator.relay.copies import ArrivingFile, RelayCopies
+from coordinator.settings import RelaySettings
+from schemas.errors import ChecksumMismatch, UserError
+from schemas.identifiers import PolicyVersion
+from schemas.weights import MANIFEST, complete_versions
+
+log = structlog.get_logger()
+
+LEASES = ".leases"
+PIECE_BYTES = 1 << 18
+"""Read and sent at once where the kernel does not send the file by itself."""
+KNOWN_WITHIN = 0.5
+"""Of the silence that others bear: how long a version that was announced just now may be unknown here."""
+
+# A plain name of a kind that a model directory has: no path, no hidden file.
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\.(safetensors|json|jinja|txt|model|delta)")
+
+
+@dataclass
+class WeightsStore:
+    """A directory with one sub-directory per version, named ``<lineage>-<number>``."""
+
+    root: Path
+    lease_s: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    _leased: dict[PolicyVersion, float] = field(default_factory=dict)
+    _readers: Counter[PolicyVersion] = field(default_factory=Counter)
+    _linking: threading.Lock = field(default_factory=threading.Lock)
+
+    def find(self, version: str, name: str) -> Path | None:
+        """The file to serve, or none if version or name is not plain, not complete, a link, or not there."""
+        try:
+            # Parsed and written anew: two numbers and a dash are all that gets from the URL into the path.
+            wanted = PolicyVersion.parse(version)
+        except ValueError:
+            return None
+        directory = self.root / str(wanted)
+        if wanted in self._leased and not (directory / MANIFEST).is_file():
+            directory = self.root / LEASES / str(wanted)
+        if _NAME.fullmatch(name) is None or not (directory / MANIFEST).is_file():
+            return None
+        path = directory / name
+        inside = path.resolve().is_relative_to(self.root.resolve())
+        return path if inside and path.is_file() and not path.is_symlink() and not directory.is_symlink() else None
+
+    @contextmanager
+    def lease(self, version: PolicyVersion) -> Iterator[None]:
+        """Somebody reads of a version: its files stay until ``lease_s`` later.
+
+        The trainer knows nothing of readers and may delete it meanwhile; so the files are linked, which copies nothing.
+        """
+        self._readers[version] += 1
+        try:
+            yield
+        finally:
+            self._readers[version] -= 1
+            if version in self._leased:
+                self._leased[version] = self.clock()
+
+    def keep(self, version: PolicyVersion) -> None:
+        """Link the files of a version that is read, the first time. Blocks."""
+        with self._linking:
+            if version in self._leased or not self.lease_s:
+                return
+            kept = self.root / LEASES / str(version)
+            shutil.rmtree(kept, ignore_errors=True)
+            try:
+                kept.mkdir(parents=True)
+                # The manifest last: then whatever it names is there.
+                for path in sorted((self.root / str(version)).iterdir(), key=lambda path: path.name == MANIFEST):
+                    os.link(path, kept / path.name)
+            except OSError as error:  # deleted at this moment, or a disk without links
+                log.info("weights not leased", version=str(version), error=str(error))
+            else:
+                self._leased[version] = self.clock()
+
+    def tidy(self) -> None:
+        """Let go of what nobody has read of for the length of a lease, and of what an earlier process held."""
+        now = self.clock()
+        with self._linking:
+            for version, read_at in list(self._leased.items()):
+                if not self._readers[version] and now - read_at >= self.lease_s:
+                    del self._leased[version]
+            for kept in (self.root / LEASES).glob("*"):
+                if kept.name not in map(str, self._leased):
+                    shutil.rmtree(kept, ignore_errors=True)
+
+    def is_gone(self, version: str) -> bool:
+        """Whether a version is not there, and newer ones are: it was deleted and will not come back."""
+        try:
+            wanted = PolicyVersion.parse(version)
+        except ValueError:
+            return False
+        there = self.versions()
+        return wanted not in there and bool(there) and wanted < there[-1]
+
+    def versions(self) -> list[PolicyVersion]:
+        """Complete versions, oldest first."""
+        return complete_versions(self.root)
+
+
+class RelayLoops(Protocol):
+    """What a relay does on the bus beside serving: says that it is there, and fetches what is announced."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until stopped, whatever becomes of the broker."""
+        ...
+
+
+@dataclass
+class Relay:
+    """``GET /weights``, ``GET /weights/{version}/{file}`` and ``GET /health``.
+
+    ``on_response`` is called when an answer begins, with its status and the bytes of weights that it is to carry.
+    ``copies``: of another's store, served in the place of ``store``; None: this is the trainer's own. ``loops``: none
+    without a bus.
+    """
+
+    store: WeightsStore
+    settings: RelaySettings
+    on_response: Callable[[int, int], None] = lambda status, weight_bytes: None
+    copies: RelayCopies | None = None
+    loops: RelayLoops | None = None
+    _pace: "SendingPace" = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pace = SendingPace(self.settings.max_bytes_per_s)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until stopped.
+
+        Consumes: HTTP requests. Produces: files of the store, or of its copies.
+        Waits for: requests.
+        On failure: an unknown file is a 404, of a version deleted meanwhile a 410; a taken port raises ``UserError``.
+        On stop: closes its connections within two seconds.
+        """
+        (self.copies.root if self.copies is not None else self.store.root).mkdir(parents=True, exist_ok=True)
+        runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=2.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self.settings.host, self.settings.port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise _taken(self.settings, error) from error
+            log.info("relay ready", address=runner.addresses, store=self.store.root.name)
+            async with asyncio.TaskGroup() as tasks:
+                beside = [tasks.create_task(self._tidy_loop())]
+                if self.loops is not None:
+                    beside.append(tasks.create_task(self.loops.run(stop)))
+                await stop.wait()
+                beside[0].cancel()
+        finally:
+            await runner.cleanup()
+
+    async def _tidy_loop(self) -> None:
+        """Delete what nobody reads any more, now and then, until cancelled."""
+        while True:
+            if self.copies is None:
+                await asyncio.to_thread(self.store.tidy)
+            else:
+                await self.copies.tidy()
+            await asyncio.sleep(max(1.0, self.settings.lease_s / 4))
+
+    def application(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=1024)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/weights", self._versions)
+        app.router.add_get("/weights/{version}/{name}", self._file)
+        app.on_response_prepare.append(self._tell)
+        return app
+
+    async def _tell(self, request: web.Request, response: web.StreamResponse) -> None:
+        is_file = "name" in request.match_info and response.status in (200, 206) and request.method == "GET"
+        self.on_response(response.status, (response.content_length or 0) if is_file else 0)
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _versions(self, _request: web.Request) -> web.Response:
+        versions = await asyncio.to_thread(self.store.versions) if self.copies is None else self.copies.whole()
+        return web.json_response({"versions": [str(version) for version in versions]})
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        version, name = request.match_info["version"], request.match_info["name"]
+        if self.copies is not None:
+            return await self._copied(request, self.copies, version, name)
+        path = await asyncio.to_thread(self.store.find, version, name)  # a slow disk must not hold up other downloads
+        if path is None:
+            raise _missing(version, name, is_gone=await asyncio.to_thread(self.store.is_gone, version))
+        await asyncio.to_thread(self.store.keep, read := PolicyVersion.parse(version))
+        return await self._sent(request, ArrivingFile.there(path), self.store.lease(read))
+
+    async def _copied(self, request: web.Request, copies: RelayCopies, version: str, name: str) -> web.StreamResponse:
+        try:
+            wanted = PolicyVersion.parse(version)
+        except ValueError:
+            raise _missing(version, name, is_gone=False) from None
+        copy = await copies.find(wanted, KNOWN_WITHIN * self.settings.timeout_s)
+        if copy is None:
+            raise _missing(version, name, is_gone=copies.is_gone(wanted))
+        lease = copies.lease(copy)
+        if name == MANIFEST:
+            with lease:
+                return web.Response(body=copy.raw, content_type="application/octet-stream")
+        if (arriving := copy.files.get(name)) is None:
+            raise _missing(version, name, is_gone=False)
+        return await self._sent(request, arriving, lease)
+
+    async def _sent(
+        self, request: web.Request, arriving: ArrivingFile, lease: AbstractContextManager[None]
+    ) -> web.StreamResponse:
+        """The file, or from a byte on: by the kernel if nothing of it is awaited or held back."""
+        headers = {"Content-Type": "application/octet-stream"}
+        is_paced = self._pace.is_bounded and not _is_of_this_host(request)
+        if arriving.is_whole and not is_paced:
+            # It answers Range by itself, so that a download that broke off goes on where it was.
+            return LeasedFile(arriving.path, headers, lease)
+        size, wanted = arriving.file.size, request.http_range
+        start, stop = wanted.start or 0, size if wanted.stop is None else min(wanted.stop, size)
+        if not 0 <= start <= stop:
+            raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size}"})
+        is_part = "Range" in request.headers
+        response = web.StreamResponse(status=206 if is_part else 200, headers=headers)
+        if is_part:
+            response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        response.content_length = stop - start
+        await response.prepare(request)
+        try:
+            with lease:
+                await self._stream(response, arriving, start, stop, is_paced=is_paced)
+        except (ChecksumMismatch, ConnectionError) as error:
+            # The answer has begun: only an end before its length tells the reader, who asks for the rest elsewhere.
+            log.info("answer broken off", file=arriving.file.name, error=str(error))
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+        await response.write_eof()
+        return response
+
+    async def _stream(
+        self, response: web.StreamResponse, arriving: ArrivingFile, at: int, stop: int, *, is_paced: bool
+    ) -> None:
+        if at < stop:
+            await arriving.beyond(at)
+        # Opened once: the name changes when the version is whole, and the file may be deleted while it is read. Not in
+        # a thread: by the time that it began, the name could be another.
+        descriptor = os.open(arriving.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while at < stop:
+                there = await arriving.beyond(at)
+                piece = await asyncio.to_thread(os.pread, descriptor, min(PIECE_BYTES, min(there, stop) - at), at)
+                if not piece:
+                    raise ConnectionResetError("the file is shorter than its manifest says")
+                if is_paced:
+                    await self._pace.take(len(piece))
+                await response.write(piece)
+                at += len(piece)
+        finally:
+            os.close(descriptor)
+
+
+class LeasedFile(web.FileResponse):
+    """A file whose version stays until it was sent."""
+
+    def __init__(self, path: Path, headers: dict[str, str], lease: AbstractContextManager[None]) -> None:
+        super().__init__(path, headers=headers)
+        self._lease = lease
+
+    async def prepare(self, request: web.BaseRequest) -> Any:
+        """Send it: aiohttp sends a file's body along with its headers."""
+        with self._lease:
+            return await super().prepare(request)
+
+
+@dataclass
+class SendingPace:
+    """Bytes a second, of all connections together; 0: no bound."""
+
+    bytes_per_s: int
+    clock: Callable[[], float] = time.monotonic
+    _free_at: float = 0.0
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether anybody ever waits."""
+        return self.bytes_per_s > 0
+
+    async def take(self, size: int) -> None:
+        """Wait until so many bytes may be sent."""
+        now = self.clock()
+        self._free_at = max(self._free_at, now) + size / self.bytes_per_s
+        await asyncio.sleep(max(0.0, self._free_at - now))
+
+
+def _is_of_this_host(request: web.Request) -> bool:
+    """Whether both ends of the connection have one address: what is sent crosses no network."""
+    name = request.transport.get_extra_info("sockname") if request.transport is not None else None
+    return name is not None and request.remote == name[0]
+
+
+def _missing(version: str, name: str, *, is_gone: bool) -> web.HTTPException:
+    if is_gone:
+        return web.HTTPGone(text=f"version {version!r} was deleted; a newer one is announced on control\n")
+    return web.HTTPNotFound(text=f"no {name!r} of version {version!r}; GET /weights lists what there is\n")
+
+
+def check_port(settings: RelaySettings) -> None:
+    """Refuse a port that is taken, before anything is started that would have to end again.
+
+    Raises:
+        UserError: somebody listens there, or the host is not this machine's.
+    """
+    try:
+        # As the relay itself will: a port that its predecessor has just left is free.
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        with socket.create_server((settings.host, settings.port), family=family):
+            pass
+    except OSError as error:
+        raise _taken(settings, error) from error
+
+
+def _taken(settings: RelaySettings, error: OSError) -> UserError:
+    return UserError(
+        f"expected a free port for the relay, got {settings.host}:{settings.port} in use "
+        f"({error.strerror}); choose another with --relay.port"
+    )

@@ -1,0 +1,185 @@
+"""Brings a version from the relays before this one, chunk by chunk; the next relay reads it while it arrives.
+
+Invariants:
+- nothing_is_fetched_twice: what one upstream delivered before it broke off is kept, another is asked for the rest;
+- damage_is_found_at_once: a chunk is checked before it is written, a file and a version before they are whole.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import aiohttp
+import structlog
+from pydantic import ValidationError
+
+from coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
+from schemas.control import WeightsReady
+from schemas.errors import ChecksumMismatch, WeightsError
+from schemas.weight_deltas import apply_deltas
+from schemas.weights import MANIFEST, WeightManifest
+
+log = structlog.get_logger()
+
+MAX_MANIFEST_BYTES = 1 << 20
+CONNECT_TIMEOUT_S = 2.0
+"""Hosts of one network answer in milliseconds; one that is gone is passed over the sooner."""
+PROBE_S = 1.0
+SILENCES = 3
+"""In a row, of an upstream that answers and sends nothing, before another is asked: it may be waiting itself."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+"""Doubled from the first to the longest, after all upstreams were tried."""
+
+Route = Callable[[WeightsReady, frozenset[str]], list[str]]
+"""Addresses of the upstreams for an announced version, the best first, without those given up."""
+
+
+@dataclass
+class ChainTransfer:
+    """Fetches versions into ``copies``. ``route`` is asked at each attempt: who is there changes meanwhile.
+
+    ``is_overtaken``: whether a newer version than this one is announced; then nobody is asked a second time.
+    ``received_bytes``: of weights, whatever came of them.
+    """
+
+    copies: RelayCopies
+    route: Route
+    timeout_s: float
+    is_overtaken: Callable[[WeightsReady], bool]
+    received_bytes: int = 0
+
+    async def fetch(self, ready: WeightsReady) -> None:
+        """Make a version whole here; those behind this relay read it meanwhile.
+
+        Raises:
+            WeightsError: nobody has it any more, and a newer one is announced.
+            OSError: the disk is full, or cannot be written.
+        """
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s)
+        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False, read_bufsize=1 << 20) as session:
+            pull = _Pull(self, session, ready)
+            raw, manifest = await pull.manifest()
+            copy = self.copies.begin(manifest, raw)
+            try:
+                await self._patch(pull, copy)
+                for file in manifest.files:
+                    await pull.file(copy.files[file.name])
+                self.copies.finish(copy)
+            except BaseException:
+                self.copies.abandon(copy)
+                raise
+        await self.copies.tidy()
+
+    async def _patch(self, pull: "_Pull", copy: VersionCopy) -> None:
+        """Make the file that the delta leads to, if its base is here. Whatever is wrong, the whole file is right."""
+        delta, base = copy.manifest.delta, self.copies.base_of(copy.manifest)
+        if delta is None or base is None:
+            return
+        target, arriving = copy.files[delta.target], copy.files[delta.file.name]
+        try:
+            with self.copies.lease(self.copies.versions[delta.base]):
+                await pull.file(arriving)
+                made = await asyncio.to_thread(apply_deltas, base, [arriving.path], target.path)
+            if made != target.file.sha256:
+                raise ChecksumMismatch(f"expected {target.file.sha256} of a version and its delta, got {made}")
+            target.made()
+        except (WeightsError, OSError) as error:
+            log.info("weights fetched whole", version=str(copy.version), reason=str(error))
+
+
+@dataclass
+class _Pull:
+    """One version on its way. ``given_up``: upstreams that are gone, or sent what is damaged."""
+
+    transfer: ChainTransfer
+    session: aiohttp.ClientSession
+    ready: WeightsReady
+    given_up: set[str] = field(default_factory=set)
+
+    async def manifest(self) -> tuple[bytes, WeightManifest]:
+        found: list[tuple[bytes, WeightManifest]] = []
+
+        async def read(weights: str) -> None:
+            found.append(await self._read_manifest(f"{weights}/{MANIFEST}"))
+
+        await self._from_someone(read)
+        return found[-1]
+
+    async def file(self, arriving: ArrivingFile) -> None:
+        """Bring what is missing of a file."""
+        if arriving.is_whole:
+            return
+        await asyncio.to_thread(arriving.resume)
+        await self._from_someone(lambda weights: self._receive(f"{weights}/{arriving.file.name}", arriving))
+
+    async def _from_someone(self, ask: Callable[[str], Awaitable[None]]) -> None:
+        """Ask one upstream after the other until one has answered all."""
+        pause_s, silences = FIRST_PAUSE_S, 0
+        error: Exception | None = None
+        while True:
+            route = self.transfer.route(self.ready, frozenset(self.given_up))
+            if not route:
+                if error is not None and self.transfer.is_overtaken(self.ready):
+                    raise WeightsError(f"expected weights {self.ready.version} from a relay, got {error!r}") from error
+                self.given_up.clear()
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                continue
+            upstream = route[0].rstrip("/")
+            try:
+                await ask(f"{upstream}/weights/{self.ready.version}")
+            except TimeoutError as silence:
+                silences, error = silences + 1, silence
+                if silences < SILENCES and await self._answers(upstream):
+                    continue
+            except (WeightsError, aiohttp.ClientError, EOFError, ConnectionError) as failure:
+                error = failure
+            else:
+                return
+            log.warning("another upstream asked", version=str(self.ready.version), given_up=upstream, error=repr(error))
+            self.given_up.add(route[0])
+            silences = 0
+
+    async def _answers(self, upstream: str) -> bool:
+        timeout = aiohttp.ClientTimeout(total=PROBE_S)
+        try:
+            async with self.session.get(f"{upstream}/health", timeout=timeout) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def _read_manifest(self, url: str) -> tuple[bytes, WeightManifest]:
+        async with self.session.get(url, allow_redirects=False) as response:
+            _refuse_unless(response, 200)
+            raw = await response.content.read(MAX_MANIFEST_BYTES + 1)
+            while (more := await response.content.read(MAX_MANIFEST_BYTES)) and len(raw) <= MAX_MANIFEST_BYTES:
+                raw += more
+        self.transfer.received_bytes += len(raw)
+        if (found := sha256(raw).hexdigest()) != self.ready.manifest_sha256:
+            raise ChecksumMismatch(
+                f"expected a manifest with sha256 {self.ready.manifest_sha256} at {url}, got {found}"
+            )
+        try:
+            manifest = WeightManifest.model_validate_json(raw)
+        except ValidationError as error:
+            raise WeightsError(f"expected a weights manifest at {url}, got: {error.errors()[0]['msg']}") from error
+        return raw, manifest
+
+    async def _receive(self, url: str, arriving: ArrivingFile) -> None:
+        """Chunk after chunk: checked, written, and then read by whoever is behind this relay."""
+        if arriving.have < arriving.file.size:
+            headers = {"Range": f"bytes={arriving.have}-"}
+            async with self.session.get(url, headers=headers, allow_redirects=False) as response:
+                _refuse_unless(response, 206)
+                while length := arriving.next_chunk():
+                    chunk = await response.content.readexactly(length)
+                    self.transfer.received_bytes += length
+                    await asyncio.to_thread(arriving.append, chunk, url)
+                    arriving.arrived(length)
+        arriving.finish(url)
+
+
+def _refuse_unless(response: aiohttp.ClientResponse, status: int) -> None:
+    if response.status != status:
+        raise WeightsError(f"expected status {status} from {response.url}, got {response.status}")

@@ -1,0 +1,180 @@
+"""Relays on the loopback interface and a bus in memory, each a host of its own."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aiohttp import web
+
+from bus.embedded.node import free_ports
+from bus.memory import MemoryBus
+from coordinator.relay.chain import RelayMember
+from coordinator.relay.copies import RelayCopies
+from coordinator.relay.server import Relay, WeightsStore
+from coordinator.relay.tier import RelayTier
+from coordinator.settings import RelaySettings
+from schemas.control import WeightsReady
+from schemas.identifiers import PolicyVersion
+from schemas.reports import RelayBeat
+from schemas.topics import CONTROL, HEARTBEATS
+from schemas.weight_deltas import write_delta
+from schemas.weights import MANIFEST, WeightDelta, WeightManifest, describe_file
+from tests.coordinator.scene import new_bus, publish
+
+
+@dataclass
+class Host:
+    """One relay, served on an address of its own, so that what it sends is not of this host."""
+
+    relay: Relay
+    tier: RelayTier
+    sent: int = 0
+    _runner: web.AppRunner | None = None
+    _tier: "asyncio.Task[None] | None" = None
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start(self) -> None:
+        # Not ``Relay.run``, which ends in good order: a killed relay does not.
+        self._runner = web.AppRunner(self.relay.application(), shutdown_timeout=0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self.relay.settings.host, self.relay.settings.port).start()
+        self._tier = asyncio.create_task(self.tier.run(self._stop))
+
+    async def kill(self) -> None:
+        if self._runner is None or self._tier is None:
+            return
+        self._tier.cancel()
+        await self._runner.cleanup()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._tier
+        self._runner = self._tier = None
+
+    def have(self, version: PolicyVersion) -> int:
+        assert self.relay.copies is not None
+        copy = self.relay.copies.versions.get(version)
+        return 0 if copy is None else sum(arriving.have for arriving in copy.files.values())
+
+    def is_whole(self, version: PolicyVersion) -> bool:
+        assert self.relay.copies is not None
+        return version in self.relay.copies.whole()
+
+
+@dataclass
+class Network:
+    """A store and hosts ``h1``, ``h2`` … on one bus."""
+
+    bus: MemoryBus
+    root: Path
+    store: Host
+    hosts: list[Host]
+    sequence: int = 0
+
+    def write(self, version: PolicyVersion, content: bytes, base: PolicyVersion | None = None) -> WeightsReady:
+        """Put a version into the store, with a delta to ``base``; its announcement."""
+        directory = self.root / "store" / str(version)
+        directory.mkdir(parents=True)
+        (directory / "model.safetensors").write_bytes(content)
+        (directory / "config.json").write_text("{}")
+        delta = None
+        if base is not None:
+            before = self.root / "store" / str(base)
+            whole = directory / "model.safetensors"
+            assert write_delta(before / whole.name, whole, 2, directory / "model.delta", len(content))
+            manifest = (before / MANIFEST).read_bytes()
+            delta = WeightDelta(
+                file=describe_file(directory / "model.delta"),
+                target=whole.name,
+                base=base,
+                base_manifest_sha256=_sha256(manifest),
+            )
+        files = tuple(describe_file(directory / name) for name in ("model.safetensors", "config.json"))
+        raw = WeightManifest(version=version, step=1, files=files, created_at=0.0, delta=delta).model_dump_json()
+        (directory / MANIFEST).write_text(raw)
+        self.sequence += 1
+        return WeightsReady(
+            sequence=self.sequence,
+            sent_at=0.0,
+            version=version,
+            step=version.number,
+            manifest_sha256=_sha256(raw.encode()),
+            relays=(self.store.tier.me.address,),
+        )
+
+    async def announce(self, ready: WeightsReady) -> None:
+        await publish(self.bus, CONTROL, ready)
+
+    async def whole(self, version: PolicyVersion, but: tuple[Host, ...] = ()) -> None:
+        """Wait until all hosts but these have it."""
+        async with asyncio.timeout(20):
+            while not all(host.is_whole(version) for host in self.hosts if host not in but):
+                await asyncio.sleep(0.01)
+
+    @property
+    def received(self) -> int:
+        return sum(host.tier.transfer.received_bytes for host in self.hosts if host.tier.transfer is not None)
+
+    async def settled(self) -> None:
+        """Wait until everybody has heard everybody."""
+        async with asyncio.timeout(10):
+            while not all(len(host.tier.members.living(host.tier.clock())) > len(self.hosts) for host in self.hosts):
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def network(root: Path, hosts: int, *, store_pace: int = 0, sites: str = "") -> AsyncIterator[Network]:
+    """``sites``: a letter for the store and for each host; none: all are of one."""
+    bus, everyone = new_bus(), []
+    for number in range(hosts + 1):
+        (port,) = free_ports(1)
+        settings = RelaySettings(
+            host=f"127.0.0.{number + 2}",
+            port=port,
+            heartbeat_interval_s=0.05,
+            timeout_s=1.0,
+            lease_s=0.0,
+            max_bytes_per_s=0 if number else store_pace,
+        )
+        store = WeightsStore(root / "store")
+        copies = RelayCopies(root / f"h{number}", 2, 0.0) if number else None
+        me = RelayMember(
+            f"h{number}",
+            f"http://{settings.host}:{port}",
+            f"h{number}",
+            sites[number] if sites else "",
+            has_store=number == 0,
+        )
+        tier = RelayTier(bus, "r", settings, me, store, copies)
+        host = Host(Relay(store, settings, copies=copies, loops=tier), tier)
+
+        def count(_status: int, size: int, host: Host = host) -> None:
+            host.sent += size
+
+        host.relay.on_response = count
+        await host.start()
+        everyone.append(host)
+    made = Network(bus, root, everyone[0], everyone[1:])
+    try:
+        await made.settled()
+        yield made
+    finally:
+        for host in everyone:
+            await host.kill()
+
+
+def beats(bus: MemoryBus) -> list[RelayBeat]:
+    messages = [record.message() for record in bus.log(HEARTBEATS.full_name("r")).partitions[0]]
+    return [message for message in messages if isinstance(message, RelayBeat)]
+
+
+def random_weights(size: int) -> bytes:
+    return os.urandom(size)
+
+
+def _sha256(content: bytes) -> str:
+    from hashlib import sha256
+
+    return sha256(content).hexdigest()

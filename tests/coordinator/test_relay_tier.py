@@ -1,0 +1,126 @@
+import asyncio
+import os
+from pathlib import Path
+
+from aiohttp import ClientSession
+
+from schemas.identifiers import PolicyVersion
+from tests.coordinator.relay_host import beats, network
+
+FIRST, SECOND = PolicyVersion(1, 1), PolicyVersion(1, 2)
+MIB = 1 << 20
+
+
+async def test_a_version_goes_down_the_chain_and_every_byte_crosses_each_link_once(tmp_path: Path) -> None:
+    content = os.urandom(5 * MIB + 17)
+    async with network(tmp_path, 4, store_pace=16 * MIB) as net:
+        await net.announce(net.write(FIRST, content))
+        async with asyncio.timeout(10):
+            while net.hosts[3].have(FIRST) < MIB:  # the last has begun ...
+                await asyncio.sleep(0)
+        assert not net.hosts[0].is_whole(FIRST)  # ... before the first is done
+        await net.whole(FIRST)
+        for number in range(1, 5):
+            assert (tmp_path / f"h{number}" / "1-1" / "model.safetensors").read_bytes() == content
+        ideal = 4 * len(content)
+        assert ideal <= net.received <= 1.1 * ideal
+        # The store sent it once, and whoever is behind the first relay was never the store's affair.
+        assert len(content) <= net.store.sent <= 1.1 * len(content)
+
+
+async def test_a_dead_relay_is_routed_around_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
+    content = os.urandom(8 * MIB)
+    async with network(tmp_path, 4, store_pace=8 * MIB) as net:
+        await net.announce(net.write(FIRST, content))
+        killed = net.hosts[1]
+        async with asyncio.timeout(10):
+            while killed.have(FIRST) < 4 * MIB:
+                await asyncio.sleep(0.001)
+        before = {host.tier.me.relay_id: host.have(FIRST) for host in net.hosts}
+        await killed.kill()
+        assert 0 < before["h3"] < len(content)
+        await net.whole(FIRST, but=(killed,))
+        for number in (1, 3, 4):
+            assert (tmp_path / f"h{number}" / "1-1" / "model.safetensors").read_bytes() == content
+        # Its successor asked the one before it for the rest, and not for what it had.
+        survivors = [host for host in net.hosts if host is not killed]
+        received = sum(host.tier.transfer.received_bytes for host in survivors if host.tier.transfer is not None)
+        assert received <= 1.1 * len(survivors) * len(content)
+        assert net.store.sent <= 1.1 * len(content)
+
+
+async def test_what_is_damaged_on_the_way_is_found_before_it_is_passed_on(tmp_path: Path) -> None:
+    content = os.urandom(3 * MIB)
+    async with network(tmp_path, 2) as net:
+        ready = net.write(FIRST, content)
+        # In the second chunk of what the store sends; the manifest was written before.
+        path = tmp_path / "store" / "1-1" / "model.safetensors"
+        damaged = bytearray(content)
+        damaged[MIB + 5] ^= 1
+        path.write_bytes(damaged)
+        await net.announce(ready)
+        async with asyncio.timeout(10):
+            while not all(host.have(FIRST) == MIB for host in net.hosts):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert [host.have(FIRST) for host in net.hosts] == [MIB, MIB]
+        path.write_bytes(content)
+        await net.whole(FIRST)
+        assert (tmp_path / "h2" / "1-1" / "model.safetensors").read_bytes() == content
+
+
+async def test_deltas_travel_the_same_way(tmp_path: Path) -> None:
+    content = os.urandom(2 * MIB)
+    changed = bytearray(content)
+    changed[::50_000] = bytes(len(changed[::50_000]))
+    async with network(tmp_path, 3) as net:
+        await net.announce(net.write(FIRST, content))
+        await net.whole(FIRST)
+        before = net.received
+        await net.announce(net.write(SECOND, bytes(changed), base=FIRST))
+        await net.whole(SECOND)
+        assert net.received - before < 3 * MIB // 10
+        for number in (1, 2, 3):
+            assert (tmp_path / f"h{number}" / "1-2" / "model.safetensors").read_bytes() == changed
+
+
+async def test_a_worker_that_is_faster_than_its_relay_reads_what_arrives(tmp_path: Path) -> None:
+    content = os.urandom(2 * MIB)
+    async with network(tmp_path, 1, store_pace=8 * MIB) as net, ClientSession() as session:
+        ready = net.write(FIRST, content)
+        # Asked before the relay has read the announcement.
+        url = f"{net.hosts[0].tier.me.address}/weights/1-1/model.safetensors"
+        asked = asyncio.create_task(session.get(url, headers={"Range": "bytes=100-"}))
+        await asyncio.sleep(0.05)
+        await net.announce(ready)
+        async with await asked as response:
+            assert (response.status, net.hosts[0].is_whole(FIRST)) == (206, False)
+            assert await response.read() == content[100:]
+
+
+async def test_what_is_read_stays_and_what_nobody_reads_goes(tmp_path: Path) -> None:
+    async with network(tmp_path, 1) as net:
+        copies = net.hosts[0].relay.copies
+        assert copies is not None
+        for number in (1, 2):
+            await net.announce(net.write(PolicyVersion(1, number), os.urandom(1000)))
+            await net.whole(PolicyVersion(1, number))
+        with copies.lease(copies.versions[FIRST]):
+            for number in (3, 4):
+                await net.announce(net.write(PolicyVersion(1, number), os.urandom(1000)))
+                await net.whole(PolicyVersion(1, number))
+            await copies.tidy()
+            assert [version.number for version in copies.whole()] == [1, 3, 4]
+        await copies.tidy()
+        assert [version.number for version in copies.whole()] == [3, 4]
+
+
+async def test_a_relay_says_what_it_holds_and_that_it_leaves(tmp_path: Path) -> None:
+    async with network(tmp_path, 1) as net:
+        await net.announce(net.write(FIRST, os.urandom(1000)))
+        await net.whole(FIRST)
+        await asyncio.sleep(0.1)
+        last = [beat for beat in beats(net.bus) if beat.relay_id == "h1"][-1]
+        assert (last.held, last.has_store, last.leaving) == ((FIRST,), False, False)
+    last = [beat for beat in beats(net.bus) if beat.relay_id == "h1"][-1]
+    assert last.leaving
