@@ -8,7 +8,7 @@ bytes or tensors cannot be told by this; such a file is at least called.
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +142,7 @@ def _is_handed_one(frame: FrameType) -> bool:
 
 
 def _first_of(value: object) -> object:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple) and value and not isinstance(value, Record | Outgoing):
         return value[0]

@@ -150,9 +150,9 @@ def test_ids_that_a_count_pushes_out_are_found_trained_twice(monkeypatch: pytest
             self._partial.pop(old, None)
         del order[:-1_000]
 
-    assert rules_broken("thousands", {"duplicate effect"}, first=2, most=1) == set()
+    assert rules_broken("thousands", {"duplicate effect"}, first=6, most=1) == set()
     monkeypatch.setattr(FinishedGroups, "add", add_to_window)
-    assert "duplicate effect" in rules_broken("thousands", {"duplicate effect"}, first=2, most=4)
+    assert "duplicate effect" in rules_broken("thousands", {"duplicate effect"}, first=6, most=6)
 
 
 def test_an_announcement_before_its_checkpoint_is_found_to_leave_the_trainer_waiting(

@@ -6,6 +6,7 @@ def test_compaction_keeps_the_last_order_of_each_subject() -> None:
     keys = {name: control_key(message) for name, message in examples().items() if isinstance(message, Control)}
     assert keys == {
         "control-weights-ready": "weights/policy",
+        "control-weights-ready-full": "weights/policy",
         "control-flow": "flow",
         "control-drain-worker": "drain/worker-1",
         "control-worker-claimed": "worker/worker-1",

@@ -29,8 +29,8 @@ def test_names_are_unique_and_full_names_carry_the_run() -> None:
 @by_name
 def test_every_topic_has_one_role_that_writes_and_at_least_one_that_reads(topic: Topic) -> None:
     # What no worker delivers the dispatcher completes, and reads back as it reads everything there; the trainer says on
-    # control whose run it is, under a key of its own, and among heartbeats that it is alive, to one that stands by; there
-    # relays say so too, to each other.
+    # control whose run it is, under a key of its own, and among heartbeats that it is alive, to one that stands by;
+    # there relays say so too, to each other.
     others = {TRAJECTORIES: {"dispatcher"}, CONTROL: {"trainer"}, HEARTBEATS: {"trainer", "relay"}}.get(topic, set())
     assert len(set(topic.writers) - others) == 1
     assert topic.readers

@@ -48,7 +48,9 @@ class Nemesis:
         if not sum(weights):
             await self._until_finished(setup.harm_for_s)
         await self._heal()
-        is_over = await self._until_finished(setup.patience_s) or world.has_ever_told_the_end
+        is_over = await self._until_finished(setup.patience_s)
+        if setup.harm.lose_directory or setup.harm.second_holder:
+            is_over = is_over or world.has_ever_told_the_end
         if not is_over and setup.must_finish:
             living = sorted(life.process.name for life in world.alive)
             detail = f"not finished {setup.patience_s} s after the last fault: {living}"
