@@ -113,7 +113,8 @@ def test_another_task_goes_on_after_every_kill_and_its_accounts_balance(compose:
     compose("stop", timeout_s=180)
     compose("start", timeout_s=300)
     codes = compose.ended(*JOINED, within_s=BUSY_S)
-    assert codes == {"run": [0], "trainer": [0], "worker": [0] * 4}
+    told = [line for line in compose("logs", *JOINED).splitlines() if "error: " in line]
+    assert codes == {"run": [0], "trainer": [0], "worker": [0] * 4}, told
     (run,) = [path for path in compose.fetch(tmp_path).iterdir() if path.name.startswith("trial-")]
     assert json.loads((run / "summary.json").read_text())["steps"] == 200
     said = compose("run", "--rm", "tools", "audit", "streamrl.toml", timeout_s=300)
