@@ -284,9 +284,11 @@ class _Parts:
         # Latencies are virtual seconds, costs emulated ones: the device divides by the scale again.
         costs = costs.model_copy(update={"optimizer_step_s": costs.optimizer_step_s + latencies.step_s * scale})
 
+        exporting = EmulatedDevice(scale, self.clock)
+
         def open_policy(restored: RestoredCheckpoint | None) -> EmulatedPolicy:
             own_s = latencies.trajectory_s * scale
-            return BusyPolicy(costs, self.device, weights, checkpoints, restored, trajectory_s=own_s)
+            return BusyPolicy(costs, self.device, exporting, weights, checkpoints, restored, trajectory_s=own_s)
 
         return Trainer(
             bus=self.bus,
@@ -299,6 +301,7 @@ class _Parts:
             reward_weights=settings.rewards.weight_by_name,
             open_policy=open_policy,
             open_compute=lambda: EmulatedCompute(self.device),
+            open_exporter=lambda: EmulatedCompute(exporting),
             checkpoints=checkpoints,
             run_dir=None,
             clock=self.clock,
@@ -354,9 +357,10 @@ class MeteredDevice(EmulatedDevice):
 
     launched_s = 0.0
 
-    def _launch(self, seconds: float) -> None:
+    def launch(self, seconds: float) -> None:
+        """As the emulated device does, counted."""
         self.launched_s += seconds
-        super()._launch(seconds)
+        super().launch(seconds)
 
 
 class BusyPolicy(EmulatedPolicy):

@@ -8,7 +8,6 @@ work_in_a_row_takes_the_sum_of_its_durations.
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -45,24 +44,18 @@ class EmulatedDevice:
         self._time_scale = time_scale
         self._monotonic = monotonic
         self._free_at = self._returns_at = monotonic()
-        self._lock = threading.Lock()  # weights are exported from another thread than gradients are computed
 
     def launch(self, seconds: float) -> None:
         """Work for so many emulated seconds, after what was launched before."""
-        with self._lock:
-            self._launch(seconds)
-
-    def finish(self, seconds: float) -> None:
-        """The same, and the call that does it returns when everything is done."""
-        with self._lock:
-            self._launch(seconds)
-            self._returns_at = self._free_at
-
-    def _launch(self, seconds: float) -> None:
         # A busy device begins when it is free, so that lateness of the caller does not add up; an idle one begins now.
         self._free_at = max(self._free_at, self._monotonic()) + seconds / self._time_scale
         # Never earlier than before: a ``finish`` still holds if more is launched behind it.
         self._returns_at = max(self._returns_at, self._free_at - RUN_AHEAD_S)
+
+    def finish(self, seconds: float) -> None:
+        """The same, and the call that does it returns when everything is done."""
+        self.launch(seconds)
+        self._returns_at = self._free_at
 
     def wall_s_to_wait(self) -> float:
         """Seconds of the wall clock until the caller may go on."""
@@ -99,18 +92,20 @@ CONFIG = json.dumps({"model_type": "emulated"})
 
 
 class EmulatedPolicy:
-    """A ``Policy`` whose calls take their time on a device."""
+    """A ``Policy`` whose calls take their time on ``device``; the export of weights beside them on ``exporting``."""
 
     def __init__(
         self,
         durations: TrainingCosts,
         device: EmulatedDevice,
+        exporting: EmulatedDevice,
         weights: WeightStore,
         checkpoints: CheckpointStore,
         restored: RestoredCheckpoint | None,
     ) -> None:
         self._durations = durations
         self._device = device
+        self._exporting = exporting
         self._weights = weights
         self._checkpoints = checkpoints
         self._step = restored.state.manifest.step if restored else 0
@@ -149,8 +144,8 @@ class EmulatedPolicy:
         return EmulatedSnapshot(self._step, self._export)
 
     def _export(self, step: int, version: PolicyVersion, now: float) -> str:
-        # On the device that trains: processor and disk of the trainer's machine are shared with what goes on beside.
-        self._device.finish(self._durations.export_s)
+        # Not on the device that trains: there it would stand in line behind the next step.
+        self._exporting.finish(self._durations.export_s)
         if not self._is_swept:
             # Only under a lineage: what looks left over may be that of a leader for which this one stands by.
             remove_leftovers(self._weights.root)

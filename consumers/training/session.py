@@ -63,8 +63,9 @@ class TrainerContext:
 
     ``run_dir`` gets ``metrics.jsonl``, ``identity`` keeps which run that directory is of; with ``adopt`` the trainer
     takes over a run that it finds on the topics and not here. ``servers``: the broker as the user named it.
-    ``open_compute`` is called twice: for the policy, and for the export of its weights beside it. ``failpoint`` is
-    called at each failpoint. ``clock`` tells the time of day, ``monotonic`` what a phase of a step took.
+    ``open_compute`` is for the policy, ``open_exporter`` for the export of its weights beside it; None: another of the
+    same kind. ``failpoint`` is called at each failpoint. ``clock`` tells the time of day, ``monotonic`` what a phase of
+    a step took.
     """
 
     bus: Bus
@@ -78,6 +79,7 @@ class TrainerContext:
     open_policy: OpenPolicy
     open_compute: OpenCompute
     checkpoints: Checkpoints
+    open_exporter: OpenCompute | None = None
     run_dir: Path | None = None
     identity: IdentityStore = field(default_factory=MemoryIdentity)
     adopt: bool = False

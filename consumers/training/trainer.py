@@ -74,7 +74,7 @@ class Trainer(TrainerContext):
         On failure: raises; a restart goes on from the newest checkpoint under the next lineage.
         On stop: finishes the step if its batch is complete, drops its gradient otherwise, writes a checkpoint.
         """
-        compute, exporter = self.open_compute(), self.open_compute()
+        compute, exporter = self.open_compute(), (self.open_exporter or self.open_compute)()
         try:
             keeper = await hold_run(self, compute)
             announcements = await open_announcements(self)

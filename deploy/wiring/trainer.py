@@ -29,9 +29,9 @@ def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
     place = _storage(settings, "cache")
     checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
     if settings.training.backend == "emulated":
-        open_policy, open_compute = _emulated_trainer(settings, checkpoints)
+        open_policy, open_compute, open_exporter = _emulated_trainer(settings, checkpoints)
     else:
-        open_policy, open_compute = _in_torch(settings, place)
+        (open_policy, open_compute), open_exporter = _in_torch(settings, place), None
     return Trainer(
         bus=context.bus,
         run_name=settings.run.name,
@@ -43,6 +43,7 @@ def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
         reward_weights=settings.rewards.weight_by_name,
         open_policy=open_policy,
         open_compute=open_compute,
+        open_exporter=open_exporter,
         checkpoints=checkpoints,
         run_dir=settings.run.path,
         identity=IdentityFile(settings.run.path),
@@ -95,16 +96,16 @@ def _in_torch(settings: Settings, place: CheckpointStorage) -> tuple[OpenPolicy,
     return open_policy, lambda: ComputeThread(settings.training.threads)
 
 
-def _emulated_trainer(settings: Settings, checkpoints: CheckpointStore) -> tuple[OpenPolicy, OpenCompute]:
+def _emulated_trainer(settings: Settings, checkpoints: CheckpointStore) -> tuple[OpenPolicy, OpenCompute, OpenCompute]:
     from consumers.training.emulation import EmulatedCompute, EmulatedDevice, EmulatedPolicy
     from consumers.training.weight_export import WeightStore
 
-    device = EmulatedDevice(settings.emulation.time_scale)
+    device, exporting = (EmulatedDevice(settings.emulation.time_scale) for _ in range(2))
     weights = WeightStore(
         settings.run.weights_store, settings.training.keep_weight_versions, settings.training.weight_transfer
     )
 
     def open_policy(restored: RestoredCheckpoint | None) -> Policy:
-        return EmulatedPolicy(settings.emulation.training, device, weights, checkpoints, restored)
+        return EmulatedPolicy(settings.emulation.training, device, exporting, weights, checkpoints, restored)
 
-    return open_policy, lambda: EmulatedCompute(device)
+    return open_policy, lambda: EmulatedCompute(device), lambda: EmulatedCompute(exporting)

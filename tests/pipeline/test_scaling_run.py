@@ -7,14 +7,7 @@ import pytest
 from tests.pipeline.accounts import read_accounts
 from tests.pipeline.local_run import LocalRun
 
-pytestmark = [
-    pytest.mark.kafka,
-    pytest.mark.slow,
-    pytest.mark.skip(
-        reason="known defect: steps of an emulated run wait a second for their batch whatever its lengths, so that no "
-        "worker is seen to be spare"
-    ),
-]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 NAME = "scaling-test"
 GROUPS, SAMPLES = 8, 2

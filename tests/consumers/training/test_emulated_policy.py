@@ -25,12 +25,17 @@ def scene(tmp_path: Path) -> Scene:
 
 
 def emulated(scene: Scene, scale: float = 1000.0, durations: TrainingCosts = DURATIONS) -> Trainer:
-    device = EmulatedDevice(scale)
+    device, exporting = EmulatedDevice(scale), EmulatedDevice(scale)
 
     def open_policy(restored: Any) -> EmulatedPolicy:
-        return EmulatedPolicy(durations, device, WeightStore(scene.root / "weights", 20), scene.store(), restored)
+        weights = WeightStore(scene.root / "weights", 20)
+        return EmulatedPolicy(durations, device, exporting, weights, scene.store(), restored)
 
-    return scene.trainer(open_policy=open_policy, open_compute=lambda: EmulatedCompute(device))
+    return scene.trainer(
+        open_policy=open_policy,
+        open_compute=lambda: EmulatedCompute(device),
+        open_exporter=lambda: EmulatedCompute(exporting),
+    )
 
 
 def test_a_micro_batch_costs_by_its_tokens_their_squares_and_itself() -> None:
