@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import Part
 
 MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 20
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 WeightFileName = Annotated[
@@ -73,6 +75,28 @@ class WeightManifest(Part):
     files: tuple[WeightFile, ...]
     created_at: float
     delta: WeightDelta | None = None
+
+
+def checked_manifest(raw: bytes, version: PolicyVersion, sha256: str, where: str) -> WeightManifest:
+    """What whoever fetches a version may rely on: that the bytes from ``where`` are its manifest, and make sense.
+
+    Raises:
+        ChecksumMismatch: they have another sha256 than what was announced.
+        WeightsError: they are no manifest of this version.
+    """
+    if (found := hashlib.sha256(raw).hexdigest()) != sha256:
+        raise ChecksumMismatch(f"expected a manifest with sha256 {sha256} at {where}, got {found}")
+    try:
+        manifest = WeightManifest.model_validate_json(raw)
+    except ValidationError as error:
+        raise WeightsError(f"expected a weights manifest at {where}, got: {error.errors()[0]['msg']}") from error
+    names = {file.name for file in manifest.files}
+    # A file named like the manifest would overwrite it when the version is put together.
+    if manifest.version != version or len(names) != len(manifest.files) or MANIFEST in names:
+        raise WeightsError(f"expected a manifest of {version} at {where}, got {manifest.version}: {sorted(names)}")
+    if manifest.delta is not None and manifest.delta.target not in names:
+        raise WeightsError(f"expected a delta of one of {sorted(names)} at {where}, got {manifest.delta.target!r}")
+    return manifest
 
 
 def describe_file(path: Path) -> WeightFile:

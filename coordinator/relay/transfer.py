@@ -8,21 +8,18 @@ Invariants:
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from hashlib import sha256
 
 import aiohttp
 import structlog
-from pydantic import ValidationError
 
 from coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
 from schemas.control import WeightsReady
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.weight_deltas import apply_deltas
-from schemas.weights import MANIFEST, WeightManifest
+from schemas.weights import MANIFEST, MAX_MANIFEST_BYTES, WeightManifest, checked_manifest
 
 log = structlog.get_logger()
 
-MAX_MANIFEST_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 2.0
 """Hosts of one network answer in milliseconds; one that is gone is passed over the sooner."""
 PROBE_S = 1.0
@@ -156,15 +153,7 @@ class _Pull:
             while (more := await response.content.read(MAX_MANIFEST_BYTES)) and len(raw) <= MAX_MANIFEST_BYTES:
                 raw += more
         self.transfer.received_bytes += len(raw)
-        if (found := sha256(raw).hexdigest()) != self.ready.manifest_sha256:
-            raise ChecksumMismatch(
-                f"expected a manifest with sha256 {self.ready.manifest_sha256} at {url}, got {found}"
-            )
-        try:
-            manifest = WeightManifest.model_validate_json(raw)
-        except ValidationError as error:
-            raise WeightsError(f"expected a weights manifest at {url}, got: {error.errors()[0]['msg']}") from error
-        return raw, manifest
+        return raw, checked_manifest(raw, self.ready.version, self.ready.manifest_sha256, url)
 
     async def _receive(self, url: str, arriving: ArrivingFile) -> None:
         """Chunk after chunk: checked, written, and then read by whoever is behind this relay."""

@@ -18,12 +18,10 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 
 import aiohttp
 import structlog
-from pydantic import ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
 from producers.generation.engines.port import Engine
@@ -32,11 +30,17 @@ from schemas.control import WeightsReady
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.weight_deltas import apply_deltas
-from schemas.weights import MANIFEST, WeightDelta, WeightFile, WeightManifest
+from schemas.weights import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    WeightDelta,
+    WeightFile,
+    WeightManifest,
+    checked_manifest,
+)
 
 log = structlog.get_logger()
 
-MAX_MANIFEST_BYTES = 1 << 20
 READ_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
@@ -194,7 +198,7 @@ class WeightsFetcher:
         # No decompression: sizes, ranges and checksums are of the bytes as they are stored.
         async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
             raw = await _read_manifest(session, f"{base}/{MANIFEST}")
-            manifest = _checked_manifest(raw, ready.version, ready.manifest_sha256, base)
+            manifest = checked_manifest(raw, ready.version, ready.manifest_sha256, base)
             self._check_space(manifest, incoming)
             made = await self._patched(session, f"{relay}/weights", manifest, incoming.directory)
             for file in manifest.files:
@@ -250,7 +254,7 @@ class WeightsFetcher:
             # Its manifest's checksum stands in one that was announced, so that its own delta is as good as announced.
             where = f"{weights}/{delta.base}/{MANIFEST}"
             raw = await _read_manifest(session, where)
-            manifest = _checked_manifest(raw, delta.base, delta.base_manifest_sha256, where)
+            manifest = checked_manifest(raw, delta.base, delta.base_manifest_sha256, where)
         raise WeightsError(f"expected a version from which deltas lead to {chain[-1][0]} in {self.cache}, got none")
 
     def _check_space(self, manifest: WeightManifest, incoming: Incoming) -> None:
@@ -258,22 +262,6 @@ class WeightsFetcher:
         needed, free = sum(file.size for file in manifest.files) - here, shutil.disk_usage(self.cache).free
         if needed > free:
             raise WeightsError(f"expected {needed} bytes free for weights in {self.cache}, got {free}; make room")
-
-
-def _checked_manifest(raw: bytes, version: PolicyVersion, manifest_sha256: str, where: str) -> WeightManifest:
-    if (found := sha256(raw).hexdigest()) != manifest_sha256:
-        raise ChecksumMismatch(f"expected a manifest with sha256 {manifest_sha256} at {where}, got {found}")
-    try:
-        manifest = WeightManifest.model_validate_json(raw)
-    except ValidationError as error:
-        raise WeightsError(f"expected a weights manifest at {where}, got: {error.errors()[0]['msg']}") from error
-    names = {file.name for file in manifest.files}
-    # A file named like the manifest would overwrite it when the version is put together.
-    if manifest.version != version or len(names) != len(manifest.files) or MANIFEST in names:
-        raise WeightsError(f"expected a manifest of {version} at {where}, got {manifest.version}: {sorted(names)}")
-    if manifest.delta is not None and manifest.delta.target not in names:
-        raise WeightsError(f"expected a delta of one of {sorted(names)} at {where}, got {manifest.delta.target!r}")
-    return manifest
 
 
 async def _read_manifest(session: aiohttp.ClientSession, url: str) -> bytes:
