@@ -125,7 +125,8 @@ def test_offsets_trusted_from_commits_are_found_to_lose_records(monkeypatch: pyt
 def test_without_the_lineage_check_zombies_are_found_in_the_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lineage, "check", lambda self: None)
     wanted = {"lineage", "contents"}
-    assert rules_broken("zombie-trainers", wanted, first=60) & wanted
+    # The trainer that comes back must reach a step of its own before it reads that it was superseded: about 1 seed in 30.
+    assert rules_broken("zombie-trainers", wanted, first=400, most=200) & wanted
 
 
 def test_rows_that_are_not_sent_again_are_found_missing(monkeypatch: pytest.MonkeyPatch) -> None:
