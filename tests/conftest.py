@@ -9,12 +9,26 @@ import structlog
 pytest_plugins = ["tests.broker_fixture", "tests.inspection.living_run"]
 
 TOGETHER = (
+    # They start whole runs of a dozen processes: more than two runs at a time would slow one another down to their
+    # time-outs.
+    ("tests/pipeline/",),
+    (
+        "tests/chaos/",
+        "tests/deploy/compose/test_processes.py",
+        "tests/deploy/local/test_fleet.py",
+        "tests/deploy/local/test_progress.py",
+        "tests/deploy/local/test_refused_start.py",
+        "tests/deploy/local/test_savepoints.py",
+        "tests/deploy/local/test_shutdown.py",
+        "tests/deploy/local/test_watching.py",
+        "tests/deploy/local/test_zombies.py",
+        "tests/streamrl/test_api.py",
+        "tests/inspection/dashboard/test_outage.py",
+        "tests/inspection/test_another_cluster.py",
+        "tests/bus/embedded/",
+    ),
     # They wait most of the time, and in several processes each would start a broker.
     ("tests/faults/",),
-    # They share the records on the broker, and the trainer that nobody disturbed.
-    ("tests/chaos/crashing/test_crash_points.py",),
-    # They look at one run.
-    ("tests/pipeline/test_traced_run.py", "tests/pipeline/test_emulated_run.py::test_the_whole_pipeline"),
     # They look at one recorded run, or at what one training left.
     ("tests/inspection/replay/",),
     ("tests/inspection/report/commands/",),
@@ -33,6 +47,8 @@ TOGETHER = (
     ("tests/architecture/test_budgets.py", "tests/architecture/test_import_layers.py"),
 )
 """Tests that share what is dear to make, by how their ids begin: one process of xdist gets all of a line."""
+LONGEST = 3
+"""Lines that come first."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +59,13 @@ def _logs_as_before() -> Iterator[None]:
     structlog.configure(**before)
 
 
+def _line_of(nodeid: str) -> int:
+    return next((n for n, line in enumerate(TOGETHER) if nodeid.startswith(line)), len(TOGETHER))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests first: started last, one of them would keep a single process busy after the others are done."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Long lines first, then slow tests: started last, one would keep a process busy after the others are done."""
+    items.sort(key=lambda item: (min(_line_of(item.nodeid), LONGEST), item.get_closest_marker("slow") is None))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -60,6 +80,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Together(LoadGroupScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return next((line[0] for line in TOGETHER if nodeid.startswith(line)), nodeid)
+            line = _line_of(nodeid)
+            return TOGETHER[line][0] if line < len(TOGETHER) else nodeid
 
     return Together(config, log)

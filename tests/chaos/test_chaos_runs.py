@@ -1,35 +1,37 @@
-"""One whole run on a real broker that loses every process and the broker; `make chaos` does many more."""
+"""One whole run on a real broker that loses every process and is fed garbage; `make chaos` does many more."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bus.embedded.node import free_ports
-from tests.chaos.faults.schedule import plan_of
+from tests.chaos.faults.plan import Event, Plan, Sections
+from tests.chaos.faults.schedule import BY_NAME
 from tests.chaos.runs.brokers import Brokers
 from tests.chaos.runs.chaos_run import execute
-from tests.pipeline.tiny_model import save_tiny_model
+from tests.pipeline.local_run import EMULATED
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos]
 
+WITHOUT_A_MODEL: Sections = {
+    **EMULATED,
+    "generation": {**EMULATED["generation"], "partial_chunk_tokens": 100, "chunk_tokens": 100},
+    "training": {**EMULATED["training"], "max_steps": 24},
+}
+"""Processes start in a third of the time."""
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
-
-@pytest.mark.parametrize(
-    ("fault", "seed"),
-    [("all-kill", 3)],
-)
-async def test_a_run_survives_its_faults_and_every_record_has_one_fate(
-    tmp_path: Path, model: Path, fault: str, seed: int
-) -> None:
-    plan = plan_of(seed, fault)
+async def test_a_run_survives_its_faults_and_every_record_has_one_fate(tmp_path: Path) -> None:
+    all_kill, poison = BY_NAME["all-kill"], BY_NAME["poison"]
+    all_kill = replace(all_kill, settings={**WITHOUT_A_MODEL, **poison.settings})
+    events = (Event(all_kill, 5, 0.1, 0.0, "", seed=3), Event(poison, 12, 0.1, 0.0, "", seed=4))
+    plan = Plan(3, events)
     brokers = Brokers(tmp_path)
     try:
-        outcome = await execute(plan, await brokers.only(plan.broker), tmp_path, model, free_ports(1)[0])
+        outcome = await execute(plan, await brokers.only(plan.broker), tmp_path, tmp_path, free_ports(1)[0])
     finally:
         await brokers.close()
-    assert outcome.all_problems == [], f"{plan}; reproduce: {plan.command}"
+    assert outcome.all_problems == [], str(plan)
     assert outcome.findings.trained > 0
+    assert outcome.restarts.total() == 6

@@ -7,10 +7,6 @@ import subprocess
 
 import pytest
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing
-from schemas.topics import TRAJECTORIES
 from tests.pipeline.accounts import Accounts, read_accounts
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, EMULATED, PATIENCE_S, LocalRun, is_alive
@@ -64,30 +60,6 @@ async def test_a_run_with_its_own_broker_ends_well_and_leaves_a_report(start: St
         again.end()
     assert again.text().startswith(f"run {run.directory.name} is already at step 12 of 12: nothing to train; ")
     assert run.summary() == summary
-
-
-async def test_kills_and_undecodable_bytes_change_nothing_but_speed(start: Start, bootstrap_servers: str) -> None:
-    run = start("--training.max_steps=24", "--ingest.max_undecodable_share=0.1", **EMULATED)
-    run.wait_until(lambda: run.steps() >= 3, "third step")
-    run.kill_child("worker-0")
-    run.wait_until(lambda: run.steps() >= 6, "sixth step")
-    run.kill_child("trainer")
-    run.wait_until(lambda: run.steps() >= 8, "eighth step")
-    publisher = await KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers)).publisher("vandal")
-    topic = TRAJECTORIES.full_name(run.directory.name)
-    for value in (b"\xff\xfe garbage", None, b""):
-        await publisher.publish(Outgoing(topic, value, key="vandal/0/0", partition=0))
-    await publisher.close()
-    assert run.wait() == 0, run.text()[-4000:]
-    assert run.summary()["restarts"] == 2
-    accounts = await read_accounts(bootstrap_servers, run.directory.name)
-    assert_every_record_met_one_fate(accounts, groups=24 * 4)
-    assert {report.version.lineage for report in accounts.steps} == {1, 2}
-    assert accounts.steps[-1].step == 24
-    assert [record.value for record in accounts.dead_letters] == [b"\xff\xfe garbage", None, b""]
-    assert dict(accounts.dead_letters[0].headers)["dlq-error-class"] == b"UnknownSchema"
-    undecodable = [place for place, name in accounts.produced.items() if name is None]
-    assert [accounts.skipped[place] for place in undecodable] == ["poison"] * 3
 
 
 async def test_a_worker_joins_by_hand_and_leaves_and_after_ctrl_c_the_same_command_goes_on(

@@ -15,12 +15,12 @@ def settings(mode: str = "trajectory_async", strategy: str = "lpt", *, train_s: 
         {
             "run": {"workers": 2},
             "data": {"dataset": "chain_sum"},
-            "loop": {"mode": mode, "groups_per_step": 16, "num_generations": 2, "max_completion_length": 4000}
+            "loop": {"mode": mode, "groups_per_step": 8, "num_generations": 2, "max_completion_length": 4000}
             | ({"max_staleness": 4} if mode == "trajectory_async" else {})
             | loop,
             "lengths": {"predictor": "trace"},
             "dispatch": {"strategy": strategy},
-            "generation": {"engine": "emulated", "max_num_seqs": 8},
+            "generation": {"engine": "emulated", "max_num_seqs": 4},
             "training": {"backend": "emulated"},
             "batching": {"token_budget": 512},
             "emulation": {
@@ -37,19 +37,19 @@ def test_a_prediction_is_a_function_of_the_settings() -> None:
 
 
 def test_a_step_takes_no_less_than_its_busier_stage() -> None:
-    """Generation: all tokens at the rate of full batches, on two workers with eight slots."""
+    """Generation: all tokens at the rate of full batches, on two workers with four slots."""
     found = predict(settings(), steps=6)
     tokens = found.tokens_per_s * found.step_s * (found.steps - found.warm_up)
-    assert tokens <= found.step_ends[-1] * 2 * 8 / (0.01 * (1 + 8 / 64))
-    assert found.step_s * found.trajectories_per_s == pytest.approx(32)
-    trained = predict(settings(train_s=1e-2), steps=6)
+    assert tokens <= found.step_ends[-1] * 2 * 4 / (0.01 * (1 + 4 / 64))
+    assert found.step_s * found.trajectories_per_s == pytest.approx(16)
+    trained = predict(settings(train_s=1e-2, groups_per_step=16, num_generations=2), steps=6)
     assert trained.trainer_busy > 0.9
     assert trained.tokens_per_s < 100.0
 
 
 def test_modes_that_overlap_more_deliver_more() -> None:
     rates = {
-        mode: predict(settings(mode, train_s=7e-4), steps=24).trajectories_per_s
+        mode: predict(settings(mode, train_s=7e-4), steps=12).trajectories_per_s
         for mode in ("synchronous", "stream", "one_step_async", "trajectory_async")
     }
     assert rates["synchronous"] < rates["stream"] <= 1.02 * rates["one_step_async"]
@@ -82,7 +82,7 @@ def test_a_plan_gives_the_longer_stage_more_devices() -> None:
 
 def test_a_slow_link_costs_synchronous_steps_and_not_asynchronous_ones() -> None:
     profile = DeviceProfile(
-        device="cheap", model="m", engine="vllm", max_num_seqs=8, decode=DecodeSettings(), training=TrainingCosts()
+        device="cheap", model="m", engine="vllm", max_num_seqs=4, decode=DecodeSettings(), training=TrainingCosts()
     )
     near = Demand(settings(), Site(3, profile, 1.0), Site(2, profile, 2.85))
     far = Demand(settings(), Site(3, profile, 1.0), Site(2, profile, 2.85), link_gbps=80.0, weights_gb=20.0)
