@@ -72,7 +72,6 @@ async def test_a_reward_function_that_fails_ends_the_run_and_every_skip_has_its_
         "--rewards.timeout_s=0.2",
         "--run.max_restarts=0",
         "--run.workers=1",
-        **EMULATED,
         rewards={"functions": ["tests.pipeline.letter_reward:fails_in_turn"]},
     )
     assert run.wait() == 2, run.text()[-4000:]

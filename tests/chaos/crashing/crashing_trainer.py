@@ -1,9 +1,10 @@
 """A server that runs trainers as forked processes, each built by deploy/wiring, each perhaps with a point to die at.
 
 One JSON object a line: in, ``{"config", "log", "point"}``; out, ``{"code"}``, negative for a signal. Forking saves each
-trainer the seconds of importing torch. The point is armed in the forked process only.
+trainer the seconds of importing torch and the model's code. The point is armed in the forked process only.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -16,8 +17,8 @@ from tests.chaos.crashing.points import CrashPoint, arm
 
 
 def serve() -> None:
-    import deploy.wiring.trainer  # noqa: F401
-
+    for module in ("deploy.wiring.trainer", "consumers.training.policy", "transformers.models.qwen2.modeling_qwen2"):
+        importlib.import_module(module)
     for line in sys.stdin:
         job = json.loads(line)
         pid = os.fork()
