@@ -31,6 +31,7 @@ from tests.simulation.worlds.scenarios import SCENARIOS
 MOST_TRIED = 60
 
 
+@pytest.mark.slow
 def test_every_scenario_does_the_harm_it_is_named_for_and_every_promise_is_kept() -> None:
     """Two seeds of each at least; `make chaos` runs thousands."""
     # Each act has a note of its own in the trace.
@@ -141,6 +142,7 @@ def test_rows_that_are_not_sent_again_are_found_missing(monkeypatch: pytest.Monk
     assert "lost" in rules_broken("poison", {"lost"})
 
 
+@pytest.mark.slow
 def test_ids_that_a_count_pushes_out_are_found_trained_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """In worlds of so many groups that a window of a thousand is full long before the steps make repeats too old."""
     order: list[str] = []

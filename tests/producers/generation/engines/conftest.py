@@ -79,6 +79,17 @@ def no_eos_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def undecided_dir(no_eos_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as unsure as one in training, of 2 to 3 nats a token: truncation takes much, and logits are not large."""
+    directory = tmp_path_factory.mktemp("undecided")
+    model = AutoModelForCausalLM.from_pretrained(no_eos_dir, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.4)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def no_eos_version(no_eos_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeVersion:
     """Writes version n of the model without an end token: clearly different weights, the same for the same n."""
 

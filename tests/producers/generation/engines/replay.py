@@ -12,6 +12,9 @@ from producers.generation.engines.port import Engine, GenerationRequest
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason, SamplingParams
 
+PROMPTS = [[5 + i + j for j in range(1 + 3 * i)] for i in range(6)]
+"""Of 1 to 16 tokens."""
+
 _requests = iter(range(1 << 30))
 
 

@@ -1,8 +1,6 @@
 """What an engine reports and what the trainer scores are one number at equal weights, however sampling truncates."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,8 @@ from producers.generation.settings import GenerationSettings
 from schemas.errors import EngineError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import SamplingParams
-from tests.producers.generation.engines.replay import Sampled, load, sample
+from tests.producers.generation.engines.replay import PROMPTS, Sampled, load, sample
 
-PROMPTS = [[5 + i + j for j in range(1 + 3 * i)] for i in range(6)]
 TRUNCATIONS: list[dict[str, Any]] = [
     {},
     {"top_p": 0.7},
@@ -32,23 +29,10 @@ TEMPERATURES = (1.0, 0.7)
 FIRST = PolicyVersion(1, 0)
 
 
-@pytest.fixture(scope="module")
-def undecided_dir(no_eos_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as unsure as one in training, of 2 to 3 nats a token: truncation takes much, and logits are not large."""
-    directory = tmp_path_factory.mktemp("undecided")
-    model = load(no_eos_dir)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(0.4)
-    model.save_pretrained(directory)
-    return directory
-
-
-async def sampled_with(
-    engine: str, model: Path, temperature: float, *, truncations: Sequence[dict[str, Any]] = TRUNCATIONS, ranks: int = 1
-) -> list[tuple[dict[str, Any], list[Sampled]]]:
+async def sampled_with(engine: str, model: Path, temperature: float) -> list[tuple[dict[str, Any], list[Sampled]]]:
     """For each truncation, completions of every prompt, all of one engine that runs them together."""
     of_the_run = SamplingParams(max_completion_length=40, temperature=temperature, top_p=0.5)
-    settings = GenerationSettings(engine=engine, max_num_seqs=16, tensor_parallel_size=ranks)  # type: ignore[arg-type]
+    settings = GenerationSettings(engine=engine, max_num_seqs=16)  # type: ignore[arg-type]
     running = build_engine(settings, model, of_the_run)
     await running.start()
     try:
@@ -64,7 +48,7 @@ async def sampled_with(
                     )
                 ),
             )
-            for truncation in truncations
+            for truncation in TRUNCATIONS
         ]
     finally:
         await running.close()
@@ -127,28 +111,6 @@ async def test_ratios_are_one_with_vllm(undecided_dir: Path, temperature: float)
     # Another implementation of the model, in float32 on a CPU: its rounding is no larger than transformers' own.
     drawn = await sampled_with("vllm", undecided_dir, temperature)
     check(drawn, CompletionScorer(load(undecided_dir)), temperature, tolerance=2e-5)
-
-
-def off_over_two_ranks(model: Path, temperature: float) -> float:
-    """The same of a tensor-parallel vLLM engine, whose ranks each have half of the model."""
-    drawn = asyncio.run(sampled_with("vllm", model, temperature, truncations=TRUNCATIONS[-1:], ranks=2))
-    scorer = CompletionScorer(load(model))
-    return max(off_by(scorer, samples, temperature) for _, samples in drawn)
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_ratios_are_one_over_two_ranks(undecided_dir: Path) -> None:
-    # In a process of its own, for its ranks leave children of multiprocessing's to whoever started them.
-    program = (
-        "import sys; from pathlib import Path; "
-        f"from {__name__} import off_over_two_ranks; print(off_over_two_ranks(Path(sys.argv[1]), 0.7))"
-    )
-    ended = subprocess.run([sys.executable, "-c", program, undecided_dir], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    print(f"two ranks, temperature 0.7: ratio 1 +- {float(ended.stdout):.1e}")
-    assert float(ended.stdout) < 2e-5
 
 
 @pytest.mark.vllm

@@ -1,6 +1,7 @@
 """A tensor-parallel vLLM engine in a process of its own, for a test to kill: tells what it sampled, then samples on.
 
-``python -m tests.producers.generation.engines.two_ranks FIRST SECOND THIRD``: model directories, adopted in turn.
+``python -m tests.producers.generation.engines.two_ranks UNDECIDED FIRST SECOND THIRD``: model directories, adopted in
+turn. Of the first come truncated completions, a line of JSON; of the others some that were sampled in flight, another.
 """
 
 import asyncio
@@ -12,17 +13,23 @@ from pathlib import Path
 from producers.generation.engines.factory import build_engine
 from producers.generation.settings import GenerationSettings
 from schemas.identifiers import PolicyVersion
-from tests.producers.generation.engines.replay import Sampled, sample, sample_and_adopt
+from schemas.trajectories import SamplingParams
+from tests.producers.generation.engines.replay import PROMPTS, Sampled, sample, sample_and_adopt
 
 PROMPT = [5, 6, 7, 8, 9]
+TRUNCATION = {"top_p": 0.9, "top_k": 20, "min_p": 0.1}
 
 
 async def main(directories: list[Path]) -> None:
-    engine = build_engine(
-        GenerationSettings(engine="vllm", max_num_seqs=4, chunk_tokens=4, tensor_parallel_size=2), directories[0]
-    )
+    settings = GenerationSettings(engine="vllm", max_num_seqs=16, chunk_tokens=4, tensor_parallel_size=2)
+    engine = build_engine(settings, directories[0], SamplingParams(max_completion_length=180, top_p=0.5))
     await engine.start()
-    first, *others = [(PolicyVersion(1, number), directory) for number, directory in enumerate(directories)]
+    undecided, first, *others = [(PolicyVersion(1, number), directory) for number, directory in enumerate(directories)]
+    await engine.adopt(undecided[1], undecided[0])
+    truncated = [
+        sample(engine, prompt, max_completion_length=40, seed=n, **TRUNCATION) for n, prompt in enumerate(PROMPTS)
+    ]
+    print(json.dumps([_told(one) for one in await asyncio.gather(*truncated)]), flush=True)
     await engine.adopt(first[1], first[0])
     beside = [asyncio.create_task(sample(engine, PROMPT, max_completion_length=170)) for _ in range(3)]
     adopting = await sample_and_adopt(engine, PROMPT, dict(others), max_completion_length=180)
