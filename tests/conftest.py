@@ -1,10 +1,14 @@
 """Fixtures that every test may ask for, the one that every test has, and the order and places of all tests."""
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import structlog
+
+# Half a million objects that live to the end come into being until all tests are collected.
+gc.disable()
 
 pytest_plugins = ["tests.broker_fixture", "tests.inspection.living_run"]
 
@@ -66,6 +70,13 @@ def _line_of(nodeid: str) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long lines first, then slow tests: started last, one would keep a process busy after the others are done."""
     items.sort(key=lambda item: (min(_line_of(item.nodeid), LONGEST), item.get_closest_marker("slow") is None))
+
+
+def pytest_collection_finish() -> None:
+    """No later collection of garbage looks at what is there by now."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -321,7 +321,8 @@ async def test_lag_counts_what_is_not_finished_by_partition_and_bucket() -> None
     assert scene.bus.committed == {("r.grpo", TopicPartition(scene.topic, 3)): 2}
 
 
-async def test_a_record_costs_the_event_loop_little_beyond_its_decoding() -> None:
+async def times_its_decoding() -> float:
+    """Processor time of 1,000 records through a reader, as a multiple of decoding them, measured a moment before."""
     scene = Scene()
     for number in range(1000):
         await scene.publish_group(number)
@@ -334,9 +335,13 @@ async def test_a_record_costs_the_event_loop_little_beyond_its_decoding() -> Non
         began = time.process_time()
         for _ in range(1000):
             reader.ledger.mark_trained(refs_of(await next_group(reader)))
-        spent = time.process_time() - began
-    # As a multiple of decoding, measured a moment before: what else runs on the machine slows down both.
-    assert spent < 8 * decoding, f"{spent / decoding:.1f} times"
+        return (time.process_time() - began) / decoding
+
+
+async def test_a_record_costs_the_event_loop_little_beyond_its_decoding() -> None:
+    # The least of three: what else runs on the machine disturbs one of them, and both of its parts unequally.
+    found = [await times_its_decoding() for _ in range(3)]
+    assert min(found) < 8, found
 
 
 class SlowBus(MemoryBus):
