@@ -19,8 +19,8 @@ PROMISES = (
         "36b",
         "lineages on the topics not compared with those of the directory",
         "consumers/training/identity.py",
-        "    is_behind = start.topics.lineage > known\n",
-        "    is_behind = start.topics.lineage > known > 0\n",
+        "    is_behind = start.topics.lineage > known or not _knows_claim(start)\n",
+        "    is_behind = start.topics.lineage > known > 0 or not _knows_claim(start)\n",
         (f"{TRAINING}/test_identity.py::test_where_they_differ_one_line_says_what_was_found_and_the_ways_on",),
     ),
     # A run that was adopted without a checkpoint trains the samples of the life before.

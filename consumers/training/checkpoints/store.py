@@ -98,13 +98,13 @@ class CheckpointStore:
     keep: int
     _untidy: list[Exception] = field(default_factory=list, compare=False, repr=False)
 
-    def held(self) -> HeldCheckpoints:
-        """What is claimed and kept here.
+    def held(self, claimed: int = 0) -> HeldCheckpoints:
+        """What is claimed and kept here, and by which claim a lineage.
 
         Raises:
             CheckpointError: the storage cannot be read.
         """
-        return held_in(self.storage)
+        return held_in(self.storage, claimed)
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
         """Take the run over: the next number, greater than that of every claim and every checkpoint.

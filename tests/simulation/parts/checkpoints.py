@@ -23,8 +23,8 @@ from consumers.training.checkpoints.catalogue import (
 )
 from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
 from consumers.training.checkpoints.marks import pinned_versions, read_pins, read_rollback
-from consumers.training.checkpoints.storage import Slot
-from consumers.training.identity import MemoryIdentity
+from consumers.training.checkpoints.storage import CLAIMS, Slot
+from consumers.training.identity_store import MemoryIdentity
 from schemas.errors import CheckpointError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
@@ -75,6 +75,8 @@ class MemoryPlace:
         """Claim a number."""
         is_free = number not in self.numbers
         self.numbers.add(number)
+        if is_free:
+            self.documents[f"{CLAIMS}/{number}"] = content
         return is_free
 
     def clear_leftovers(self) -> None:
@@ -275,9 +277,9 @@ class SimCheckpoints:
     before_write: BeforeWrite
     pause: Pause
 
-    def held(self) -> HeldCheckpoints:
+    def held(self, claimed: int = 0) -> HeldCheckpoints:
         """What is claimed and kept."""
-        return held_in(self.place)
+        return held_in(self.place, claimed)
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
         """Take the run over."""
