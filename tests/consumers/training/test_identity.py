@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from bus.history import BusHistory
-from bus.memory import MemoryBus
-from bus.port import Outgoing
+from bus.memory import MemoryBus, MemorySubscription
+from bus.port import Outgoing, Record, TopicPartition
 from consumers.training import trainer as trainer_module
 from consumers.training.checkpoints.catalogue import HeldCheckpoints, Lineage, claim_lineage, held_in
 from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
@@ -242,6 +243,50 @@ async def test_an_adoption_that_has_looked_before_a_lineage_was_claimed_looks_ag
         return held_in(newer.storage, claimed)
 
     assert (await newer.keeper.hold(look)).lineages_before == lineage.number
+
+
+@dataclass
+class LaggingBus(MemoryBus):
+    """As read from a node that the others have left behind: the control topic ends at ``end`` for some polls more."""
+
+    end: int = 0
+    polls: int = 3
+
+    async def subscribe(self, *arguments: Any, **options: Any) -> MemorySubscription:
+        found = await super().subscribe(*arguments, **options)
+        return LaggingSubscription(self, found.offsets, None)
+
+
+class LaggingSubscription(MemorySubscription):
+    bus: LaggingBus
+
+    def _take(self, max_records: int) -> list[Record]:
+        self.bus.polls -= 1
+        taken = super()._take(max_records)
+        return [record for record in taken if self._is_known(record)]
+
+    def _is_known(self, record: Record) -> bool:
+        if self.bus.polls < 0 or record.topic != CONTROL.full_name(RUN) or record.offset < self.bus.end:
+            return True
+        tp = TopicPartition(record.topic, record.partition)
+        self.offsets[tp] = min(self.offsets[tp], self.bus.end)
+        return False
+
+    async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
+        ends = await super().end_offsets(partitions)
+        return {tp: min(end, self.bus.end) if tp.topic == CONTROL.full_name(RUN) else end for tp, end in ends.items()}
+
+
+async def test_a_node_that_lags_behind_is_waited_for_before_a_lineage_is_claimed(scene: Scene) -> None:
+    older, newer = Place.make(scene, "a"), Place.make(scene, "b", adopt=True)
+    await older.hold()
+    lineage, bus = older.claimed(), scene.bus
+    end = len(bus.log(CONTROL.full_name(RUN)).partitions[0])
+    older.keeper.bus = LaggingBus(bus.logs, bus.committed, bus.arrived, bus.epochs, end=end)
+    await newer.hold()
+    with pytest.raises(Superseded, match="h:b"):
+        await older.put(lineage)
+    assert given_out(scene) == []
 
 
 async def test_a_lineage_is_given_once_to_a_run(scene: Scene) -> None:
