@@ -190,7 +190,6 @@ SCENARIOS: dict[str, Scenario] = {
             zombie_in_write=0.5,
             kill_dispatcher=0.5,
         ),
-        takes_turns=False,  # see the gaps that `docs/reliability.md` names
     ),
     "thousands": Scenario(
         CALM,
