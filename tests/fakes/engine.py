@@ -94,6 +94,9 @@ class FakeEngine:
                 self.failures[key] -= 1
                 raise EngineError(f"fake failure of {request_id}")
 
+    def interrupt(self, request_id: str) -> bool:
+        return False
+
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         if version in self.refuse:
             raise WeightsError(f"fake refusal of {version}")
