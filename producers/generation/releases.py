@@ -3,8 +3,8 @@
 Invariants, each with a test of its name:
 - what_is_let_go_is_on_record_first: the dispatcher hears of it only once the last token that was sampled is on the
   partial-trajectories topic, so the worker that goes on samples nothing again;
-- one_worker_has_a_sample: it is let go or delivered, never both. What is whole when the dispatcher asks is delivered,
-  and the order counts as let go once the broker has it;
+- one_worker_has_a_sample: it is let go or delivered, never both. What is whole when the dispatcher asks is delivered
+  here, and the dispatcher gives the others to nobody before it has read that;
 - an_order_that_was_let_go_stays_so: its repeat is passed over, a later attempt is a new order.
 """
 
@@ -64,9 +64,6 @@ class Releases:
         """
         self._attempts[group_id] = attempt
         for name, task in tasks.items():
-            begun = logs.get(name)
-            if begun is not None and begun.completion.finish_reason is not None:
-                continue  # whole: scored and delivered here
             # Where the engine has nothing of it yet there is nothing to hand over.
             if not self.engine.interrupt(name):
                 task.cancel()

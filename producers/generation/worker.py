@@ -351,16 +351,17 @@ class OrderExecutor:
         for group_id, attempt in release.groups.items():
             if self.releases.holds_back(group_id, attempt):
                 continue
-            # What is on its way to the broker may be there already: it is delivered, whatever else is wanted.
-            own = {
-                name: task
-                for name, task in self.running.items()
-                if group_id_of(name) == group_id and name not in self._delivering
-            }
+            names = [name for name in self.running if group_id_of(name) == group_id and not self._is_whole(name)]
+            own = {name: self.running[name] for name in names}
             logs = {name: self._logs[name] for name in own if name in self._logs}
             letting = tasks.create_task(self.releases.take_back(group_id, attempt, own, logs))
             self._letting_go.add(letting)
             letting.add_done_callback(self._letting_go.discard)
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether nothing is sampled of it any more: it is scored, or on its way to the broker and maybe there."""
+        begun = self._logs.get(name)
+        return name in self._delivering or (begun is not None and begun.completion.finish_reason is not None)
 
     async def abandon(self, *, is_wanted: bool = True) -> None:
         """Drop what is running: no trajectory of it is published, so that it can be ordered elsewhere.
