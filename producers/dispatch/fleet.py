@@ -228,7 +228,8 @@ class FlightTable:
             flight = carried.get(released.group_id)
             if flight is None or flight.incarnation != heartbeat.incarnation:
                 continue
-            if flight.order.attempt == released.attempt and flight.missing <= {index for index, _ in released.samples}:
+            samples = {index for index, _ in released.samples}
+            if flight.order.attempt == released.attempt and flight.missing <= samples:
                 found.append((flight, released))
         return found
 

@@ -80,7 +80,7 @@ def test_the_mismatch_is_told_by_the_number_of_version_spans(model_path: Path, w
     metrics = learner.finish_step(1.0).metrics
     found = {name: value for name, value in metrics.items() if name.startswith("mismatch_kl/spans_")}
     assert set(found) == {f"mismatch_kl/spans_{count}" for count in (1, 2, 4)}
-    tokens = {count: 0.0 for count in (1, 2, 4)}
+    tokens = dict.fromkeys((1, 2, 4), 0.0)
     for row, count in enumerate(spans):
         tokens[min(count, 4)] += float(batch.loss_mask[row].sum())
     whole = sum(found[f"mismatch_kl/spans_{count}"] * number for count, number in tokens.items())
