@@ -27,7 +27,7 @@ import structlog
 import xxhash
 
 from bus.history import BusHistory, Extent
-from bus.port import Bus, Outgoing, Position, TopicPartition, message_of
+from bus.port import Bus, Outgoing, Position, message_of
 from consumers.training.identity_store import IdentityStore
 from schemas.control import IDENTITY_KEY, SEEN_KEY, RunIdentity, WeightsReady, refuse_stranger
 from schemas.errors import DeliveryUnknown, IdentityError, Superseded
@@ -53,17 +53,18 @@ PAUSE_S = 0.2
 
 @dataclass(frozen=True)
 class HeldTopics:
-    """What the topics of a name say: the identity, and the newest lineage that was given out, reported or announced."""
+    """What the topics of a name say: the identity, and the newest lineage that was given out, reported or announced.
+
+    ``end``: the offset up to which the control topic was read.
+    """
 
     identity: RunIdentity | None = None
     lineage: int = 0
+    end: int = 0
 
 
-async def read_topics(bus: Bus, run: str, *, only_control: bool = False, through: Position | None = None) -> HeldTopics:
+async def read_topics(bus: Bus, run: str, *, only_control: bool = False) -> HeldTopics:
     """Read control, and unless only that is wanted the end of steps; nothing is found where a topic is missing.
-
-    ``through``: a record that was acknowledged, and up to which reading goes in any case. A node that is cut off from
-    the others believes that it leads still, and knows nothing of what they have taken since; it is waited for.
 
     Raises:
         BusUnavailable: no broker answers.
@@ -75,23 +76,21 @@ async def read_topics(bus: Bus, run: str, *, only_control: bool = False, through
         tp: Extent(max(held.first, held.end - RECENT_STEPS), held.end) if tp.topic == steps else held
         for tp, held in extents.items()
     }
-    if through is not None:
-        place = TopicPartition(through.topic, through.partition)
-        held = extents.get(place, Extent(0, 0))
-        ranges[place] = Extent(held.first, max(held.end, through.offset + 1))
     found = HeldTopics()
     async with aclosing(history.within(ranges)) as records:
         async for record in records:
             found = _noted(found, message_of(record))
+            if record.topic == control:
+                found = replace(found, end=record.offset + 1)
     return found
 
 
 def _noted(found: HeldTopics, message: Message | None) -> HeldTopics:
     match message:
         case RunIdentity():
-            return HeldTopics(message, max(found.lineage, message.lineage))
+            return replace(found, identity=message, lineage=max(found.lineage, message.lineage))
         case WeightsReady() | StepReport() | RefusedStep():
-            return HeldTopics(found.identity, max(found.lineage, message.version.lineage))
+            return replace(found, lineage=max(found.lineage, message.version.lineage))
         case _:
             return found
 
@@ -384,7 +383,12 @@ class IdentityKeeper:
         publisher = await self.bus.transactional(f"{self.run}.identity")
         try:
             mark = await self._marked()
-            found = (await read_topics(self.bus, self.run, only_control=True, through=mark)).identity
+            topics = await read_topics(self.bus, self.run, only_control=True)
+            # A node that is cut off from the others believes that it leads still, and does not know what they took.
+            if topics.end <= mark.offset:
+                log.warning("a node that lags behind was read, looking again", mark=mark.offset, end=topics.end)
+                return False
+            found = topics.identity
             if found == wanted:
                 return True  # by an earlier attempt that was not confirmed
             if found != before:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from bus.history import BusHistory
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
 from bus.memory import MemoryBus, MemorySubscription
 from bus.port import Outgoing, Record, TopicPartition
 from consumers.training import trainer as trainer_module
@@ -34,9 +36,12 @@ from schemas.errors import IdentityError, Superseded, UserError, WireVersionErro
 from schemas.identifiers import PolicyVersion
 from schemas.messages import WIRE_VERSION
 from schemas.reports import SkipReason
-from schemas.topics import CONTROL
+from schemas.topics import CONTROL, STEPS
+from tests.broker_fixture import unique_numbers
 from tests.consumers.training.scene import RUN, TRAINING, Scene, group
+from tests.contract.topics import create_topic
 
+_numbers = unique_numbers()
 WAYS = ("--adopt", "--run.name", f"`streamrl topics delete --run {RUN}`")
 
 
@@ -273,8 +278,9 @@ class LaggingSubscription(MemorySubscription):
         return False
 
     async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
-        ends = await super().end_offsets(partitions)
-        return {tp: min(end, self.bus.end) if tp.topic == CONTROL.full_name(RUN) else end for tp, end in ends.items()}
+        ends, lags = await super().end_offsets(partitions), self.bus.polls >= 0
+        control = CONTROL.full_name(RUN)
+        return {tp: min(end, self.bus.end) if lags and tp.topic == control else end for tp, end in ends.items()}
 
 
 async def test_a_node_that_lags_behind_is_waited_for_before_a_lineage_is_claimed(scene: Scene) -> None:
@@ -310,6 +316,29 @@ async def test_a_lineage_is_given_once_to_a_run(scene: Scene) -> None:
     assert (await second.hold()).lineages_before == 1
     await second.put(claimed := second.claimed())
     assert claimed.number == 2
+
+
+@pytest.mark.kafka
+async def test_on_a_broker_a_lineage_is_given_once_to_a_run(scene: Scene, bootstrap_servers: str) -> None:
+    run = f"lineages-{next(_numbers)}"
+    for topic in (CONTROL, STEPS):
+        await create_topic(bootstrap_servers, topic.full_name(run), 1)
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
+    older, newer = Place.make(scene, "a"), Place.make(scene, "b", adopt=True)
+    for place in (older, newer):
+        place.keeper.bus, place.keeper.run = bus, run
+    await older.hold()
+    await older.put(older.claimed())
+    late = older.claimed()
+    assert (await newer.hold()).lineages_before == 1
+    with pytest.raises(Superseded, match="h:b"):
+        await older.put(late)
+    claimed = newer.claimed()
+    assert claimed.number == late.number
+    await newer.put(claimed)
+    found = (await read_topics(bus, run)).identity
+    assert found is not None
+    assert (found.lineage, found.claim_id, found.holder) == (2, claimed.claim_id, "h:b")
 
 
 async def test_of_two_trainers_of_one_directory_the_later_lineage_leads_whoever_puts_its_own_first(

@@ -210,6 +210,7 @@ SCENARIOS: dict[str, Scenario] = {
             zombie_trainer=0.5,
             zombie_in_write=0.5,
             kill_dispatcher=0.5,
+            restore_checkpoint=0.4,
         ),
     ),
     "thousands": Scenario(
