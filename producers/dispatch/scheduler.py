@@ -229,9 +229,9 @@ class Scheduler:
     def begin_turn(self, now: float) -> None:
         """Look at the workers; what was planned for those that can take nothing is for others."""
         self._turn_at = now
-        ready, kept = [worker for worker in self._state.candidates(now) if worker.capacity > 0], self._kept()
+        usable, kept = [worker for worker in self._state.candidates(now) if worker.capacity > 0], self._kept()
         # Rather one of those that are kept than none.
-        self._ready = [worker for worker in ready if worker.worker_id not in kept] or ready
+        self._ready = [worker for worker in usable if worker.worker_id not in kept] or usable
         able = {worker.worker_id for worker in self._able()}
         for worker in self._ready:
             if worker.worker_id in able:
