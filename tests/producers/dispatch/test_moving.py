@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from producers.dispatch.dispatcher import Dispatcher
 from producers.dispatch.settings import DispatchSettings
 from schemas.identifiers import partial_partition_of
 from schemas.reports import ReleasedOrder, WorkerState
@@ -17,10 +18,11 @@ class Moving:
     """Four groups of two at two workers: as much as admission allows, so both ramp down and one lets go."""
 
     scene: Scene = field(default_factory=lambda: Scene(settings=SETTINGS))
+    dispatcher: Dispatcher = field(init=False)
 
     async def taken_back(self) -> ReleaseOrder:
         await self.scene.step(0)
-        await self.scene.start()
+        self.dispatcher = await self.scene.start()
         for worker in ("w0", "w1"):
             await self.beat(worker)
         await self.scene.until(lambda: bool(self.scene.taken_back()))
@@ -63,14 +65,13 @@ async def test_the_tail_of_one_worker_goes_to_the_other_once_it_has_let_go() -> 
     for order in moving.again(release):
         assert (order.worker_id, order.attempt, order.moves) == (other(release.worker_id), 1, 1)
         assert order.partials == (source,)
-    # The worker of the tail gets nothing new, as long as it has any of it.
-    await moving.scene.finish(sent[0])
-    await moving.scene.step(1, [order.group_id for order in sent])
-    await moving.beat(release.worker_id, number=1)
-    await moving.beat(other(release.worker_id), number=1)
-    await moving.scene.until(lambda: len(moving.scene.orders()) >= 6 + len(sent))
-    new = [order for order in moving.scene.orders() if order.position >= 4]
-    assert {order.worker_id for order in new} == {release.worker_id}
+    # The worker of the tail is kept for it until its last sample.
+    status = moving.dispatcher.status()
+    assert (status.moved, status.reordered) == (2, 0)
+    assert moving.dispatcher.repacker.kept_for_tail() == {other(release.worker_id)}
+    for order in (*moving.again(release), *moving.scene.orders(other(release.worker_id))[:2]):
+        await moving.scene.finish(order)
+    await moving.scene.until(lambda: not moving.dispatcher.repacker.kept_for_tail())
     await moving.scene.end()
 
 

@@ -121,7 +121,7 @@ def test_a_move_that_does_not_pay_is_not_made() -> None:
     gain_s = 0.02 - 0.0103125
     enough = int(PAYBACK * 0.1 / gain_s) + 1
     for left, expected in ((enough, True), (enough - 2, False)):
-        short, long = tail("a", left), tail("b", 9000, 2000)
+        short, long = tail("a", left), tail("b", 9000, 60_000)  # whose cache is too much to be prefilled anew
         assert pays(short, long.with_all_of(short), PAYBACK) is expected
         assert bool(repack([short, long], PAYBACK)) is expected
 

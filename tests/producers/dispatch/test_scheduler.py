@@ -74,11 +74,33 @@ def test_the_queue_of_a_worker_that_dies_is_for_the_others(strategy: str) -> Non
     assert sorted({order.position for order in workers.sent}) == list(range(120))
 
 
-def _scheduler(**settings: object) -> tuple[DispatchState, Scheduler]:
+def _scheduler(*kept: str, **settings: object) -> tuple[DispatchState, Scheduler]:
     chosen = DispatchSettings.model_validate({"lease_s": 1e9, "weight_sync_timeout_s": 5.0} | settings)
     state = DispatchState(LOOP, chosen, ConstantLength(LengthSettings(), LOOP))
     state.observe(step_report(0), 0.0)
-    return state, Scheduler(state, chosen)
+    return state, Scheduler(state, chosen, lambda: kept)
+
+
+@pytest.mark.parametrize(("kept", "served"), [(("w0",), {"w1"}), (("w0", "w1"), {"w0", "w1"}), ((), {"w0", "w1"})])
+def test_workers_kept_for_the_tail_get_nothing_new_unless_there_are_no_others(
+    kept: tuple[str, ...], served: set[str]
+) -> None:
+    state, scheduler = _scheduler(*kept)
+    for worker in ("w0", "w1"):
+        state.observe(heartbeat(worker), 0.0)
+    scheduler.begin_turn(0.0)
+    assert not scheduler.is_dry()
+    scheduler.add(_pending(*range(4)))
+    scheduler.adopt(scheduler.planner()())
+    assert {queue.worker_id for queue in scheduler.queues} == served
+    while (found := scheduler.next()) is not None:
+        assert not scheduler.is_dry()
+        pending, worker = found
+        order = build_order(LOOP, pending, worker, created_at=1.0 + pending.position, due_step=0, seed=None)
+        state.admit(order, worker, 0.0)
+        scheduler.sent(worker)
+    # All that admission allows is with the workers.
+    assert scheduler.is_dry()
 
 
 def _pending(*positions: int) -> list[PendingPrompt]:
