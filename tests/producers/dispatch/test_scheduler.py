@@ -17,7 +17,7 @@ from schemas.reports import WorkerState
 from schemas.settings import LoopSettings
 from schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.benchmark_lengths import benchmark_lengths, ideal_s
-from tests.producers.dispatch.scene import heartbeat, step_report
+from tests.producers.dispatch.scene import heartbeat, step_report, version
 from tests.producers.dispatch.simulated_workers import CURVE, SimulatedWorkers
 
 COUNT, WORKERS, SLOTS = 256, 4, 16
@@ -74,33 +74,22 @@ def test_the_queue_of_a_worker_that_dies_is_for_the_others(strategy: str) -> Non
     assert sorted({order.position for order in workers.sent}) == list(range(120))
 
 
-def _scheduler(*kept: str, **settings: object) -> tuple[DispatchState, Scheduler]:
+def _scheduler(**settings: object) -> tuple[DispatchState, Scheduler]:
     chosen = DispatchSettings.model_validate({"lease_s": 1e9, "weight_sync_timeout_s": 5.0} | settings)
     state = DispatchState(LOOP, chosen, ConstantLength(LengthSettings(), LOOP))
     state.observe(step_report(0), 0.0)
-    return state, Scheduler(state, chosen, lambda: kept)
+    return state, Scheduler(state, chosen)
 
 
-@pytest.mark.parametrize(("kept", "served"), [(("w0",), {"w1"}), (("w0", "w1"), {"w0", "w1"}), ((), {"w0", "w1"})])
-def test_workers_kept_for_the_tail_get_nothing_new_unless_there_are_no_others(
-    kept: tuple[str, ...], served: set[str]
-) -> None:
-    state, scheduler = _scheduler(*kept)
-    for worker in ("w0", "w1"):
-        state.observe(heartbeat(worker), 0.0)
+def test_workers_that_are_to_run_nothing_get_nothing_new() -> None:
+    state, scheduler = _scheduler()
+    state.observe(heartbeat("w0", awaits=version(1)), 0.0)
+    state.observe(heartbeat("w1"), 0.0)
     scheduler.begin_turn(0.0)
-    assert not scheduler.is_dry()
     scheduler.add(_pending(*range(4)))
     scheduler.adopt(scheduler.planner()())
-    assert {queue.worker_id for queue in scheduler.queues} == served
-    while (found := scheduler.next()) is not None:
-        assert not scheduler.is_dry()
-        pending, worker = found
-        order = build_order(LOOP, pending, worker, created_at=1.0 + pending.position, due_step=0, seed=None)
-        state.admit(order, worker, 0.0)
-        scheduler.sent(worker)
-    # All that admission allows is with the workers.
-    assert scheduler.is_dry()
+    assert {queue.worker_id for queue in scheduler.queues} == {"w1"}
+    assert state.choose(1, lambda held: True, 0.0, other_than="w1") == state.candidate(heartbeat("w1"))
 
 
 def _pending(*positions: int) -> list[PendingPrompt]:
