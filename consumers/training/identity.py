@@ -47,6 +47,8 @@ RECENT_STEPS = 1_000
 """Offsets at the end of the steps topic that are read: lineages only grow along it, but for the last words of a trainer
 that announces without transactions."""
 ATTEMPTS = 20
+LOOKS = 3
+"""At the topic within one attempt: a node that lags behind for a moment catches up, or another one is asked."""
 PAUSE_S = 0.2
 """Between attempts, once and twice and so on: others that start at the same time get through meanwhile."""
 
@@ -382,11 +384,8 @@ class IdentityKeeper:
         # Opening the id ends every older attempt, so that what is read below holds until the commit.
         publisher = await self.bus.transactional(f"{self.run}.identity")
         try:
-            mark = await self._marked()
-            topics = await read_topics(self.bus, self.run, only_control=True)
-            # A node that is cut off from the others believes that it leads still, and does not know what they took.
-            if topics.end <= mark.offset:
-                log.warning("a node that lags behind was read, looking again", mark=mark.offset, end=topics.end)
+            topics = await self._read_behind(await self._marked())
+            if topics is None:
                 return False
             found = topics.identity
             if found == wanted:
@@ -400,6 +399,19 @@ class IdentityKeeper:
         finally:
             await publisher.close()
         return True
+
+    async def _read_behind(self, mark: Position) -> HeldTopics | None:
+        """What the control topic says up to ``mark`` at least; None if nobody that was asked has got there.
+
+        A node that is cut off from the others believes that it leads still, and does not know what they took.
+        """
+        for attempt in range(1, LOOKS + 1):
+            topics = await read_topics(self.bus, self.run, only_control=True)
+            if topics.end > mark.offset:
+                return topics
+            log.warning("a node that lags behind was read, looking again", mark=mark.offset, end=topics.end)
+            await self._pause(attempt)
+        return None
 
     async def _marked(self) -> Position:
         """A place on the control topic behind everything that was there when this was called."""

@@ -305,6 +305,10 @@ class TracedEngine:
             if (close := getattr(deltas, "aclose", None)) is not None:
                 await close()
 
+    def interrupt(self, request_id: str) -> bool:
+        """See the port."""
+        return self._inner.interrupt(request_id)
+
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         """See the port."""
         began_s = self._tracer.clock()
