@@ -1,12 +1,9 @@
 """A rank that is lost ends the trainer with one line, and no rank outlives rank 0."""
 
-import os
-import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,16 +12,10 @@ import pytest
 from consumers.training.ranks.team import Team
 from schemas.errors import ModelError, OutOfMemory, RankLost, UserError
 from tests.consumers.training.factories import make_micro_batch
-from tests.consumers.training.ranks.team import close_all, open_ranked, opened, step
+from tests.consumers.training.ranks.team import open_ranked, opened, step
 from tests.consumers.training.ranks.zygote import STARTED, ForkedRank, Zygote
 
 BOUND_S = 20.0
-
-
-@pytest.fixture(autouse=True)
-def _no_rank_stays() -> Iterator[None]:
-    yield
-    close_all()
 
 
 def test_a_rank_killed_in_the_middle_of_a_step_ends_it(tmp_path: Path, model_path: Path) -> None:
@@ -73,23 +64,14 @@ def test_a_closed_team_is_no_loss() -> None:
 
 def test_no_rank_outlives_rank_0_even_in_a_collective_operation(tmp_path: Path, model_path: Path) -> None:
     ours, theirs = socket.socketpair()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            with opened(tmp_path, model_path, 2) as policy:
-                policy._team.tell("weights", dtype="float32")  # type: ignore[attr-defined] # in which it then waits
-                theirs.sendall(b"%d\n" % STARTED[-1].pid)
-                time.sleep(60)
-        finally:
-            os._exit(1)
-    theirs.close()
+    with theirs:
+        leader = Zygote.started().start(theirs, lead=[str(tmp_path), str(model_path)])
     with ours, ours.makefile() as said:
         rank = int(said.readline())
     process = ForkedRank(rank)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.2)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    leader.kill()
     process.wait(BOUND_S)
 
 

@@ -1,6 +1,5 @@
 """Several ranks train as one does, go on from what any number of ranks kept, and end together."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,12 @@ from consumers.training.policy import TrainedPolicy
 from consumers.training.weight_export import WEIGHTS
 from schemas.identifiers import PolicyVersion
 from tests.consumers.training.factories import make_micro_batch
-from tests.consumers.training.ranks.team import close_all, difference, kept, opened, step
+from tests.consumers.training.ranks.team import difference, kept, opened, step
 
 STEPS = 4
 NEAR = 1e-6
 """Of sums in float32 that are added up in another order."""
 LONG_S = 20.0
-
-
-@pytest.fixture(autouse=True)
-def _no_rank_stays() -> Iterator[None]:
-    yield
-    close_all()
 
 
 def batches_of(number: int) -> list[Any]:

@@ -11,9 +11,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ def started_of(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-def fork_rank(end: socket.socket, before: Callable[[], None] = lambda: None) -> ForkedRank:
-    """A rank forked from this process, which has taken no gradient yet."""
+def fork_rank(end: socket.socket, instead: Callable[[socket.socket], None] | None = None) -> ForkedRank:
+    """A rank forked from this process, which has taken no gradient yet; ``instead`` of serving as one, it does that."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -62,10 +62,9 @@ def fork_rank(end: socket.socket, before: Callable[[], None] = lambda: None) -> 
             # The ends of other ranks' sockets among them, whose closing is to be seen.
             os.closerange(3, number)
             os.closerange(number + 1, 4096)
-            before()
             from consumers.training.ranks.member import serve
 
-            serve(socket.socket(fileno=number))
+            (instead or serve)(socket.socket(fileno=number))
         finally:
             os._exit(1)
     STARTED.append(ForkedRank(pid))
@@ -77,6 +76,7 @@ class Zygote:
     """The other process."""
 
     wire: socket.socket
+    process: "subprocess.Popen[bytes]"
 
     @classmethod
     @cache
@@ -84,18 +84,38 @@ class Zygote:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "tests.consumers.training.ranks.zygote", str(theirs.fileno())]
-            subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | {"OMP_NUM_THREADS": "1"})
-        return cls(ours)
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        return cls(ours, process)
 
-    def start(self, end: socket.socket, act: str = "", nth: int = 0) -> ForkedRank:
-        """A rank that serves this end; ``act`` is what it does at its nth forward pass of a gradient."""
-        socket.send_fds(self.wire, [json.dumps({"act": act, "nth": nth}).encode()], [end.fileno()])
+    def close(self) -> None:
+        self.wire.close()
+        self.process.wait(20.0)
+
+    def start(self, end: socket.socket, act: str = "", nth: int = 0, *, lead: Sequence[str] = ()) -> ForkedRank:
+        """A rank that serves this end; ``act`` is what it does at its nth forward pass of a gradient.
+
+        ``lead``: a directory and a model, of which it is rank 0 instead; see there.
+        """
+        job = {"act": act, "nth": nth, "lead": list(lead)}
+        socket.send_fds(self.wire, [json.dumps(job).encode()], [end.fileno()])
         STARTED.append(ForkedRank(int(self.wire.recv(64))))
         return STARTED[-1]
 
 
-def act_at(act: str, nth: int) -> None:
-    """Put it into the code of this process."""
+def lead(root: str, model: str, end: socket.socket) -> None:
+    """Rank 0 of two, which leaves the other one in a collective operation, and tells its pid."""
+    from tests.consumers.training.ranks.team import open_ranked
+
+    policy = open_ranked(Path(root), Path(model), 2, start=fork_rank)
+    policy._team.tell("weights", dtype="float32")
+    end.sendall(b"%d\n" % STARTED[-1].pid)
+    time.sleep(60)
+
+
+def act_at(act: str, nth: int, end: socket.socket) -> None:
+    """Be a rank that does it."""
+    from consumers.training.ranks.member import serve
     from consumers.training.step import PolicyLearner
 
     plain, passes = PolicyLearner._forward, [0]
@@ -109,6 +129,7 @@ def act_at(act: str, nth: int) -> None:
         return plain(learner, *inputs)
 
     PolicyLearner._forward = forward  # type: ignore[assignment, method-assign]
+    serve(end)
 
 
 def serve_forks(wire: socket.socket) -> None:
@@ -124,7 +145,8 @@ def serve_forks(wire: socket.socket) -> None:
             return
         job = json.loads(data)
         with socket.socket(fileno=descriptors[0]) as end:
-            rank = fork_rank(end, lambda job=job: act_at(job["act"], job["nth"]) if job["act"] else None)  # type: ignore[misc]
+            instead = partial(act_at, job["act"], job["nth"]) if job["act"] else None
+            rank = fork_rank(end, partial(lead, *job["lead"]) if job["lead"] else instead)
         wire.sendall(b"%d" % rank.pid)
 
 
