@@ -443,7 +443,9 @@ def _advice(demand: Demand, choice: Choice) -> Iterator[str]:
     spare = demand.generation.devices - choice.split.workers
     spare += demand.training.devices if demand.training else 0
     if spare > choice.split.trainers:
-        limited = f" (a trainer may use {demand.most_trainers})" if choice.split.trainers == demand.most_trainers else ""
+        limited = (
+            f" (a trainer may use {demand.most_trainers})" if choice.split.trainers == demand.most_trainers else ""
+        )
         yield f"# {spare - choice.split.trainers} devices are not needed{limited}"
     if choice.simulated_share < 1:
         yield f"# simulated with {choice.simulated_share:.0%} of the workers and of the groups, and extrapolated"

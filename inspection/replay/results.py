@@ -73,8 +73,10 @@ class RebuiltStep:
         pairs = [self.metric(name) for name in ("loss", "grad_norm")]
         near = all(
             pair.equal
-            or pair.recorded is not None
-            and math.isclose(pair.recorded, pair.rebuilt, rel_tol=tolerance, abs_tol=tolerance / 100)
+            or (
+                pair.recorded is not None
+                and math.isclose(pair.recorded, pair.rebuilt, rel_tol=tolerance, abs_tol=tolerance / 100)
+            )
             for pair in pairs
         )
         return near and bool(self.problem) == self.refused
