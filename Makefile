@@ -108,6 +108,9 @@ bench-smollm2: .venv/ready  ## what minutes on this machine teach SmolLM2-135M-I
 bench-weights: .venv/ready  ## what new weights cost the trainer, the network and the workers, by the way they take
 	.venv/bin/python -m benchmarks.weights $(ARGS)
 
+bench-ranks: .venv/ready  ## what a trainer over several ranks delivers, and that its gradients are those of one
+	.venv/bin/python -m benchmarks.ranks $(ARGS)
+
 bench-relay: .venv/ready  ## how soon 16 hosts have new weights, down the chain of relays and from one (root; ARGS="--mbit 200")
 	.venv/bin/python -m benchmarks.relay $(ARGS)
 

@@ -167,8 +167,8 @@ class Site:
     price: float = 0.0
 
 
-TRAINER_DEVICES = 1
-"""That `streamrl trainer` trains one model on."""
+TRAINER_DEVICES = 64
+"""That `streamrl trainer` can train one model on (``training.ranks``)."""
 
 
 @dataclass(frozen=True)
@@ -437,11 +437,15 @@ def _advice(demand: Demand, choice: Choice) -> Iterator[str]:
     if choice.mode == "trajectory_async":
         yield f"max_staleness = {choice.max_staleness}"
     yield f"[generation]\nmax_num_seqs = {choice.max_num_seqs}"
+    if choice.split.trainers > 1:
+        yield f"[training]\nranks = {choice.split.trainers}"
     yield f"[batching]\ntoken_budget = {choice.token_budget}"
     spare = demand.generation.devices - choice.split.workers
     spare += demand.training.devices if demand.training else 0
     if spare > choice.split.trainers:
-        limited = " (a trainer uses one device)" if choice.split.trainers == demand.most_trainers else ""
+        limited = (
+            f" (a trainer may use {demand.most_trainers})" if choice.split.trainers == demand.most_trainers else ""
+        )
         yield f"# {spare - choice.split.trainers} devices are not needed{limited}"
     if choice.simulated_share < 1:
         yield f"# simulated with {choice.simulated_share:.0%} of the workers and of the groups, and extrapolated"

@@ -169,6 +169,7 @@ class StageEstimate:
 
     def training_s(self, devices: float) -> float:
         """Seconds of a step's training, the mean of the steps; ``devices`` share its micro-batches."""
+        # As if micro-batches could be shared evenly: for the choice of what to simulate, which deals them by rows.
         costs = shared_costs(self.settings.emulation.training, devices)
         lengths = [sum(sequence) for step in self.sequences for sequence in step]
         tokens, squares = sum(lengths), sum(length * length for length in lengths)

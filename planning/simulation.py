@@ -126,7 +126,7 @@ class SimulatedPipeline:
     """A run of ``training.max_steps`` steps, over ``source`` in place of the prompts that the settings name.
 
     A virtual second is ``emulation.time_scale`` emulated ones, and one second for all time-outs of the settings.
-    ``training_devices`` share the work on each micro-batch; a fraction of one works so much longer. ``worker_speeds``:
+    ``training_devices`` are the trainer's ranks; a fraction of one works so much longer. ``worker_speeds``:
     how fast each worker decodes, as a multiple of the settings' curve; of those not named, 1. ``chunk_tokens``:
     that an engine hands over at once; 0: a completion when it is over, which saves most of the work of simulating.
     """
@@ -282,7 +282,8 @@ class _Parts:
         place = open_storage(settings.run.path / "checkpoints", settings.run.path / "cache")
         checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
         scale = settings.emulation.time_scale
-        costs = shared_costs(settings.emulation.training, self.pipeline.training_devices)
+        ranks = whole_ranks(self.pipeline.training_devices)
+        costs = shared_costs(settings.emulation.training, self.pipeline.training_devices / ranks)
         # Latencies are virtual seconds, costs emulated ones: the device divides by the scale again.
         costs = costs.model_copy(update={"optimizer_step_s": costs.optimizer_step_s + latencies.step_s * scale})
 
@@ -290,14 +291,15 @@ class _Parts:
 
         def open_policy(restored: RestoredCheckpoint | None) -> EmulatedPolicy:
             own_s = latencies.trajectory_s * scale
-            return BusyPolicy(costs, self.device, exporting, weights, checkpoints, restored, trajectory_s=own_s)
+            made_of = costs, self.device, exporting, weights, checkpoints, restored
+            return BusyPolicy(*made_of, trajectory_s=own_s, ranks=ranks)
 
         return Trainer(
             bus=self.bus,
             run_name=settings.run.name,
             loop=settings.loop,
             algorithm=settings.algorithm,
-            training=settings.training,
+            training=settings.training.model_copy(update={"ranks": ranks}),
             ingest=settings.ingest,
             batching=settings.batching,
             reward_weights=settings.rewards.weight_by_name,
@@ -328,6 +330,11 @@ class _Parts:
             monotonic=self.clock,  # both clocks: the machine's own would hardly move during a simulation
             open_fetcher=lambda *_: StoreFetcher(settings.run.weights_store, self.pipeline.latencies.fetch_s),  # type: ignore[arg-type]
         )
+
+
+def whole_ranks(devices: float) -> int:
+    """So many ranks stand for a number of devices, which of a pipeline simulated in part is a fraction."""
+    return max(1, round(devices))
 
 
 def shared_costs(costs: TrainingCosts, devices: float) -> TrainingCosts:
@@ -368,8 +375,10 @@ class MeteredDevice(EmulatedDevice):
 class BusyPolicy(EmulatedPolicy):
     """An emulated policy whose trainer spends ``trajectory_s`` emulated seconds of its own on every trajectory."""
 
-    def __init__(self, costs: TrainingCosts, device: EmulatedDevice, *places: Any, trajectory_s: float) -> None:
-        super().__init__(costs, device, *places)
+    def __init__(
+        self, costs: TrainingCosts, device: EmulatedDevice, *places: Any, trajectory_s: float, ranks: int
+    ) -> None:
+        super().__init__(costs, device, *places, ranks=ranks)
         self._own_device, self._trajectory_s = device, trajectory_s
 
     def accumulate(self, batch: MicroBatch) -> None:

@@ -23,6 +23,7 @@ StreamRLError
 ├── WeightsError           a weight version that cannot be had or must not be loaded
 │   └── ChecksumMismatch
 ├── CheckpointError        a checkpoint that is incomplete or does not verify
+├── RankLost               a process of a trainer over several devices is gone, or stands still
 ├── EngineError            generation failed
 │   └── PromptRefused      not the engine's fault: this prompt cannot be sampled
 ├── LifecycleError         an illegal move in a state machine: our own mistake
@@ -139,6 +140,10 @@ class ChecksumMismatch(WeightsError):
 
 class CheckpointError(StreamRLError):
     """A checkpoint is incomplete or does not verify."""
+
+
+class RankLost(StreamRLError):
+    """A process of a trainer over several devices is gone, or does not answer: all of them begin anew."""
 
 
 class EngineError(StreamRLError):

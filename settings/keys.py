@@ -118,6 +118,7 @@ IN_OTHER_LIBRARIES = {
     ),
     **dict.fromkeys(("vllm_max_model_length", "max_model_length"), "generation.max_model_len"),
     **dict.fromkeys(("use_vllm", "rollout_backend", "inference_backend"), 'generation.engine (such as "vllm")'),
+    **dict.fromkeys(("n_gpus_per_node", "num_train_workers", "nproc_per_node"), "training.ranks"),
     **dict.fromkeys(("vllm_num_engines", "num_rollout_workers", "num_infer_workers"), "run.workers"),
     # the run
     **dict.fromkeys(("output_dir", "save_path", "default_local_dir", "ckpt_path"), "run.directory"),
@@ -133,8 +134,8 @@ NOT_HERE = {
         ("eval_steps", "test_freq", "eval_interval", "eval_strategy"), "evaluation.function runs before and after a run"
     ),
     **dict.fromkeys(
-        ("n_gpus_per_node", "nnodes", "num_train_workers", "deepspeed", "zero_stage", "fsdp_config"),
-        "a trainer uses one device",
+        ("nnodes", "deepspeed", "zero_stage", "fsdp_config"),
+        "a trainer's devices are in one machine, and always hold shards (training.ranks)",
     ),
     **dict.fromkeys(("logging_steps", "log_interval"), "every step is logged"),
     **dict.fromkeys(("peft_config", "lora_rank", "use_peft"), "all weights are trained"),

@@ -38,6 +38,8 @@ TOGETHER = (
     ("tests/inspection/report/commands/",),
     ("tests/consumers/training/test_protocol.py",),
     ("tests/producers/lengths/test_learning.py",),
+    # They fork ranks off one process.
+    ("tests/consumers/training/ranks/",),
     ("tests/producers/lengths/language_model/",),
     ("tests/benchmarks/lengths/",),
     # They look at one page in one browser, or at one server.

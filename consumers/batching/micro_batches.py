@@ -3,7 +3,8 @@
 ``MicroBatcher`` holds samples sorted by length and cuts runs of neighbours; which run, ``best_run`` and
 ``cheapest_runs`` say. A run is padded to its longest sample, so it is the first of a run that sets its width S, and
 rows times S stay within the token budget; a sample over the budget stands alone. Padding is weighed against the fixed
-cost of a micro-batch (``CostModel``). Knows no torch.
+cost of a micro-batch (``CostModel``). Where R ranks train, the budget is each rank's: a micro-batch is dealt over all
+of them (``dealing.py``) and takes as long as the fullest share, of ceil(rows / R) rows. Knows no torch.
 
 Invariant every_sample_is_in_exactly_one_micro_batch: between two flushes, what went in came out once,
 unless its group was dropped.
@@ -102,17 +103,17 @@ class MicroBatch:
     def halves(self) -> tuple["MicroBatch", "MicroBatch"]:
         """The first and the second half of at least two rows."""
         middle = len(self.refs) // 2
-        return self._repacked(range(middle)), self._repacked(range(middle, len(self.refs)))
+        return self.repacked(range(middle)), self.repacked(range(middle, len(self.refs)))
 
     def without(self, group_ids: Collection[str]) -> "MicroBatch | None":
         """The rows of other groups; none if none are left."""
         rows = [row for row, ref in enumerate(self.refs) if group_id_of(ref.trajectory_id) not in group_ids]
         if len(rows) == len(self.refs):
             return self
-        return self._repacked(rows) if rows else None
+        return self.repacked(rows) if rows else None
 
-    def _repacked(self, rows: Sequence[int]) -> "MicroBatch":
-        """These rows as ``collate`` would have packed them: no wider than the longest."""
+    def repacked(self, rows: Sequence[int]) -> "MicroBatch":
+        """These rows, at least one, as ``collate`` would have packed them: no wider than the longest."""
         part = self.take(rows)
         width = int(part.lengths.max())
         return replace(
@@ -174,11 +175,13 @@ class _HeldSample(NamedTuple):
 class MicroBatcher:
     """Holds samples until there is a choice among ``lookahead`` budgets of them, then cuts the run with least padding.
 
-    ``whole_batches``: nothing is cut before the flush, which then sees all samples of the step.
+    ``whole_batches``: nothing is cut before the flush, which then sees all samples of the step. ``ranks``: that share
+    each micro-batch.
     """
 
     settings: BatchingSettings
     whole_batches: bool = False
+    ranks: int = 1
     _held: list[_HeldSample] = field(default_factory=list)
     _tokens: int = 0
 
@@ -192,19 +195,19 @@ class MicroBatcher:
             self._tokens += length
         # Down to the lookahead: a choice among several budgets' worth of samples is what keeps padding low.
         due: list[MicroBatch] = []
-        while not self.whole_batches and self._tokens > self.settings.token_budget * self.settings.lookahead:
+        while not self.whole_batches and self._tokens > self._budgets * self.settings.lookahead:
             due.append(self._cut_best())
         return due
 
     def cut_for_idle(self) -> MicroBatch | None:
         """The best micro-batch now, because nothing else is there to be done; none if less than a budget is held."""
         # Less than a budget would pay the fixed cost for few tokens, which may soon come along with others.
-        is_enough = self._tokens >= self.settings.token_budget and not self.whole_batches
+        is_enough = self._tokens >= self._budgets and not self.whole_batches
         return self._cut_best() if is_enough else None
 
     def flush(self) -> list[MicroBatch]:
         """Everything still held, as the cheapest micro-batches within the budget, longest samples first."""
-        runs = cheapest_runs(self._lengths(), self.settings.token_budget, CostModel.of(self.settings))
+        runs = cheapest_runs(self._lengths(), self.settings.token_budget, CostModel.of(self.settings), self.ranks)
         rest = [self._collated(run) for run in runs]
         self.clear()
         return rest
@@ -220,11 +223,16 @@ class MicroBatcher:
         self._tokens = 0
 
     def _cut_best(self) -> MicroBatch:
-        run = best_run(self._lengths(), self.settings.token_budget, CostModel.of(self.settings))
+        run = best_run(self._lengths(), self.settings.token_budget, CostModel.of(self.settings), self.ranks)
         batch = self._collated(run)
         del self._held[run.start : run.end]
         self._tokens -= batch.num_tokens
         return batch
+
+    @property
+    def _budgets(self) -> int:
+        """Tokens that all ranks together may be given at once."""
+        return self.settings.token_budget * self.ranks
 
     def _lengths(self) -> Lengths:
         return np.array([-each.minus_length for each in self._held], dtype=np.int64)
@@ -265,7 +273,7 @@ class SampleRange(NamedTuple):
     end: int
 
 
-def best_run(lengths: Lengths, budget: int, costs: CostModel) -> SampleRange:
+def best_run(lengths: Lengths, budget: int, costs: CostModel, ranks: int = 1) -> SampleRange:
     """The micro-batch with the largest useful share of its cost: the least padding for its fixed cost.
 
     ``lengths``: int64 [N], N >= 1, longest first; ``budget``: tokens, padding included. With c(i) the cost of sample i
@@ -276,39 +284,49 @@ def best_run(lengths: Lengths, budget: int, costs: CostModel) -> SampleRange:
     One more sample adds c(s + n) above and c(s) below, so it raises u if and only if c(s + n) / c(s) > u(s, n). If it
     does not, the new u still is at least that ratio, and the ratios of later, shorter samples are no larger: none of
     them raises u again. So u has one peak in n, and bisection finds it for all s at once, in O(N log N).
+
+    With ``ranks`` R the samples are added R at a time, one to each rank's share (the last ones may be fewer): n counts
+    rows of a share, and all of the above holds of their sums, since those of later, shorter samples are no larger.
     """
     own = costs.of_sequences(lengths)  # c, float64 [N], not increasing
     sums = np.concatenate([[0.0], np.cumsum(own)])  # sums[j] - sums[i] = c(i) + ... + c(j - 1)
     start = np.arange(len(lengths))
     # Of each start, the best n is in rows .. most; both are int64 [N].
     rows = np.ones_like(start)
-    most = _most_rows(lengths, budget)
+    most = _most_rows(lengths, budget, ranks)
+
+    def end(rows: Lengths) -> Lengths:
+        # For starts that are settled this may point past the end; their answer is not used.
+        return np.minimum(start + rows * ranks, len(lengths))
+
     while (is_open := rows < most).any():
         middle = (rows + most) // 2
-        # For starts that are settled this may point past the end; their answer is not used.
-        added = own[np.minimum(start + middle, len(lengths) - 1)]
+        if ranks == 1:  # the cost itself, which a difference of sums has lost the last bits of
+            added = own[np.minimum(start + middle, len(lengths) - 1)]
+        else:
+            added = sums[end(middle + 1)] - sums[end(middle)]
         # c(s + n) / c(s) > u(s, n), multiplied out.
-        gains = added * (middle * own + costs.fixed) > own * (sums[start + middle] - sums[start])
+        gains = added * (middle * own + costs.fixed) > own * (sums[end(middle)] - sums[start])
         rows = np.where(is_open & gains, middle + 1, rows)
         most = np.where(is_open & ~gains, middle, most)
-    useful = (sums[start + rows] - sums[start]) / (rows * own + costs.fixed)
+    useful = (sums[end(rows)] - sums[start]) / (rows * own + costs.fixed)
     best = int(np.argmax(useful))
-    return SampleRange(best, best + int(rows[best]))
+    return SampleRange(best, int(end(rows)[best]))
 
 
-def cheapest_runs(lengths: Lengths, budget: int, costs: CostModel) -> list[SampleRange]:
+def cheapest_runs(lengths: Lengths, budget: int, costs: CostModel, ranks: int = 1) -> list[SampleRange]:
     """All samples in micro-batches of the least total cost, longest first.
 
     Dynamic programming over ends, O(N x longest run): ``total[j]``, the least cost of the first j samples, is the
-    minimum over i of ``total[i] + fixed + (j - i) c(i)``.
+    minimum over i of ``total[i] + fixed + rows c(i)``, where the rows are those of the fullest share of j - i.
     """
     count = len(lengths)
     own = costs.of_sequences(lengths)
-    most = _most_rows(lengths, budget)
+    most = np.minimum(_most_rows(lengths, budget, ranks) * ranks, np.arange(count, 0, -1))
     total = np.full(count + 1, np.inf)
     total[0] = 0.0
     came_from = np.zeros(count + 1, dtype=np.int64)
-    row_counts = np.arange(1, int(most.max(initial=0)) + 1)
+    row_counts = np.arange(ranks, int(most.max(initial=0)) + ranks) // ranks  # of a share: ceil(n / ranks), n from 1
     # ``total[start]`` is final when its turn comes: a run that ends at it began before it.
     for start in range(count):
         reach = slice(start + 1, start + 1 + int(most[start]))
@@ -324,10 +342,11 @@ def cheapest_runs(lengths: Lengths, budget: int, costs: CostModel) -> list[Sampl
     return runs[::-1]
 
 
-def _most_rows(lengths: Lengths, budget: int) -> Lengths:
-    """Rows that a run from each sample on may have: rows times its length within the budget, at least one, and not
-    more than samples are left.
+def _most_rows(lengths: Lengths, budget: int, ranks: int) -> Lengths:
+    """Rows that each rank's share of a run from each sample on may have: rows times its length within the budget, at
+    least one, and not more than samples are left.
     """
     fitting = np.maximum(1, budget // np.maximum(1, lengths))
-    most: Lengths = np.minimum(fitting, np.arange(len(lengths), 0, -1))
+    left = np.arange(len(lengths), 0, -1)
+    most: Lengths = np.minimum(fitting, -(-left // ranks))
     return most

@@ -34,6 +34,8 @@ class Critic(nn.Module):
         self.own_trunk = trunk
         # In a list, or the policy's weights would be taken for the critic's.
         self._policy = [policy]
+        self.states_of: Callable[[Tensor], Tensor] = self._states
+        """Hidden states [B, S, H] of token ids [B, S]."""
         if policy.get_decoder() is policy:
             raise ModelError(
                 f"expected a model with hidden states apart from its logits for a critic, got {type(policy).__name__}; "
@@ -41,35 +43,39 @@ class Critic(nn.Module):
             )
         self._training = training
         self._peak = settings.critic.learning_rate
-        self._optimizer = GuardedAdamW(self.named_parameters(), training, settings.critic.max_grad_norm)
+        self.optimizer = GuardedAdamW(self.named_parameters(), training, settings.critic.max_grad_norm)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Values [B, S], float32: at t, of the state in which token t was sampled; 0 at the first position."""
         # The policy's states are looked at and not taught: its gradient is its own loss's alone.
         with torch.set_grad_enabled(self.own_trunk is not None and torch.is_grad_enabled()):
-            trunk = self._policy[0].get_decoder() if self.own_trunk is None else self.own_trunk
-            states = trunk(input_ids=input_ids, use_cache=False).last_hidden_state
+            states = self.states_of(input_ids)
         with torch.autocast(states.device.type, enabled=False):
             values = (states.float() @ self.head.T).squeeze(-1) + self.bias
         # The state before a token is the one after the token before it.
         return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], dim=1)
 
+    def _states(self, input_ids: Tensor) -> Tensor:
+        trunk = self._policy[0].get_decoder() if self.own_trunk is None else self.own_trunk
+        states: Tensor = trunk(input_ids=input_ids, use_cache=False).last_hidden_state
+        return states
+
     def scale(self, factor: float) -> float:
         """Multiply the gathered gradient; its norm then."""
-        return self._optimizer.scale(factor)
+        return self.optimizer.scale(factor)
 
     def problem(self, loss: float, norm: float) -> str:
         """Why the gradient must not be applied. However large it is: a critic that knows nothing has far to go."""
-        problem = self._optimizer.problem(loss, norm, 0.0)
+        problem = self.optimizer.problem(loss, norm, 0.0)
         return problem and f"critic: {problem}"
 
     def take_step(self, norm: float, step: int) -> None:
         """Take an update of the step that follows ``step`` finished ones."""
-        self._optimizer.apply(norm, learning_rate_at(step, self._training, self._peak))
+        self.optimizer.apply(norm, learning_rate_at(step, self._training, self._peak))
 
     def clear(self) -> None:
         """Drop the gathered gradient."""
-        self._optimizer.clear()
+        self.optimizer.clear()
 
     def weights(self) -> dict[str, Tensor]:
         """By name, on the CPU."""
@@ -80,7 +86,7 @@ class Critic(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and optimizer state."""
-        return self.weights() | {f"{self.PREFIX}{name}": value for name, value in self._optimizer.tensors().items()}
+        return self.weights() | {f"{self.PREFIX}{name}": value for name, value in self.optimizer.tensors().items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -89,7 +95,7 @@ class Critic(nn.Module):
         for name, parameter in self.named_parameters():
             if name in own:
                 parameter.copy_(own[name])
-        self._optimizer.load(own)
+        self.optimizer.load(own)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from consumers.algorithms.advantages import ModelLimits
+from consumers.batching.dealing import deal
 from consumers.batching.micro_batches import MicroBatch
 from consumers.training.checkpoints.catalogue import Lineage
 from consumers.training.checkpoints.manifest import CheckpointManifest
@@ -102,8 +103,12 @@ class EmulatedPolicy:
         weights: WeightStore,
         checkpoints: CheckpointStore,
         restored: RestoredCheckpoint | None,
+        *,
+        ranks: int = 1,
     ) -> None:
+        """``ranks``: devices like this one among which each micro-batch is dealt."""
         self._durations = durations
+        self._ranks = ranks
         self._device = device
         self._exporting = exporting
         self._weights = weights
@@ -124,7 +129,7 @@ class EmulatedPolicy:
 
     def accumulate(self, batch: MicroBatch) -> None:
         """Launch a forward and backward pass."""
-        seconds = forward_backward_s(batch, self._durations)
+        seconds = dealt_s(batch, self._durations, self._ranks)
         self._gathered_s += seconds
         self._device.launch(seconds)  # returns at once: ``EmulatedCompute`` waits, off this thread
 
@@ -184,6 +189,14 @@ class EmulatedSnapshot:
 
 def _tensors(step: int) -> dict[str, Tensor]:
     return {"step": torch.tensor([step], dtype=torch.int64)}
+
+
+def dealt_s(batch: MicroBatch, durations: TrainingCosts, ranks: int) -> float:
+    """Emulated seconds of a micro-batch's forward and backward pass, dealt over ranks that wait for the slowest."""
+    if ranks == 1:
+        return forward_backward_s(batch, durations)
+    shares = [share for share in deal(batch.lengths.tolist(), ranks) if share]
+    return max(forward_backward_s(batch.repacked(share), durations) for share in shares)
 
 
 def forward_backward_s(batch: MicroBatch, durations: TrainingCosts) -> float:

@@ -80,7 +80,7 @@ def load_reference(path: str | Path, device: torch.device) -> Any:
 def named_tensors(model: Any) -> dict[str, Tensor]:
     """The weights by the names of Hugging Face files, tied ones once, on the CPU, floats as float32."""
     moved = {name: tensor.to("cpu", _as_float32(tensor)).contiguous() for name, tensor in _unique_tensors(model)}
-    return _as_on_disk(model, moved)
+    return as_on_disk(model, moved)
 
 
 def _unique_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -94,8 +94,8 @@ def _unique_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.detach()
 
 
-def _as_on_disk(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    # Some models hold weights in another layout than their files do; engines load by the files' names.
+def as_on_disk(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Some models hold weights in another layout than their files do; engines load by the names of the files."""
     converted: dict[str, Tensor] = revert_weight_conversion(model, tensors)
     return converted
 
@@ -117,7 +117,7 @@ class WeightCopy:
 
     def take(self, model: Any) -> dict[str, Tensor]:
         """Copy the weights as ``named_tensors`` names them, floats as ``dtype``, over those of the last call."""
-        tensors = _as_on_disk(model, dict(_unique_tensors(model)))
+        tensors = as_on_disk(model, dict(_unique_tensors(model)))
         for name, tensor in tensors.items():
             wanted = self.dtype if tensor.is_floating_point() else tensor.dtype
             if name not in self._memory:

@@ -58,8 +58,26 @@ class PolicyPaths:
     weights: Path
 
 
+@dataclass(frozen=True)
+class LearnerPlan:
+    """What a learner is made of: the model whose weights it begins with, the initial model, and settings.
+
+    ``seed``: of weights that the files lack, such as a new head.
+    """
+
+    model: str
+    initial_model: str
+    algorithm: AlgorithmSettings
+    training: TrainingSettings
+    max_completion_length: int
+    seed: int
+
+
 class TrainedPolicy:
     """Model, learner and stores of one trainer process. Not safe for two threads at once."""
+
+    _write_optimizer: Callable[[Path], None] | None = None
+    """Puts the optimizer's state into a directory, where it is not the learner's alone."""
 
     def __init__(
         self,
@@ -75,18 +93,12 @@ class TrainedPolicy:
         Raises:
             ModelError: there is no model, or no such device.
         """
-        device = resolve_device(training)
-        torch.manual_seed(seed)  # before the model: one without all of its weights draws the missing ones
-        model = load_model(
-            restored.directory if restored else paths.model,
-            device,
-            gradient_checkpointing=training.gradient_checkpointing,
-        )
-        companions = open_companions(model, paths.model, algorithm, training)
-        self.learner = PolicyLearner(model, companions, algorithm, training, max_completion_length)
+        begins_with = str(restored.directory) if restored else paths.model
+        plan = LearnerPlan(begins_with, paths.model, algorithm, training, max_completion_length, seed)
+        self.learner = self._open_learner(plan)
         self._is_swept = False
         # Digests are of float32; without them the copy may be as small as what is exported.
-        self._copy = WeightCopy(torch.float32 if training.tensor_digests else getattr(torch, training.dtype))
+        self._copy = self._open_copy(torch.float32 if training.tensor_digests else getattr(torch, training.dtype))
         self._copied: dict[str, Tensor] | None = None
         self._texts_by_dtype: dict[str, dict[str, str]] = {}
         self._paths = paths
@@ -96,8 +108,22 @@ class TrainedPolicy:
         # The random numbers' state comes last: loading and wrapping models draws from it.
         if restored is not None:
             self.learner.step = restored.state.manifest.step
-            self.learner.load_optimizer_tensors(restored.state.optimizer)
+            self._load_optimizer(restored)
             _restore_rng(restored.state.rng)
+
+    def _open_learner(self, plan: LearnerPlan) -> PolicyLearner:
+        training = plan.training
+        device = resolve_device(training)
+        torch.manual_seed(plan.seed)  # before the model: one without all of its weights draws the missing ones
+        model = load_model(plan.model, device, gradient_checkpointing=training.gradient_checkpointing)
+        companions = open_companions(model, plan.initial_model, plan.algorithm, training)
+        return PolicyLearner(model, companions, plan.algorithm, training, plan.max_completion_length)
+
+    def _open_copy(self, dtype: torch.dtype) -> WeightCopy:
+        return WeightCopy(dtype)
+
+    def _load_optimizer(self, restored: VerifiedCheckpoint) -> None:
+        self.learner.load_optimizer_tensors(restored.state.optimizer)
 
     @property
     def step(self) -> int:
@@ -125,8 +151,11 @@ class TrainedPolicy:
     def snapshot(self) -> "CopiedWeights":
         """A copy of the weights as they are, in the memory of the one before."""
         self._copied = self._copy.take(self.learner.model)
+        return CopiedWeights(self._copied, self._critic_weights(), self.step, self._export)
+
+    def _critic_weights(self) -> dict[str, Tensor]:
         critic = self.learner.critic
-        return CopiedWeights(self._copied, {} if critic is None else critic.weights(), self.step, self._export)
+        return {} if critic is None else critic.weights()
 
     def _export(self, tensors: Mapping[str, Tensor], step: int, version: PolicyVersion, now: float) -> str:
         if not self._is_swept:
@@ -143,13 +172,16 @@ class TrainedPolicy:
         """Write a checkpoint of this moment; where it is."""
         assert isinstance(lineage, Lineage), "claimed from the same store"
         state = TrainerState(manifest, self.learner.optimizer_tensors(), _rng_tensors(), dict(reader), report)
-        return self._checkpoints.write(state, self._write_model, lineage)
+        return self._checkpoints.write(state, self._write_model, lineage, self._write_optimizer)
 
     def _tensors(self) -> Mapping[str, Tensor]:
         """The weights by name, on the CPU, in float32; from the snapshot if it is of them."""
         # For a large model a copy from the device takes longer than the optimizer does.
         if self._copied is not None and self._copy.dtype == torch.float32:
             return self._copied
+        return self._all_tensors()
+
+    def _all_tensors(self) -> Mapping[str, Tensor]:
         return named_tensors(self.learner.model)
 
     def _write_model(self, directory: Path) -> None:

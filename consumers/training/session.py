@@ -217,7 +217,8 @@ class TrainerSession:
         self.report: StepReport | None = None
         self.export_s = 0.0
         self.refused_in_a_row = 0
-        self.batcher = MicroBatcher(context.batching, whole_batches=context.loop.mode == "synchronous")
+        in_whole = context.loop.mode == "synchronous"
+        self.batcher = MicroBatcher(context.batching, whole_batches=in_whole, ranks=context.training.ranks)
         self.reader = TrajectoryReader(
             context.bus,
             context.run_name,

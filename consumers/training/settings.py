@@ -85,4 +85,13 @@ class TrainingSettings(Section):
         Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA if there is a device, else the CPU.")
     ] = "auto"
     threads: Annotated[int, Field(ge=0, description="CPU threads of one operation; 0: torch decides.")] = 0
+    ranks: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=64,
+            description="Processes on this machine, one a device, that share the model, its optimizer and every "
+            "micro-batch; batching.token_budget is each one's.",
+        ),
+    ] = 1
     gradient_checkpointing: Annotated[bool, Field(description="Recompute activations instead of keeping them.")] = False

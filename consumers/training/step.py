@@ -19,7 +19,7 @@ Shapes: B rows of S tokens, of which A rows are active. Knows no bus and no file
 
 import gc
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -60,6 +60,8 @@ from consumers.training.updates import (
 from schemas.errors import OutOfMemory
 from schemas.identifiers import group_id_of
 
+Scorer = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Token ids, mask and temperatures to log-probs and a sum of entropies, as ``CompletionScorer`` computes them."""
 MAX_SAID = 300
 """Characters of what an allocator says, which may list all of the device's memory."""
 
@@ -88,14 +90,19 @@ class PolicyLearner:
         self._settings = algorithm
         self._training = training
         self._max_completion_length = max_completion_length
-        in_float32 = training.cast_lm_head_to_fp32
-        self._scorer = CompletionScorer(model, float32_head=in_float32)
+        self._scorer = self._open_scorer(model)
         self._reference, self._teacher = (
-            None if frozen is None else CompletionScorer(frozen, float32_head=in_float32)
+            None if frozen is None else self._open_scorer(frozen)
             for frozen in (companions.reference, companions.teacher)
         )
-        self._optimizer = GuardedAdamW(model.named_parameters(), training, training.max_grad_norm)
+        self._optimizer = self._open_optimizer()
         self._reset_sums()
+
+    def _open_scorer(self, model: Any) -> Scorer:
+        return CompletionScorer(model, float32_head=self._training.cast_lm_head_to_fp32)
+
+    def _open_optimizer(self) -> GuardedAdamW:
+        return GuardedAdamW(self.model.named_parameters(), self._training, self._training.max_grad_norm)
 
     def _reset_sums(self) -> None:
         self._sequences = 0  # with at least one trained token
@@ -233,9 +240,7 @@ class PolicyLearner:
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._training.dtype == "bfloat16")
 
     @staticmethod
-    def _frozen(
-        scorer: CompletionScorer | None, input_ids: Tensor, mask: Tensor, temperatures: Tensor
-    ) -> Tensor | None:
+    def _frozen(scorer: Scorer | None, input_ids: Tensor, mask: Tensor, temperatures: Tensor) -> Tensor | None:
         if scorer is None:
             return None
         with torch.no_grad():
@@ -350,10 +355,7 @@ class PolicyLearner:
         held = part.held
         logprobs = held.start.start_logprobs
         if not is_first:
-            rows = self._rows(held.batch, part.rows)
-            inputs = rows(held.batch.input_ids), rows(held.mask), rows(held.batch.temperatures)
-            with self._autocast():
-                found = self._scorer(*inputs)[0].float().cpu()
+            found = self._logprobs_now(held.batch, held.mask, part.rows)
             logprobs = torch.zeros_like(held.mask)
             logprobs[part.rows, : found.shape[1]] = found
         assert logprobs is not None
@@ -366,6 +368,12 @@ class PolicyLearner:
             reference_logprobs=held.start.reference_logprobs[part.rows],
         )
         return sequence_scores(tokens, average=self._settings.preference.length_average)
+
+    def _logprobs_now(self, batch: MicroBatch, mask: Tensor, active: Tensor) -> Tensor:
+        """The policy's log-probs of the active rows, float32 [A, width] on the CPU."""
+        rows = self._rows(batch, active)
+        with self._autocast():
+            return self._scorer(rows(batch.input_ids), rows(mask), rows(batch.temperatures))[0].float().cpu()
 
     def _pair_sums(self, tokens: TokenBatch, batch: MicroBatch, active: Tensor) -> LossSums:
         refs = [ref for ref, wanted in zip(batch.refs, active.tolist(), strict=True) if wanted]
@@ -462,7 +470,7 @@ class PolicyLearner:
         """AdamW's state as ``<parameter>.<moment>``, on the CPU, the recent gradient norms, and all of the critic."""
         return self._optimizer.tensors() | ({} if self.critic is None else self.critic.tensors())
 
-    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Put back what ``optimizer_tensors`` gave; parameters it leaves out start afresh."""
         self._optimizer.load(tensors)
         if self.critic is not None:

@@ -82,9 +82,16 @@ def _storage(settings: Settings, cache: str) -> CheckpointStorage:
 def _in_torch(settings: Settings, place: CheckpointStorage) -> tuple[OpenPolicy, OpenCompute]:
     from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
 
+    policy_class, threads = TrainedPolicy, settings.training.threads
+    if settings.training.ranks > 1:
+        from consumers.training.ranks.member import threads_of
+        from consumers.training.ranks.policy import RankedPolicy
+
+        policy_class, threads = RankedPolicy, threads_of(settings.training)
+
     def open_policy(restored: RestoredCheckpoint | None) -> Policy:
         assert restored is None or isinstance(restored, RestoredTensors), "restored from the same place"
-        return TrainedPolicy(
+        return policy_class(
             PolicyPaths(settings.model.path, place, settings.run.weights_store),
             settings.algorithm,
             settings.training,
@@ -93,7 +100,7 @@ def _in_torch(settings: Settings, place: CheckpointStorage) -> tuple[OpenPolicy,
             settings.run.seed,
         )
 
-    return open_policy, lambda: ComputeThread(settings.training.threads)
+    return open_policy, lambda: ComputeThread(threads)
 
 
 def _emulated_trainer(settings: Settings, checkpoints: CheckpointStore) -> tuple[OpenPolicy, OpenCompute, OpenCompute]:
@@ -106,6 +113,7 @@ def _emulated_trainer(settings: Settings, checkpoints: CheckpointStore) -> tuple
     )
 
     def open_policy(restored: RestoredCheckpoint | None) -> Policy:
-        return EmulatedPolicy(settings.emulation.training, device, exporting, weights, checkpoints, restored)
+        made_of = settings.emulation.training, device, exporting, weights, checkpoints, restored
+        return EmulatedPolicy(*made_of, ranks=settings.training.ranks)
 
     return open_policy, lambda: EmulatedCompute(device), lambda: EmulatedCompute(exporting)

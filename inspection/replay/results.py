@@ -65,6 +65,22 @@ class RebuiltStep:
             return "differs"
         return "bit-equal" if self.refused else "not recorded"
 
+    def is_near(self, tolerance: float) -> bool:
+        """Whether loss and gradient norm are as recorded up to this relative difference, and the step was taken alike.
+
+        Of a step that several ranks took: their sums come in another order, so its last bits are not to be had.
+        """
+        pairs = [self.metric(name) for name in ("loss", "grad_norm")]
+        near = all(
+            pair.equal
+            or (
+                pair.recorded is not None
+                and math.isclose(pair.recorded, pair.rebuilt, rel_tol=tolerance, abs_tol=tolerance / 100)
+            )
+            for pair in pairs
+        )
+        return near and bool(self.problem) == self.refused
+
     def metric(self, name: str) -> MetricPair:
         """A number by its name; NaN if it did not come out."""
         found = next((pair for pair in self.metrics if pair.name == name), None)

@@ -24,6 +24,7 @@ from consumers.algorithms.advantages import ModelLimits
 from consumers.algorithms.estimators import SCALE_EPSILON
 from consumers.algorithms.losses import BatchTotals, denominator
 from consumers.algorithms.settings import AlgorithmSettings
+from consumers.batching.dealing import deal
 from consumers.batching.micro_batches import Group
 from consumers.batching.settings import BatchingSettings
 from consumers.training.checkpoints.manifest import CheckpointManifest
@@ -134,16 +135,14 @@ class ScratchPolicy:
         self.learner.load_optimizer_tensors({name: tensor.clone() for name, tensor in snapshot.optimizer.items()})
 
     def take_step(self, batch: StepBatch) -> StepOutcome:
-        """One optimizer step, exactly as the trainer takes it."""
-        for micro_batch in batch.micro_batches:
-            self.learner.accumulate(micro_batch)
+        """One optimizer step, exactly as the trainer takes it; where it has ranks, up to the order of its sums."""
+        self._accumulate(batch)
         return self.learner.finish_step(batch.reward_deviation)
 
     def take_observed_step(self, batch: StepBatch) -> ObservedStep:
         """``take_step``, with the gradient and the update by tensor."""
         before = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
-        for micro_batch in batch.micro_batches:
-            self.learner.accumulate(micro_batch)
+        self._accumulate(batch)
         norms: dict[str, float] = {}
         # When it is scaled and not yet clipped; of several updates of a step, the first.
         outcome = self.learner.finish_step(batch.reward_deviation, lambda: norms.update(self._gradient_norms(1.0)))
@@ -184,6 +183,15 @@ class ScratchPolicy:
         critic = self.learner.critic
         return named_tensors(self.model) | ({} if critic is None else critic.weights())
 
+    def _accumulate(self, batch: StepBatch) -> None:
+        ranks = self.config.training.ranks
+        for micro_batch in batch.micro_batches:
+            # A micro-batch of several ranks is as large as all of them together can take: share after share it fits.
+            shares = deal(micro_batch.lengths.tolist(), ranks) if ranks > 1 else []
+            parts = [micro_batch.repacked(share) for share in shares if share] or [micro_batch]
+            for part in parts:
+                self.learner.accumulate(part)
+
     @contextmanager
     def _gradient_only(self, batch: StepBatch) -> Iterator[None]:
         if not self.learner.algorithm.is_separable:
@@ -195,8 +203,7 @@ class ScratchPolicy:
         # Gradients add up in place: what another batch left would be part of this one, and this one of the next step.
         self.learner.discard()
         try:
-            for micro_batch in batch.micro_batches:
-                self.learner.accumulate(micro_batch)
+            self._accumulate(batch)
             yield
         finally:
             self.learner.discard()
@@ -324,7 +331,7 @@ class StoredRestorePoints:
     def load(self, version: PolicyVersion) -> RestorePoint:
         """See ``RestorePoints``."""
         restored = self.store.load(self.manifests[version])
-        return RestorePoint(version, restored.directory, restored.state.optimizer)
+        return RestorePoint(version, restored.directory, dict(restored.state.optimizer))
 
     def originals(self, version: PolicyVersion) -> dict[str, Tensor] | None:
         """See ``RestorePoints``."""

@@ -122,9 +122,12 @@ def test_a_large_pipeline_is_simulated_in_part_and_the_output_says_so() -> None:
 
 
 def test_only_what_a_trainer_can_use_is_recommended() -> None:
-    demand = Demand(settings(train_s=1e-2), Site(4))
+    demand = Demand(settings(train_s=1e-2), Site(4), most_trainers=1)
     (choice,) = Planner(demand).choices(["trajectory_async"])
     assert choice.split.trainers == 1
-    assert "devices are not needed (a trainer uses one device)" in "\n".join(lines(demand, [choice]))
+    assert "devices are not needed (a trainer may use 1)" in "\n".join(lines(demand, [choice]))
+    assert "ranks" not in "\n".join(lines(demand, [choice]))
     apart = Demand(settings(train_s=1e-2), Site(2), Site(3))
-    assert Planner(apart).choices(["stream"])[0].split.trainers == 1
+    (choice,) = Planner(apart).choices(["stream"])
+    assert choice.split.trainers == 3
+    assert "[training]\nranks = 3" in "\n".join(lines(apart, [choice]))

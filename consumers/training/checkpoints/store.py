@@ -14,7 +14,7 @@ Invariants:
 
 import errno
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -45,14 +45,13 @@ from consumers.training.checkpoints.manifest import (
     decode_manifest,
 )
 from consumers.training.checkpoints.marks import pinned_versions, read_pins, read_rollback
+from consumers.training.checkpoints.shards import WHOLE, optimizer_files, read_optimizer
 from consumers.training.checkpoints.storage import CheckpointStorage, Slot, sha256_of
 from schemas.errors import CheckpointError
 
 log = structlog.get_logger()
 
-OPTIMIZER, RNG, READER, REPORT = (
-    f"{STATE}/{name}" for name in ("optimizer.safetensors", "rng.safetensors", "intake.json", "report.bin")
-)
+OPTIMIZER, RNG, READER, REPORT = (f"{STATE}/{name}" for name in (WHOLE, "rng.safetensors", "intake.json", "report.bin"))
 TENSORS = ".safetensors"
 SECURING_THREADS = 4
 """Files forced to the disk at once share its flushes."""
@@ -63,11 +62,12 @@ _READER = TypeAdapter(dict[str, JsonValue])
 class TrainerState:
     """What a checkpoint holds besides the model. ``reader``: what of its snapshot is not in the manifest.
 
-    ``report``: the encoded step report of this step, so that a restart can announce it again.
+    ``report``: the encoded step report of this step, so that a restart can announce it again. ``optimizer``: of several
+    ranks' files, its tensors are put together as they are asked for.
     """
 
     manifest: CheckpointManifest
-    optimizer: dict[str, Tensor]
+    optimizer: Mapping[str, Tensor]
     rng: dict[str, Tensor]
     reader: dict[str, JsonValue]
     report: bytes = b""
@@ -120,10 +120,18 @@ class CheckpointStore:
         self._tidy(lambda: self.storage.clear_leftovers(lineage.number))
         return lineage
 
-    def write(self, state: TrainerState, write_model: Callable[[Path], Any], lineage: Lineage) -> str:
+    def write(
+        self,
+        state: TrainerState,
+        write_model: Callable[[Path], Any],
+        lineage: Lineage,
+        write_optimizer: Callable[[Path], Any] | None = None,
+    ) -> str:
         """Write a checkpoint, durably and atomically; where it is, in words.
 
-        ``write_model`` fills the Hugging Face directory. Futures that this lineage does not descend from go.
+        ``write_model`` fills the Hugging Face directory. ``write_optimizer`` puts the optimizer's state, of which each
+        rank has a part, into the directory it is given; None: it is the state's. Futures that this lineage does not
+        descend from go.
 
         Raises:
             Superseded: a newer lineage exists; nothing was published.
@@ -131,12 +139,12 @@ class CheckpointStore:
         """
         assert state.manifest.lineage == lineage.number
         slot = self.storage.slot(lineage.number, state.manifest.step)
-        needed = self._needed(state)
+        needed = self._needed(state, in_parts=write_optimizer is not None)
         self._check_space(needed)
         try:
             with self.storage.staging(slot, lineage.number) as directory:
                 write_model(directory)
-                _write_state(directory, state)
+                _write_state(directory, state, write_optimizer)
                 manifest = state.manifest.model_copy(update={"files": self._secured(directory)})
                 self._set_pinned_aside(slot, lineage)
                 self.storage.publish(slot, directory, manifest, lineage.check)
@@ -265,10 +273,12 @@ class CheckpointStore:
         else:
             self._untidy.clear()
 
-    def _needed(self, state: TrainerState) -> int:
-        """Bytes of the state, and of the model as in the newest checkpoint."""
+    def _needed(self, state: TrainerState, *, in_parts: bool) -> int:
+        """Bytes of the state, and of the model as in the newest checkpoint; of a state in parts, as in that one."""
         newest = next(iter(self.manifests()), None)
         files = newest.files if newest else ()
+        if in_parts:
+            return max(state.size, sum(file.size for file in files))
         return state.size + sum(file.size for file in files if not file.path.startswith(f"{STATE}/"))
 
     def _check_space(self, needed: int) -> None:
@@ -299,7 +309,7 @@ def load_checkpoint(directory: Path) -> VerifiedCheckpoint:
         _verify(directory, manifest)
         state = TrainerState(
             manifest=manifest,
-            optimizer=load_file(directory / OPTIMIZER),
+            optimizer=read_optimizer([directory / path for path in optimizer_files(_paths(manifest))]),
             rng=load_file(directory / RNG),
             reader=_READER.validate_json((directory / READER).read_bytes()),
             report=(directory / REPORT).read_bytes(),
@@ -309,19 +319,23 @@ def load_checkpoint(directory: Path) -> VerifiedCheckpoint:
     return VerifiedCheckpoint(directory, state)
 
 
-def _write_state(directory: Path, state: TrainerState) -> None:
+def _write_state(directory: Path, state: TrainerState, write_optimizer: Callable[[Path], Any] | None) -> None:
     (directory / STATE).mkdir()
-    save_file(state.optimizer, directory / OPTIMIZER)
+    if write_optimizer is None:
+        save_file(dict(state.optimizer), directory / OPTIMIZER)
+    else:
+        write_optimizer(directory / STATE)
     save_file(state.rng, directory / RNG)
     (directory / READER).write_bytes(_READER.dump_json(state.reader))
     (directory / REPORT).write_bytes(state.report)
 
 
 def _verify(directory: Path, manifest: CheckpointManifest) -> None:
-    listed = {file.path for file in manifest.files}
-    missing = sorted({OPTIMIZER, RNG, READER, REPORT} - listed)
+    listed = _paths(manifest)
+    missing = sorted({RNG, READER, REPORT} - listed)
     if missing:
         raise CheckpointError(f"a manifest that does not list {missing[0]}")
+    optimizer_files(listed)
     if not any(path.endswith(TENSORS) and not path.startswith(f"{STATE}/") for path in listed):
         raise CheckpointError("a manifest that lists no model")
     for file in manifest.files:
@@ -332,6 +346,10 @@ def _verify(directory: Path, manifest: CheckpointManifest) -> None:
         if path.suffix == TENSORS:
             with safe_open(path, "numpy"):
                 pass
+
+
+def _paths(manifest: CheckpointManifest) -> set[str]:
+    return {file.path for file in manifest.files}
 
 
 def _described(directory: Path, path: Path) -> CheckpointFile:

@@ -4,13 +4,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bus.embedded.node import free_ports
 from tests.chaos.campaign.results import Results
-from tests.chaos.crashing.commit import POINTS
+from tests.chaos.crashing.commit import POINTS, POINTS_OF_RANKS, RANK_DIES
+from tests.chaos.crashing.points import CrashPoint
 from tests.chaos.crashing.trial import Trained, Trials, codes_of
 from tests.chaos.faults.schedule import plans
 from tests.chaos.runs.brokers import Brokers
@@ -19,6 +20,7 @@ from tests.pipeline.tiny_model import save_tiny_model
 
 FRESH_BROKER_EVERY = 12
 SEEDS_A_LINE = 500
+RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -64,21 +66,29 @@ async def _crash_points(
     broker = await brokers.only("one")
     trials = Trials.prepare(root, model, broker.address)
     try:
-        undisturbed = await trials.run(None)
-        say(f"undisturbed: {len(undisturbed.trained)} trained, exit codes {undisturbed.codes}")
-        results.add_crash_point_baseline(problems_of(undisturbed, undisturbed, (0,)))
-        for number, point in enumerate(POINTS, start=1):
-            began = time.monotonic()
-            found = await trials.kill_at(point)
-            problems = problems_of(found, undisturbed, codes_of(point))
-            results.add_crash_point(point.name, problems, found.tensors == undisturbed.tensors)
-            verdict = "FAIL" if problems else "ok"
-            say(f"[point {number:2}/{len(POINTS)}] {verdict:4} {time.monotonic() - began:4.1f} s  {point.name}")
-            for problem in problems[:5]:
-                say(f"    {problem}")
+        await _each_point(trials, POINTS, "", results, say)
+        of_ranks = (*POINTS_OF_RANKS, *RANK_DIES)
+        await _each_point(trials.of_ranks(RANKS), of_ranks, f"{RANKS} ranks: ", results, say)
     finally:
         trials.server.close()
         await brokers.drop("one")
+
+
+async def _each_point(
+    trials: Trials, points: Sequence[CrashPoint], prefix: str, results: Results, say: Callable[[str], None]
+) -> None:
+    undisturbed = await trials.run(None)
+    say(f"{prefix}undisturbed: {len(undisturbed.trained)} trained, exit codes {undisturbed.codes}")
+    results.add_crash_point_baseline(problems_of(undisturbed, undisturbed, (0,)))
+    for number, point in enumerate(points, start=1):
+        began = time.monotonic()
+        found = await trials.kill_at(point)
+        problems = problems_of(found, undisturbed, codes_of(point))
+        results.add_crash_point(prefix + point.name, problems, found.tensors == undisturbed.tensors)
+        verdict = "FAIL" if problems else "ok"
+        say(f"[point {number:2}/{len(points)}] {verdict:4} {time.monotonic() - began:4.1f} s  {prefix}{point.name}")
+        for problem in problems[:5]:
+            say(f"    {problem}")
 
 
 def problems_of(found: Trained, undisturbed: Trained, codes: tuple[int, ...]) -> list[str]:

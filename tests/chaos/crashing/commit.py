@@ -91,6 +91,23 @@ ANNOUNCED = (
 )
 POINTS: tuple[CrashPoint, ...] = (*BEGINNING, *GRADIENT, *WEIGHTS, *SAVED, *ANNOUNCED)
 
+RANK = "consumers.training.ranks."
+_IN_ANOTHER_FILE = f"{CHECKPOINT}save_file"
+"""Of a trainer of several ranks the optimizer's state is written elsewhere."""
+POINTS_OF_RANKS: tuple[CrashPoint, ...] = (
+    *(point for point in POINTS if not (point.target == _IN_ANOTHER_FILE and "optimizer" in point.argument)),
+    *_around("dealing a micro-batch", f"{RANK}learner:DealingLearner._dealt", STEP),
+    *_around("gathering the weights", f"{RANK}sharding:GatheredCopy.take", STEP),
+    *_around("writing the ranks' parts", f"{RANK}policy:RankedPolicy.write_parts", KEPT),
+)
+"""The same over ranks; where it is rank 0 that dies, its processes end as one of a single rank does."""
+RANK_DIES: tuple[CrashPoint, ...] = (
+    CrashPoint("another rank: a gradient", f"{RANK}learner:ShardLearner.add_gradient", "before", STEP, rank=1),
+    CrashPoint("another rank: the optimizer step", f"{RANK}sharding:ShardedAdamW.scale", "before", STEP, rank=1),
+    CrashPoint("another rank: its part written", f"{RANK}learner:ShardLearner.write_part", "after", KEPT, rank=1),
+)
+"""Another rank dies, and rank 0 has to end because of it."""
+
 BEFORE_RESUMING = CrashPoint("the step applied", "step_applied", nth=STEP)
 SAMPLE = frozenset(
     {

@@ -11,13 +11,16 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from consumers.training.ranks import team
 from schemas.errors import StreamRLError
 from settings.loading import load_settings
 from tests.chaos.crashing.points import CrashPoint, arm
+from tests.consumers.training.ranks.zygote import fork_rank
 
 
 def serve() -> None:
-    for module in ("deploy.wiring.trainer", "consumers.training.policy", "transformers.models.qwen2.modeling_qwen2"):
+    ranks = ("consumers.training.ranks.policy", "consumers.training.ranks.member")
+    for module in ("deploy.wiring.trainer", "transformers.models.qwen2.modeling_qwen2", *ranks):
         importlib.import_module(module)
     for line in sys.stdin:
         job = json.loads(line)
@@ -34,6 +37,7 @@ def _become_trainer(job: dict[str, object]) -> NoReturn:
     for stream in (1, 2):
         os.dup2(log, stream)
     try:
+        team.start_rank = fork_rank
         if job["point"]:
             arm(CrashPoint(**job["point"]))  # type: ignore[arg-type]
         code = _train(Path(str(job["config"])))

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 BUILD_TRAINER = "deploy.wiring.trainer:build_trainer"
+RANK_VARIABLE = "TESTED_RANK"
+"""Set in the process of a rank other than 0."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class CrashPoint:
     """``target``: a value of ``Failpoint``, or ``module:name`` or ``module:Class.name``.
 
     ``nth`` counts from 1 those calls of which one argument, as text, contains ``argument`` (a regular expression).
-    ``resumed``: of a trainer that goes on after a crash, instead of the first one.
+    ``resumed``: of a trainer that goes on after a crash, instead of the first one. ``rank``: whose process dies.
     """
 
     name: str
@@ -27,6 +29,7 @@ class CrashPoint:
     nth: int = 1
     argument: str = ""
     resumed: bool = False
+    rank: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -87,7 +90,7 @@ class _Death:
         self.after(due and self._point.moment == "before")
 
     def after(self, due: bool) -> None:
-        if due:
+        if due and int(os.environ.get(RANK_VARIABLE, "0")) == self._point.rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from schemas.errors import RankLost
 from tests.chaos.campaign.campaign import problems_of
-from tests.chaos.crashing.commit import POINTS, SAMPLE
+from tests.chaos.crashing.commit import POINTS, POINTS_OF_RANKS, RANK_DIES, SAMPLE
 from tests.chaos.crashing.points import CrashPoint
 from tests.chaos.crashing.trial import KILLED, STEPS, Trained, Trials, codes_of
 from tests.pipeline.tiny_model import save_tiny_model
@@ -47,3 +48,14 @@ async def test_a_trainer_killed_at_a_point_of_its_commit_resumes_bit_equal(trial
 async def test_a_trainer_killed_three_times_in_a_row_resumes_bit_equal(trials: Trials) -> None:
     whole = await undisturbed(trials)
     assert problems_of(await trials.run(*IN_A_ROW, None), whole, (KILLED, KILLED, KILLED, 0)) == []
+
+
+async def test_two_ranks_of_which_either_is_killed_resume_bit_equal(trials: Trials) -> None:
+    pair = trials.of_ranks(2)
+    whole = await pair.run(None)
+    assert problems_of(whole, whole, (0,)) == []
+    alone = await undisturbed(trials)
+    assert whole.trained == alone.trained
+    parts = next(point for point in POINTS_OF_RANKS if point.name == "after writing the ranks' parts")
+    found = await pair.run(parts, RANK_DIES[0], None)
+    assert problems_of(found, whole, (KILLED, RankLost.exit_code, 0)) == []

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from bus.kafka.topic_admin import apply_topics
 from bus.port import Outgoing
+from schemas.errors import RankLost
 from tests.chaos.checking.audited import audit_problems
 from tests.chaos.checking.books import read_books
 from tests.chaos.checking.checker import check
@@ -33,6 +34,8 @@ STUCK = 124
 
 def codes_of(point: CrashPoint) -> tuple[int, ...]:
     """How the trainers of ``Trials.kill_at`` have to end."""
+    if point.rank:
+        return RankLost.exit_code, 0
     return (KILLED, KILLED, 0) if point.resumed else (KILLED, 0)
 
 
@@ -125,11 +128,16 @@ class Trials:
     address: str
     server: TrainerServer
     records: Sequence[Outgoing]
+    ranks: int = 1
     count: int = 0
 
     @classmethod
-    def prepare(cls, root: Path, model: Path, address: str) -> Self:
-        return cls(root, model, address, TrainerServer(), make_records(model, GROUPS))
+    def prepare(cls, root: Path, model: Path, address: str, ranks: int = 1) -> Self:
+        return cls(root, model, address, TrainerServer(), make_records(model, GROUPS), ranks)
+
+    def of_ranks(self, ranks: int) -> "Trials":
+        """The same with trainers of so many ranks."""
+        return replace(self, root=self.root / f"ranks-{ranks}", ranks=ranks, count=100 * ranks)
 
     async def kill_at(self, point: CrashPoint) -> Trained:
         """A trainer killed at the point, and one that finishes; ``codes_of`` says how they must end."""
@@ -140,7 +148,8 @@ class Trials:
         """Trainers one after the other on one run, each killed at its point; none lets one go to the end."""
         self.count += 1
         name = f"trial-{self.count}"
-        setting = make_setting(self.root / name, self.model, name, self.address, 0, SECTIONS)
+        sections = {**SECTIONS, "training": {**SECTIONS["training"], "ranks": self.ranks}}
+        setting = make_setting(self.root / name, self.model, name, self.address, 0, sections)
         await apply_topics(self.address, name, PARTITIONS)
         await publish(self.address, name, self.records)
         codes = tuple([await self.server.train(setting, point) for point in points])

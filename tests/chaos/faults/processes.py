@@ -1,7 +1,10 @@
 """Kills and pauses of our own processes, and second holders of a role."""
 
 import asyncio
+import os
+import signal
 import time
+from pathlib import Path
 
 from schemas.errors import Superseded
 from schemas.weights import complete_versions
@@ -12,11 +15,53 @@ from tests.chaos.runs.fleet import FleetFailed
 ROLES = ("worker-0", "worker-1", "coordinator", "dispatcher", "relay")
 START_S = 60.0
 END_S = 120.0
+RANKS = 2
+OF_RANKS = {"training": {"ranks": RANKS, "threads": 1}}
+RANKS_END_S = 20.0
 
 
 async def kill(run: ChaosRun, event: Event) -> float:
     run.fleet.kill(await run.fleet.living(event.target))
     return time.time()
+
+
+async def kill_trainer_of_ranks(run: ChaosRun, event: Event) -> float:
+    """Its other ranks have to be gone before a restart finds their devices taken."""
+    trainer = await run.fleet.living(event.target)
+    ranks = await _ranks_of(run, trainer)
+    run.fleet.kill(trainer)
+    killed = time.time()
+    await run.until(lambda: not any(alive(rank) for rank in ranks), "end of the ranks", RANKS_END_S)
+    return killed
+
+
+async def kill_rank(run: ChaosRun, event: Event) -> float:
+    """One of the trainer's other ranks: all of them have to begin anew."""
+    trainer = await run.fleet.living(event.target)
+    ranks = await _ranks_of(run, trainer)
+    os.kill(ranks[0], signal.SIGKILL)
+    killed = time.time()
+    await run.until(lambda: not alive(trainer), "end of rank 0", RANKS_END_S)
+    return killed
+
+
+async def _ranks_of(run: ChaosRun, trainer: int) -> list[int]:
+    await run.until(lambda: len(children_of(trainer)) == RANKS - 1, "ranks of the trainer", START_S)
+    return children_of(trainer)
+
+
+def children_of(pid: int) -> list[int]:
+    """Its living child processes."""
+    found = [each for task in Path(f"/proc/{pid}/task").glob("*/children") for each in task.read_text().split()]
+    return [int(each) for each in found if alive(int(each))]
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 async def kill_all(run: ChaosRun, _event: Event) -> float:
@@ -94,6 +139,8 @@ FAULTS = (
     Fault("dispatcher-pause", pause, (), ("dispatcher",), (1.0, 5.0)),
     Fault("relay-pause", pause, (), ("relay",), (1.0, 5.0)),
     Fault("trainer-zombie", zombie_trainer, ("C3",), ("trainer",), mixes=False),
+    Fault("trainer-kill-ranks", kill_trainer_of_ranks, ("C1",), ("trainer",), settings=OF_RANKS),
+    Fault("rank-kill", kill_rank, ("C1",), ("trainer",), settings=OF_RANKS),
     Fault("twin-workers", twin_workers, ("B6",), ("twin",), mixes=False, settings={"training": {"max_steps": 250}}),
 )
 SECONDARY = tuple(fault for fault in FAULTS if fault.inject is kill)

@@ -1,0 +1,322 @@
+"""A learner whose model and optimizer lie in shards, on every rank, and the one on rank 0 that deals the work.
+
+Rank 0 decides all that a step is: its micro-batches, credit that sequences share, mini-batches, whether a gradient is
+applied. What it does with the model, all ranks do: ``DealingLearner`` tells the others the same call before it makes
+it, with rows of their own. So every algorithm works over ranks that works without, and a rank's sums are as any
+micro-batch's. Invariants:
+- gradients_over_ranks_equal_those_of_one: a step depends on neither the number of ranks nor on how rows are dealt;
+- every_rank_makes_the_same_calls: a rank without rows computes what has no gradient (``idle_work``).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from consumers.algorithms.losses import BatchTotals
+from consumers.algorithms.token_credit import StepTensors
+from consumers.batching.dealing import deal
+from consumers.batching.micro_batches import MicroBatch
+from consumers.training.checkpoints.shards import PiecedTensors
+from consumers.training.companions import Companions, Critic, open_companions
+from consumers.training.model import load_model
+from consumers.training.optimizer import GuardedAdamW
+from consumers.training.policy import LearnerPlan
+from consumers.training.ranks.sharding import (
+    ShardedAdamW,
+    ShardedScorer,
+    gathered,
+    layers_of,
+    local_rows,
+    reshard,
+    rows_of,
+    send_weights,
+    shard,
+    write_part,
+)
+from consumers.training.ranks.team import Team
+from consumers.training.ranks.wire import Told
+from consumers.training.ranks.work import Work, idle_work, portion, start_arrays, start_tensors
+from consumers.training.step import PolicyLearner
+from consumers.training.updates import HeldBatch, UpdateLog
+from schemas.errors import OutOfMemory, UserError
+
+POLICY, CRITIC = "policy", "critic"
+
+
+class ShardLearner(PolicyLearner):
+    """One rank's learner. What it is asked to compute, all ranks are asked at the same time."""
+
+    def __init__(self, plan: LearnerPlan, model: Any, companions: Companions, mesh: DeviceMesh) -> None:
+        self._plan = plan
+        self.mesh = mesh
+        super().__init__(model, companions, plan.algorithm, plan.training, plan.max_completion_length)
+        if companions.critic is not None:
+            self._shard_critic(companions.critic)
+
+    def _open_scorer(self, model: Any) -> ShardedScorer:
+        return ShardedScorer(model, self._training, self.mesh)
+
+    def _open_optimizer(self) -> GuardedAdamW:
+        return self._sharded_optimizer(POLICY, self.model.named_parameters(), self._training.max_grad_norm)
+
+    def _sharded_optimizer(self, of: str, named: Iterable[tuple[str, nn.Parameter]], max_norm: float) -> ShardedAdamW:
+        return ShardedAdamW(named, self._training, max_norm, self.mesh)
+
+    def _shard_critic(self, critic: Critic) -> None:
+        layers = [] if critic.own_trunk is None else layers_of(critic.own_trunk)
+        shard(critic, layers, self._training, self.mesh)
+        if critic.own_trunk is None:
+            assert isinstance(self._scorer, ShardedScorer)
+            critic.states_of = self._scorer.states
+        max_norm = self._settings.critic.max_grad_norm
+        critic.optimizer = self._sharded_optimizer(CRITIC, critic.named_parameters(), max_norm)
+
+    def optimizers(self) -> dict[str, ShardedAdamW]:
+        """By what they are of."""
+        found = {POLICY: self._optimizer} | ({} if self.critic is None else {CRITIC: self.critic.optimizer})
+        return {of: each for of, each in found.items() if isinstance(each, ShardedAdamW)}
+
+    # What rank 0 asks of all.
+
+    def add_gradient(self, work: Work) -> None:
+        """Add the gradient of this rank's rows; the layers' is summed over all ranks.
+
+        Raises:
+            UserError: memory does not hold it. The other ranks wait in vain then, so it is the end of all.
+        """
+        self._pairs = dict(work.pairs)
+        shortage = super()._backward(work.batch, work.mask, work.everything, work.held)
+        if shortage is not None:
+            raise _fatal(shortage)
+
+    def start_of(self, work: Work) -> StepTensors:
+        """What needs no other sequence, of this rank's rows."""
+        with torch.no_grad():
+            found = super()._start_tensors(work.batch, work.mask)
+        if self.critic is not None:
+            reshard(self.critic)
+        return found
+
+    @torch.no_grad()
+    def logprobs_of(self, work: Work) -> Tensor:
+        """The policy's log-probs of this rank's rows, [A, width]."""
+        return super()._logprobs_now(work.batch, work.mask, work.everything)
+
+    def take_sums(self) -> dict[str, Any]:
+        """What was summed since the last call beside the gradient, as plain numbers."""
+        sums, self._sums = self._sums, self._no_sums()
+        combine = {"_min": torch.min, "_max": torch.max}
+        metrics = {
+            name: float(combine.get(name[-4:], torch.sum)(torch.stack(values).float()))
+            for name, values in sums.metrics.items()
+        }
+        values = {"loss": float(sums.loss), "value_loss": float(sums.value_loss)}
+        return values | {"computed": sums.computed, "metrics": metrics}
+
+    def clear(self, of: str) -> None:
+        """Drop the gathered gradient, and what was summed with it."""
+        self.optimizers()[of].clear()
+        self._sums = self._no_sums()
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """This rank's rows of AdamW's state, and of all of the critic."""
+        tensors = self._optimizer.tensors()
+        if self.critic is not None:
+            prefix, state = self.critic.PREFIX, self.critic.optimizer.tensors()
+            tensors |= {f"{prefix}{name}": local_rows(each).cpu() for name, each in self.critic.named_parameters()}
+            tensors |= {f"{prefix}{name}": each for name, each in state.items()}
+        return tensors
+
+    @torch.no_grad()
+    def load_rows(self, tensors: PiecedTensors) -> None:
+        """Put back this rank's rows of what any number of ranks wrote."""
+        for of, optimizer in self.optimizers().items():
+            optimizer.load_rows(tensors, "" if of == POLICY or self.critic is None else self.critic.PREFIX)
+        if self.critic is not None:
+            for name, parameter in self.critic.named_parameters():
+                if (stored := self.critic.PREFIX + name) in tensors:
+                    local_rows(parameter).copy_(tensors.rows(stored, *rows_of(parameter, self.mesh)))
+
+    def write_part(self, directory: Path) -> None:
+        """This rank's file of the optimizer's state."""
+        write_part(directory, self.optimizer_tensors(), self.mesh)
+
+    def gather_critic(self) -> dict[str, Tensor]:
+        """The critic's weights whole, by name, on the CPU; all ranks call it."""
+        if self.critic is None:
+            return {}
+        named = self.critic.named_parameters()
+        return {f"{self.critic.PREFIX}{name}": gathered(each).cpu().clone() for name, each in named}
+
+
+class DealingAdamW(ShardedAdamW):
+    """Rank 0's: what it does, the others do with their rows."""
+
+    def __init__(self, tell: Callable[..., None], of: str, *made_of: Any) -> None:
+        super().__init__(*made_of)
+        self._tell = tell
+        self._of = of
+
+    def scale(self, factor: float) -> float:
+        """See ``ShardedAdamW``."""
+        self._tell("scale", of=self._of, factor=factor)
+        return super().scale(factor)
+
+    def apply(self, norm: float, learning_rate: float) -> None:
+        """See ``GuardedAdamW``."""
+        self._tell("apply", of=self._of, norm=norm, learning_rate=learning_rate)
+        super().apply(norm, learning_rate)
+
+    def clear(self) -> None:
+        """See ``ShardedAdamW``."""
+        self._tell("clear", of=self._of)
+        super().clear()
+
+
+class DealingLearner(ShardLearner):
+    """Rank 0's: a ``PolicyLearner`` whose computations are those of all ranks."""
+
+    def __init__(self, team: Team, *made_of: Any) -> None:
+        self._team = team
+        super().__init__(*made_of)
+
+    def _sharded_optimizer(self, of: str, named: Iterable[tuple[str, nn.Parameter]], max_norm: float) -> ShardedAdamW:
+        return DealingAdamW(self._team.tell, of, named, self._training, max_norm, self.mesh)
+
+    def _backward(
+        self, batch: MicroBatch, mask: Tensor, active: Tensor, held: HeldBatch | None = None
+    ) -> OutOfMemory | None:
+        _, own = self._dealt("gradient", batch, mask, active, held)
+        self.add_gradient(own)
+        return None
+
+    def add_gradient(self, work: Work) -> None:
+        """See ``ShardLearner``; the pairs of all rows are still wanted afterwards."""
+        pairs = self._pairs
+        super().add_gradient(work)
+        self._pairs = pairs
+
+    def _start_tensors(self, batch: MicroBatch, mask: Tensor) -> StepTensors:
+        everything = torch.ones(len(batch.refs), dtype=torch.bool)
+        shares, own = self._dealt("start", batch, mask, everything, None)
+        try:
+            found = self.start_of(own)
+        except (RuntimeError, MemoryError) as error:
+            raise _fatal(self._shortage(error, own.batch, own.everything, gradient_lost=False)) from error
+        scores = torch.as_tensor(batch.advantages)
+        parts = [found, *(start_tensors(each.arrays, scores, mask) for each in self._team.answers())]
+        whole: dict[str, Tensor] = {}
+        for name in (each.name for each in fields(StepTensors)[2:]):
+            for rows, part in zip(shares, parts, strict=True):
+                if (rows_found := getattr(part, name)) is not None and rows:
+                    target = whole.setdefault(name, torch.zeros_like(mask))
+                    target[rows, : rows_found.shape[1]] = rows_found
+        return StepTensors(scores, mask, **whole)
+
+    def _logprobs_now(self, batch: MicroBatch, mask: Tensor, active: Tensor) -> Tensor:
+        shares, own = self._dealt("logprobs", batch, mask, active, None)
+        parts = [self.logprobs_of(own), *(torch.tensor(each.arrays["logprobs"]) for each in self._team.answers())]
+        found = torch.zeros_like(mask)
+        for rows, part in zip(shares, parts, strict=True):
+            if rows:
+                found[rows, : part.shape[1]] = part
+        return found[active, : int(torch.as_tensor(batch.lengths)[active].max())]
+
+    def _update(
+        self,
+        log: UpdateLog,
+        totals: BatchTotals,
+        problem: str,
+        reward_deviation: float,
+        observe: Callable[[], None],
+    ) -> None:
+        self._team.tell("sums")
+        for told in self._team.answers():
+            self._add_sums(told.values)
+        super()._update(log, totals, problem, reward_deviation, observe)
+
+    def _add_sums(self, values: Mapping[str, Any]) -> None:
+        self._sums.loss += values["loss"]
+        self._sums.value_loss += values["value_loss"]
+        self._sums.computed += values["computed"]
+        for name, value in values["metrics"].items():
+            self._sums.metrics[name].append(self._sums.loss.new_tensor(value))
+
+    def _dealt(
+        self, word: str, batch: MicroBatch, mask: Tensor, active: Tensor, held: HeldBatch | None
+    ) -> tuple[list[list[int]], Work]:
+        """Give the active rows out; the row numbers of each rank, and rank 0's own work."""
+        rows = torch.nonzero(active).squeeze(1).tolist()
+        dealt = deal([int(batch.lengths[row]) for row in rows], self._team.ranks)
+        shares = [[rows[number] for number in share] for share in dealt]
+        work = [
+            portion(batch, mask, share, held, self._pairs) if share else idle_work(is_held=held is not None)
+            for share in shares
+        ]
+        self._team.tell_each([each.told(word) for each in work[1:]])
+        return shares, work[0]
+
+
+def open_learner(plan: LearnerPlan, mesh: DeviceMesh, make: Callable[..., ShardLearner] = ShardLearner) -> ShardLearner:
+    """Load what the plan names and cut it. It is loaded whole, on the CPU: only shards go to the device."""
+    cpu, training = torch.device("cpu"), plan.training
+    torch.manual_seed(plan.seed)  # so that ranks draw the same weights where the files lack some
+    model = load_model(plan.model, cpu, gradient_checkpointing=training.gradient_checkpointing)
+    companions = open_companions(model, plan.initial_model, plan.algorithm, training)
+    return make(plan, model, companions, mesh)
+
+
+def carry_out(learner: ShardLearner, told: Told) -> Told | None:
+    """What a rank other than 0 does when it is told so, and its answer, if one is expected."""
+    values = told.values
+    match told.word:
+        case "gradient":
+            learner.add_gradient(Work.of(told))
+        case "start":
+            return Told("start", arrays=start_arrays(learner.start_of(Work.of(told))))
+        case "logprobs":
+            return Told("logprobs", arrays={"logprobs": learner.logprobs_of(Work.of(told)).numpy()})
+        case "sums":
+            return Told("sums", learner.take_sums())
+        case "scale":
+            learner.optimizers()[values["of"]].scale(values["factor"])
+        case "apply":
+            learner.optimizers()[values["of"]].apply(values["norm"], values["learning_rate"])
+        case "clear":
+            learner.clear(values["of"])
+        case _:
+            return _carry_out_whole(learner, told)
+    return None
+
+
+def _carry_out_whole(learner: ShardLearner, told: Told) -> Told | None:
+    """The same, of what concerns all of the state."""
+    match told.word:
+        case "weights":
+            send_weights(learner.model, getattr(torch, told.values["dtype"]))
+            learner.gather_critic()
+        case "load":
+            learner.load_rows(PiecedTensors([Path(path) for path in told.values["paths"]]))
+        case "save":
+            return Told("saved", {"problem": _problem_of(lambda: learner.write_part(Path(told.values["directory"])))})
+        case _:
+            raise AssertionError(f"rank 0 never says {told.word!r}")
+    return None
+
+
+def _problem_of(write: Callable[[], None]) -> str:
+    try:
+        write()
+    except Exception as error:  # a full disk is the checkpoint's problem, and not the end of this rank
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _fatal(shortage: OutOfMemory) -> UserError:
+    # Not one that the trainer splits the micro-batch for: the other ranks are in the middle of it.
+    return UserError(str(shortage))

@@ -1,0 +1,145 @@
+"""The policy of a trainer over several devices, as its driver on rank 0 sees it: ``TrainedPolicy``, computed by all."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from consumers.batching.micro_batches import MicroBatch
+from consumers.training.checkpoints.manifest import CheckpointManifest
+from consumers.training.checkpoints.shards import PiecedTensors, optimizer_files
+from consumers.training.checkpoints.store import VerifiedCheckpoint
+from consumers.training.model import as_on_disk
+from consumers.training.policy import CopiedWeights, LearnerPlan, TrainedPolicy
+from consumers.training.ports import LineageClaim, StepOutcome
+from consumers.training.ranks.learner import DealingLearner, ShardLearner, open_learner
+from consumers.training.ranks.sharding import (
+    GatheredCopy,
+    gathered,
+    join_ranks,
+    leave_ranks,
+    offer_meeting,
+    rank_device,
+    unique_state,
+)
+from consumers.training.ranks.team import StartRank, Team
+from consumers.training.ranks.wire import Told
+
+
+class RankedPolicy(TrainedPolicy):
+    """Rank 0 of ``training.ranks``. The others are its child processes, and end with it."""
+
+    learner: ShardLearner
+
+    def __init__(self, *made_of: Any, start: StartRank | None = None, **also_of: Any) -> None:
+        """As ``TrainedPolicy``; ``start`` starts a rank's process.
+
+        Raises:
+            ModelError: there is no model, or there are fewer devices than ranks.
+            RankLost: a rank did not start.
+        """
+        self._start = start
+        super().__init__(*made_of, **also_of)
+        self._write_optimizer = self.write_parts
+
+    def _open_learner(self, plan: LearnerPlan) -> ShardLearner:
+        ranks = plan.training.ranks
+        device = rank_device(plan.training, 0)  # first: what is refused is refused before any process is started
+        leave_ranks()
+        self._team = team = Team(ranks, self._start)
+        with team.together():
+            meeting = offer_meeting()
+            opening = opening_values(plan) | {"ranks": ranks, "port": meeting.port}
+            team.tell_each([Told("open", opening | {"rank": rank}) for rank in range(1, ranks)])
+            team.answers()  # each has a device, and so will come
+            mesh = join_ranks(meeting, 0, ranks, device)
+            learner = open_learner(plan, mesh, partial(DealingLearner, team))
+            team.answers()  # each has its shards
+        return learner
+
+    def _open_copy(self, dtype: torch.dtype) -> GatheredCopy:
+        return GatheredCopy(dtype)
+
+    def _load_optimizer(self, restored: VerifiedCheckpoint) -> None:
+        listed = (file.path for file in restored.state.manifest.files)
+        paths = [restored.directory / path for path in optimizer_files(listed)]
+        with self._team.together():
+            self._team.tell("load", paths=[str(path.absolute()) for path in paths])
+            self.learner.load_rows(PiecedTensors(paths))
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        """Add the gradient of a micro-batch, dealt over all ranks.
+
+        Raises:
+            RankLost: a rank is gone.
+            UserError: memory does not hold it. It is not split, since the other ranks are in the middle of it.
+        """
+        with self._team.together():
+            super().accumulate(batch)
+
+    def discard(self) -> None:
+        """Drop the gathered gradient."""
+        with self._team.together():
+            super().discard()
+
+    def finish_step(self, reward_deviation: float) -> StepOutcome:
+        """Apply the gathered gradient, unless it is not fit to be; either way it is gone afterwards."""
+        with self._team.together():
+            return super().finish_step(reward_deviation)
+
+    def snapshot(self) -> CopiedWeights:
+        """The weights as they are, gathered into the memory of the copy before."""
+        with self._team.together():
+            self._tell_weights(self._copy.dtype)
+            return super().snapshot()
+
+    def checkpoint(
+        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
+    ) -> str:
+        """Write a checkpoint of this moment, to which each rank adds a file; where it is."""
+        with self._team.together():
+            return super().checkpoint(manifest, reader, report, lineage)
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._team.close()
+        leave_ranks()
+
+    def _critic_weights(self) -> dict[str, Tensor]:
+        return self.learner.gather_critic()
+
+    def _all_tensors(self) -> Mapping[str, Tensor]:
+        self._tell_weights(torch.float32)
+        found = {name: gathered(each, torch.float32).cpu() for name, each in unique_state(self.learner.model).items()}
+        self.learner.gather_critic()  # as the others do
+        return as_on_disk(self.learner.model, found)
+
+    def _tell_weights(self, dtype: torch.dtype) -> None:
+        self._team.tell("weights", dtype=str(dtype).removeprefix("torch."))
+
+    def write_parts(self, directory: Path) -> None:
+        """The optimizer's state, a file of each rank, into a directory that is there.
+
+        Raises:
+            OSError: a rank could not write its file.
+        """
+        self._team.tell("save", directory=str(directory.absolute()))
+        self.learner.write_part(directory)
+        for rank, told in enumerate(self._team.answers(), 1):
+            if told.values["problem"]:
+                raise OSError(f"rank {rank}: {told.values['problem']}")
+
+
+def opening_values(plan: LearnerPlan) -> dict[str, Any]:
+    """A plan as plain JSON."""
+    return {
+        "model": str(Path(plan.model).absolute()) if Path(plan.model).exists() else plan.model,
+        "initial_model": plan.initial_model,
+        "algorithm": plan.algorithm.model_dump_json(),
+        "training": plan.training.model_dump_json(),
+        "max_completion_length": plan.max_completion_length,
+        "seed": plan.seed,
+    }

@@ -1,0 +1,257 @@
+"""A model in shards over the ranks of one machine (FSDP2), an optimizer of each rank's rows, and whole weights again.
+
+``fully_shard`` hooks into a module's forward pass, so all that is computed with a model goes through ``ScoringRoot``.
+Each rank keeps rows of every parameter in float32; a layer is put together for as long as it is computed with, in
+``training.dtype``. Gradients are summed over the ranks, not averaged, and kept as rows in float32 too. What is outside
+of the layers (embedding, last norm, output layer) is put together in float32, as it is without ranks.
+
+Collective operations match only if all ranks make the same calls in the same order: whoever has no rows computes a
+micro-batch without a trained token, whose gradient is 0.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from consumers.algorithms.losses import CompletionScorer
+from consumers.training.checkpoints.shards import PiecedTensors, part_name
+from consumers.training.model import WeightCopy, as_on_disk
+from consumers.training.optimizer import MOMENTS, RECENT_NORMS, GuardedAdamW
+from consumers.training.settings import TrainingSettings
+from schemas.errors import ModelError
+
+HOST = "127.0.0.1"
+STUCK_S = 600.0
+"""A collective operation that takes longer has lost a rank. Ranks wait in one for as long as the slowest loads."""
+
+
+def rank_device(training: TrainingSettings, rank: int) -> torch.device:
+    """The device of a rank, made the current one of this thread.
+
+    Raises:
+        ModelError: there are fewer devices than ranks.
+    """
+    count = torch.cuda.device_count() if training.device != "cpu" else 0
+    if count == 0 and training.device != "cuda":
+        return torch.device("cpu")
+    if count < training.ranks:
+        raise ModelError(
+            f"expected a CUDA device for each of training.ranks={training.ranks}, found {count}; lower training.ranks, "
+            "or show this process more of them (CUDA_VISIBLE_DEVICES)"
+        )
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def offer_meeting() -> "dist.TCPStore":
+    """Where the ranks of this machine find each other: at ``port`` of what is returned."""
+    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+
+
+def join_ranks(store: "dist.Store", rank: int, ranks: int, device: torch.device) -> DeviceMesh:
+    """Meet the other ranks; the mesh of all of them."""
+    # Without it gloo looks for the interface of the host's name, which a container may not be able to resolve.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=STUCK_S))
+    return init_device_mesh(device.type, (ranks,))
+
+
+def leave_ranks() -> None:
+    """Forget the other ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class ScoringRoot(nn.Module):
+    """All that is computed with a model, as the forward pass of one module."""
+
+    def __init__(self, model: Any, scorer: CompletionScorer) -> None:
+        super().__init__()
+        self.model = model
+        self._scorer = scorer
+
+    def forward(self, input_ids: Tensor, mask: Tensor | None, temperatures: Tensor | None) -> tuple[Tensor, ...]:
+        """Log-probs and entropy as ``CompletionScorer`` has them; without a mask, hidden states [B, S, H]."""
+        if mask is None or temperatures is None:
+            return (self.model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state,)
+        return self._scorer(input_ids, mask, temperatures)
+
+
+class ShardedScorer:
+    """A ``Scorer`` of a model that is in shards from now on."""
+
+    def __init__(self, model: Any, training: TrainingSettings, mesh: DeviceMesh) -> None:
+        # First, while the model is whole: its probe calls parts of it directly.
+        scorer = CompletionScorer(model, float32_head=training.cast_lm_head_to_fp32)
+        self._root = ScoringRoot(model, scorer)
+        shard(self._root, layers_of(model), training, mesh)
+
+    def __call__(self, input_ids: Tensor, mask: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``CompletionScorer``."""
+        logprobs, entropy = self._called(input_ids, mask, temperatures)
+        return logprobs, entropy
+
+    def states(self, input_ids: Tensor) -> Tensor:
+        """Last hidden states [B, S, H]."""
+        return self._called(input_ids, None, None)[0]
+
+    def _called(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = self._root(*inputs)
+        if not torch.is_grad_enabled():
+            reshard(self._root)
+        return found
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers that are put together one at a time: those that the model's class does not want cut."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    if not found:
+        lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+        found = max(lists, key=len, default=[])
+    # A weight that two modules share has to be in one group, which is the root's.
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return [layer for layer in found if all(owners[id(parameter)] == 1 for parameter in layer.parameters())]
+
+
+def shard(root: nn.Module, layers: Iterable[nn.Module], training: TrainingSettings, mesh: DeviceMesh) -> None:
+    """Cut the layers' parameters, and the rest of the root's, by rows, in place; gradients become sums."""
+    bfloat16 = torch.bfloat16 if training.dtype == "bfloat16" else None
+    # Inputs stay as they are: between layers it is float32 that autocast leaves, here as without ranks.
+    precision = MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(root, mesh=mesh, mp_policy=whole)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # A sum: what a micro-batch's gradient is divided by is known at the end of the step only. Of a plain sum
+            # gloo is capable too.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(root: nn.Module) -> None:
+    """Give back what the root keeps whole for a backward pass that does not come; stale after the next step."""
+    assert isinstance(root, FSDPModule)
+    root.reshard()
+
+
+def rows_of(parameter: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
+    """First (inclusive) and last (exclusive) of this rank's rows."""
+    count, rank = parameter.shape[0], mesh.get_local_rank()
+    most = -(-count // mesh.size())  # as torch.chunk cuts
+    return min(rank * most, count), min((rank + 1) * most, count)
+
+
+def local_rows(tensor: Tensor) -> Tensor:
+    """This rank's rows, in the same memory."""
+    own = tensor.detach()
+    return own.to_local() if isinstance(own, DTensor) else own
+
+
+class ShardedAdamW(GuardedAdamW):
+    """``GuardedAdamW`` of this rank's rows. All ranks call it alike, and get the same norms."""
+
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], training: TrainingSettings, max_norm: float, mesh: DeviceMesh
+    ) -> None:
+        self._sharded = list(named)
+        self._mesh = mesh
+        rows = [(name, nn.Parameter(local_rows(each), each.requires_grad)) for name, each in self._sharded]
+        self._rows = dict(rows)
+        # Of a parameter with fewer rows than there are ranks, the last ones have none.
+        super().__init__([(name, own) for name, own in rows if own.numel()] or rows, training, max_norm)
+
+    def scale(self, factor: float) -> float:
+        """Multiply the gathered gradient; the L2 norm of all ranks' rows then."""
+        for name, parameter in self._sharded:
+            self._rows[name].grad = None if parameter.grad is None else local_rows(parameter.grad)
+        square = torch.tensor(super().scale(factor) ** 2, dtype=torch.float64, device=self._mesh.device_type)
+        dist.all_reduce(square, group=self._mesh.get_group())
+        return sqrt(float(square))
+
+    def clear(self) -> None:
+        """Drop the gathered gradient."""
+        super().clear()
+        for _, parameter in self._sharded:
+            parameter.grad = None
+
+    def load_rows(self, tensors: PiecedTensors, prefix: str = "") -> None:
+        """Put back this rank's rows of what ``tensors`` holds of all ranks; only those are read."""
+        own = {f"{name}.{moment}": f"{prefix}{name}.{moment}" for name in self._rows for moment in MOMENTS}
+        shapes = {name: rows_of(parameter, self._mesh) for name, parameter in self._sharded}
+        found = {
+            key: tensors.rows(stored, *shapes[key.rpartition(".")[0]]) if not key.endswith(".step") else tensors[stored]
+            for key, stored in own.items()
+            if stored in tensors
+        }
+        if prefix + RECENT_NORMS in tensors:
+            found[RECENT_NORMS] = tensors[prefix + RECENT_NORMS]
+        self.load(found)
+
+
+def write_part(directory: Path, tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
+    """This rank's file of the optimizer's state. What is not cut is written by the first rank alone."""
+    rank = mesh.get_local_rank()
+    kept = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if rank == 0 or (tensor.ndim and tensor.numel() and not name.endswith(RECENT_NORMS))
+    }
+    save_file(kept, directory / part_name(rank, mesh.size()))
+
+
+def gathered(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """All rows, on this rank's device; floats as ``dtype`` if one is given, by which less has to be sent."""
+    own = tensor.detach()
+    if dtype is not None and own.is_floating_point():
+        own = own.to(dtype)
+    return own.full_tensor() if isinstance(own, DTensor) else own
+
+
+def unique_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, shared ones once, in the order of all ranks."""
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+class GatheredCopy(WeightCopy):
+    """A ``WeightCopy`` of a model in shards, on rank 0; the other ranks call ``send_weights`` meanwhile."""
+
+    def take(self, model: Any) -> dict[str, Tensor]:
+        """Gather the weights, floats as ``dtype``, over those of the last call."""
+        for name, tensor in unique_state(model).items():
+            whole = gathered(tensor, self.dtype)
+            if name not in self._memory:
+                self._memory[name] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
+            self._memory[name].copy_(whole, non_blocking=True)
+        if any(tensor.is_pinned() for tensor in self._memory.values()):
+            torch.cuda.synchronize()
+        return as_on_disk(model, dict(self._memory))
+
+
+def send_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """The other ranks' part in ``GatheredCopy.take``."""
+    for tensor in unique_state(model).values():
+        gathered(tensor, dtype)

@@ -1,0 +1,126 @@
+"""The rows of a micro-batch that one rank computes, as a message to it. Knows no model.
+
+Rows are of a whole micro-batch or of what a step holds of one (``HeldBatch``). A rank without rows gets ``idle_work``:
+one row of which nothing is trained, so that it makes the same collective operations, and adds a gradient of 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from consumers.algorithms.token_credit import PairTerms, StepTensors
+from consumers.batching.micro_batches import MicroBatch
+from consumers.training.ranks.wire import Arrays, Told
+from consumers.training.updates import HeldBatch
+from schemas.reports import RecordRef
+
+START, CREDIT, RETURNS, MASK = "start.", "credit", "returns", "mask"
+_BATCH = ("input_ids", "behaviour_logprobs", "advantages", "lengths", "temperatures")
+IDLE_TOKENS = 2
+"""The fewest of which one is predicted from another."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A rows, as narrow as they can be: ``mask`` float32 [A, width]; ``pairs``: of the rows' groups."""
+
+    batch: MicroBatch
+    mask: Tensor
+    held: HeldBatch | None = None
+    pairs: Mapping[str, PairTerms] = field(default_factory=dict)
+
+    @property
+    def everything(self) -> Tensor:
+        """Bool [A]."""
+        return torch.ones(len(self.batch.refs), dtype=torch.bool)
+
+    def told(self, word: str) -> Told:
+        """As a message that says what to do with it."""
+        refs = [list(ref) for ref in self.batch.refs]
+        pairs = {name: [pair.margin, pair.loss, pair.slope] for name, pair in self.pairs.items()}
+        arrays: dict[str, Any] = {name: getattr(self.batch, name) for name in _BATCH}
+        arrays[MASK] = self.mask.numpy()
+        if self.held is not None:
+            arrays |= start_arrays(self.held.start) | {CREDIT: self.held.advantages.numpy()}
+            if self.held.returns is not None:
+                arrays[RETURNS] = self.held.returns.numpy()
+        return Told(word, {"refs": refs, "pairs": pairs, "is_held": self.held is not None}, arrays)
+
+    @classmethod
+    def of(cls, told: Told) -> "Work":
+        """What ``told`` made a message of."""
+        # Copied: torch warns of memory that cannot be written to.
+        found = {name: np.array(array) for name, array in told.arrays.items()}
+        mask = torch.from_numpy(found[MASK])
+        lengths = found["lengths"]
+        batch = MicroBatch(
+            attention_mask=(np.arange(mask.shape[1]) < lengths[:, None]).astype(np.int64),
+            loss_mask=found[MASK],
+            refs=tuple(RecordRef(*ref) for ref in told.values["refs"]),
+            **{name: found[name] for name in _BATCH},
+        )
+        held = None
+        if told.values["is_held"]:
+            returns = torch.from_numpy(found[RETURNS]) if RETURNS in found else None
+            start = start_tensors(found, torch.from_numpy(batch.advantages), mask)
+            held = HeldBatch(batch, mask, start, torch.from_numpy(found[CREDIT]), returns)
+        pairs = {name: PairTerms(*terms) for name, terms in told.values["pairs"].items()}
+        return cls(batch, mask, held, pairs)
+
+
+def portion(
+    batch: MicroBatch, mask: Tensor, rows: Sequence[int], held: HeldBatch | None, pairs: Mapping[str, PairTerms]
+) -> Work:
+    """These rows, at least one."""
+    part, wanted = batch.repacked(rows), list(rows)
+    width = part.input_ids.shape[1]
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[wanted, :width] if tensor.ndim == 2 else tensor[wanted]
+
+    own = None
+    if held is not None:
+        known = {field.name: getattr(held.start, field.name) for field in fields(StepTensors)}
+        start = StepTensors(**{name: None if each is None else cut(each) for name, each in known.items()})
+        returns = None if held.returns is None else cut(held.returns)
+        own = HeldBatch(part, cut(mask), start, cut(held.advantages), returns)
+    groups = set(own.groups) if own is not None else set()
+    return Work(part, cut(mask), own, {name: pairs[name] for name in groups if name in pairs})
+
+
+def idle_work(*, is_held: bool) -> Work:
+    """One row of tokens of which none is trained."""
+    nothing = np.zeros((1, IDLE_TOKENS), dtype=np.float32)
+    batch = MicroBatch(
+        input_ids=np.zeros((1, IDLE_TOKENS), dtype=np.int64),
+        attention_mask=np.ones((1, IDLE_TOKENS), dtype=np.int64),
+        loss_mask=nothing,
+        behaviour_logprobs=nothing,
+        advantages=nothing[:, 0],
+        lengths=np.array([IDLE_TOKENS], dtype=np.int64),
+        temperatures=np.ones(1, dtype=np.float32),
+        refs=(RecordRef("", 0, 0),),
+    )
+    zeros = torch.zeros(1, IDLE_TOKENS)
+    held = None
+    if is_held:
+        start = StepTensors(zeros[:, 0], zeros, *[zeros] * (len(fields(StepTensors)) - 2))
+        held = HeldBatch(batch, zeros, start, zeros, zeros)
+    return Work(batch, zeros, held)
+
+
+def start_arrays(start: StepTensors) -> dict[str, Any]:
+    """What is known of a micro-batch at a step's start, less what the micro-batch says itself."""
+    known = {field.name: getattr(start, field.name) for field in fields(StepTensors)[2:]}
+    return {START + name: tensor.numpy() for name, tensor in known.items() if tensor is not None}
+
+
+def start_tensors(arrays: Arrays, scores: Tensor, mask: Tensor) -> StepTensors:
+    """What ``start_arrays`` made arrays of."""
+    names = [field.name for field in fields(StepTensors)[2:]]
+    found = {name: torch.from_numpy(np.array(arrays[START + name])) for name in names if START + name in arrays}
+    return StepTensors(scores, mask, **found)

@@ -1,0 +1,90 @@
+"""Policies over ranks, forked off a zygote: that saves each the seconds of importing torch and the model's code."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.batching.micro_batches import MicroBatch
+from consumers.training.checkpoints.storage import open_storage
+from consumers.training.checkpoints.store import CheckpointStore, VerifiedCheckpoint
+from consumers.training.policy import PolicyPaths, TrainedPolicy
+from consumers.training.ranks.policy import RankedPolicy
+from consumers.training.ranks.sharding import leave_ranks
+from consumers.training.ranks.team import StartRank, Team
+from consumers.training.settings import TrainingSettings
+from tests.consumers.training.checkpoints.scene import manifest_of
+from tests.consumers.training.ranks.zygote import Zygote
+
+LENGTH = 9
+
+
+def open_ranked(root: Path, model: Path, ranks: int, start: StartRank | None = None, **options: Any) -> RankedPolicy:
+    return RankedPolicy(*_made_of(root, model, ranks, **options), start=start or Zygote.started().start)
+
+
+@contextmanager
+def opened(
+    root: Path, model: Path, ranks: int, restored: Any = None, start: StartRank | None = None, **options: Any
+) -> Iterator[TrainedPolicy]:
+    """A policy; of one rank, as without ranks."""
+    if ranks == 1:
+        yield TrainedPolicy(*_made_of(root, model, ranks, restored, **options))
+        return
+    policy = open_ranked(root, model, ranks, start, restored=restored, **options)
+    try:
+        yield policy
+    finally:
+        policy.close()
+
+
+def _made_of(
+    root: Path,
+    model: Path,
+    ranks: int,
+    restored: VerifiedCheckpoint | None = None,
+    algorithm: AlgorithmSettings | None = None,
+    **training: Any,
+) -> tuple[PolicyPaths, AlgorithmSettings, TrainingSettings, int, VerifiedCheckpoint | None]:
+    paths = PolicyPaths(str(model), open_storage(root / "checkpoints", root / "cache"), root / "weights")
+    options: dict[str, Any] = {"learning_rate": 1e-2, "threads": 1, "weight_decay": 0.01, "max_grad_norm": 1e3}
+    settings = TrainingSettings(ranks=ranks, **(options | training))
+    return paths, algorithm or AlgorithmSettings(), settings, LENGTH, restored
+
+
+def close_all() -> None:
+    if Team.current is not None:
+        Team.current.close()
+    leave_ranks()
+
+
+def step(policy: TrainedPolicy, batches: Sequence[MicroBatch], deviation: float = 1.0) -> dict[str, float]:
+    for batch in batches:
+        policy.accumulate(batch)
+    outcome = policy.finish_step(deviation)
+    assert outcome.applied, outcome.problem
+    return outcome.metrics
+
+
+def kept(policy: TrainedPolicy, root: Path, lineage: int = 1) -> VerifiedCheckpoint:
+    """A checkpoint of this moment, read again."""
+    store = CheckpointStore(open_storage(root / "checkpoints", root / "cache"), 2)
+    claimed = store.claim_lineage(at_least=lineage, now=0.0)
+    policy.checkpoint(manifest_of(claimed.number, policy.step), {}, b"", claimed)
+    found = store.newest()
+    assert found is not None
+    return found
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest of the tensors' relative differences, ||a - b|| / ||a||."""
+    assert one.keys() == other.keys()
+    found = [
+        float((one[name].double() - other[name].double()).norm() / one[name].double().norm().clamp(min=1e-30))
+        for name in one
+        if one[name].is_floating_point() and one[name].numel()
+    ]
+    return max(found)
