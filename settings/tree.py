@@ -120,6 +120,34 @@ class ModelSettings(Section):
     ] = ""
 
 
+DeviceNumber = Annotated[int, Field(ge=0, le=1023)]
+
+
+class PlacementSettings(Section):
+    """``[placement]``: CUDA devices of this machine by number, from 0; what is left out is derived from what it has."""
+
+    trainer: Annotated[
+        tuple[DeviceNumber, ...] | None,
+        Field(description="Devices of the trainer, one a rank; unset: the first."),
+    ] = None
+    workers: Annotated[
+        tuple[tuple[DeviceNumber, ...], ...] | None,
+        Field(
+            description="Of each worker a list, as long as generation.tensor_parallel_size; unset: the next ones. "
+            "run.workers follows it where that is left out."
+        ),
+    ] = None
+    rewards: Annotated[
+        tuple[DeviceNumber, ...],
+        Field(
+            description="Devices of reward processes, such as a judge's: dealt to the workers' in turn; none: the CPU."
+        ),
+    ] = ()
+    share: Annotated[
+        bool, Field(description="Whether one device may be given to several processes, which divide its memory.")
+    ] = False
+
+
 class EmulationSettings(Section):
     """``[emulation]``: in place of a model, for ``generation.engine`` and ``training.backend`` = "emulated"."""
 
@@ -166,6 +194,7 @@ class Settings(Section):
     """
 
     run: RunSettings = RunSettings()
+    placement: PlacementSettings = PlacementSettings()
     model: ModelSettings = ModelSettings()
     data: DataSettings  # without a default: nothing stands for the user's prompts
     rewards: RewardSettings = RewardSettings()
