@@ -162,6 +162,13 @@ def _check_sections_agree(settings: Settings) -> None:
             f"expected generation.max_num_seqs ({settings.generation.max_num_seqs}) above the slots for requests, got "
             f"{request_slots(settings)} of them: orders would have none; raise it, or lower generation.request_slots"
         )
+    temperature = settings.evaluation.temperature
+    truncates = settings.loop.sampling_params().truncates and settings.generation.engine == "vllm"
+    if truncates and temperature not in (None, 0.0, settings.loop.temperature):
+        raise SettingsError(
+            f"expected evaluation.temperature of 0 or loop.temperature ({settings.loop.temperature}) with vLLM and "
+            f"top_p, top_k or min_p, got {temperature}; leave it out"
+        )
     _check_emulation(settings)
 
 

@@ -14,6 +14,7 @@ from coordinator.settings import CoordinatorSettings, RelaySettings, ScalingSett
 from observability.metrics.settings import MetricsSettings, TrackingSettings
 from observability.tracing.settings import TelemetrySettings
 from producers.dispatch.settings import DispatchSettings
+from producers.evaluation.settings import EvaluationSettings
 from producers.gateway.settings import GatewaySettings
 from producers.generation.engines.length_trace import LengthTraceSettings
 from producers.generation.settings import GenerationSettings
@@ -25,7 +26,7 @@ from schemas.identifiers import is_plain_name
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve, DecodeSettings, DeviceProfile, TrainingCosts
 from schemas.settings import UNSET, LoopSettings, Section
 
-# The sections that belong to no room: the run itself, the model or what stands in for it, and the evaluation.
+# The sections that belong to no room: the run itself and its devices, the model or what stands in for it.
 
 
 class RunSettings(Section):
@@ -176,15 +177,6 @@ class EmulationSettings(Section):
                     f"got other values for it; leave out one of the two"
                 )
         return values | {"decode": profile.decode, "training": profile.training}
-
-
-class EvaluationSettings(Section):
-    """``[evaluation]``: judged before and after a run, never during it."""
-
-    function: Annotated[
-        str | None,
-        Field(description="package.module:function (model directory, seed) -> {'metrics': {...}, 'samples': [...]}"),
-    ] = None
 
 
 class Settings(Section):

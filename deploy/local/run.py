@@ -203,6 +203,10 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
     if settings.data.path is not None:
         check_path(settings.data.path)
         require_readable(Path(settings.data.path).expanduser(), "data.path")
+    for name, held_out in settings.evaluation.data.items():
+        if held_out.path is not None:
+            check_path(held_out.path)
+            require_readable(Path(held_out.path).expanduser(), f"evaluation.data.{name}.path")
     if settings.generation.engine == "emulated":
         return []
     path = settings.model.path
@@ -246,6 +250,7 @@ async def _train(
         ranker=settings.lengths.refit == "process",
         standbys=settings.run.standby_trainers,
         gateway=gateway,
+        evaluator=bool(settings.evaluation.data),
     )
     if settings.run.audit:
         specs.append(making.audit(address))

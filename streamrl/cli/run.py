@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
     app.command()(init)
     app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(run)
     app.command(context_settings=OVERRIDES, epilog="Arguments: [--section.key value]...")(demo)
-    for role in (worker, trainer, coordinator, relay, dispatcher, ranker):
+    for role in (worker, trainer, coordinator, relay, dispatcher, evaluator, ranker):
         app.command(context_settings=OVERRIDES, options_metavar="[OPTIONS]", epilog=f"Arguments: {USAGE}")(role)
     app.add_typer(config, name="config")
 
@@ -69,6 +69,14 @@ def dispatcher(context: typer.Context) -> None:
     Admits no prompt that could not be trained within the staleness bound.
     """
     _run("dispatcher", context)
+
+
+def evaluator(context: typer.Context) -> None:
+    """The evaluator: pass@k of held-out prompts.
+
+    For [evaluation.data].
+    """
+    _run("evaluator", context)
 
 
 def ranker(context: typer.Context) -> None:
