@@ -139,7 +139,6 @@ NOT_HERE = {
         "a trainer uses one device",
     ),
     **dict.fromkeys(("logging_steps", "log_interval"), "every step is logged"),
-    **dict.fromkeys(("peft_config", "lora_rank", "use_peft"), "all weights are trained"),
 }
 """What others can set and this library has no setting for, and why."""
 SECTIONS_ELSEWHERE = {

@@ -169,7 +169,25 @@ def _check_sections_agree(settings: Settings) -> None:
             f"expected evaluation.temperature of 0 or loop.temperature ({settings.loop.temperature}) with vLLM and "
             f"top_p, top_k or min_p, got {temperature}; leave it out"
         )
+    _check_lora(settings)
     _check_emulation(settings)
+
+
+def _check_lora(settings: Settings) -> None:
+    training = settings.training
+    if not (rank := training.lora.rank):
+        return
+    got = None
+    if training.backend != "torch":
+        got = f'training.backend = "{training.backend}", which has no layers'
+    elif training.weight_transfer == "delta":
+        got = 'training.weight_transfer = "delta": an adapter is sent whole, which is less'
+    elif (ranks := getattr(training, "ranks", 1)) > 1:
+        got = f"training.ranks = {ranks}: adapters are trained by one rank"
+    elif settings.generation.engine == "emulated":
+        got = 'generation.engine = "emulated", which has no base to add an adapter to'
+    if got is not None:
+        raise SettingsError(f"expected what goes with training.lora.rank = {rank}, got {got}; change one of the two")
 
 
 def _check_emulation(settings: Settings) -> None:

@@ -42,6 +42,7 @@ from consumers.algorithms.settings import AlgorithmSettings
 from consumers.algorithms.shelf import algorithm_of
 from consumers.algorithms.token_credit import PairTerms, StepTensors, terms_by_group, value_losses, whitened
 from consumers.batching.micro_batches import MicroBatch
+from consumers.training.adapters import BaseScorer
 from consumers.training.companions import Companions
 from consumers.training.optimizer import GuardedAdamW, learning_rate_at
 from consumers.training.ports import StepOutcome
@@ -90,11 +91,16 @@ class PolicyLearner:
         in_float32 = training.cast_lm_head_to_fp32
         self._scorer = CompletionScorer(model, float32_head=in_float32)
         self._reference, self._teacher = (
-            None if frozen is None else CompletionScorer(frozen, float32_head=in_float32)
+            None if frozen is None else self._scorer_of(frozen, float32_head=in_float32)
             for frozen in (companions.reference, companions.teacher)
         )
         self._optimizer = GuardedAdamW(model.named_parameters(), training, training.max_grad_norm)
         self._reset_sums()
+
+    def _scorer_of(self, frozen: Any, *, float32_head: bool) -> CompletionScorer | BaseScorer:
+        if frozen is self.model:
+            return BaseScorer(self._scorer, self.model)
+        return CompletionScorer(frozen, float32_head=float32_head)
 
     def _reset_sums(self) -> None:
         self._sequences = 0  # with at least one trained token
@@ -231,7 +237,7 @@ class PolicyLearner:
 
     @staticmethod
     def _frozen(
-        scorer: CompletionScorer | None, input_ids: Tensor, mask: Tensor, temperatures: Tensor
+        scorer: CompletionScorer | BaseScorer | None, input_ids: Tensor, mask: Tensor, temperatures: Tensor
     ) -> Tensor | None:
         if scorer is None:
             return None

@@ -340,7 +340,8 @@ def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
     from producers.generation.tokenizer import ModelTokenizer
     from producers.rewards.runner import RewardRunner
 
-    engine = build_engine(settings.generation, settings.model.path, settings.loop.sampling_params())
+    sampling, lora_rank = settings.loop.sampling_params(), settings.training.lora.rank
+    engine = build_engine(settings.generation, settings.model.path, sampling, lora_rank)
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     return engine, tokenizer, RewardRunner(settings.rewards)
 
