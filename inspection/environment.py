@@ -92,9 +92,10 @@ def read_machine(environ: Mapping[str, str] = os.environ) -> Machine:
         asked = subprocess.run(
             [tool, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True, timeout=DRIVER_S
         )
-    except (OSError, subprocess.SubprocessError):
+        devices = devices_of(asked.stdout, environ.get("CUDA_VISIBLE_DEVICES"))
+    except (OSError, subprocess.SubprocessError, ValueError):  # the last for lines of another form
         return Machine(cores, vllm_on_cpu=on_cpu)
-    return Machine(cores, devices_of(asked.stdout, environ.get("CUDA_VISIBLE_DEVICES")), vllm_on_cpu=on_cpu)
+    return Machine(cores, devices, vllm_on_cpu=on_cpu)
 
 
 def devices_of(listed: str, visible: str | None) -> tuple[Device, ...]:

@@ -76,7 +76,7 @@ IN_OTHER_LIBRARIES = {
     "adam_beta_2": "training.adam_beta2",
     **dict.fromkeys(("lora_rank", "lora_r", "use_peft", "peft_config"), "training.lora.rank"),
     "lora_alpha": "training.lora.alpha",
-    **dict.fromkeys(("lora_target_modules", "target_modules"), "training.lora.target_modules"),
+    "lora_target_modules": "training.lora.target_modules",
     **dict.fromkeys(("eval_steps", "test_freq", "eval_interval", "eval_strategy", "eval_every"), "evaluation.every"),
     **dict.fromkeys(("eval_dataset", "val_files", "val_data"), "evaluation.data"),
     # the loss

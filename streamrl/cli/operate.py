@@ -123,9 +123,9 @@ def merge(
     run: RunPath,
     target: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where the model goes; made, and not there yet.")],
 ) -> None:
-    """Write the newest checkpoint of a run with adapters as a whole model.
+    """Write the newest adapter and its base as one model.
 
-    Base and adapter (training.lora) added up, for from_pretrained and for engines without adapters.
+    Of a run with training.lora, for from_pretrained and for engines without adapters.
     """
     from deploy.local.savepoints import merge_newest
 
