@@ -19,7 +19,7 @@ from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.evaluation import EvaluationOrder, EvaluationReport
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
-from schemas.trajectories import PartialTrajectory, TokenChunk, Trajectory, WorkOrder
+from schemas.trajectories import PartialTrajectory, ReleaseOrder, TokenChunk, Trajectory, WorkOrder
 
 Headers = tuple[tuple[str, bytes], ...]
 
@@ -46,6 +46,7 @@ MESSAGES: dict[str, type[Message]] = {
     message.SCHEMA: message
     for message in (
         WorkOrder,
+        ReleaseOrder,
         TokenChunk,
         PartialTrajectory,
         Trajectory,

@@ -9,20 +9,31 @@ Invariants:
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 import structlog
 
-from bus.port import Outgoing, Record, Subscription
+from bus.port import Bus, Outgoing, Record, Subscription
 from producers.generation.engines.port import encoded
 from producers.generation.outbox import Outbox
 from producers.generation.rollout import Rollout
 from schemas.errors import PromptRefused, WireError
 from schemas.evaluation import EvaluationOrder
 from schemas.identifiers import make_trajectory_id
+from schemas.topics import EVALUATION_ORDERS, EVALUATION_SAMPLES
 
 log = structlog.get_logger()
 
 POLL_S = 0.5
+
+
+async def subscribe_evaluation(bus: Bus, run_name: str, client_id: str) -> Subscription:
+    """Evaluation orders from now on.
+
+    Raises:
+        BusUnavailable: no broker answers.
+    """
+    return await bus.subscribe([EVALUATION_ORDERS.full_name(run_name)], client_id=client_id, start="latest")
 
 
 @dataclass
@@ -34,9 +45,18 @@ class EvaluationExecutor:
     outbox: Outbox
     topic: str
     incarnation: str
-    max_prompt_length: int
+    max_prompt_length: int = 1 << 30
     on_tick: Callable[[str], None] = lambda name: None
     running: set[str] = field(default_factory=set)
+
+    @classmethod
+    def beside(
+        cls, rollout: Rollout, slots: int, orders: Subscription, outbox: Outbox, run_name: str, incarnation: str
+    ) -> Self:
+        """Beside a worker's rollout: with counts of its own, since those of the heartbeats are of training."""
+        own = Rollout(rollout.engine, rollout.tokenizer, rollout.scorer, rollout.worker_id, clock=rollout.clock)
+        own.places = asyncio.Semaphore(slots)
+        return cls(orders, own, outbox, EVALUATION_SAMPLES.full_name(run_name), incarnation)
 
     async def evaluation_loop(self) -> None:
         """Sample what is ordered.
