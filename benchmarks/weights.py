@@ -6,7 +6,8 @@ Relay and workers are another process. The paths take turns in one run, a few st
 
 - today: cast, written, hashed and digested in the thread that trains; each worker fetches into a cache of its own;
 - pinned: copied there, and the rest done beside the next step; the workers share a cache;
-- delta: the same, and what is fetched is the difference to the version before.
+- delta: the same, and what is fetched is the difference to the version before;
+- lora: as pinned, of a policy of which an adapter of rank 16 of all linear layers is trained; its steps cost less.
 
 The trainer's stall is the time between an optimizer step and the next micro-batch for which its thread cannot compute:
 all of the export, or the copy and what has to be waited for. ``stalled_cpu_share`` is the same of the thread's
@@ -42,7 +43,7 @@ from consumers.algorithms.settings import AlgorithmSettings
 from consumers.training.checkpoints.storage import open_storage
 from consumers.training.model import named_tensors, with_floats_as
 from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy, digests_of
-from consumers.training.settings import TrainingSettings
+from consumers.training.settings import LoraSettings, TrainingSettings
 from consumers.training.weight_export import WEIGHTS, WeightStore
 from coordinator.relay.server import Relay, WeightsStore
 from coordinator.settings import RelaySettings
@@ -58,7 +59,8 @@ from streamrl.init.smollm2 import ensure_smollm2
 
 RESULTS = Path(__file__).parent / "results" / "weights.json"
 MODEL = "SmolLM2-135M-Instruct"
-PATHS = ("today", "pinned", "delta")
+PATHS = ("today", "pinned", "delta", "lora")
+LORA_RANK = 16
 WORKERS = 2
 LEARNING_RATE = 1e-6
 """The default of ``training.learning_rate``, and usual for such models: how much changes in a step depends on it."""
@@ -115,8 +117,12 @@ class Bench:
         self.compute, self.exporter = ComputeThread(1), ComputeThread(1)
         self.stores = {path: WeightStore(scratch / path, 3, "delta" if path == "delta" else "full") for path in PATHS}
         paths = PolicyPaths(str(model), open_storage(scratch / "checkpoints", scratch), scratch / "unused")
-        self.open_policy = partial(TrainedPolicy, paths, AlgorithmSettings(), training, 256, None, 0)
-        self.policy: TrainedPolicy
+        adapted = training.model_copy(update={"lora": LoraSettings(rank=LORA_RANK)})
+        self.open_policy = {
+            is_adapted: partial(TrainedPolicy, paths, AlgorithmSettings(), settings, 256, None, 0)
+            for is_adapted, settings in ((False, training), (True, adapted))
+        }
+        self.policies: dict[bool, TrainedPolicy] = {}
         self.batch = synthetic(options.rows, options.length, 1 << 15)
         self.observed: dict[str, list[Observed]] = defaultdict(list)
         self.exporting: asyncio.Task[str] | None = None
@@ -125,7 +131,8 @@ class Bench:
 
     async def run(self) -> dict[str, Any]:
         """Rows of all paths, and the codecs on the last two versions."""
-        self.policy = await self.compute(self.open_policy)
+        for is_adapted, open_policy in self.open_policy.items():
+            self.policies[is_adapted] = await self.compute(open_policy)
         try:
             for turn in range(self.options.rounds):
                 for path in PATHS[turn % len(PATHS) :] + PATHS[: turn % len(PATHS)]:
@@ -144,13 +151,14 @@ class Bench:
 
     async def step(self, path: str) -> Observed:
         """One optimizer step, and its weights on their way."""
+        policy = self.policies[path == "lora"]
         began, spent, thread = time.monotonic(), time.process_time(), await self.compute(time.thread_time)
         for _ in range(self.options.micro_batches):
-            await self.compute(self.policy.accumulate, self.batch)
-        outcome = await self.compute(self.policy.finish_step, 1.0)
+            await self.compute(policy.accumulate, self.batch)
+        outcome = await self.compute(policy.finish_step, 1.0)
         if not outcome.applied:
             raise StreamRLError(f"expected an optimizer step on made-up samples, got: {outcome.problem}")
-        stepped, version = time.monotonic(), PolicyVersion(1, self.policy.step)
+        stepped, version = time.monotonic(), PolicyVersion(1, policy.step)
         thread_stepped = await self.compute(time.thread_time)
         if path == "today":
             sha256 = await self.compute(self.exported_in_line, version)
@@ -159,7 +167,7 @@ class Bench:
             # The one before, in whose memory the copy is made.
             if self.exporting is not None:
                 await self.exporting
-            snapshot = await self.compute(self.policy.snapshot)
+            snapshot = await self.compute(policy.snapshot)
             export = partial(self.exported_beside, path, snapshot, version)
             self.exporting = asyncio.create_task(self.exporter(export))
         now, thread_now = time.monotonic(), await self.compute(time.thread_time)
@@ -175,8 +183,8 @@ class Bench:
 
     def exported_in_line(self, version: PolicyVersion) -> str:
         """What the trainer did after each step, where it trains."""
-        tensors = named_tensors(self.policy.learner.model)
-        texts = self.policy._texts("bfloat16")  # noqa: SLF001
+        tensors = named_tensors(self.policies[False].learner.model)
+        texts = self.policies[False]._texts("bfloat16")  # noqa: SLF001
         sha256 = self.stores["today"].export(with_floats_as(torch.bfloat16, tensors), texts, version, version.number, 0)
         digests_of(tensors)
         return sha256
@@ -184,8 +192,9 @@ class Bench:
     def exported_beside(self, path: str, snapshot: Any, version: PolicyVersion) -> str:
         """What it does beside the next step."""
         tensors = with_floats_as(torch.bfloat16, snapshot.tensors)
-        texts = self.policy._texts("bfloat16")  # noqa: SLF001
-        sha256 = self.stores[path].export(tensors, texts, version, version.number, 0)
+        policy = self.policies[path == "lora"]
+        texts, adapter = policy._texts("bfloat16"), policy.adapter  # noqa: SLF001
+        sha256 = self.stores[path].export(tensors, texts, version, version.number, 0, adapter)
         snapshot.digests()
         return sha256
 

@@ -19,6 +19,7 @@ from coordinator.scaling import FleetBounds, FleetWatch
 from coordinator.settings import CoordinatorSettings, ScalingSettings
 from coordinator.state import CoordinatorState, decide, recover, subscribe_members
 from schemas.control import OperatorCommand
+from schemas.evaluation import EvaluationReport
 from schemas.identifiers import PolicyVersion
 from schemas.messages import WIRE_VERSION, is_near_version
 from schemas.reports import Heartbeat, RelayBeat, StepReport
@@ -44,12 +45,24 @@ class FleetScaling:
     overlaps: bool
 
 
+@dataclass(frozen=True)
+class LastEvaluation:
+    """Which weights are the last to be evaluated during a run, and for how long its end waits for that.
+
+    ``newest_due``: of the steps up to this one, the last whose weights are evaluated.
+    """
+
+    newest_due: Callable[[int], int]
+    patience_s: float
+
+
 @dataclass
 class Coordinator:
     """One per run; a second one supersedes the first. ``on_tick`` is told, by name, of every turn of a loop.
 
-    ``scaling``: None where the number of workers stays as it is. Who is there is judged by ``clock``, which is
-    monotonic, and by when heartbeats arrive; ``time_of_day`` is only written into messages.
+    ``scaling``: None where the number of workers stays as it is; ``evaluation``: None where the run has none. Who is
+    there is judged by ``clock``, which is monotonic, and by when heartbeats arrive; ``time_of_day`` is only written
+    into messages.
     """
 
     bus: Bus
@@ -59,6 +72,7 @@ class Coordinator:
     client_id: str = "coordinator"
     on_tick: Callable[[str], None] = lambda name: None
     scaling: FleetScaling | None = None
+    evaluation: LastEvaluation | None = None
     time_of_day: Callable[[], float] = time.time
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -79,7 +93,10 @@ class Coordinator:
     async def _serve(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
         """The topics are read after the older coordinator was fenced, so that nothing of it comes later."""
         state, steps = await recover(self.bus, self.run_name, self.client_id)
-        others = await subscribe_members(self.bus, self.run_name, self.client_id, state.last_command)
+        evaluated = self.evaluation is not None
+        others = await subscribe_members(
+            self.bus, self.run_name, self.client_id, state.last_command, evaluated=evaluated
+        )
         session = CoordinatorSession.open(self, state, publisher)
         log.info("coordinator ready", announced=str(state.ledger.announced), mode=state.mode, finished=state.finished)
         try:
@@ -106,7 +123,8 @@ class CoordinatorSession:
 
     ``old_finish``: the version of a last step that was reported before this session began. ``claimed_again``: when each
     superseded worker that is still there was last told so, in seconds of the coordinator's clock. ``named_at``:
-    when relays were named last, or this session began.
+    when relays were named last, or this session began. ``evaluated``: versions with a report;
+    ``ended_at``: when the last step was seen.
     """
 
     coordinator: Coordinator
@@ -120,6 +138,8 @@ class CoordinatorSession:
     claimed_again: dict[str, float] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     named_at: float = 0.0
+    evaluated: set[PolicyVersion] = field(default_factory=set)
+    ended_at: float | None = None
 
     @classmethod
     def open(
@@ -210,6 +230,8 @@ class CoordinatorSession:
         latest = self.state.ledger.latest
         if latest is None or not latest.finished or self.state.finished or self._may_go_on(latest.version):
             return
+        if self._is_evaluated_still(latest):
+            return
         await self.announcer.run_finished(latest.step, "the trainer reached its last step")
         self.state.finished = True
         log.info("run finished", step=latest.step)
@@ -219,10 +241,21 @@ class CoordinatorSession:
         open_for_s = self.coordinator.clock() - self.began
         return last == self.old_finish and open_for_s < self.coordinator.settings.finish_timeout_s
 
+    def _is_evaluated_still(self, last: StepReport) -> bool:
+        """Whether workers are to stay for the evaluation of the last weights that are due."""
+        evaluation, now = self.coordinator.evaluation, self.coordinator.clock()
+        if evaluation is None:
+            return False
+        self.ended_at = now if self.ended_at is None else self.ended_at
+        # By the step alone: a lineage that goes on from evaluated weights does not have them evaluated again.
+        is_reported = any(version.number == evaluation.newest_due(last.step) for version in self.evaluated)
+        return not is_reported and now - self.ended_at < evaluation.patience_s
+
     async def members_loop(self, others: Subscription, stop: asyncio.Event) -> None:
         """Follow who is there, and carry out what operators ask for.
 
-        Consumes: heartbeats, commands. Produces: control (worker claims, flow, drain of one worker).
+        Consumes: heartbeats, commands, evaluation reports.
+        Produces: control (worker claims, flow, drain of one worker).
         Waits for: either.
         On failure: raises to ``run``. On stop: returns within one poll.
         """
@@ -245,6 +278,8 @@ class CoordinatorSession:
                 self._observe(heartbeat, at)
             case RelayBeat() as beat:
                 self.relays.observe(beat, at)
+            case EvaluationReport() as report:
+                self.evaluated.add(report.version)
             case OperatorCommand() as command:
                 await self._carry_out(command, record.offset)
 

@@ -27,7 +27,7 @@ from schemas.control import (
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
 from schemas.reports import StepReport
-from schemas.topics import COMMANDS, CONTROL, HEARTBEATS, STEPS
+from schemas.topics import COMMANDS, CONTROL, EVALUATIONS, HEARTBEATS, STEPS
 
 log = structlog.get_logger()
 
@@ -102,12 +102,17 @@ async def recover(bus: Bus, run: str, client_id: str) -> tuple[CoordinatorState,
     return state, steps
 
 
-async def subscribe_members(bus: Bus, run: str, client_id: str, last_command: int) -> Subscription:
+async def subscribe_members(
+    bus: Bus, run: str, client_id: str, last_command: int, *, evaluated: bool = False
+) -> Subscription:
     """Recent heartbeats, the operators' commands behind the last one carried out, and all that follows.
+
+    And what was evaluated, of a run that has an evaluation.
 
     Commands that changed nothing are judged again, in the same order, and change nothing again.
     """
     topics = [HEARTBEATS.full_name(run), COMMANDS.full_name(run)]
+    topics += [EVALUATIONS.full_name(run)] if evaluated else []
     # A subscription at the end is the only way to ask where the end is.
     now = await bus.subscribe(topics, client_id=client_id, start="latest")
     try:
@@ -115,10 +120,13 @@ async def subscribe_members(bus: Bus, run: str, client_id: str, last_command: in
     finally:
         await now.close()
     # Within what the broker holds: retention may have passed a place by, and a topic made anew may not reach it yet.
-    start = {
-        tp: max(first[tp], ends[tp] - RECENT_HEARTBEATS if tp.topic == topics[0] else min(last_command + 1, ends[tp]))
-        for tp in ends
+    heartbeats, commands = topics[:2]
+    # What was evaluated is a record a version: all of it.
+    wanted = {
+        tp: {heartbeats: end - RECENT_HEARTBEATS, commands: min(last_command + 1, end)}.get(tp.topic, 0)
+        for tp, end in ends.items()
     }
+    start = {tp: max(first[tp], offset) for tp, offset in wanted.items()}
     return await bus.subscribe(topics, client_id=client_id, start=start)
 
 

@@ -18,6 +18,14 @@ from pydantic import BaseModel
 from typer.cli import get_docs_for_click
 
 from docs.figures import ROOT, FigureError, Figures, complaints, published
+from planning.memory import (
+    SHAPES,
+    KnownModel,
+    cache_tokens,
+    largest_micro_batch,
+    smallest_tensor_parallel_size,
+    trainer_bytes,
+)
 from schemas.control import Control
 from schemas.messages import Message
 from schemas.topics import CATALOGUE, DAY_MS, HOUR_MS, Topic
@@ -227,7 +235,53 @@ def commands_page() -> str:
 
 
 DOCS = Path("docs")
-PAGES = {"settings.md": settings_page, "topics.md": topics_page, "cli.md": commands_page}
+# What fits on which device, by the formulas of ``planning.memory``.
+
+SIZES_HEAD = """# Sizes
+
+<!-- Written by `python -m docs.generate` from `planning/memory.py`; do not edit. -->
+
+What fits on how many devices, **computed and not measured**: bytes by the formulas in `planning/memory.py`, with 8 % of
+each device left over. The trainer computes in bfloat16 with float32 weights and moments, with
+`training.gradient_checkpointing`, on one device. A worker is vLLM in bfloat16; its devices are the fewest whose cache
+holds 262,144 tokens, such as 64 contexts of 4,096. Speed depends on lengths and batch: `streamrl profile` measures it,
+and `streamrl plan` predicts a run from that.
+"""
+DEVICE_SIZES = {"24 GB": 24e9, "80 GB (H100)": 80e9, "141 GB (H200)": 141e9}
+LORA_RANK, TOKENS = 16, 16_384
+
+
+def sizes_page() -> str:
+    """The page as Markdown."""
+    lines = [SIZES_HEAD]
+    for device, memory in DEVICE_SIZES.items():
+        lines += [f"## Devices of {device}", "", *table(SIZES, [_size_row(shape, memory) for shape in SHAPES]), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+SIZES = (
+    "model",
+    "all weights: memory",
+    "`batching.token_budget`",
+    f"`training.lora.rank = {LORA_RANK}`: memory",
+    "`batching.token_budget`",
+    "worker: `generation.tensor_parallel_size`",
+    "tokens of context it holds",
+)
+
+
+def _size_row(shape: KnownModel, memory: float) -> tuple[str, ...]:
+    parts: list[str] = [shape.name]
+    for rank in (0, LORA_RANK):
+        tokens = largest_micro_batch(shape, memory, lora_rank=rank, most=TOKENS)
+        parts.append(f"{trainer_bytes(shape, tokens or 1024, lora_rank=rank) / 1e9:.0f} GB")
+        parts.append(f"{tokens:,}" if tokens else "does not fit")
+    devices = smallest_tensor_parallel_size(shape, memory)
+    held = f"{cache_tokens(shape, memory, devices):,}" if devices else "more than eight devices"
+    return (*parts, str(devices or "–"), held)
+
+
+PAGES = {"settings.md": settings_page, "topics.md": topics_page, "cli.md": commands_page, "sizes.md": sizes_page}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -30,6 +30,8 @@ from schemas.topics import (
     COMMANDS,
     CONTROL,
     DEAD_LETTERS,
+    EVALUATION_SAMPLES,
+    EVALUATIONS,
     HEARTBEATS,
     PARTIAL_TRAJECTORIES,
     SKIPS,
@@ -46,7 +48,7 @@ Format = Literal["parquet", "jsonl"]
 Progress = Callable[[str, int, int], None]
 USUAL = (STEPS, SKIPS, TRAJECTORIES, DEAD_LETTERS, CONTROL, COMMANDS, WORK_ORDERS)
 """What audit, replay and report need, each before what it refers to."""
-ALL = (*USUAL, HEARTBEATS, TOKENS, PARTIAL_TRAJECTORIES)
+ALL = (*USUAL, HEARTBEATS, TOKENS, PARTIAL_TRAJECTORIES, EVALUATIONS, EVALUATION_SAMPLES)
 SEGMENT_BYTES, SEGMENT_RECORDS = 32 << 20, 20_000
 """Whichever is reached first: a segment is held in memory whole when it is written or read."""
 

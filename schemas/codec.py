@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from schemas.control import OperatorCommand, RunIdentity, WeightsReady, control_adapter
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
+from schemas.evaluation import EvaluationOrder, EvaluationReport
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
 from schemas.trajectories import PartialTrajectory, ReleaseOrder, TokenChunk, Trajectory, WorkOrder
@@ -58,12 +59,14 @@ MESSAGES: dict[str, type[Message]] = {
         RelayBeat,
         OperatorCommand,
         RunIdentity,
+        EvaluationOrder,
+        EvaluationReport,
     )
 }
 # One schema for all control messages: their ``kind`` says which of the union it is, so a single validator reads them.
 CONTROL_SCHEMA = WeightsReady.SCHEMA
-_HEADER_FREE = {"step-report", "refused-step", "carried-over", "work-order"}
-"""Schemas whose header may be as large as the whole message: they are written by our own trainer and dispatcher."""
+_HEADER_FREE = {"step-report", "refused-step", "carried-over", "work-order", "evaluation-order"}
+"""Schemas whose header may be as large as the message: our own trainer, dispatcher and evaluator write them."""
 
 
 def headers_of(message: Message | type[Message]) -> Headers:

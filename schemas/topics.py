@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from schemas.control import OperatorCommand, RunIdentity, WeightsReady
+from schemas.evaluation import EvaluationOrder, EvaluationReport
 from schemas.identifiers import PARTIAL_PARTITIONS, WORK_ORDER_PARTITIONS
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
@@ -193,6 +194,41 @@ HEARTBEATS = Topic(
     readers=("coordinator", "dispatcher", "trainer", "relay", "top", "report"),
 )
 
+EVALUATION_ORDERS = Topic(
+    name="evaluation-orders",
+    message=EvaluationOrder,
+    key="group id",
+    # Few, so that all workers may read all of them; an order names its worker.
+    partitions=1,
+    cleanup_policy="delete",
+    retention_ms=DAY_MS,
+    max_message_bytes=_room_for(EvaluationOrder),
+    writers=("evaluator",),
+    readers=("worker",),
+)
+EVALUATION_SAMPLES = Topic(
+    name="evaluation-samples",
+    message=Trajectory,
+    key="group id",
+    partitions=1,
+    cleanup_policy="delete",
+    retention_ms=7 * DAY_MS,
+    max_message_bytes=_room_for(Trajectory),
+    writers=("worker",),
+    readers=("evaluator", "export"),
+)
+EVALUATIONS = Topic(
+    name="evaluations",
+    message=EvaluationReport,
+    key="version",
+    partitions=1,
+    cleanup_policy="compact",
+    retention_ms=-1,  # what was reported once is never evaluated again
+    max_message_bytes=_room_for(EvaluationReport),
+    writers=("evaluator",),
+    readers=("evaluator", "coordinator", "top", "report"),
+)
+
 CATALOGUE: tuple[Topic, ...] = (
     WORK_ORDERS,
     TOKENS,
@@ -204,4 +240,7 @@ CATALOGUE: tuple[Topic, ...] = (
     CONTROL,
     COMMANDS,
     HEARTBEATS,
+    EVALUATION_ORDERS,
+    EVALUATION_SAMPLES,
+    EVALUATIONS,
 )

@@ -16,6 +16,8 @@ from schemas.identifiers import PolicyVersion
 from schemas.trajectories import Part
 
 MANIFEST = "manifest.json"
+ADAPTER = "adapter_model.safetensors"
+"""Of a version, or of a checkpoint, that holds a low-rank adapter and not the whole of the weights."""
 MAX_MANIFEST_BYTES = 1 << 20
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -64,10 +66,22 @@ class WeightDelta(Part):
     base_manifest_sha256: Sha256
 
 
+class WeightAdapter(Part):
+    """The version is an adapter in peft's files: what a base model, which whoever uses it has, is to be added.
+
+    ``base_sha256``: of the base's weights (``weights_sha256``); ``scale``: alpha / rank, by which B A is multiplied.
+    """
+
+    base_sha256: Sha256
+    rank: Annotated[int, Field(ge=1)]
+    scale: float
+
+
 class WeightManifest(Part):
     """The content of ``manifest.json`` in a version's directory; written last, so its presence means complete.
 
     ``files``: all that makes up the version. ``delta``, if there is one, saves whoever has its base most of them.
+    ``adapter``: the files hold an adapter; None: whole weights.
     """
 
     version: PolicyVersion
@@ -75,6 +89,7 @@ class WeightManifest(Part):
     files: tuple[WeightFile, ...]
     created_at: float
     delta: WeightDelta | None = None
+    adapter: WeightAdapter | None = None
 
 
 def checked_manifest(raw: bytes, version: PolicyVersion, sha256: str, where: str) -> WeightManifest:
@@ -110,6 +125,30 @@ def describe_file(path: Path) -> WeightFile:
     return WeightFile(
         name=path.name, size=size, sha256=digest.hexdigest(), chunk_bytes=chunk_bytes, chunk_crc32="".join(checks)
     )
+
+
+def weights_sha256(directory: Path) -> str:
+    """Identity of a model's weights in a directory: sha256, in hex, over the names and sha256 of their files.
+
+    Raises:
+        WeightsError: there are none.
+    """
+    files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
+    if not files:
+        raise WeightsError(f"expected files of weights in {directory}, got none; give a model's directory")
+    whole = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            whole.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def manifest_in(directory: Path) -> WeightManifest | None:
+    """The manifest of a version's directory, which was checked when it was fetched; None where there is none."""
+    try:
+        return WeightManifest.model_validate_json((directory / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return None
 
 
 def chunk_bytes_of(size: int) -> int:

@@ -116,6 +116,12 @@ RULES = (
         lambda settings: settings.algorithm.overlong_l_max is not None,
         lambda _: "no algorithm.overlong_l_max, so no overlong penalty",
     ),
+    ExclusionRule(
+        ("training.lora.alpha", "training.lora.target_modules"),
+        ("training.lora.rank",),
+        lambda settings: settings.training.lora.rank > 0,
+        lambda _: "training.lora.rank = 0, so no adapters",
+    ),
     *(_read_by(section, keys, names) for section, keys, names in _OWN_SECTIONS),
     ExclusionRule(
         ("algorithm.options",),

@@ -74,6 +74,11 @@ IN_OTHER_LIBRARIES = {
     ),
     "adam_beta_1": "training.adam_beta1",
     "adam_beta_2": "training.adam_beta2",
+    **dict.fromkeys(("lora_rank", "lora_r", "use_peft", "peft_config"), "training.lora.rank"),
+    "lora_alpha": "training.lora.alpha",
+    "lora_target_modules": "training.lora.target_modules",
+    **dict.fromkeys(("eval_steps", "test_freq", "eval_interval", "eval_strategy", "eval_every"), "evaluation.every"),
+    **dict.fromkeys(("eval_dataset", "val_files", "val_data"), "evaluation.data"),
     # the loss
     **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef", "kl_tau"), "algorithm.beta"),
     **dict.fromkeys(
@@ -131,14 +136,10 @@ IN_OTHER_LIBRARIES = {
 NOT_HERE = {
     **dict.fromkeys(("num_train_epochs", "total_epochs", "num_episodes"), "a run is as long as training.max_steps"),
     **dict.fromkeys(
-        ("eval_steps", "test_freq", "eval_interval", "eval_strategy"), "evaluation.function runs before and after a run"
-    ),
-    **dict.fromkeys(
         ("nnodes", "deepspeed", "zero_stage", "fsdp_config"),
         "a trainer's devices are in one machine, and always hold shards (training.ranks)",
     ),
     **dict.fromkeys(("logging_steps", "log_interval"), "every step is logged"),
-    **dict.fromkeys(("peft_config", "lora_rank", "use_peft"), "all weights are trained"),
 }
 """What others can set and this library has no setting for, and why."""
 SECTIONS_ELSEWHERE = {

@@ -104,7 +104,9 @@ def _found_beside(config: Path, toml: Tree) -> Tree:
     """
     if config.parent == Path() or config.name == CONFIG:
         return toml
-    for *section, name in INPUTS:
+    held_out = toml.get("evaluation", {}).get("data", {}) if isinstance(toml.get("evaluation"), dict) else {}
+    sets = [("evaluation", "data", name, "path") for name in held_out] if isinstance(held_out, dict) else []
+    for *section, name in (*INPUTS, *sets):
         table: Any = toml
         for part in section:
             table = table.get(part) if isinstance(table, dict) else None

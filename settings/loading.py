@@ -92,6 +92,8 @@ def _without_meaningless(model: BaseModel, values: Tree, meaningless: frozenset[
             continue
         if isinstance(part, BaseModel):
             tree[name] = _without_meaningless(part, value, meaningless, f"{prefix}{name}.")
+        elif isinstance(part, dict) and all(isinstance(each, BaseModel) for each in part.values()):
+            tree[name] = {key: _without_meaningless(each, value[key], frozenset()) for key, each in part.items()}
         elif value is not None:
             tree[name] = value
         elif type(model).model_fields[name].default is not None:  # TOML has no null: a word stands for "unset"
@@ -160,7 +162,32 @@ def _check_sections_agree(settings: Settings) -> None:
             f"expected generation.max_num_seqs ({settings.generation.max_num_seqs}) above the slots for requests, got "
             f"{request_slots(settings)} of them: orders would have none; raise it, or lower generation.request_slots"
         )
+    temperature = settings.evaluation.temperature
+    truncates = settings.loop.sampling_params().truncates and settings.generation.engine == "vllm"
+    if truncates and temperature not in (None, 0.0, settings.loop.temperature):
+        raise SettingsError(
+            f"expected evaluation.temperature of 0 or loop.temperature ({settings.loop.temperature}) with vLLM and "
+            f"top_p, top_k or min_p, got {temperature}; leave it out"
+        )
+    _check_lora(settings)
     _check_emulation(settings)
+
+
+def _check_lora(settings: Settings) -> None:
+    training = settings.training
+    if not (rank := training.lora.rank):
+        return
+    got = None
+    if training.backend != "torch":
+        got = f'training.backend = "{training.backend}", which has no layers'
+    elif training.weight_transfer == "delta":
+        got = 'training.weight_transfer = "delta": an adapter is sent whole, which is less'
+    elif (ranks := getattr(training, "ranks", 1)) > 1:
+        got = f"training.ranks = {ranks}: adapters are trained by one rank"
+    elif settings.generation.engine == "emulated":
+        got = 'generation.engine = "emulated", which has no base to add an adapter to'
+    if got is not None:
+        raise SettingsError(f"expected what goes with training.lora.rank = {rank}, got {got}; change one of the two")
 
 
 def _check_emulation(settings: Settings) -> None:

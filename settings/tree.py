@@ -14,6 +14,7 @@ from coordinator.settings import CoordinatorSettings, RelaySettings, ScalingSett
 from observability.metrics.settings import MetricsSettings, TrackingSettings
 from observability.tracing.settings import TelemetrySettings
 from producers.dispatch.settings import DispatchSettings
+from producers.evaluation.settings import EvaluationSettings
 from producers.gateway.settings import GatewaySettings
 from producers.generation.engines.length_trace import LengthTraceSettings
 from producers.generation.settings import GenerationSettings
@@ -25,7 +26,7 @@ from schemas.identifiers import is_plain_name
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve, DecodeSettings, DeviceProfile, TrainingCosts
 from schemas.settings import UNSET, LoopSettings, Section
 
-# The sections that belong to no room: the run itself, the model or what stands in for it, and the evaluation.
+# The sections that belong to no room: the run itself and its devices, the model or what stands in for it.
 
 
 class RunSettings(Section):
@@ -120,6 +121,34 @@ class ModelSettings(Section):
     ] = ""
 
 
+DeviceNumber = Annotated[int, Field(ge=0, le=1023)]
+
+
+class PlacementSettings(Section):
+    """``[placement]``: CUDA devices of this machine by number, from 0; what is left out is derived from what it has."""
+
+    trainer: Annotated[
+        tuple[DeviceNumber, ...] | None,
+        Field(description="Devices of the trainer, one a rank; unset: the first."),
+    ] = None
+    workers: Annotated[
+        tuple[tuple[DeviceNumber, ...], ...] | None,
+        Field(
+            description="Of each worker a list, as long as generation.tensor_parallel_size; unset: the next ones. "
+            "run.workers follows it where that is left out."
+        ),
+    ] = None
+    rewards: Annotated[
+        tuple[DeviceNumber, ...],
+        Field(
+            description="Devices of reward processes, such as a judge's: dealt to the workers' in turn; none: the CPU."
+        ),
+    ] = ()
+    share: Annotated[
+        bool, Field(description="Whether one device may be given to several processes, which divide its memory.")
+    ] = False
+
+
 class EmulationSettings(Section):
     """``[emulation]``: in place of a model, for ``generation.engine`` and ``training.backend`` = "emulated"."""
 
@@ -150,15 +179,6 @@ class EmulationSettings(Section):
         return values | {"decode": profile.decode, "training": profile.training}
 
 
-class EvaluationSettings(Section):
-    """``[evaluation]``: judged before and after a run, never during it."""
-
-    function: Annotated[
-        str | None,
-        Field(description="package.module:function (model directory, seed) -> {'metrics': {...}, 'samples': [...]}"),
-    ] = None
-
-
 class Settings(Section):
     """Everything that can be set; sections left out take their defaults, ``[data]`` is required.
 
@@ -166,6 +186,7 @@ class Settings(Section):
     """
 
     run: RunSettings = RunSettings()
+    placement: PlacementSettings = PlacementSettings()
     model: ModelSettings = ModelSettings()
     data: DataSettings  # without a default: nothing stands for the user's prompts
     rewards: RewardSettings = RewardSettings()

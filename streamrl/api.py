@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from bus.history import History
 from inspection.source import PastRun, history_of, open_run
+from producers.evaluation.results import EVALUATED
 from schemas.errors import UserError
 from schemas.settings import UNSET
 from settings.layers import Tree, merged
@@ -170,7 +171,18 @@ class Run:
         path = self._past.directory.metrics
         lines = path.read_text().splitlines() if path.exists() else []
         # A line that is being written, or that a killed trainer left, has no closing brace yet.
-        return table_of([json.loads(line) for line in lines if line.endswith("}")])
+        rows = [json.loads(line) for line in lines if line.endswith("}")]
+        return table_of([row for row in rows if EVALUATED not in row])
+
+    @property
+    def evaluations(self) -> "pa.Table":
+        """``metrics.jsonl``: one row for each weights version that was evaluated, one column a metric."""
+        from inspection.tables import table_of
+
+        path = self._past.directory.metrics
+        lines = path.read_text().splitlines() if path.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("}")]
+        return table_of([row for row in rows if EVALUATED in row])
 
     @property
     def model(self) -> Path | None:

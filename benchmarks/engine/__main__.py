@@ -26,7 +26,7 @@ from benchmarks.engine.workload import SHAPES, Shape, Workload, build_model
 from benchmarks.paired import Pair, paired_cost
 from bus.embedded.cluster import start_cluster
 from bus.embedded.jars import KAFKA_VERSION
-from deploy.local.run import ONE_THREAD
+from deploy.local.specs import ONE_THREAD
 from producers.generation.tokenizer import ModelTokenizer
 from schemas.trajectories import Prompt
 

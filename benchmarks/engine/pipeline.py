@@ -21,7 +21,7 @@ from bus.kafka.settings import KafkaSettings
 from bus.kafka.topic_admin import apply_topics
 from bus.port import Outgoing, Publisher, Subscription
 from consumers.training.weight_export import WeightStore
-from deploy.local.run import ONE_THREAD
+from deploy.local.specs import ONE_THREAD
 from planning.measuring import relay_of
 from schemas.control import WeightsReady
 from schemas.identifiers import PolicyVersion, make_group_id, make_prompt_id, partition_of_worker

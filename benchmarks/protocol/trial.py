@@ -18,7 +18,7 @@ from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.topic_admin import apply_topics
 from bus.port import Outgoing, Record
-from deploy.local.run import ONE_THREAD
+from deploy.local.specs import ONE_THREAD
 from inspection.export import SegmentHistory
 from schemas.topics import TRAJECTORIES
 

@@ -297,7 +297,8 @@ def best_run(lengths: Lengths, budget: int, costs: CostModel, ranks: int = 1) ->
 
     def end(rows: Lengths) -> Lengths:
         # For starts that are settled this may point past the end; their answer is not used.
-        return np.minimum(start + rows * ranks, len(lengths))
+        found: Lengths = np.minimum(start + rows * ranks, len(lengths))
+        return found
 
     while (is_open := rows < most).any():
         middle = (rows + most) // 2

@@ -121,7 +121,10 @@ def open_companions(
     """
     algorithm, device = algorithm_of(settings), policy.device
     # Always the initial model, also after a restore: KL(pi || ref) is measured from where the run began.
-    reference = frozen(initial_model, device) if algorithm.needs_reference else None
+    reference = None
+    if algorithm.needs_reference:
+        # With adapters, the policy itself holds it: its base, once they are off.
+        reference = policy if training.lora.rank else frozen(initial_model, device)
     teacher = _teacher(policy, settings, frozen) if algorithm.has_teacher else None
     critic = None
     if algorithm.has_critic:

@@ -12,9 +12,18 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
+from consumers.training.adapters import (
+    adapter_tensors,
+    add_adapters,
+    base_sha256,
+    has_adapters,
+    load_adapter,
+)
 from consumers.training.settings import TrainingSettings
 from schemas.errors import ModelError
+from schemas.weights import ADAPTER
 
+CPU = torch.device("cpu")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -65,6 +74,33 @@ def load_model(path: str | Path, device: torch.device, *, gradient_checkpointing
     return model
 
 
+def open_policy(initial: str | Path, restored: Path | None, device: torch.device, training: TrainingSettings) -> Any:
+    """The model to train: from a checkpoint's directory if there is one, else the initial one; or that, with adapters.
+
+    Raises:
+        ModelError: see ``load_model``; or there is an adapter where there should be none, or none where there should.
+        CheckpointError: the checkpoint's adapter is of another base, or of another shape.
+    """
+    lora, directory = training.lora, restored or initial
+    if (found := (Path(directory) / ADAPTER).exists()) and not (lora.rank and restored):
+        raise ModelError(
+            f"expected a whole model at {directory}, got an adapter: set training.lora as it was, or merge it first "
+            "(`streamrl checkpoints merge`)"
+        )
+    if lora.rank and restored and not found:
+        raise ModelError(
+            f"expected an adapter in {restored} for training.lora.rank = {lora.rank}, got a whole model: the run "
+            "trained all weights before; set the rank to 0, or begin anew under another run.name"
+        )
+    path = initial if lora.rank else directory
+    model = load_model(path, device, gradient_checkpointing=training.gradient_checkpointing)
+    if lora.rank:
+        add_adapters(model, lora)
+        if restored:
+            load_adapter(model, restored, base_sha256(initial))
+    return model
+
+
 def load_reference(path: str | Path, device: torch.device) -> Any:
     """A frozen copy for the KL term.
 
@@ -84,7 +120,10 @@ def named_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def _unique_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors by name, where they are, tied ones once."""
+    """The model's tensors by name, where they are, tied ones once; of a model with adapters, these."""
+    if has_adapters(model):  # what else there is in it stands still
+        yield from adapter_tensors(model)
+        return
     seen: set[tuple[int, torch.Size]] = set()
     for name, tensor in model.state_dict().items():
         # Tied weights share their memory, and safetensors refuses to save the same memory under two names.
@@ -96,6 +135,8 @@ def _unique_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def as_on_disk(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Some models hold weights in another layout than their files do; engines load by the names of the files."""
+    if has_adapters(model):
+        return tensors
     converted: dict[str, Tensor] = revert_weight_conversion(model, tensors)
     return converted
 

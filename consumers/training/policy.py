@@ -21,6 +21,7 @@ from torch import Tensor
 from consumers.algorithms.advantages import ModelLimits
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import MicroBatch
+from consumers.training.adapters import ADAPTER_CONFIG, BASE, adapter_config, base_sha256, base_text, layers_of
 from consumers.training.checkpoints.catalogue import Lineage
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from consumers.training.checkpoints.storage import CheckpointStorage, remove_leftovers
@@ -29,8 +30,8 @@ from consumers.training.companions import open_companions
 from consumers.training.model import (
     WeightCopy,
     copy_tokenizer,
-    load_model,
     named_tensors,
+    open_policy,
     resolve_device,
     with_floats_as,
 )
@@ -39,6 +40,7 @@ from consumers.training.settings import TrainingSettings
 from consumers.training.step import PolicyLearner
 from consumers.training.weight_export import WEIGHTS, WeightStore
 from schemas.identifiers import PolicyVersion
+from schemas.weights import ADAPTER, WeightAdapter
 
 log = structlog.get_logger()
 
@@ -72,6 +74,11 @@ class LearnerPlan:
     max_completion_length: int
     seed: int
 
+    @property
+    def restored(self) -> Path | None:
+        """The checkpoint's directory, if it begins with one."""
+        return Path(self.model) if self.model != self.initial_model else None
+
 
 class TrainedPolicy:
     """Model, learner and stores of one trainer process. Not safe for two threads at once."""
@@ -96,6 +103,7 @@ class TrainedPolicy:
         begins_with = str(restored.directory) if restored else paths.model
         plan = LearnerPlan(begins_with, paths.model, algorithm, training, max_completion_length, seed)
         self.learner = self._open_learner(plan)
+        self._base_sha256 = base_sha256(paths.model) if training.lora.rank else ""
         self._is_swept = False
         # Digests are of float32; without them the copy may be as small as what is exported.
         self._copy = self._open_copy(torch.float32 if training.tensor_digests else getattr(torch, training.dtype))
@@ -115,7 +123,7 @@ class TrainedPolicy:
         training = plan.training
         device = resolve_device(training)
         torch.manual_seed(plan.seed)  # before the model: one without all of its weights draws the missing ones
-        model = load_model(plan.model, device, gradient_checkpointing=training.gradient_checkpointing)
+        model = open_policy(plan.initial_model, plan.restored, device, training)
         companions = open_companions(model, plan.initial_model, plan.algorithm, training)
         return PolicyLearner(model, companions, plan.algorithm, training, plan.max_completion_length)
 
@@ -134,6 +142,14 @@ class TrainedPolicy:
     def limits(self) -> ModelLimits:
         """What the model can take."""
         return limits_of(self.learner.model.config)
+
+    @property
+    def adapter(self) -> WeightAdapter | None:
+        """What workers have to know of the adapter that is trained; None where all weights are."""
+        lora = self._training.lora
+        if not lora.rank:
+            return None
+        return WeightAdapter(base_sha256=self._base_sha256, rank=lora.rank, scale=lora.scaled_alpha / lora.rank)
 
     def accumulate(self, batch: MicroBatch) -> None:
         """Add the gradient of a micro-batch."""
@@ -164,7 +180,7 @@ class TrainedPolicy:
             self._is_swept = True
         dtype = self._training.dtype
         rounded = with_floats_as(getattr(torch, dtype), tensors)
-        return self._weights.export(rounded, self._texts(dtype), version, step, now)
+        return self._weights.export(rounded, self._texts(dtype), version, step, now, self.adapter)
 
     def checkpoint(
         self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
@@ -185,7 +201,8 @@ class TrainedPolicy:
         return named_tensors(self.learner.model)
 
     def _write_model(self, directory: Path) -> None:
-        save_file(dict(self._tensors()), directory / WEIGHTS, metadata={"format": "pt"})
+        name = ADAPTER if self._training.lora.rank else WEIGHTS
+        save_file(dict(self._tensors()), directory / name, metadata={"format": "pt"})
         # float32 whatever ``training.dtype`` is: rounded weights would not resume the same run.
         for name, text in self._texts("float32").items():
             (directory / name).write_text(text)
@@ -198,7 +215,13 @@ class TrainedPolicy:
         return self._texts_by_dtype[dtype]
 
     def _configuration(self, dtype: str) -> dict[str, str]:
-        model = self.learner.model
+        model, lora = self.learner.model, self._training.lora
+        if lora.rank:
+            base = self._paths.model
+            return {
+                ADAPTER_CONFIG: adapter_config(lora, base, layers_of(model)),
+                BASE: base_text(base, self._base_sha256),
+            }
         config = copy.deepcopy(model.config)  # a copy: the dtype below is the files', not the model's in memory
         config.architectures = [type(model).__name__]
         config.dtype = dtype

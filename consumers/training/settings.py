@@ -8,6 +8,24 @@ from schemas.secrets import without_credentials
 from schemas.settings import Section
 
 
+class LoraSettings(Section):
+    """``[training.lora]``: train a low-rank adapter of linear layers, and nothing else; published by itself."""
+
+    rank: Annotated[int, Field(ge=0, le=512, description="Of the adapters; 0: all weights are trained.")] = 0
+    alpha: Annotated[
+        float | None, Field(gt=0, description="Adapters count alpha / rank times; unset: alpha is twice the rank.")
+    ] = None
+    target_modules: Annotated[
+        tuple[str, ...],
+        Field(description="Names of linear layers, such as q_proj; none: all of them, but for the output layer."),
+    ] = ()
+
+    @property
+    def scaled_alpha(self) -> float:
+        """Alpha, also where it was left out."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+
 class TrainingSettings(Section):
     """``[training]``: the names are those of Hugging Face's trainer where it has one."""
 
@@ -95,3 +113,4 @@ class TrainingSettings(Section):
         ),
     ] = 1
     gradient_checkpointing: Annotated[bool, Field(description="Recompute activations instead of keeping them.")] = False
+    lora: LoraSettings = LoraSettings()

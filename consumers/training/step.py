@@ -42,6 +42,7 @@ from consumers.algorithms.settings import AlgorithmSettings
 from consumers.algorithms.shelf import algorithm_of
 from consumers.algorithms.token_credit import PairTerms, StepTensors, terms_by_group, value_losses, whitened
 from consumers.batching.micro_batches import MicroBatch
+from consumers.training.adapters import BaseScorer
 from consumers.training.companions import Companions
 from consumers.training.optimizer import GuardedAdamW, learning_rate_at
 from consumers.training.ports import StepOutcome
@@ -92,11 +93,14 @@ class PolicyLearner:
         self._max_completion_length = max_completion_length
         self._scorer = self._open_scorer(model)
         self._reference, self._teacher = (
-            None if frozen is None else self._open_scorer(frozen)
+            None if frozen is None else self._frozen_scorer(frozen)
             for frozen in (companions.reference, companions.teacher)
         )
         self._optimizer = self._open_optimizer()
         self._reset_sums()
+
+    def _frozen_scorer(self, model: Any) -> Scorer:
+        return BaseScorer(self._scorer, model) if model is self.model else self._open_scorer(model)
 
     def _open_scorer(self, model: Any) -> Scorer:
         return CompletionScorer(model, float32_head=self._training.cast_lm_head_to_fp32)

@@ -21,7 +21,15 @@ from consumers.training.checkpoints.storage import appearing_directory
 from schemas.errors import DiskFull, lacks_room
 from schemas.identifiers import PolicyVersion
 from schemas.weight_deltas import write_delta
-from schemas.weights import MANIFEST, WeightDelta, WeightManifest, complete_versions, describe_file
+from schemas.weights import (
+    ADAPTER,
+    MANIFEST,
+    WeightAdapter,
+    WeightDelta,
+    WeightManifest,
+    complete_versions,
+    describe_file,
+)
 
 WEIGHTS = "model.safetensors"
 DELTA = "model.delta"
@@ -41,9 +49,18 @@ class WeightStore:
     transfer: Literal["full", "delta"] = "full"
 
     def export(
-        self, tensors: dict[str, Tensor], texts: Mapping[str, str], version: PolicyVersion, step: int, now: float
+        self,
+        tensors: dict[str, Tensor],
+        texts: Mapping[str, str],
+        version: PolicyVersion,
+        step: int,
+        now: float,
+        adapter: WeightAdapter | None = None,
     ) -> str:
-        """Write ``model.safetensors``, the text files (``config.json`` …) and the manifest; its sha256 in hex.
+        """Write ``model.safetensors``, or the file of an ``adapter``; the text files (``config.json`` …), the manifest.
+
+        Returns:
+            The manifest's sha256 in hex.
 
         Not synced to the disk: a restarted trainer publishes a new version in any case.
 
@@ -51,7 +68,7 @@ class WeightStore:
             DiskFull: the store's disk has no room for it.
         """
         try:
-            return self._export(tensors, texts, version, step, now)
+            return self._export(tensors, texts, version, step, now, adapter)
         except (OSError, SafetensorError) as error:
             if not lacks_room(error):
                 raise
@@ -63,18 +80,26 @@ class WeightStore:
             ) from error
 
     def _export(
-        self, tensors: dict[str, Tensor], texts: Mapping[str, str], version: PolicyVersion, step: int, now: float
+        self,
+        tensors: dict[str, Tensor],
+        texts: Mapping[str, str],
+        version: PolicyVersion,
+        step: int,
+        now: float,
+        adapter: WeightAdapter | None,
     ) -> str:
+        weights = WEIGHTS if adapter is None else ADAPTER
         with appearing_directory(self.root / str(version)) as directory:
-            save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+            save_file(tensors, directory / weights, metadata={"format": "pt"})
             for name, text in texts.items():
                 (directory / name).write_text(text)
             manifest = WeightManifest(
                 version=version,
                 step=step,
-                files=tuple(describe_file(directory / name) for name in (WEIGHTS, *texts)),
+                files=tuple(describe_file(directory / name) for name in (weights, *texts)),
                 created_at=now,
                 delta=self._difference(directory, version, _unit(tensors)) if self.transfer == "delta" else None,
+                adapter=adapter,
             )
             content = manifest.model_dump_json().encode()
             (directory / MANIFEST).write_bytes(content)

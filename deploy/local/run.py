@@ -10,14 +10,12 @@ import re
 import shlex
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import structlog
 
@@ -37,7 +35,8 @@ from deploy.local.resuming import (
     resuming_line,
     storage_of,
 )
-from deploy.local.supervisor import ChildSpec, Fleet, Supervisor, TrainerElsewhere
+from deploy.local.specs import ChildSpecs
+from deploy.local.supervisor import Fleet, Supervisor, TrainerElsewhere
 from deploy.local.task_check import check_task, require_readable
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
@@ -46,7 +45,7 @@ from inspection.audit.following import closing_report
 from inspection.audit.report import AuditReport
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
-from inspection.environment import environment
+from inspection.environment import environment, read_machine
 from inspection.opening import open_index
 from inspection.report.facts import RunFacts, TopicDigest, write_facts
 from inspection.report.gathering import gather_topics
@@ -64,6 +63,7 @@ from producers.prompts.tables import check_path
 from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
 from schemas.topics import CONTROL
 from settings.loading import as_toml, secret_variables
+from settings.placement import Placement, for_machine, place
 from settings.run_directory import RunDirectory, named
 from settings.tree import Settings
 
@@ -73,10 +73,6 @@ REFRESH_S = 0.5
 STOP_POLL_S = 0.2
 """An event loop cannot wait for a thread's event: how often it is looked at."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-AUDIT_EVERY_S = 30
-"""A line in the audit's log each time; the processor belongs to the run."""
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment of each process: several thread pools, each as large as the machine, would slow each other down."""
 
 log = structlog.get_logger()
 
@@ -113,7 +109,9 @@ def run_locally(
         StreamRLError: a process could not be kept alive.
     """
     configure_logging()
-    settings = named(settings)
+    machine = read_machine()
+    settings = for_machine(named(settings), machine)
+    placement = place(settings, machine)
     directory = RunDirectory(settings.run.path)
     check_checkpoints(settings)
     resumed = resumed_step(settings)
@@ -126,6 +124,8 @@ def run_locally(
     directory.require_writable()
     workers = f"{settings.run.workers} workers" if settings.run.workers else "workers join from elsewhere"
     print(f"run {settings.run.name}: engine {settings.generation.engine}, {workers}, in {directory.path}/")
+    if machine.devices:
+        print("\n".join(f"  {line}" for line in placement.lines()))
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
         asyncio.run(_hold(settings, address, adopt=adopt))
         # Only now is this start the one that goes on: processes of a run under way read what is written here.
@@ -138,7 +138,7 @@ def run_locally(
             print(f"run {settings.run.name} is ready for its processes: {address}, {directory.path}/")
             return 0
         before = _evaluated(settings, settings.model.path, "before")
-        trained = asyncio.run(_train(settings, directory, address, top=top, stopped=stop))
+        trained = asyncio.run(_train(settings, directory, address, placement, top=top, stopped=stop))
     # A broker that was started here is down by now: an evaluation needs none.
     after = _evaluated(settings, final_model(settings), "after") if trained.finished else None
     try:
@@ -204,6 +204,10 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
     if settings.data.path is not None:
         check_path(settings.data.path)
         require_readable(Path(settings.data.path).expanduser(), "data.path")
+    for name, held_out in settings.evaluation.data.items():
+        if held_out.path is not None:
+            check_path(held_out.path)
+            require_readable(Path(held_out.path).expanduser(), f"evaluation.data.{name}.path")
     if settings.generation.engine == "emulated":
         return []
     path = settings.model.path
@@ -225,7 +229,13 @@ def _evaluated(settings: Settings, model: object, when: str) -> Evaluation | Non
 
 
 async def _train(
-    settings: Settings, directory: RunDirectory, address: str, *, top: bool, stopped: threading.Event | None
+    settings: Settings,
+    directory: RunDirectory,
+    address: str,
+    placement: Placement,
+    *,
+    top: bool,
+    stopped: threading.Event | None,
 ) -> TrainingOutcome:
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     port = settings.relay.port or _free_port(settings.relay.host)
@@ -233,20 +243,18 @@ async def _train(
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
     # A file and a command line can be read by others; what is secret goes from environment to environment.
     secrets = secret_variables(settings)
-    ranker, standbys = settings.lengths.refit == "process", settings.run.standby_trainers
     gateway = settings.gateway.enabled
-    specs = child_specs(
-        directory,
+    making = ChildSpecs(directory, overrides, secrets, placement)
+    specs = making.all(
         settings.run.workers,
-        overrides,
-        secrets,
         trainer=settings.run.trainer,
-        ranker=ranker,
-        standbys=standbys,
+        ranker=settings.lengths.refit == "process",
+        standbys=settings.run.standby_trainers,
         gateway=gateway,
+        evaluator=bool(settings.evaluation.data),
     )
     if settings.run.audit:
-        specs.append(audit_spec(directory, address, secrets))
+        specs.append(making.audit(address))
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
     bus, state = KafkaBus(kafka), RunState(settings.run.name)
     connection = RunConnection(kafka, settings.run.name, settings)
@@ -259,14 +267,13 @@ async def _train(
     began = time.monotonic()
     fleet = None
     if settings.run.max_workers is not None:
-        spec_of = partial(worker_spec, directory, overrides, secrets)
-        fleet = Fleet(bus, settings.run.name, supervisor, spec_of, settings.run.workers, settings.run.max_workers)
+        fleet = Fleet(bus, settings.run.name, supervisor, making.worker, settings.run.workers, settings.run.max_workers)
     progress: Progress = partial(show_progress, state, settings.training.max_steps, supervisor)
     if top:
         progress = partial(watch, directory, address, secrets, progress)
     rotation = LogRotation(directory.logs, settings.run.log_max_bytes, settings.run.log_backup_count)
     others: list[LogRotation | Fleet | TrainerElsewhere] = [rotation, *([fleet] if fleet else [])]
-    if not (settings.run.trainer or standbys):
+    if not (settings.run.trainer or settings.run.standby_trainers):
         patience_s = settings.coordinator.finish_timeout_s
         others.append(TrainerElsewhere(state, settings.training.max_steps, supervisor, patience_s))
     index = _index_follower(bus, settings, directory)
@@ -427,73 +434,3 @@ def _not_concluded(directory: RunDirectory, trained: TrainingOutcome, error: OSE
         f"got: {error.strerror or error}; make room there, then start the same command again: "
         "checkpoints are whole, and no step is taken twice"
     )
-
-
-def child_specs(
-    directory: RunDirectory,
-    workers: int,
-    overrides: Sequence[str],
-    secrets: Mapping[str, str] = MappingProxyType({}),
-    *,
-    trainer: bool = True,
-    ranker: bool = False,
-    standbys: int = 0,
-    gateway: bool = False,
-) -> list[ChildSpec]:
-    """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher; ranker and gateway if wanted.
-
-    A trainer is what ends the run by its good end; without ranker and gateway it goes on. ``secrets``: variables that
-    give the processes what the resolved file does not.
-    """
-    spec, training = (partial(make, directory, overrides, secrets) for make in (_spec, _trainer_spec))
-    standing_by = [training(f"standby-{number}") for number in range(standbys)]
-    return [
-        replace(spec("coordinator", "coordinator"), is_single=True),
-        spec("relay", "relay"),
-        *([training("trainer")] if trainer else []),
-        *(replace(each, command=each.standby) for each in standing_by),
-        *(worker_spec(directory, overrides, secrets, number) for number in range(workers)),
-        replace(spec("dispatcher", "dispatcher"), is_single=True),
-        *([spec("ranker", "ranker", optional=True)] if ranker else []),
-        *([spec("gateway", "gateway", optional=True)] if gateway else []),
-    ]
-
-
-def _trainer_spec(
-    directory: RunDirectory, overrides: Sequence[str], secrets: Mapping[str, str], name: str
-) -> ChildSpec:
-    """A trainer that leads; started again while another does, it stands by."""
-    standby = _spec(directory, overrides, secrets, name, "trainer", "--standby").command
-    return replace(_spec(directory, overrides, secrets, name, "trainer", essential=True), standby=standby)
-
-
-def audit_spec(directory: RunDirectory, address: str, secrets: Mapping[str, str]) -> ChildSpec:
-    """An audit beside the run, which goes on without it."""
-    command = [sys.executable, "-P", "-m", "streamrl.cli.app", "audit", str(directory.path), "--follow"]
-    environment = {**ONE_THREAD, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": address, **secrets}
-    command += ["--interval", str(AUDIT_EVERY_S)]
-    return ChildSpec("audit", command, directory.logs / "audit.log", environment, optional=True)
-
-
-def worker_spec(
-    directory: RunDirectory, overrides: Sequence[str], secrets: Mapping[str, str], number: int
-) -> ChildSpec:
-    """One generation worker; its id is the name of its process."""
-    name = f"worker-{number}"
-    return _spec(directory, overrides, secrets, name, "worker", "--id", name)
-
-
-def _spec(
-    directory: RunDirectory,
-    overrides: Sequence[str],
-    secrets: Mapping[str, str],
-    name: str,
-    role: str,
-    *arguments: str,
-    essential: bool = False,
-    optional: bool = False,
-) -> ChildSpec:
-    # -P: a settings.py in the working directory would be imported instead of our package of that name.
-    command = [sys.executable, "-P", "-m", "streamrl.cli.app", role, str(directory.config), *arguments, *overrides]
-    log_path = directory.logs / f"{name}.log"
-    return ChildSpec(name, command, log_path, ONE_THREAD | dict(secrets), essential=essential, optional=optional)

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from deploy.local.savepoints import WIDTH, refuse_if_alive
 from inspection.source import nodes_of, open_run, own_broker
+from producers.evaluation.results import EVALUATED
 from schemas.errors import UserError
 from schemas.plain_text import plain_text
 from settings.run_directory import RunDirectory
@@ -158,7 +159,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _last_step(path: Path) -> dict[str, Any]:
-    """The last whole line; a killed trainer may have left half a one behind it."""
+    """The last whole line of a step; a killed trainer may have left half a one behind it."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
@@ -167,7 +168,7 @@ def _last_step(path: Path) -> dict[str, Any]:
         return {}
     for line in reversed(lines):
         with suppress(ValueError):
-            if isinstance(found := json.loads(line), dict):
+            if isinstance(found := json.loads(line), dict) and EVALUATED not in found:
                 return found
     return {}
 

@@ -22,7 +22,7 @@ from consumers.training.checkpoints.catalogue import CheckpointEntry
 from consumers.training.checkpoints.savepoints import Savepoints, pin, problems_of, restore, unpin
 from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
 from inspection.source import PastRun, nodes_of, open_run, own_broker
-from schemas.errors import BrokerError, BusError, UserError
+from schemas.errors import BrokerError, BusError, CheckpointError, UserError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import Heartbeat, TrainerBeat
 from schemas.topics import HEARTBEATS
@@ -88,6 +88,37 @@ def rows_of(found: Savepoints, *, verify: bool) -> list[CheckpointRow]:
         state = f"DAMAGED: {problems[0]}" if problems else "verified" if verify else "sealed"
         rows.append(CheckpointRow(entry, tuple(found.names(entry)), is_next, undone, state))
     return rows
+
+
+def merge_newest(run: Path, target: Path) -> int:
+    """Write the newest checkpoint's adapter, added to its base, as a whole model; the exit code.
+
+    Raises:
+        UserError: there is no such run, no checkpoint with an adapter, or something at the target.
+        CheckpointError: the checkpoints cannot be read, or the base is another one now.
+    """
+    from consumers.training.adapters import BASE, base_sha256, write_merged
+    from consumers.training.checkpoints.catalogue import newest_model
+    from consumers.training.model import CPU, copy_tokenizer, load_model
+
+    found = open_run(run)
+    location = found.settings.training.checkpoint_location or found.directory.checkpoints
+    checkpoint = newest_model(location, found.directory.path / "cache")
+    if checkpoint is None or not (checkpoint / BASE).exists():
+        there = "no checkpoint" if checkpoint is None else f"{checkpoint}, which is a whole model already"
+        raise UserError(f"expected a checkpoint with an adapter in {location}, got {there}")
+    if target.exists():
+        raise UserError(f"expected a directory that is not there yet, got {target}; name another, or remove it")
+    told = json.loads((checkpoint / BASE).read_text())
+    if (now := base_sha256(told["path"])) != told["sha256"]:
+        raise CheckpointError(
+            f"expected the base of the adapter (sha256 {told['sha256'][:12]}) at {told['path']}, got {now[:12]}: the "
+            "model's files were changed; put them back"
+        )
+    write_merged(load_model(told["path"], CPU), checkpoint, target)
+    copy_tokenizer(told["path"], target)
+    print(f"{checkpoint.name} merged with {told['path']}: {target}")
+    return 0
 
 
 def list_checkpoints(run: Path, *, verify: bool, as_json: bool) -> int:

@@ -61,6 +61,7 @@ class ChildSpec:
 
     Settings are in the command's file; of our environment's, it gets only what ``environment`` has, such as secrets.
     ``essential``: the run is over when it ends well. ``optional``: the run goes on if it cannot be kept alive.
+    ``awaited``: once the run is over, it still waits for the good end of this one, which comes by itself.
     ``standby``: the command under which it is started anew while another of its kind does the work. ``is_single``: if
     it is superseded too, the other supervisor has all of the run.
     """
@@ -71,6 +72,7 @@ class ChildSpec:
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     essential: bool = False
     optional: bool = False
+    awaited: bool = False
     standby: Sequence[str] = ()
     is_single: bool = False
 
@@ -162,6 +164,7 @@ class Supervisor:
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     superseded: dict[str, ChildSpec] = field(default_factory=dict)
+    essential_ended: bool = False
     _joined: asyncio.Event = field(default_factory=asyncio.Event)
     _watchers: "list[asyncio.Task[None]]" = field(default_factory=list)
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -211,6 +214,12 @@ class Supervisor:
             await self._restart_until_final(spec, stop)
         finally:
             self.ended.add(spec.name)
+            self._finish_if_over()
+
+    def _finish_if_over(self) -> None:
+        awaited = [spec.name for spec in self.specs if spec.awaited and spec.name not in self.ended]
+        if self.essential_ended and not awaited:
+            self.finished.set()
 
     async def _restart_until_final(self, spec: ChildSpec, stop: asyncio.Event) -> None:
         policy = RestartPolicy(self.max_restarts)
@@ -233,7 +242,8 @@ class Supervisor:
             decision = policy.decide(code, child.ran_for_s())
             if decision is RestartDecision.DONE:
                 if spec.essential:
-                    self.finished.set()
+                    self.essential_ended = True
+                    self._finish_if_over()
                 log.info("process ended", process=spec.name)
                 return
             if decision is RestartDecision.GIVE_UP:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from coordinator.coordinator import Coordinator, FleetScaling
     from coordinator.relay.server import Relay
     from producers.dispatch.dispatcher import Dispatcher
+    from producers.evaluation.state import HeldOutPrompts
     from producers.gateway.text import ChatTokenizer
     from producers.gateway.tool_calls import ToolCallParser
     from producers.generation.engines.port import Engine, Tokenizer
@@ -69,14 +70,16 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
             return build_coordinator(settings, context)
         case "relay":
             return build_relay(settings, context)
+        case "evaluator":
+            return build_evaluator(settings, context)
         case "ranker":
             return build_ranker(settings, context)
         case "gateway":
             return build_gateway(settings, context)
         case _:
             raise UserError(
-                "expected one of worker, trainer, standby, dispatcher, ranker, gateway, coordinator, relay, got "
-                f"{role!r}"
+                "expected one of worker, trainer, standby, dispatcher, evaluator, ranker, gateway, coordinator, relay, "
+                f"got {role!r}"
             )
 
 
@@ -86,7 +89,7 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
     Raises:
         SettingsError: no relay is named, so no worker could ever fetch weights.
     """
-    from coordinator.coordinator import Coordinator
+    from coordinator.coordinator import Coordinator, LastEvaluation
 
     relays = settings.coordinator.relays
     if not relays:
@@ -98,7 +101,17 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
         relays = (f"http://{settings.relay.host}:{settings.relay.port}",)
     # Sections are frozen: the relays that were worked out go into a copy.
     coordinator = settings.coordinator.model_copy(update={"relays": relays})
-    return Coordinator(context.bus, settings.run.name, coordinator, on_tick=context.on_tick, scaling=_scaling(settings))
+    evaluation = settings.evaluation
+    due = partial(evaluation.newest_due, exported_every=settings.training.weight_sync_steps)
+    last = LastEvaluation(due, evaluation.patience_s) if evaluation.data else None
+    return Coordinator(
+        context.bus,
+        settings.run.name,
+        coordinator,
+        on_tick=context.on_tick,
+        scaling=_scaling(settings),
+        evaluation=last,
+    )
 
 
 def _scaling(settings: Settings) -> "FleetScaling | None":
@@ -166,6 +179,39 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
     return dispatcher
 
 
+def build_evaluator(settings: Settings, context: ProcessContext) -> Role:
+    """The evaluator over the held-out sets that the settings name.
+
+    Raises:
+        SettingsError: they name none.
+    """
+    from producers.evaluation.evaluator import Evaluator
+
+    if not settings.evaluation.data:
+        raise SettingsError("expected held-out prompts, got none: name a set, such as [evaluation.data.held_out]")
+    return Evaluator(
+        bus=context.bus,
+        run_name=settings.run.name,
+        loop=settings.loop,
+        settings=settings.evaluation,
+        dispatch=settings.dispatch,
+        held_out=partial(_held_out, settings),
+        weights=settings.rewards.weight_by_name,
+        metrics=RunDirectory(settings.run.path).metrics,
+        seed=_sampling_seed(settings),
+        on_tick=context.on_tick,
+    )
+
+
+def _held_out(settings: Settings) -> "HeldOutPrompts":
+    from producers.evaluation.state import HeldOutPrompts
+    from producers.prompts.sources import first_prompts, open_source
+
+    sources = {name: open_source(data, run_seed=settings.run.seed) for name, data in settings.evaluation.data.items()}
+    wanted = settings.evaluation.prompts
+    return HeldOutPrompts.of({name: first_prompts(source, wanted) for name, source in sources.items()})
+
+
 def build_ranker(settings: Settings, context: ProcessContext) -> Role:
     """The ranker, which makes newer models of lengths for the dispatcher's predictor.
 
@@ -215,6 +261,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
         on_tick=context.on_tick,
         run_id=IdentityFile(settings.run.path).run_id,
         requests=_requests(settings),
+        evaluation_slots=settings.evaluation.slots(settings.generation.max_num_seqs),
     )
 
 
@@ -293,7 +340,8 @@ def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
     from producers.generation.tokenizer import ModelTokenizer
     from producers.rewards.runner import RewardRunner
 
-    engine = build_engine(settings.generation, settings.model.path, settings.loop.sampling_params())
+    sampling, lora_rank = settings.loop.sampling_params(), settings.training.lora.rank
+    engine = build_engine(settings.generation, settings.model.path, sampling, lora_rank)
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     return engine, tokenizer, RewardRunner(settings.rewards)
 

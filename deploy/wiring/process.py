@@ -49,7 +49,7 @@ log = structlog.get_logger()
 
 TAKE_OVER = signal.SIGURG
 """What a supervisor sends to a standby when the leader died. By default it is ignored, also by one that is starting."""
-JOINING = ("coordinator", "dispatcher", "ranker")
+JOINING = ("coordinator", "dispatcher", "evaluator", "ranker")
 """Roles that would fence or lead those of another run of the same name. A worker learns whose run it is from the
 control topic, which it follows; a relay takes no part, and the trainer holds the run."""
 EXIT_CODE = 70
@@ -132,7 +132,16 @@ def _tracking(role: str, settings: Settings) -> list[BackgroundTask]:
         return []
     config = settings.model_dump(mode="json", exclude={"kafka"})  # which may hold a password
     folder = settings.run.path / "tracking"
-    return [Tracker(KafkaBus(settings.kafka), settings.run.name, settings.tracking, folder, config).run]
+    return [
+        Tracker(
+            KafkaBus(settings.kafka),
+            settings.run.name,
+            settings.tracking,
+            folder,
+            config,
+            bool(settings.evaluation.data),
+        ).run
+    ]
 
 
 async def _until_stopped(

@@ -26,9 +26,12 @@ from bus.kafka.topic_admin import Change, diff_topics
 from bus.port import Record, message_of
 from inspection.diagnostics.connect import CLIENT_ID, RunConnection, runs_of
 from inspection.diagnostics.tail import newest_records
-from schemas.errors import BrokerError, BusError
+from schemas.errors import BrokerError, BusError, SettingsError
 from schemas.reports import Heartbeat
 from schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES, Topic
+from settings.placement import Machine, for_machine
+from settings.placement import place as placed
+from settings.tree import Settings
 
 Level = Literal["ok", "warn", "fail"]
 SOMETHING_FAILS = 2
@@ -290,6 +293,16 @@ def check_embedded_broker(*, needed: bool) -> Iterator[Finding]:
     size = sum(jar.size for jar in missing) / 1e6
     detail = f"{len(missing)} of {len(locked_jars())} jars of Kafka {KAFKA_VERSION} are not in the cache"
     yield warn("jars", detail, f"`streamrl kafka up` downloads them ({size:.0f} MB); it needs a network once")
+
+
+def check_placement(settings: Settings, machine: Machine) -> Iterator[Finding]:
+    """Where the processes of a run would compute on this machine, if they can."""
+    try:
+        lines = placed(for_machine(settings, machine), machine).lines()
+    except SettingsError as error:
+        yield fail("placement", str(error), "`streamrl config explain placement` lists what can be set")
+        return
+    yield ok("placement", "; ".join(lines))
 
 
 def check_codecs(used: str) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from inspection.diagnostics.checks import (
     check_disk,
     check_embedded_broker,
     check_engine,
+    check_placement,
     exit_code,
     fail,
     ok,
@@ -25,6 +26,7 @@ from inspection.diagnostics.checks import (
     verdict,
 )
 from inspection.diagnostics.connect import CLIENT_ID, RunConnection, connect, runs_of
+from inspection.environment import read_machine
 from inspection.source import open_run
 from schemas.errors import BusError, SettingsError, UserError
 from schemas.plain_text import plain_text
@@ -56,6 +58,8 @@ def _findings(where: Path | None, run: str, servers: str | None) -> Iterator[Fin
         kafka = KafkaSettings() if settings is None else settings.kafka
         yield from check_codecs(kafka.compression_type)
         yield from check_disk(_places(settings))
+        if settings is not None:
+            yield from check_placement(settings, read_machine())
         yield from _broker(where, run, servers)
     finally:
         # Also when a check raised: the probe is waited for, and no process is left behind.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from bus.history import BusHistory
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.lag import newest_steps, shards_of
-from observability.run_state.feed import RECENT, Past, RunFeed
+from observability.run_state.feed import RECENT, Past, RunFeed, with_evaluations
 from observability.run_state.state import RunState
 from schemas.topics import TRAJECTORIES
 
@@ -24,6 +24,8 @@ async def feed_of(
     bus, settings = connection.bus, connection.settings
     state.planned_steps = None if settings is None else settings.training.max_steps
     partitions = len(await BusHistory(bus, client_id).extents(connection.name_of(TRAJECTORIES)))
+    if settings is not None and settings.evaluation.data:
+        past = with_evaluations(past)
     metrics = {} if settings is not None else (await newest_steps(connection)).metrics
     return RunFeed(
         bus,

@@ -35,7 +35,7 @@ from observability.run_state.state import RunState, is_alive
 from schemas.identifiers import PolicyVersion
 from schemas.plain_text import plain_lines
 from schemas.reports import Heartbeat, WorkerState
-from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
+from schemas.topics import CONTROL, DEAD_LETTERS, EVALUATIONS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
 
 STEPS_READ, SKIPS_READ = 20, 500
 """Enough for the rate of the last ten, and for those that a resumed trainer has undone; and for rows since the last."""
@@ -115,6 +115,8 @@ async def read_status(connection: RunConnection) -> RunStatus:
         history.extents(connection.name_of(DEAD_LETTERS)),
         history.extents(connection.name_of(TRAJECTORIES)),
     )
+    if connection.settings is not None and connection.settings.evaluation.data:
+        control += [record async for record in history.records(connection.name_of(EVALUATIONS))]
     # In the order of time, as whoever followed the run would have read them.
     state = RunState(connection.run)
     state.observe_records(sorted([*steps, *skips, *beats, *control], key=lambda record: record.timestamp))
@@ -154,6 +156,8 @@ def status_lines(status: RunStatus) -> Iterator[str]:
     since = "" if figures["step_age_s"] is None else f", {figures['step_age_s']:.0f} s ago"
     rate = f"{figure_text(figures['trajectories_per_s'])} trajectories/s"
     yield f"step      {status.step}{of}{since}, reward {figure_text(figures['reward'])}, {rate}"
+    if (passed := figures["pass_at_1"]) is not None:
+        yield f"evaluated {state.evaluations.rows[-1][0]}, pass@1 {figure_text(passed)}"
     mean, most = figures["staleness_mean"], figures["staleness_max"]
     yield f"staleness {figure_text(mean)} mean, {figure_text(most)} max (optimizer steps)"
     groups, tokens = status.trained_groups, int(state.metrics.get("num_tokens", 0))

@@ -30,7 +30,7 @@ from consumers.batching.settings import BatchingSettings
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.companions import open_companions
-from consumers.training.model import load_model, load_reference, named_tensors, resolve_device
+from consumers.training.model import load_reference, named_tensors, open_policy, resolve_device
 from consumers.training.policy import limits_of
 from consumers.training.ports import StepOutcome
 from consumers.training.settings import TrainingSettings
@@ -40,6 +40,7 @@ from inspection.replay.steps import ChainSegment, RecordedMicroBatches, StepBatc
 from schemas.errors import CheckpointError, UserError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
+from schemas.weights import ADAPTER
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class ScratchPolicy:
         training = config.training
         # Before the model, as the trainer does: weights that the files lack are drawn while it is loaded.
         torch.manual_seed(config.seed)
-        self.model = load_model(directory, self.device, gradient_checkpointing=training.gradient_checkpointing)
+        restored = None if str(directory) == config.initial_model else Path(directory)
+        self.model = open_policy(config.initial_model, restored, self.device, training)
         self._frozen: dict[str, Any] = {}
         # The learner is made first, at step 0 and without state; the step also decides the learning rate.
         self.use_config(config)
@@ -337,10 +339,15 @@ class StoredRestorePoints:
         """See ``RestorePoints``."""
         with suppress(CheckpointError, OSError, SafetensorError):  # a trainer that goes on prunes both meanwhile
             if version in self.manifests:
-                return dict(load_file(self.store.load(self.manifests[version]).directory / WEIGHTS))
+                return _tensors_in(self.store.load(self.manifests[version]).directory)
         with suppress(OSError, SafetensorError):
-            return dict(load_file(self.weights / str(version) / WEIGHTS))
+            return _tensors_in(self.weights / str(version))
         return None
+
+
+def _tensors_in(directory: Path) -> dict[str, Tensor]:
+    adapter = directory / ADAPTER
+    return dict(load_file(adapter if adapter.exists() else directory / WEIGHTS))
 
 
 def usable_restore_points(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from inspection.report.facts import WorkerActivity
 from inspection.report.record import RunRecord, StepTable, TrainerSpan
+from observability.run_state.evaluations import OVERALL
 from observability.run_state.state import LAG_PREFIX
 
 POINTS = 600
@@ -119,6 +120,8 @@ def curves(all_rows: Sequence[StepTable]) -> list[dict[str, Any]]:
     groups = []
     for title, wanted in CURVES:
         drawn = [curve for each in wanted if (curve := _drawn(each, all_rows)) is not None]
+        if title == CURVES[0][0]:
+            drawn += _evaluations(all_rows)
         if drawn:
             groups.append({"title": title, "curves": drawn})
     return groups
@@ -131,6 +134,18 @@ def _drawn(curve: Curve, all_rows: Sequence[StepTable]) -> dict[str, Any] | None
         key = curve.keys[0][0]
         lines = [line for number, rows in enumerate(all_rows) if (line := _line(rows, key, number, "")) is not None]
     return {"title": curve.title, "unit": curve.unit, "lines": lines} if lines else None
+
+
+def _evaluations(all_rows: Sequence[StepTable]) -> list[dict[str, Any]]:
+    """pass@k of held-out prompts, over the steps whose weights were evaluated; of several runs pass@1."""
+    lines = []
+    for number, rows in enumerate(all_rows):
+        told = sorted({key for _, metrics in rows.evaluations for key in metrics if "/pass@" in key})
+        for key in told if len(all_rows) == 1 else [key for key in told if key == OVERALL]:
+            known = [(step, short(metrics[key])) for step, metrics in rows.evaluations if key in metrics]
+            name, x, y = key.removeprefix("eval/"), [step for step, _ in known], [value for _, value in known]
+            lines.append({"run": number, "name": name, "at": x, "y": y})
+    return [{"title": "Held-out prompts passed", "unit": "share", "axis": "step", "lines": lines}] if lines else []
 
 
 def _all_lines(curve: Curve, rows: StepTable) -> list[dict[str, Any]]:

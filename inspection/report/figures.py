@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 from inspection.report.facts import TopicDigest
 from inspection.report.record import RunRecord, StepTable
 from observability.run_state.aggregates import ENDS
+from observability.run_state.evaluations import OVERALL
 
 Kind = Literal["count", "share", "seconds", "rate", "value", "text"]
 Value = float | int | str | None
@@ -30,6 +31,7 @@ def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
     staleness = _weighted(rows, "off_policy/mean")
     found = [
         *_evaluated(record),
+        *_held_out(record),
         Figure("reward_first", f"reward, first {ENDS} steps", _mean(rewards[:ENDS])),
         Figure("reward_last", f"reward, last {ENDS} steps", _mean(rewards[-ENDS:]), better=1),
         *_reaching(rows, level),
@@ -100,6 +102,17 @@ def _evaluated(record: RunRecord) -> list[Figure]:
                 name = key.removesuffix(f"_{moment}").replace("_", " ")
                 found.append(Figure(key, f"{name} (held out), {moment}", value, "value", better))
     return found
+
+
+def _held_out(record: RunRecord) -> list[Figure]:
+    """pass@1 of held-out prompts at the first and at the last weights that were evaluated during the run."""
+    told = [metrics[OVERALL] for _, metrics in record.rows.evaluations if OVERALL in metrics]
+    if not told:
+        return []
+    return [
+        Figure("pass_at_1_first", "pass@1 (held out), first weights", told[0], "value"),
+        Figure("pass_at_1_last", "pass@1 (held out), last weights", told[-1], "value", 1),
+    ]
 
 
 def _gathered(topics: TopicDigest | None, rows: StepTable) -> list[Figure]:

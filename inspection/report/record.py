@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from inspection.report.facts import RunFacts, read_facts
 from observability.run_state.state import LAG_PREFIX
+from producers.evaluation.results import EVALUATED
 from schemas.errors import DataError
 
 if TYPE_CHECKING:
@@ -33,13 +34,17 @@ class TrainerSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTable:
-    """``metrics`` of each step, ascending; ``times``: when each ended, in seconds since ``began``."""
+    """``metrics`` of each step, ascending; ``times``: when each ended, in seconds since ``began``.
+
+    ``evaluations``: of held-out prompts, by the step whose weights were evaluated, ascending.
+    """
 
     steps: tuple[int, ...] = ()
     times: tuple[float, ...] = ()
     metrics: tuple[Mapping[str, float], ...] = ()
     spans: tuple[TrainerSpan, ...] = ()
     began: float = 0.0
+    evaluations: tuple[tuple[int, Mapping[str, float]], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -76,6 +81,7 @@ def rows_of(told: Iterable[Mapping[str, Any]]) -> StepTable:
     kept: list[tuple[int, float, dict[str, float]]] = []
     spans: list[TrainerSpan] = []
     began = math.inf
+    evaluations: dict[int, dict[str, float]] = {}
     for line in told:
         step, at = line.get("step"), line.get("time")
         # A line may be of another program, or cut. By ``type``, since ``true`` is an instance of int.
@@ -84,6 +90,9 @@ def rows_of(told: Iterable[Mapping[str, Any]]) -> StepTable:
         metrics = {
             key: float(value) for key, value in line.items() if key not in ("step", "time") and _is_number(value)
         }
+        if EVALUATED in line:
+            evaluations[step] = metrics  # weights of a step that was taken again, once more
+            continue
         found = [span for each in _items(line.get("spans")) if (span := _span(each)) is not None]
         spans += found
         # A step is written at its end; the run began before its first one.
@@ -101,6 +110,7 @@ def rows_of(told: Iterable[Mapping[str, Any]]) -> StepTable:
         metrics=tuple(_with_derived(metrics, waits=waits) for *_, metrics in kept),
         spans=tuple(sorted(spans, key=lambda span: span.start)),
         began=began,
+        evaluations=tuple(sorted(evaluations.items())),
     )
 
 

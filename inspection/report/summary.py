@@ -34,6 +34,7 @@ def build_summary(
     first and of the last five steps. ``staleness_*`` is in optimizer steps, the mean over trained tokens' oldest spans;
     ``trainer_wait_share`` is the share of step time spent waiting for a batch. ``skipped``: trajectories, by reason;
     ``skip_causes``: those that somebody may want to do something about, by what they have in common, with one of them.
+    ``evaluation``: of held-out prompts, the figures of the first and of the last weights that were evaluated.
     ``audit``: the verdict of the audit at the end, if there was one.
     """
     sums, newest = state.steps.sums(), state.steps.newest
@@ -55,6 +56,7 @@ def build_summary(
         "trainer_wait_share": round(_ratio(sums.wait_s, sums.step_s), 3),
         "reward_first": _mean(rewards[0]),
         "reward_last": _mean(rewards[1]),
+        **({"evaluation": _evaluation(state)} if state.evaluations.rows else {}),
         "skipped": state.skipped,
         "skip_causes": {
             reason: {"counts": dict(causes.counts.most_common()), "example": causes.example}
@@ -62,6 +64,17 @@ def build_summary(
         },
         "restarts": restarts,
         **({} if audit is None else {"audit": _audited(audit)}),
+    }
+
+
+def _evaluation(state: RunState) -> dict[str, Any]:
+    rows = state.evaluations.rows
+    return {
+        "versions": len(rows),
+        **{
+            when: {"step": version.number, **{name: round(value, 4) for name, value in metrics.items()}}
+            for when, (version, metrics) in (("first", rows[0]), ("last", rows[-1]))
+        },
     }
 
 
@@ -93,6 +106,11 @@ def summary_lines(summary: Summary) -> list[str]:
     first, last = summary["reward_first"], summary["reward_last"]
     if first is not None and last is not None:
         lines.append(f"reward: {first:.3f} → {last:.3f} (first and last {ENDS} steps)")
+    if (evaluated := summary.get("evaluation")) is not None:
+        first, last = evaluated["first"], evaluated["last"]
+        for name in (name for name in last if name.startswith("eval/pass@")):
+            steps = f"held out, steps {first['step']} and {last['step']}"
+            lines.append(f"{name.removeprefix('eval/')}: {first.get(name, 0.0):.3f} → {last[name]:.3f} ({steps})")
     rates = f"{summary['trajectories_per_s']:.0f} trajectories/s, {summary['tokens_per_s']:.0f} completion tokens/s"
     return [
         *lines,

@@ -22,8 +22,9 @@ import structlog
 from bus.port import Bus, Record
 from observability.metrics.settings import TrackingSettings
 from schemas.errors import BusError, SettingsError, WireError
+from schemas.evaluation import EvaluationReport
 from schemas.reports import StepReport
-from schemas.topics import STEPS
+from schemas.topics import EVALUATIONS, STEPS
 
 log = structlog.get_logger()
 
@@ -31,6 +32,8 @@ POLL_S = 0.5
 """How late a stop may be noticed while no step comes."""
 RETRY_S = 5.0
 """Between two attempts at a broker that is away; whoever tracks is in no hurry."""
+EVALUATED_FILE = "last_evaluated_step"
+_EVALUATED = "evaluated in "
 STEP = "progress/step"
 """wandb's own counter counts calls; this metric is the step's number, over restarts as well."""
 
@@ -49,13 +52,17 @@ class TrackerWriter(Protocol):
 
 @dataclass
 class Tracker:
-    """``folder`` gets a sub-folder for each tracker, with ``last_step`` in it; ``config``: settings, to be shown."""
+    """``folder`` gets a sub-folder for each tracker, with ``last_step`` in it; ``config``: settings, to be shown.
+
+    ``evaluated``: the run has evaluations during training, whose figures are written under the step of their weights.
+    """
 
     bus: Bus
     run_name: str
     settings: TrackingSettings
     folder: Path
     config: Mapping[str, Any]
+    evaluated: bool = False
     _writers: dict[str, TrackerWriter] = field(default_factory=dict)
     _last: dict[str, int] = field(default_factory=dict)
 
@@ -80,7 +87,7 @@ class Tracker:
 
     async def _follow(self, stop: asyncio.Event) -> None:
         # from the first record each time: which steps are written already is kept in a file, not in offsets
-        subscription = await self.bus.subscribe([STEPS.full_name(self.run_name)], client_id="tracking")
+        subscription = await self.bus.subscribe(self._topics(), client_id="tracking")
         try:
             while self._writers:
                 ending = stop.is_set()  # asked before the poll, so that one poll more follows the stop
@@ -91,6 +98,10 @@ class Tracker:
                     return
         finally:
             await subscription.close()
+
+    def _topics(self) -> list[str]:
+        topics = (STEPS, EVALUATIONS) if self.evaluated else (STEPS,)
+        return [topic.full_name(self.run_name) for topic in topics]
 
     def open(self) -> None:
         """Open the writers that can be opened."""
@@ -103,6 +114,7 @@ class Tracker:
                 log.error("a tracker cannot be opened and is left out", tracker=name, error=str(error))
             else:
                 self._last[name] = _read_last_step(self._last_step_file(name))
+                self._last[_EVALUATED + name] = _read_last_step(self._last_step_file(name, EVALUATED_FILE))
 
     def write(self, records: Sequence[Record]) -> None:
         """Write the steps among the records that were not written before."""
@@ -111,22 +123,25 @@ class Tracker:
                 report = record.message()
             except WireError:
                 continue
-            if isinstance(report, StepReport) and report.micro_batches:
+            if isinstance(report, EvaluationReport) or (isinstance(report, StepReport) and report.micro_batches):
                 for name in tuple(self._writers):  # a copy, since one that fails is taken out
                     self._write(name, report)
 
-    def _write(self, name: str, report: StepReport) -> None:
-        if report.step <= self._last[name]:
+    def _write(self, name: str, report: StepReport | EvaluationReport) -> None:
+        evaluated = isinstance(report, EvaluationReport)
+        last = _EVALUATED + name if evaluated else name
+        if report.step <= self._last[last]:
             return  # written by an earlier process, or taken anew by a trainer that resumed
         try:
             # a crash between these two has the step written twice; the other way round it would be missing
             self._writers[name].write(report.step, report.sent_at, report.metrics)
-            self._last_step_file(name).write_text(f"{report.step}\n")
+            file = self._last_step_file(name, EVALUATED_FILE) if evaluated else self._last_step_file(name)
+            file.write_text(f"{report.step}\n")
         except Exception as error:
             log.error("a tracker failed and is left out", tracker=name, error=str(error))
             del self._writers[name]
         else:
-            self._last[name] = report.step
+            self._last[last] = report.step
 
     def close(self) -> None:
         """Close the writers."""
@@ -136,8 +151,8 @@ class Tracker:
             except Exception as error:
                 log.error("a tracker was not closed", tracker=name, error=str(error))
 
-    def _last_step_file(self, name: str) -> Path:
-        return self.folder / name / "last_step"
+    def _last_step_file(self, name: str, file: str = "last_step") -> Path:
+        return self.folder / name / file
 
 
 def _read_last_step(path: Path) -> int:

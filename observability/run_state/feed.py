@@ -14,7 +14,7 @@ from bus.port import Bus, Record, Subscription, TopicPartition
 from observability.run_state.pace import OFTEN_S
 from observability.run_state.state import RunState
 from schemas.errors import BrokerError, BusError, BusUnavailable, DataLossRefused
-from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
+from schemas.topics import CONTROL, DEAD_LETTERS, EVALUATIONS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
 
 log = structlog.get_logger()
 
@@ -30,6 +30,13 @@ RECENT: Past = {CONTROL: 1 << 40, STEPS: 4000, HEARTBEATS: 4000, SKIPS: 4000, TR
 """For displays of a run: whole but for what is long past."""
 WHOLE_RUN: Past = {STEPS: None, HEARTBEATS: None, SKIPS: None}
 """For the summary of a run: every step and every skip, and no trajectory."""
+
+
+def with_evaluations(past: Past) -> Past:
+    """The same, of a run that has evaluations during training: others may have no such topic."""
+    return {**past, EVALUATIONS: None}
+
+
 COUNTED = (TRAJECTORIES,)
 """Topics whose ends are asked for, whether they are read or not. Orders are not even counted: they have more partitions
 than all the others, and heartbeats tell what workers were given."""

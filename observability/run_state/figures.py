@@ -27,6 +27,9 @@ LIVE: Mapping[str, FigureMeaning] = {
     "step_age_s": FigureMeaning("s", "since the newest step was reported"),
     "steps_per_min": FigureMeaning("steps/min", "pace of the last ten steps; it falls while the next one is overdue"),
     "reward": FigureMeaning("", "mean over the trajectories of the newest step"),
+    "pass_at_1": FigureMeaning(
+        "share", "of held-out samples that passed at the newest weights that were evaluated (`[evaluation]`)"
+    ),
     "staleness_mean": FigureMeaning(
         "optimizer steps", "mean over the trajectories of the newest step, each by its oldest token"
     ),
@@ -58,6 +61,7 @@ def live_figures(state: RunState, now: float) -> dict[str, Value]:
         "step_age_s": None if state.step_at is None else round(max(0.0, now - state.step_at), 1),
         "steps_per_min": round(pace.steps_per_s * 60, 2),
         "reward": metrics.get("reward"),
+        "pass_at_1": state.evaluations.pass_at_1,
         "staleness_mean": metrics.get("off_policy/mean"),
         "staleness_max": metrics.get("off_policy/max"),
         "ordered_per_s": round(state.rates["ordered"].per_s(now), 2),

@@ -103,7 +103,12 @@ def _split(state: RunState, now: float) -> list[dict[str, Any]]:
 
 
 def _curves(state: RunState, _now: float) -> dict[str, Any]:
-    return {**state.curves.columns(), "stride": state.curves.stride}
+    return {
+        **state.curves.columns(),
+        "stride": state.curves.stride,
+        # Over steps of their own, which are few.
+        "evaluations": state.evaluations.columns(),
+    }
 
 
 def _lengths(state: RunState, _now: float) -> dict[str, Any]:

@@ -25,10 +25,12 @@ from observability.run_state.aggregates import (
     Track,
     TrajectoryFates,
 )
+from observability.run_state.evaluations import EvaluationHistory
 from observability.run_state.skips import SkipCauses, SkipCounts
 from observability.run_state.trajectory_summary import NEWEST, TrajectorySummary, sampled, summary_of
 from schemas.control import DrainWorker, FlowControl, RunFinished, WeightsReady
 from schemas.errors import WireError
+from schemas.evaluation import EvaluationReport
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
 from schemas.reports import Heartbeat, RefusedStep, SkipReason, SkipRecord, StepReport, WorkerState
@@ -100,6 +102,7 @@ class RunState:
     workers: dict[str, Heartbeat] = field(default_factory=dict)
     tracks: dict[str, Track] = field(default_factory=dict)
     curves: Curves = field(default_factory=lambda: Curves(CURVES, families=CURVE_FAMILIES))
+    evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
     calibration: LengthCalibration = field(default_factory=LengthCalibration)
     staleness: StalenessHistogram = field(default_factory=StalenessHistogram)
     fates: TrajectoryFates = field(default_factory=TrajectoryFates)
@@ -215,6 +218,7 @@ class RunState:
             StepReport: self._step,
             RefusedStep: self._refused,
             SkipRecord: self._skip,
+            EvaluationReport: self._evaluated,
             WeightsReady: self._weights,
             FlowControl: self._flow,
             DrainWorker: self._drain,
@@ -312,6 +316,11 @@ class RunState:
         self.fates.settle((row.partition, row.offset), f"skipped: {row.reason.value}")
         reason = row.reason.value.replace("_", " ")
         self.log.add(row.sent_at, "warn", f"trajectories skipped at step {row.step}: {reason}", count)
+
+    def _evaluated(self, report: EvaluationReport) -> None:
+        if self.evaluations.add(report):
+            passed = f"pass@1 {self.evaluations.pass_at_1 or 0.0:.3f}"
+            self.log.add(report.sent_at, "info", f"weights {report.version} evaluated: {passed}")
 
     def _weights(self, message: WeightsReady) -> None:
         self.announced = max(self.announced, message.version)

@@ -23,6 +23,7 @@ import structlog
 from bus.port import Bus, Outgoing, Publisher, Record, Subscription
 from producers.generation.control import ControlFollower
 from producers.generation.engines.port import Engine, Interrupted, Tokenizer, encoded
+from producers.generation.evaluating import EvaluationExecutor, subscribe_evaluation
 from producers.generation.heartbeat import Heartbeats
 from producers.generation.outbox import Fence, FencedPublisher, Outbox
 from producers.generation.partials import PartialLog, PartialPool, PartialReader
@@ -56,7 +57,8 @@ class GenerationWorker:
     """One per process. ``weights_cache`` is a directory that it shares with others of the run, kept between restarts.
 
     ``on_tick`` is told, by name, of every turn of a loop. ``run_id``: of the run whose directory it has, if it has one.
-    ``requests``: how it serves gateways beside its orders, None if it does not.
+    ``requests``: how it serves gateways beside its orders, None if it does not. ``evaluation_slots``: of the engine's
+    slots, those that evaluation takes at a time at most; 0: the run has none.
     """
 
     bus: Bus
@@ -74,6 +76,7 @@ class GenerationWorker:
     on_tick: Callable[[str], None] = lambda name: None
     run_id: str | None = None
     requests: RequestSlots | None = None
+    evaluation_slots: int = 0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped, drained, or the run is finished.
@@ -100,11 +103,17 @@ class GenerationWorker:
             stack.push_async_callback(work_orders.close)
             control = await self.bus.subscribe([CONTROL.full_name(self.run_name)], client_id=client_id)
             stack.push_async_callback(control.close)
+            held_out: Subscription | None = None
+            if self.evaluation_slots:
+                held_out = await subscribe_evaluation(self.bus, self.run_name, client_id)
+                stack.push_async_callback(held_out.close)
             publisher = await self.bus.publisher(client_id)
             stack.push_async_callback(publisher.close)
             stack.push_async_callback(self.rewards.close)
             stack.push_async_callback(self.engine.close)
             session = WorkerSession.open(self, work_orders, control, publisher)
+            if held_out is not None:
+                session.evaluate(held_out)
             try:
                 await session.work(stop)
             except BaseExceptionGroup as group:
@@ -125,6 +134,7 @@ class WorkerSession:
     heartbeats: Heartbeats
     executor: "OrderExecutor"
     requests: RequestServer | None = None
+    evaluation: EvaluationExecutor | None = None
     is_leaving: bool = False
 
     @classmethod
@@ -188,6 +198,14 @@ class WorkerSession:
         session._serve_requests()
         return session
 
+    def evaluate(self, orders: Subscription) -> None:
+        """Take evaluation orders as well."""
+        worker, rollout, outbox = self.worker, self.executor.rollout, self.executor.outbox
+        self.evaluation = EvaluationExecutor.beside(
+            rollout, worker.evaluation_slots, orders, outbox, worker.run_name, self.control.fence.incarnation
+        )
+        self.evaluation.max_prompt_length, self.evaluation.on_tick = worker.loop.max_prompt_length, worker.on_tick
+
     def _serve_requests(self) -> None:
         if (wanted := self.worker.requests) is None:
             return
@@ -225,6 +243,8 @@ class WorkerSession:
             background.append(tasks.create_task(self.control.control_loop()))
             if await _done_before(stop, self._start_parts()):
                 background.append(tasks.create_task(self.adopter.adopt_loop()))
+                if self.evaluation is not None:
+                    background.append(tasks.create_task(self.evaluation.evaluation_loop()))
                 if self.requests is not None:
                     self.heartbeats.take_requests_at(await self.requests.open())
                 await self._orders_loop(stop, tasks)

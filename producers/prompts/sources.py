@@ -11,7 +11,7 @@ import random
 import warnings
 from array import array
 from bisect import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from enum import Enum
 from itertools import accumulate
 from typing import Any, Protocol, cast
@@ -62,6 +62,16 @@ def open_source(settings: DataSettings, *, run_seed: int = 0) -> PromptSource:
     if settings.path is not None:
         return StoredSource(settings, settings.path, seed)
     return ReasoningGymSource(settings, seed)
+
+
+def first_prompts(source: PromptSource, most: int) -> list[Prompt]:
+    """The prompts at the first positions of a source, each of a pass once.
+
+    Raises:
+        DataError: see ``PromptSource``.
+    """
+    count = min(most, len(source)) if isinstance(source, Sized) else most
+    return [source.prompt_at(position)[0] for position in range(count)]
 
 
 class StoredSource:

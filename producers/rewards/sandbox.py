@@ -36,6 +36,9 @@ PASSED_ON = frozenset(
 )
 """Variables that every reward process gets: none of them is known to hold a credential."""
 PASSED_ON_PREFIXES = ("LC_", "PYTHON")
+REWARD_DEVICES = "STREAMRL_REWARD_DEVICES"
+"""Of a worker's environment: the CUDA devices of its reward processes, which are not its own. No setting of the run,
+since it differs from worker to worker."""
 
 # Of the kernel's headers: sched.h, prctl.h and capability.h.
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
@@ -57,9 +60,16 @@ class RewardConfinement:
 
 
 def environment_for(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """The environment of a reward process: what programs need of ``environ``, and the variables that the user names."""
-    wanted = PASSED_ON.union(names)
-    return {name: value for name, value in environ.items() if name in wanted or name.startswith(PASSED_ON_PREFIXES)}
+    """The environment of a reward process: what programs need of ``environ``, and the variables that the user names.
+
+    Where the worker was told which devices are for rewards, it sees those, unless the user names the worker's own.
+    """
+    named = frozenset(names)
+    wanted = PASSED_ON | named
+    found = {name: value for name, value in environ.items() if name in wanted or name.startswith(PASSED_ON_PREFIXES)}
+    if REWARD_DEVICES in environ and "CUDA_VISIBLE_DEVICES" not in named:
+        found["CUDA_VISIBLE_DEVICES"] = environ[REWARD_DEVICES]
+    return found
 
 
 def confine(limits: RewardConfinement) -> None:

@@ -119,6 +119,20 @@ def unpin(run: RunPath, checkpoint: Which) -> None:
 
 
 @checkpoints.command()
+def merge(
+    run: RunPath,
+    target: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where the model goes; made, and not there yet.")],
+) -> None:
+    """Write the newest adapter and its base as one model.
+
+    Of a run with training.lora, for from_pretrained and for engines without adapters.
+    """
+    from deploy.local.savepoints import merge_newest
+
+    raise typer.Exit(merge_newest(run, target))
+
+
+@checkpoints.command()
 def restore(run: RunPath, checkpoint: Which) -> None:
     """Have the next start go on from a checkpoint; undo later steps.
 

@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
     app.command()(init)
     app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(run)
     app.command(context_settings=OVERRIDES, epilog="Arguments: [--section.key value]...")(demo)
-    for role in (worker, trainer, coordinator, relay, dispatcher, ranker):
+    for role in (worker, trainer, coordinator, relay, dispatcher, evaluator, ranker):
         app.command(context_settings=OVERRIDES, options_metavar="[OPTIONS]", epilog=f"Arguments: {USAGE}")(role)
     app.add_typer(config, name="config")
 
@@ -69,6 +69,14 @@ def dispatcher(context: typer.Context) -> None:
     Admits no prompt that could not be trained within the staleness bound.
     """
     _run("dispatcher", context)
+
+
+def evaluator(context: typer.Context) -> None:
+    """The evaluator: pass@k of held-out prompts.
+
+    For [evaluation.data].
+    """
+    _run("evaluator", context)
 
 
 def ranker(context: typer.Context) -> None:
@@ -152,14 +160,27 @@ def _group() -> None:
 def show(context: typer.Context, json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """Print the resolved settings as TOML.
 
-    Defaults, file, environment and command line in one.
+    Defaults, file, environment and command line in one, as `streamrl run` would take them on this machine; comments at
+    the end say which devices and threads each process would get.
     """
     path, overrides = split(context.args)
+    from inspection.environment import read_machine
+    from schemas.errors import SettingsError
     from settings.loading import as_toml, load_settings
+    from settings.placement import for_machine, place
 
-    settings = load_settings(path, overrides, to_look=True)
+    settings, machine = load_settings(path, overrides, to_look=True), read_machine()
+    try:
+        settings = for_machine(settings, machine)
+        lines = place(settings, machine).lines()
+    except SettingsError as error:  # the settings are shown all the same: they are what is to be mended
+        lines = [f"not possible: {error}"]
+    if json:
+        print(settings.model_dump_json(indent=2))
+        return
     # The TOML ends with a line break of its own.
-    print(settings.model_dump_json(indent=2) if json else as_toml(settings), end="\n" if json else "")
+    print(as_toml(settings), end="")
+    print("\n".join(["", "# On this machine:", *(f"#   {line}" for line in lines)]))
 
 
 @config.command()

@@ -43,7 +43,7 @@ def defaults(engine: str, seed: int) -> dict[str, Any]:
             "bucket_boundaries": list(BUCKET_BOUNDARIES),
             "shards": 1,
         },
-        "generation": {"engine": engine, "max_num_seqs": 64, "threads": 1},
+        "generation": {"engine": engine, "max_num_seqs": 64, "threads": 1, "dtype": "float32"},
         "algorithm": {"loss_type": "dapo", "scale_rewards": "none", "epsilon_high": 0.28, "dynamic_sampling": False},
         "batching": {"token_budget": 4096},
         "training": {
@@ -54,6 +54,9 @@ def defaults(engine: str, seed: int) -> dict[str, Any]:
             "warmup_steps": 5,
             "checkpoint_every": 40,
             "threads": 1,
+            # On a GPU as well: what the demo learns is compared with what it learned elsewhere.
+            "dtype": "float32",
+            "gradient_checkpointing": False,
         },
         "evaluation": {"function": "streamrl.demo.evaluation:evaluate"},
     }

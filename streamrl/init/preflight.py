@@ -21,6 +21,7 @@ from bus.kafka.topic_admin import diff_topics
 from consumers.training.checkpoints.storage import REMOTE, open_storage
 from consumers.training.model import resolve_device
 from deploy.local.task_check import SampledPrompts, is_pointless
+from inspection.environment import read_machine
 from observability.metrics.settings import TrackingSettings
 from observability.metrics.tracking import check_installed
 from producers.generation.engines.factory import build_engine
@@ -32,6 +33,7 @@ from producers.rewards.trial import RewardTrial, try_rewards
 from schemas.errors import CheckpointError, StreamRLError, UserError
 from schemas.import_path import load_function
 from schemas.trajectories import Prompt
+from settings.placement import for_machine, place
 from settings.run_directory import named
 from settings.tree import Settings
 
@@ -108,10 +110,13 @@ class Checklist:
 
 def dry_run(settings: Settings, report: Report) -> int:
     """Check everything; 0, or 2 if something would go wrong."""
-    settings = named(settings)
-    emulated = settings.generation.engine == "emulated"
+    settings, machine = named(settings), read_machine()
     checklist = Checklist(report)
     checklist.add(Check("settings", "ok", f"run {settings.run.name}, in {settings.run.path}/"))
+    if (fitted := checklist.attempt("placement", lambda: for_machine(settings, machine))) is not None:
+        settings = fitted
+        checklist.run("placement", lambda: Check("placement", "ok", "; ".join(place(fitted, machine).lines())))
+    emulated = settings.generation.engine == "emulated"
     prompts = checklist.attempt("data", lambda: SampledPrompts(settings))
     first = checklist.attempt("data", lambda: [*prompts.first(REWARD_ROWS, PROMPTS_PATIENCE_S)]) if prompts else None
     if first:

@@ -27,7 +27,7 @@ from bus.embedded.cluster import start_cluster
 from bus.embedded.node import free_ports
 from consumers.training.checkpoints.savepoints import Savepoints, pin
 from consumers.training.checkpoints.storage import open_storage
-from deploy.local.run import ONE_THREAD
+from deploy.local.specs import ONE_THREAD
 from settings.loading import load_settings
 from settings.run_directory import RunDirectory
 from tests.chaos.checking.audited import audit_problems

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from bus.memory import MemoryBus
 from bus.port import Outgoing
-from coordinator.coordinator import Coordinator, FleetScaling
+from coordinator.coordinator import Coordinator, FleetScaling, LastEvaluation
 from coordinator.settings import CoordinatorSettings
 from schemas.control import Control
 from schemas.messages import Message
@@ -34,11 +34,16 @@ def controls(bus: MemoryBus) -> list[Control]:
 
 @asynccontextmanager
 async def running(
-    bus: MemoryBus, clock: Callable[[], float] = time.time, scaling: FleetScaling | None = None, **settings: float
+    bus: MemoryBus,
+    clock: Callable[[], float] = time.time,
+    scaling: FleetScaling | None = None,
+    evaluation: LastEvaluation | None = None,
+    **settings: float,
 ) -> AsyncIterator["asyncio.Task[None]"]:
     """A coordinator that is ready; at the end it is stopped, and fails the test if it failed."""
     stop = asyncio.Event()
-    coordinator = Coordinator(bus, "r", CoordinatorSettings(relays=RELAYS, **settings), clock, scaling=scaling)
+    told = CoordinatorSettings(relays=RELAYS, **settings)
+    coordinator = Coordinator(bus, "r", told, clock, scaling=scaling, evaluation=evaluation)
     task = asyncio.create_task(coordinator.run(stop))
     await asyncio.sleep(0.05)
     try:

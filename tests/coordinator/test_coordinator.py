@@ -2,7 +2,7 @@ import asyncio
 
 from bus.memory import MemoryBus
 from bus.port import Outgoing
-from coordinator.coordinator import FleetScaling
+from coordinator.coordinator import FleetScaling, LastEvaluation
 from coordinator.scaling import FleetBounds
 from coordinator.settings import ScalingSettings
 from schemas.control import (
@@ -15,9 +15,10 @@ from schemas.control import (
     WorkerClaimed,
     control_key,
 )
+from schemas.evaluation import EvaluationReport
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RelayBeat, StepReport
-from schemas.topics import COMMANDS, HEARTBEATS, STEPS
+from schemas.topics import COMMANDS, EVALUATIONS, HEARTBEATS, STEPS
 from tests.coordinator.factories import heartbeat, step_report
 from tests.coordinator.scene import RELAYS, controls, new_bus, publish, running
 from tests.fakes.waiting import until
@@ -123,6 +124,40 @@ async def test_the_end_of_the_run_is_announced_once() -> None:
         async with running(bus, finish_timeout_s=0.1):
             await until(lambda: any(isinstance(m, RunFinished) for m in controls(bus)))
     assert sum(isinstance(message, RunFinished) for message in controls(bus)) == 1
+
+
+async def test_the_end_of_the_run_waits_for_the_evaluation_of_its_last_weights_and_not_for_ever() -> None:
+    bus, now = new_bus(), [1000.0]
+    evaluation = LastEvaluation(newest_due=lambda last: last - last % 4, patience_s=60.0)
+
+    def has_ended() -> bool:
+        return any(isinstance(message, RunFinished) for message in controls(bus))
+
+    async with running(bus, lambda: now[0], evaluation=evaluation):
+        await publish(bus, STEPS, step_report(1, 5, finished=True))
+        await asyncio.sleep(0.7)
+        assert not has_ended()
+        version = PolicyVersion(1, 4)
+        report = EvaluationReport(
+            version=version,
+            step=4,
+            metrics={},
+            prompts=1,
+            samples=1,
+            oldest=version,
+            newest=version,
+            began_at=0.0,
+            sent_at=0.0,
+        )
+        await publish(bus, EVALUATIONS, report)
+        await until(has_ended)
+    bus = new_bus()
+    async with running(bus, lambda: now[0], evaluation=evaluation):
+        await publish(bus, STEPS, step_report(1, 5, finished=True))
+        await asyncio.sleep(0.7)
+        assert not has_ended()
+        now[0] += 61.0
+        await until(has_ended)
 
 
 async def test_unreadable_records_are_passed_over() -> None:

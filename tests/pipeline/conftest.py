@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.pipeline.emulated import CONFIG, NAME
+from tests.pipeline.emulated import CONFIG, HELD_OUT, NAME
 from tests.pipeline.local_run import LocalRun, write_config
 from tests.pipeline.tiny_model import save_tiny_model
 
@@ -25,7 +25,7 @@ def emulated_run(tmp_path_factory: pytest.TempPathFactory, bootstrap_servers: st
     config = directory / "emulated.toml"
     config.write_text(CONFIG.format(directory=directory, name=NAME))
     broker, traces = f"--kafka.bootstrap_servers={bootstrap_servers}", "--telemetry.traces=file"
-    run = LocalRun.start(config, NAME, broker, traces)
+    run = LocalRun.start(config, NAME, broker, traces, *HELD_OUT)
     try:
         assert run.wait() == 0, run.text()[-4000:]
     finally:

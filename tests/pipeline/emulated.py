@@ -1,6 +1,14 @@
 """The configuration of a run without a model, and of the one that several tests look at."""
 
 NAME = "emulated-test"
+HELD_OUT = (
+    "--evaluation.data.held_out.dataset=chain_sum",
+    "--evaluation.data.held_out.seed=777",
+    "--evaluation.every=2",
+    "--evaluation.prompts=6",
+    "--evaluation.samples=2",
+)
+"""Options for an evaluation of steps 0, 2 and 4; each of them, unless it is slower than the steps."""
 CONFIG = """
 [run]
 directory = "{directory}"

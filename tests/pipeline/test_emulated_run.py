@@ -6,7 +6,8 @@ import pytest
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
-from schemas.topics import TRAJECTORIES
+from schemas.evaluation import EvaluationReport
+from schemas.topics import EVALUATION_SAMPLES, EVALUATIONS, TRAJECTORIES
 from schemas.trajectories import Trajectory
 from tests.pipeline.accounts import read_accounts, read_all
 from tests.pipeline.emulated import CONFIG, NAME
@@ -38,6 +39,29 @@ async def _lengths_and_times_are_those_of_the_settings(bootstrap_servers: str) -
         fastest_s = 0.01 * (1 + 1 / 64) * len(one.token_ids) / 50.0
         assert one.finished_at - one.started_at > 0.98 * fastest_s - 0.002
     assert any(len(one.version_spans) > 1 for one in trajectories)
+
+
+async def test_held_out_prompts_are_evaluated_once_a_version_up_to_the_last_and_never_trained(
+    emulated_run: LocalRun, bootstrap_servers: str
+) -> None:
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
+    reports = [r.message() for r in await read_all(bus, NAME, EVALUATIONS)]
+    told = [(str(report.version), report.samples) for report in reports if isinstance(report, EvaluationReport)]
+    assert told == sorted(set(told))
+    assert {version for version, _ in told} <= {"1-0", "1-2", "1-4"}
+    assert told[-1] == ("1-4", 12)  # the end waits for it
+    lines = [json.loads(line) for line in (emulated_run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["evaluated"] for line in lines if "evaluated" in line] == [version for version, _ in told]
+    assert emulated_run.summary()["evaluation"]["last"] == {"step": 4, **_told_of(lines[-1])}
+    assert "held out, steps" in emulated_run.text()
+    trained = [r.message() for r in await read_all(bus, NAME, TRAJECTORIES)]
+    assert not [one for one in trained if isinstance(one, Trajectory) and one.group_id.startswith("evaluation:")]
+    sampled = [one for r in await read_all(bus, NAME, EVALUATION_SAMPLES) if isinstance(one := r.message(), Trajectory)]
+    assert {one.prompt_id for one in sampled} == {f"evaluation:held_out/{index}" for index in range(6)}
+
+
+def _told_of(line: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in line.items() if name.startswith("eval/")}
 
 
 def own_prompts(directory: Path, name: str, long: int) -> Path:

@@ -12,6 +12,7 @@ from schemas.control import (
     WeightsReady,
     WorkerClaimed,
 )
+from schemas.evaluation import EvaluationOrder, EvaluationReport
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
 from schemas.reports import (
@@ -324,6 +325,30 @@ def few_examples() -> dict[str, Message]:
         "control-drain-worker": DrainWorker(sequence=3, sent_at=1_795_000_009.0, worker_id="worker-1", reason="old"),
         "control-worker-claimed": WorkerClaimed(
             sequence=5, sent_at=1_795_000_011.0, worker_id="worker-1", incarnation="3f9a"
+        ),
+        "evaluation-order": EvaluationOrder(
+            group_id="evaluation:gsm8k/7/2-20",
+            worker_id="worker-1",
+            incarnation="a1b2",
+            prompt=work_order("2 + 2?").prompt,
+            sampling=SamplingParams(max_completion_length=512, temperature=0.0),
+            num_generations=4,
+            sample_indices=(0, 3),
+            attempt=1,
+            version=PolicyVersion(2, 20),
+            created_at=1_795_000_013.0,
+        ),
+        "evaluation-report": EvaluationReport(
+            version=PolicyVersion(2, 20),
+            step=20,
+            metrics={"eval/pass@1": 0.5, "eval/gsm8k/pass@1": 0.5},
+            prompts=64,
+            samples=255,
+            missing=1,
+            oldest=PolicyVersion(2, 20),
+            newest=PolicyVersion(2, 22),
+            began_at=1_795_000_013.0,
+            sent_at=1_795_000_019.0,
         ),
         "control-run-finished": RunFinished(sequence=4, sent_at=1_795_000_010.0, step=9, reason="max_steps"),
     }

@@ -23,7 +23,7 @@ from consumers.batching.dealing import deal
 from consumers.batching.micro_batches import MicroBatch
 from consumers.training.checkpoints.shards import PiecedTensors
 from consumers.training.companions import Companions, Critic, open_companions
-from consumers.training.model import load_model
+from consumers.training.model import open_policy
 from consumers.training.optimizer import GuardedAdamW
 from consumers.training.policy import LearnerPlan
 from consumers.training.ranks.sharding import (
@@ -266,7 +266,7 @@ def open_learner(plan: LearnerPlan, mesh: DeviceMesh, make: Callable[..., ShardL
     """Load what the plan names and cut it. It is loaded whole, on the CPU: only shards go to the device."""
     cpu, training = torch.device("cpu"), plan.training
     torch.manual_seed(plan.seed)  # so that ranks draw the same weights where the files lack some
-    model = load_model(plan.model, cpu, gradient_checkpointing=training.gradient_checkpointing)
+    model = open_policy(plan.initial_model, plan.restored, cpu, training)
     companions = open_companions(model, plan.initial_model, plan.algorithm, training)
     return make(plan, model, companions, mesh)
 

@@ -16,7 +16,7 @@ import traceback
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.training.policy import LearnerPlan
@@ -72,7 +72,7 @@ def _opened(wire: Wire, told: Told) -> ShardLearner:
     torch.set_num_threads(threads_of(plan.training))
     device = rank_device(plan.training, values["rank"])
     wire.send(Told("ready"))
-    store = dist.TCPStore(HOST, values["port"], is_master=False)
+    store = TCPStore(HOST, values["port"], is_master=False)
     learner = open_learner(plan, join_ranks(store, values["rank"], values["ranks"], device))
     wire.send(Told("opened"))
     return learner

@@ -135,9 +135,12 @@ class RankedPolicy(TrainedPolicy):
 
 def opening_values(plan: LearnerPlan) -> dict[str, Any]:
     """A plan as plain JSON."""
+    model, initial_model = (
+        str(Path(each).absolute()) if Path(each).exists() else each for each in (plan.model, plan.initial_model)
+    )
     return {
-        "model": str(Path(plan.model).absolute()) if Path(plan.model).exists() else plan.model,
-        "initial_model": plan.initial_model,
+        "model": model,
+        "initial_model": initial_model,
         "algorithm": plan.algorithm.model_dump_json(),
         "training": plan.training.model_dump_json(),
         "max_completion_length": plan.max_completion_length,

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -54,12 +55,12 @@ def rank_device(training: TrainingSettings, rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def offer_meeting() -> "dist.TCPStore":
+def offer_meeting() -> TCPStore:
     """Where the ranks of this machine find each other: at ``port`` of what is returned."""
-    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
 
-def join_ranks(store: "dist.Store", rank: int, ranks: int, device: torch.device) -> DeviceMesh:
+def join_ranks(store: Store, rank: int, ranks: int, device: torch.device) -> DeviceMesh:
     """Meet the other ranks; the mesh of all of them."""
     # Without it gloo looks for the interface of the host's name, which a container may not be able to resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

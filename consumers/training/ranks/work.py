@@ -57,11 +57,12 @@ class Work:
         found = {name: np.array(array) for name, array in told.arrays.items()}
         mask = torch.from_numpy(found[MASK])
         lengths = found["lengths"]
+        rows: dict[str, Any] = {name: found[name] for name in _BATCH}
         batch = MicroBatch(
             attention_mask=(np.arange(mask.shape[1]) < lengths[:, None]).astype(np.int64),
             loss_mask=found[MASK],
             refs=tuple(RecordRef(*ref) for ref in told.values["refs"]),
-            **{name: found[name] for name in _BATCH},
+            **rows,
         )
         held = None
         if told.values["is_held"]:
@@ -85,7 +86,8 @@ def portion(
     own = None
     if held is not None:
         known = {field.name: getattr(held.start, field.name) for field in fields(StepTensors)}
-        start = StepTensors(**{name: None if each is None else cut(each) for name, each in known.items()})
+        of_rows: dict[str, Any] = {name: None if each is None else cut(each) for name, each in known.items()}
+        start = StepTensors(**of_rows)
         returns = None if held.returns is None else cut(held.returns)
         own = HeldBatch(part, cut(mask), start, cut(held.advantages), returns)
     groups = set(own.groups) if own is not None else set()

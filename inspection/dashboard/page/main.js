@@ -18,6 +18,7 @@ const LEARNING = [
   ["entropy", "Entropy", "Entropy of the policy in nats a token", () => [["entropy", "entropy"]]],
   ["kl", "KL", "Divergences of the policy in nats a token", () => [["to the reference", "kl"], ["to the behaviour policy", "mismatch_kl/all/mean"]]],
   ["clip", "Shares", "Shares of tokens clipped, of completions cut and of groups without advantage", () => [["tokens clipped", "clip_ratio/region_mean"], ["completions cut", "completions/clipped_ratio"], ["groups without advantage", "frac_reward_zero_std"]]],
+  ["passed", "Held-out prompts passed", "pass@k of held-out prompts", (told) => Object.keys(told).filter((key) => key.includes("/pass@")).map((key) => [key.slice(5), key])],
   ["parts", "Parts of the reward", "Mean of each reward function", (curves) => Object.keys(curves).filter((key) => key.startsWith("rewards/")).map((key) => [key.slice(8, -5), key])],
 ];
 $("h-time").closest("section").before(...LEARNING.map(([id, title, said]) => el("section", { class: "card third", "aria-labelledby": `h-${id}`, hidden: "" },
@@ -42,7 +43,8 @@ const DRAW = {
     const { step: x, reward, "completions/mean_length": length, "completions/max_length": longest } = state.curves;
     if (x.length < 2) return;
     LEARNING.forEach(([id, , , lines]) => {
-      const named = lines(state.curves).map(([name, key], at) => ({ name, hue: HUES[at % HUES.length], x, y: state.curves[key], width: 1.4, ends: true }));
+      const from = id === "passed" ? state.curves.evaluations : state.curves;
+      const named = lines(from).map(([name, key], at) => ({ name, hue: HUES[at % HUES.length], x: from.step, y: from[key], width: 1.4, ends: true }));
       const told = named.filter(({ y }) => y?.some((value) => value !== null)), card = $(id).closest(".card");
       card.hidden = !told.length;
       if (told.length) chart(id, curves, told);

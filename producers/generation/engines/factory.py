@@ -24,9 +24,12 @@ def build_emulated(
 
 
 def build_engine(
-    settings: GenerationSettings, model_path: str | Path, sampling: SamplingParams | None = None
+    settings: GenerationSettings,
+    model_path: str | Path,
+    sampling: SamplingParams | None = None,
+    lora_rank: int = 0,
 ) -> Engine:
-    """The engine named by ``settings.engine``, not started yet; ``sampling``: see ``build_decoder``.
+    """The engine named by ``settings.engine``, not started yet; ``sampling``, ``lora_rank``: see ``build_decoder``.
 
     Raises:
         ModelError: the engine's library is not installed.
@@ -35,7 +38,7 @@ def build_engine(
     from producers.generation.tokenizer import ModelTokenizer
 
     return ThreadedEngine(
-        build_decoder(settings, model_path, sampling),
+        build_decoder(settings, model_path, sampling, lora_rank),
         settings.max_num_seqs,
         settings.chunk_tokens,
         open_tokenizer=partial(ModelTokenizer, str(model_path)),
@@ -43,12 +46,15 @@ def build_engine(
 
 
 def build_decoder(
-    settings: GenerationSettings, model_path: str | Path, sampling: SamplingParams | None = None
+    settings: GenerationSettings,
+    model_path: str | Path,
+    sampling: SamplingParams | None = None,
+    lora_rank: int = 0,
 ) -> "Decoder[Any]":
     """What the engine named by ``settings.engine`` computes with, without the engine's thread; not loaded yet.
 
     ``sampling``: of the run. vLLM has to know when it starts whether requests will truncate the distribution, and at
-    which temperature; by default they will not.
+    which temperature, and of which rank adapters will be; by default they will not, and there are none.
 
     Raises:
         ModelError: the engine's library is not installed.
@@ -57,7 +63,7 @@ def build_decoder(
     if settings.engine == "vllm":
         from producers.generation.engines.vllm_decoder import VllmDecoder
 
-        return VllmDecoder(str(model_path), settings, sampling)
+        return VllmDecoder(str(model_path), settings, sampling, lora_rank)
     from producers.generation.engines.slots import SlotDecoder
 
     return SlotDecoder(str(model_path), settings)

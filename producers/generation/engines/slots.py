@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from producers.generation.engines.adapter_files import base_identity, read_adapter
 from producers.generation.engines.model_files import ModelFacts, one_line, read_facts, read_weights
 from producers.generation.engines.threaded import ActiveCompletion
 from producers.generation.settings import GenerationSettings
@@ -95,8 +97,18 @@ class SlotDecoder:
         self._model.cache.release()
 
     def read_weights(self, directory: Path) -> dict[str, torch.Tensor]:
-        """See ``Decoder``."""
-        return read_weights(directory, self._facts.tensors)
+        """See ``Decoder``; of an adapter, the weights that it changes, with it."""
+        adapter = read_adapter(directory, self._facts.tensors, self._base_sha256)
+        if adapter is None:
+            return read_weights(directory, self._facts.tensors)
+        return adapter.merged(self._model.base_of(adapter.pairs))
+
+    @cached_property
+    def _base_identity(self) -> str:
+        return base_identity(self._model_path)
+
+    def _base_sha256(self) -> str:
+        return self._base_identity
 
     def adopt(self, weights: dict[str, torch.Tensor]) -> None:
         """See ``Decoder``."""
@@ -241,6 +253,7 @@ class SlotModel:
                 f"set the model to a complete model directory"
             ) from error
         self._model = model.to(self.device).eval().requires_grad_(False)
+        self._base: dict[str, torch.Tensor] = {}
         self._lowest = torch.finfo(self._model.dtype).min
         self.cache = SlotCache(facts.config.get_text_config().num_hidden_layers)
         self._indices = torch.arange(1, device=self.device)
@@ -289,6 +302,14 @@ class SlotModel:
         )
         logits: torch.Tensor = output.logits[:, -1]
         return logits
+
+    def base_of(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The tensors as they were loaded, kept from the first time on that they are asked for: before any change."""
+        present = self._model.state_dict()
+        for name in names:
+            if name not in self._base:
+                self._base[name] = present[name].detach().clone()
+        return self._base
 
     def adopt(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy checked weights over the model's, tensor by tensor."""

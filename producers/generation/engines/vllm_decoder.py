@@ -16,17 +16,18 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from producers.generation.engines.adapter_files import PublishedAdapter, base_identity, read_adapter
 from producers.generation.engines.model_files import ModelFacts, check_weights, one_line, read_facts
 from producers.generation.engines.threaded import ActiveCompletion
 from producers.generation.settings import GenerationSettings
-from schemas.errors import EngineError, ModelError
+from schemas.errors import EngineError, ModelError, WeightsError
 from schemas.trajectories import FinishReason, SamplingParams
 
 # What vLLM takes from the environment alone, while it is imported and its engine is made.
@@ -46,6 +47,7 @@ _TASKS = ("generate",)
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _DEFAULT_CPU_CACHE = 256 << 20
 _BLOCK = 128  # tokens of one block of vLLM's key-value cache on a CPU
+_LORA, _LORA_RANKS = "policy", (8, 16, 32, 64, 128, 256, 320, 512)
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -58,7 +60,13 @@ class VllmDecoder:
 
     name = "vllm"
 
-    def __init__(self, model_path: str, settings: GenerationSettings, sampling: SamplingParams | None = None) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        settings: GenerationSettings,
+        sampling: SamplingParams | None = None,
+        lora_rank: int = 0,
+    ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ModelError(
                 "expected the vllm package for generation.engine = vllm, got none installed; "
@@ -74,6 +82,8 @@ class VllmDecoder:
         self._ids: dict[ActiveCompletion, str] = {}
         self._count = 0
         self._adoptions = 0
+        self._lora_rank = lora_rank
+        self._lora_request: Any = None
         self._facts: ModelFacts
         self._vllm: Any = None
         self._engine: Any = None
@@ -142,7 +152,9 @@ class VllmDecoder:
         # The salt is hashed with the first block of a prompt, and each block with the one before: no block of other
         # weights is found.
         prompt = self._tokens_input(completion.request.context_token_ids, cache_salt=str(self._adoptions))
-        request = self._engine.input_processor.process_inputs(name, prompt, parameters, _TASKS)
+        request = self._engine.input_processor.process_inputs(
+            name, prompt, parameters, _TASKS, lora_request=self._lora_request
+        )
         self._engine.engine_core.add_request(request)
         self._running[name] = completion
         self._ids[completion] = name
@@ -176,14 +188,29 @@ class VllmDecoder:
         for completion in list(self._ids):
             self.drop(completion)
 
-    def read_weights(self, directory: Path) -> Path:
+    def read_weights(self, directory: Path) -> "Path | PublishedAdapter":
         """See ``Decoder``."""
-        check_weights(directory, self._facts.tensors)
-        return directory
+        adapter = read_adapter(directory, self._facts.tensors, lambda: self._base_identity)
+        if adapter is None:
+            check_weights(directory, self._facts.tensors)
+            return directory
+        if adapter.rank > self._lora_rank:
+            raise WeightsError(
+                f"expected an adapter of rank {self._lora_rank} at most, as this worker was started for, got "
+                f"{adapter.rank}; set training.lora.rank for the workers too"
+            )
+        return adapter
 
-    def adopt(self, weights: Path) -> None:
+    @cached_property
+    def _base_identity(self) -> str:
+        return base_identity(self._model_path)
+
+    def adopt(self, weights: "Path | PublishedAdapter") -> None:
         """See ``Decoder``; every rank of a tensor-parallel engine reads its own part of the files."""
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(weights.resolve())})
+        if isinstance(weights, PublishedAdapter):
+            self._adopt_adapter(weights)
+        else:
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(weights.resolve())})
         self._adoptions += 1
         # What has sampled nothing begins anew: else it would go on from keys and values of the old weights in the
         # cache, or leave new ones there under the old salt. In order of arrival, as they were.
@@ -192,6 +219,16 @@ class VllmDecoder:
             self.drop(completion)
         for completion in unstarted:
             self.add(completion)
+
+    def _adopt_adapter(self, adapter: PublishedAdapter) -> None:
+        """Put it in the place of the one before, also for what runs: they share a name and a number."""
+        from vllm.lora.request import LoRARequest
+
+        path = str(adapter.directory.resolve())
+        # Only here in place: a request that said so would load it anew at every step.
+        if not self._engine.add_lora(LoRARequest(_LORA, 1, path, load_inplace=True)):
+            raise EngineError(f"expected vLLM to load the adapter in {path}, and it did not; see its log")
+        self._lora_request = LoRARequest(_LORA, 1, path)
 
     def close(self) -> None:
         """See ``Decoder``."""
@@ -240,7 +277,15 @@ class VllmDecoder:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "seed": secrets.randbelow(1 << 31),
+            **self._lora_arguments(),
         }
+
+    def _lora_arguments(self) -> dict[str, Any]:
+        if not self._lora_rank:
+            return {}
+        # vLLM knows a few ranks, and pads smaller adapters to one of them.
+        rank = next(known for known in _LORA_RANKS if known >= self._lora_rank)
+        return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
 
     def _dtype(self) -> str:
         stored = getattr(self._facts.config.get_text_config(), "dtype", None)  # vLLM's own auto narrows float32

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bus.kafka.topic_admin import apply_topics
-from deploy.local.run import child_specs
+from deploy.local.specs import ChildSpecs
 from deploy.local.supervisor import ChildSpec
 from settings.loading import as_toml, load_settings
 from settings.run_directory import RunDirectory
@@ -61,7 +61,7 @@ def make_setting(
     directory.create()
     directory.config.write_text(as_toml(settings))
     # A trainer that is superseded is to end here, and not to stand by: the fault asks why it ended.
-    specs = (replace(spec, standby=()) for spec in child_specs(directory, settings.run.workers, []))
+    specs = (replace(spec, standby=()) for spec in ChildSpecs(directory, []).all(settings.run.workers))
     return Setting(settings, directory, tuple(specs))
 
 

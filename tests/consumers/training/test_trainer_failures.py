@@ -226,10 +226,10 @@ async def test_too_many_refused_steps_in_a_row_end_the_trainer(scene: Scene) -> 
 class FullDisk(CheckpointStore):
     """Has no room for the checkpoint of step 2."""
 
-    def write(self, state: Any, write_model: Any, lineage: Any) -> str:
+    def write(self, state: Any, write_model: Any, lineage: Any, write_optimizer: Any = None) -> str:
         if state.manifest.step == 2:
             raise CheckpointError("expected room for a checkpoint, got none")
-        return super().write(state, write_model, lineage)
+        return super().write(state, write_model, lineage, write_optimizer)
 
 
 class FullDiskPolicy(TrainedPolicy):

@@ -11,7 +11,7 @@ from bus.embedded.node import free_ports
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.topic_admin import apply_topics
-from deploy.local.run import child_specs
+from deploy.local.specs import ChildSpecs
 from deploy.local.supervisor import Child, ChildSpec
 from schemas.messages import Message
 from schemas.topics import Topic
@@ -72,7 +72,7 @@ async def processes(scratch: Path, bootstrap_servers: str, **sections: dict[str,
     directory.create()
     directory.config.write_text(as_toml(settings))
     await apply_topics(bootstrap_servers, name, settings.loop.trajectory_partitions, None, kafka)
-    specs = {spec.name: spec for spec in child_specs(directory, 1, overrides)}
+    specs = {spec.name: spec for spec in ChildSpecs(directory, overrides).all(1)}
     it = Processes(settings, directory, KafkaBus(kafka), specs)
     try:
         yield it

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.run import child_specs
+from deploy.local.specs import ChildSpecs
 from deploy.local.supervisor import Child
 from settings.run_directory import RunDirectory
 
 
 def test_a_ranker_is_started_only_when_wanted_and_the_run_goes_on_without_it() -> None:
     directory = RunDirectory(Path("runs/x"))
-    without, wanted = (child_specs(directory, 2, [], ranker=ranker) for ranker in (False, True))
+    without, wanted = (ChildSpecs(directory, []).all(2, ranker=ranker) for ranker in (False, True))
     assert [spec.name for spec in without] == [
         "coordinator", "relay", "trainer", "worker-0", "worker-1", "dispatcher",
     ]  # fmt: skip
@@ -22,14 +22,14 @@ def test_a_ranker_is_started_only_when_wanted_and_the_run_goes_on_without_it() -
 
 def test_a_gateway_is_started_only_when_wanted_and_the_run_goes_on_without_it() -> None:
     directory = RunDirectory(Path("runs/x"))
-    without, wanted = (child_specs(directory, 1, [], gateway=gateway) for gateway in (False, True))
+    without, wanted = (ChildSpecs(directory, []).all(1, gateway=gateway) for gateway in (False, True))
     (gateway,) = [spec for spec in wanted if spec not in without]
     assert (gateway.name, gateway.optional, gateway.essential) == ("gateway", True, False)
     assert gateway.command[4:6] == ["gateway", str(directory.config)]
 
 
 def test_a_trainer_from_elsewhere_is_not_started_here() -> None:
-    names = [spec.name for spec in child_specs(RunDirectory(Path("runs/x")), 0, [], trainer=False)]
+    names = [spec.name for spec in ChildSpecs(RunDirectory(Path("runs/x")), []).all(0, trainer=False)]
     assert names == ["coordinator", "relay", "dispatcher"]
 
 
@@ -39,7 +39,7 @@ async def test_children_get_secrets_in_their_environment_and_the_other_settings_
     monkeypatch.setenv("STREAMRL_LOOP__MODE", "stream")
     monkeypatch.setenv("STREAMRL_KAFKA__SASL_PLAIN_PASSWORD", "beaten-by-the-command-line")
     directory = RunDirectory(tmp_path)
-    specs = child_specs(directory, 1, [], {"STREAMRL_KAFKA__SASL_PLAIN_PASSWORD": "hush-4711"}, ranker=True)
+    specs = ChildSpecs(directory, [], {"STREAMRL_KAFKA__SASL_PLAIN_PASSWORD": "hush-4711"}).all(1, ranker=True)
     assert not [spec for spec in specs if "hush-4711" in " ".join(spec.command) + repr(spec)]
     assert all(spec.environment["STREAMRL_KAFKA__SASL_PLAIN_PASSWORD"] == "hush-4711" for spec in specs)
     printing = [sys.executable, "-c", "import os; print(*(n for n in os.environ.items() if '__' in n[0]), sep='|')"]

@@ -46,6 +46,25 @@ async def test_the_run_is_over_when_the_essential_process_ends_well(tmp_path: Pa
     assert not is_alive(side)
 
 
+async def test_the_end_waits_for_the_good_end_of_what_is_awaited(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    waiting = f"import pathlib, time\nwhile not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.02)"
+    awaited = replace(spec(tmp_path, "evaluator", waiting, optional=True), awaited=True)
+    specs = [spec(tmp_path, "side", SLEEP), awaited, spec(tmp_path, "main", "pass", essential=True)]
+    supervisor = Supervisor(specs, max_restarts=0, grace_s=5)
+    task = asyncio.create_task(supervisor.run(asyncio.Event()))
+    await until_started(supervisor, "side")
+    async with asyncio.timeout(15):
+        while "main" not in supervisor.ended:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert not supervisor.finished.is_set()
+        assert "side" in supervisor.children
+        gate.touch()
+        await task
+    assert supervisor.finished.is_set()
+
+
 async def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
     stop = asyncio.Event()
     supervisor = Supervisor([spec(tmp_path, "side", SLEEP)], max_restarts=3, grace_s=5)

@@ -16,11 +16,22 @@ from producers.rewards.settings import RewardSettings
 from schemas.codec import MAX_TEXT_BYTES
 from schemas.control import Control, DrainWorker, FlowControl, RunFinished, WorkerClaimed, control_key
 from schemas.errors import BusUnavailable, DeliveryUnknown, EngineError, ModelError, RewardLoadError
+from schemas.evaluation import EvaluationOrder
 from schemas.identifiers import PolicyVersion, partition_of_worker
 from schemas.messages import Message
 from schemas.reports import Heartbeat, WorkerState
 from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, TOKENS, TRAJECTORIES, WORK_ORDERS, Topic
+from schemas.topics import (
+    CATALOGUE,
+    CONTROL,
+    EVALUATION_ORDERS,
+    EVALUATION_SAMPLES,
+    HEARTBEATS,
+    TOKENS,
+    TRAJECTORIES,
+    WORK_ORDERS,
+    Topic,
+)
 from schemas.trajectories import ChatTurn, FinishReason, Prompt, Trajectory, WorkOrder
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.publisher import FailingBus
@@ -46,6 +57,7 @@ class Stage:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     monotonic: Callable[[], float] = time.monotonic
     running: "asyncio.Task[None] | None" = None
+    evaluation_slots: int = 0
 
     def start(self) -> "asyncio.Task[None]":
         worker = GenerationWorker(
@@ -59,6 +71,7 @@ class Stage:
             self.rewards,
             self.cache,
             monotonic=self.monotonic,
+            evaluation_slots=self.evaluation_slots,
         )
         self.running = asyncio.create_task(worker.run(self.stop))
         return self.running
@@ -445,3 +458,56 @@ async def test_a_failing_reward_function_is_named_in_its_trajectory_and_others_a
         {"by_sample": "ValueError: third"},
         {},
     ]
+
+
+def evaluation_order(index: int = 0, *, samples: int = 1, **changes: Any) -> EvaluationOrder:
+    order = work_order(index, samples=samples)
+    fields = {name: getattr(order, name) for name in ("prompt", "sampling", "num_generations", "sample_indices")}
+    return EvaluationOrder(
+        group_id=f"evaluation:set/{index}/1-0", worker_id=WORKER, incarnation="", version=V0, created_at=1.0, **fields
+    ).replace(**changes)
+
+
+async def test_held_out_prompts_are_sampled_in_few_slots_onto_a_topic_that_nobody_trains(stage: MakeStage) -> None:
+    it = stage(engine=FakeEngine(hold_at=4), evaluation_slots=2)
+    await it.ready()
+    incarnation = it.heartbeats[-1].incarnation
+    for index in range(4):
+        await it.send(EVALUATION_ORDERS, evaluation_order(index, incarnation=incarnation), "k")
+    # For another, for a process that is no more, and once more.
+    await it.send(EVALUATION_ORDERS, evaluation_order(7, incarnation=incarnation, worker_id="other"), "k")
+    await it.send(EVALUATION_ORDERS, evaluation_order(8, incarnation="gone"), "k")
+    await it.send(EVALUATION_ORDERS, evaluation_order(0, incarnation=incarnation), "k")
+    await until(lambda: it.engine.running == 2)
+    await it.order(work_order(9, samples=2))
+    await until(lambda: it.engine.running == 4)  # they wait for nothing of the evaluation's
+    beats = len(it.heartbeats)
+    await until(lambda: len(it.heartbeats) > beats + 1)
+    assert it.heartbeats[-1].running == 2
+    it.engine.release.set()
+    await until(lambda: len(it.read(EVALUATION_SAMPLES)) == 4)
+    await until(lambda: len(it.trajectories) == 2)
+    names = {message.trajectory_id for message in it.read(EVALUATION_SAMPLES) if isinstance(message, Trajectory)}
+    assert names == {f"evaluation:set/{index}/1-0/0" for index in range(4)}
+    assert it.heartbeats[-1].finished_trajectories <= 2
+    assert {one.group_id for one in it.trajectories} == {work_order(9).group_id}
+
+
+async def test_a_held_out_prompt_that_cannot_be_sampled_counts_and_a_worker_that_leaves_drops_the_rest(
+    stage: MakeStage,
+) -> None:
+    it = stage(engine=FakeEngine(hold_at=4), evaluation_slots=2)
+    running = await it.ready()
+    incarnation = it.heartbeats[-1].incarnation
+    long = Prompt(prompt_id="p", dataset="d", content="x" * 99)
+    await it.send(EVALUATION_ORDERS, evaluation_order(0, incarnation=incarnation, prompt=long), "k")
+    await until(lambda: it.read(EVALUATION_SAMPLES))
+    (refused,) = it.read(EVALUATION_SAMPLES)
+    assert isinstance(refused, Trajectory)
+    assert refused.finish_reason is FinishReason.ABORT
+    await it.send(EVALUATION_ORDERS, evaluation_order(1, incarnation=incarnation), "k")
+    await until(lambda: it.engine.running == 1)
+    it.stop.set()
+    await asyncio.wait_for(running, 5)
+    assert it.engine.left_early == 1
+    assert len(it.read(EVALUATION_SAMPLES)) == 1

@@ -1,0 +1,82 @@
+"""The processes of a run as the supervisor starts them: command, environment, log, and what their end means."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from deploy.local.supervisor import ChildSpec
+from settings.placement import UNPLACED, Placement, ProcessPlace
+from settings.run_directory import RunDirectory
+
+AUDIT_EVERY_S = 30
+"""A line in the audit's log each time; the processor belongs to the run."""
+ONE_THREAD = ProcessPlace().environment
+"""Environment of a process that nobody placed."""
+
+
+@dataclass(frozen=True)
+class ChildSpecs:
+    """Makes the specs of one run's processes.
+
+    ``overrides``: options for all of their command lines. ``secrets``: variables that give them what the resolved file
+    does not. ``placement``: their devices and threads.
+    """
+
+    directory: RunDirectory
+    overrides: Sequence[str]
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    placement: Placement = UNPLACED
+
+    def all(
+        self,
+        workers: int,
+        *,
+        trainer: bool = True,
+        ranker: bool = False,
+        standbys: int = 0,
+        gateway: bool = False,
+        evaluator: bool = False,
+    ) -> list[ChildSpec]:
+        """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher; the others if wanted.
+
+        A trainer is what ends the run by its good end, and then an evaluator by its own; without evaluator, ranker and
+        gateway it goes on.
+        """
+        standing_by = [self.trainer(f"standby-{number}") for number in range(standbys)]
+        return [
+            replace(self.of("coordinator", "coordinator"), is_single=True),
+            self.of("relay", "relay"),
+            *([self.trainer("trainer")] if trainer else []),
+            *(replace(each, command=each.standby) for each in standing_by),
+            *(self.worker(number) for number in range(workers)),
+            replace(self.of("dispatcher", "dispatcher"), is_single=True),
+            *([replace(self.of("evaluator", "evaluator"), optional=True, awaited=True)] if evaluator else []),
+            *([replace(self.of("ranker", "ranker"), optional=True)] if ranker else []),
+            *([replace(self.of("gateway", "gateway"), optional=True)] if gateway else []),
+        ]
+
+    def trainer(self, name: str) -> ChildSpec:
+        """A trainer that leads; started again while another does, it stands by, on the same devices."""
+        place = self.placement.trainer
+        standby = self.of(name, "trainer", "--standby", place=place).command
+        return replace(self.of(name, "trainer", place=place), essential=True, standby=standby)
+
+    def worker(self, number: int) -> ChildSpec:
+        """One generation worker; its id is the name of its process."""
+        name = f"worker-{number}"
+        return self.of(name, "worker", "--id", name, place=self.placement.worker(number))
+
+    def audit(self, address: str) -> ChildSpec:
+        """An audit beside the run, which goes on without it."""
+        command = [sys.executable, "-P", "-m", "streamrl.cli.app", "audit", str(self.directory.path), "--follow"]
+        command += ["--interval", str(AUDIT_EVERY_S)]
+        placed = self.placement.others.environment
+        environment = {**placed, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": address, **self.secrets}
+        return ChildSpec("audit", command, self.directory.logs / "audit.log", environment, optional=True)
+
+    def of(self, name: str, role: str, *arguments: str, place: ProcessPlace | None = None) -> ChildSpec:
+        """A process of a role; without a place of its own, where all others are."""
+        # -P: a settings.py in the working directory would be imported instead of our package of that name.
+        command = [sys.executable, "-P", "-m", "streamrl.cli.app", role, str(self.directory.config), *arguments]
+        environment = (place or self.placement.others).environment | dict(self.secrets)
+        return ChildSpec(name, [*command, *self.overrides], self.directory.logs / f"{name}.log", environment)

@@ -1,0 +1,244 @@
+"""The evaluator's driver: reads the topics, orders samples of held-out prompts, reports what weights came to.
+
+Invariants:
+- evaluation_trains_nothing: its orders and samples are on topics of their own, which neither dispatcher nor trainer
+  reads; so admission, staleness, the ledger and the audit do not know of them;
+- training_is_not_held_up: a worker gives evaluation at most a share of its slots (``evaluation.share``), and is sent
+  little more than it can sample at a time;
+- one_evaluator_reports: reports are committed under one transactional id, whose newest holder fences the others.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from bus.port import Bus, Outgoing, Start, Subscription, TransactionalPublisher, message_of
+from producers.dispatch.fleet import LiveWorkers
+from producers.dispatch.settings import DispatchSettings
+from producers.evaluation.results import append_evaluations, scored
+from producers.evaluation.settings import EvaluationSettings
+from producers.evaluation.state import EvaluationState, HeldOutPrompts
+from schemas.control import FlowControl, RunFinished
+from schemas.errors import BusUnavailable, DeliveryUnknown
+from schemas.evaluation import EvaluationReport
+from schemas.messages import Message
+from schemas.reports import Heartbeat, StepReport
+from schemas.settings import LoopSettings
+from schemas.topics import CONTROL, EVALUATION_ORDERS, EVALUATION_SAMPLES, EVALUATIONS, HEARTBEATS, STEPS
+from schemas.trajectories import SamplingParams, Trajectory
+
+log = structlog.get_logger()
+
+CLIENT_ID = "evaluator"
+POLL_S = 0.5
+RETRY_S = 0.5
+AHEAD = 2
+"""Samples at a worker, as a multiple of what it samples at a time: its slots are not idle between two orders."""
+
+
+@dataclass
+class Evaluator:
+    """One per run. ``held_out``: read when the run begins, since a data set may take long; ``metrics``: the file.
+
+    ``clock`` is monotonic; ``time_of_day`` is only written into messages. ``weights``: of the rewards, by name.
+    ``seed``: what the samples' random numbers are drawn from; none leaves that to the engines.
+    """
+
+    bus: Bus
+    run_name: str
+    loop: LoopSettings
+    settings: EvaluationSettings
+    dispatch: DispatchSettings
+    held_out: Callable[[], HeldOutPrompts]
+    weights: Mapping[str, float]
+    metrics: Path
+    seed: int | None = None
+    clock: Callable[[], float] = time.monotonic
+    time_of_day: Callable[[], float] = time.time
+    on_tick: Callable[[str], None] = lambda name: None
+    state: EvaluationState = field(init=False)
+    workers: LiveWorkers = field(init=False)
+    reports: list[EvaluationReport] = field(default_factory=list)
+    mode: str = "run"
+    run_is_over: bool = False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Evaluate the weights of every so many steps until the run is over.
+
+        Consumes: steps and reports (from the beginning), samples of what is under way, heartbeats, control.
+        Produces: evaluation orders, evaluation reports, lines of ``metrics.jsonl``.
+        Waits for: weights that are due; workers that hold them, and have room.
+        On failure: raises; a restart finds on the topics what was reported and sampled, and orders what is missing.
+            ``Superseded``: another evaluator took over.
+        On stop: ends within one poll. It ends by itself once the last weights are reported, or when the run is ended.
+        """
+        prompts = await asyncio.to_thread(self.held_out)
+        settings = self.settings
+        self.state = EvaluationState(
+            prompts, settings.samples, settings.told_k, settings.every, self.dispatch.max_attempts
+        )
+        self.workers = LiveWorkers(self.dispatch.lease_s)
+        publisher = await self.bus.transactional(f"{self.run_name}.{CLIENT_ID}")
+        try:
+            await self._rebuild()
+            await self._serve(publisher, stop)
+        finally:
+            await publisher.close()
+        log.info("evaluator ended", reported=len(self.state.reported), passed_over=self.state.passed_over)
+
+    async def _rebuild(self) -> None:
+        """What was reported, which weights there are, and which of the newest ones' samples have come."""
+        async for message in self._history([EVALUATIONS.full_name(self.run_name)]):
+            if isinstance(message, EvaluationReport):
+                self._reported(message)
+        async for message in self._history([STEPS.full_name(self.run_name)]):
+            if isinstance(message, StepReport):
+                self.state.stepped(message)
+        self._begin()
+        if self.state.target is not None:
+            async for message in self._history([EVALUATION_SAMPLES.full_name(self.run_name)]):
+                self._observe(message, self.clock())
+        self._write()
+
+    async def _history(self, topics: list[str]) -> AsyncIterator[Message]:
+        subscription = await self.bus.subscribe(topics, client_id=CLIENT_ID)
+        try:
+            ends = await subscription.end_offsets()
+            while any(position < ends[tp] for tp, position in (await subscription.positions()).items()):
+                self.on_tick("evaluate")
+                for record in await subscription.poll(timeout_s=1.0):
+                    if (message := message_of(record)) is not None:
+                        yield message
+        finally:
+            await subscription.close()
+
+    async def _serve(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
+        # What comes twice, because it was read above as well, is told by its name or version.
+        whole: Start = "earliest"
+        steps = await self.bus.subscribe([STEPS.full_name(self.run_name)], client_id=CLIENT_ID, start=whole)
+        names = [topic.full_name(self.run_name) for topic in (EVALUATION_SAMPLES, HEARTBEATS, CONTROL)]
+        others = await self.bus.subscribe(names, client_id=CLIENT_ID, start="latest")
+        try:
+            finished_at: float | None = None
+            while not stop.is_set() and not self.run_is_over:
+                self.on_tick("evaluate")
+                await self._read(steps, others)
+                self._begin()
+                await self._order(publisher, stop)
+                if (report := self.state.report(self.time_of_day())) is not None:
+                    await self._commit(publisher, [self._record(report)], stop)
+                    if stop.is_set():
+                        return
+                    self._reported(report)
+                    self._write()
+                    log.info("weights evaluated", version=str(report.version), **_told(report))
+                latest = self.state.latest
+                if latest is None or not latest.finished:
+                    finished_at = None
+                elif self.state.is_idle:
+                    return
+                else:
+                    finished_at = self.clock() if finished_at is None else finished_at
+                    if self.clock() - finished_at > self.settings.patience_s:
+                        log.warning("the run ends before its last weights are evaluated", version=str(latest.version))
+                        return
+        finally:
+            for subscription in (steps, others):
+                await subscription.close()
+
+    async def _read(self, steps: Subscription, others: Subscription) -> None:
+        began = self.clock()
+        records = await others.poll(timeout_s=POLL_S)
+        # A process that stood still heard nobody: no worker is to blame.
+        if (silent := self.clock() - began) > self.dispatch.lease_s / 2:
+            self.workers.extend_leases(silent)
+            self.state.extend(silent)
+        for record in [*await steps.poll(timeout_s=0.0), *records]:
+            if (message := message_of(record)) is not None:
+                self._observe(message, self.clock())
+
+    def _observe(self, message: Message, at: float) -> None:
+        match message:
+            case StepReport():
+                self.state.stepped(message)
+            case Trajectory():
+                self.state.came(message.trajectory_id, scored(message, self.weights, self.settings.passes_at))
+            case Heartbeat():
+                self.workers.observe(message, at)
+            case FlowControl():
+                self.mode = message.mode
+            case RunFinished():
+                latest = self.state.latest
+                self.run_is_over = latest is None or message.step >= latest.step
+
+    def _begin(self) -> None:
+        if (version := self.state.begin(self.time_of_day())) is not None:
+            log.info("evaluation begins", version=str(version), prompts=len(self.state.held_out.prompts))
+
+    async def _order(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
+        """Take back what was lost, and send what a worker has room for."""
+        if self.state.target is None or self.mode != "run":
+            return
+        now = self.clock()
+        for name, group in self.state.groups.items():
+            timeout_s = self.dispatch.order_timeout_s * (1 << max(0, group.attempt))
+            if group.worker_id is None or not group.missing:
+                continue
+            if not self.workers.has(group.worker_id, group.incarnation, now) or now - group.sent_at > timeout_s:
+                log.warning("held-out prompt ordered again", group=name, worker=group.worker_id)
+                self.state.take_back(name)
+        unsent = iter(self.state.unsent())
+        orders: list[Outgoing] = []
+        for worker in sorted(self.workers.ready(now), key=lambda beat: self.state.outstanding(beat.worker_id)):
+            # Older weights than those that are evaluated: it will have newer ones soon.
+            if worker.version < self.state.target:
+                continue
+            room = AHEAD * self.settings.slots(worker.capacity) - self.state.outstanding(worker.worker_id)
+            while room > 0 and (wanted := next(unsent, None)) is not None:
+                order = self.state.order(
+                    wanted, worker.worker_id, worker.incarnation, self._sampling(), now, self.time_of_day()
+                )
+                room -= len(order.sample_indices)
+                orders.append(Outgoing.of(EVALUATION_ORDERS.full_name(self.run_name), order, key=wanted))
+        if orders:
+            await self._commit(publisher, orders, stop)
+
+    def _sampling(self) -> SamplingParams:
+        sampling = self.loop.sampling_params(self.seed)
+        wanted = self.settings.temperature
+        return sampling if wanted is None else sampling.model_copy(update={"temperature": wanted})
+
+    async def _commit(self, publisher: TransactionalPublisher, records: list[Outgoing], stop: asyncio.Event) -> None:
+        # Sent again, an order is known to its worker by its samples, and a report to its readers by its version.
+        while not stop.is_set():
+            self.on_tick("evaluate")
+            try:
+                await publisher.commit(records)
+            except (DeliveryUnknown, BusUnavailable) as error:
+                log.warning("evaluation sent again", records=len(records), error=str(error))
+                await asyncio.sleep(RETRY_S)
+            else:
+                return
+
+    def _record(self, report: EvaluationReport) -> Outgoing:
+        return Outgoing.of(EVALUATIONS.full_name(self.run_name), report, key=str(report.version))
+
+    def _reported(self, report: EvaluationReport) -> None:
+        if report.version not in self.state.reported:
+            self.reports.append(report)
+        self.state.was_reported(report.version)
+
+    def _write(self) -> None:
+        """Bring what was reported into the file: also what an evaluator before this one was killed before writing."""
+        try:
+            append_evaluations(self.metrics, self.reports)
+        except OSError as error:  # the topic has it; who starts next writes it
+            log.warning("evaluations are not in the file of metrics", path=str(self.metrics), error=str(error))
+
+
+def _told(report: EvaluationReport) -> dict[str, float]:
+    return {name.removeprefix("eval/"): round(value, 4) for name, value in report.metrics.items() if "pass@" in name}

@@ -1,0 +1,118 @@
+"""What samples of held-out prompts come to: pass@k and means by set, and the lines that metrics.jsonl gets of them.
+
+Invariant a_version_is_written_once: a line names its version, and one whose version is in the file is not added again.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+from typing import Any
+
+from schemas.evaluation import EvaluationReport
+from schemas.identifiers import PolicyVersion
+from schemas.trajectories import FinishReason, Trajectory
+
+EVALUATED = "evaluated"
+"""Key of a line of ``metrics.jsonl`` that is an evaluation's: the version; a step's line has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    """One completion of a held-out prompt. ``reward``: the weighted sum; of one that was given up, nothing is told."""
+
+    prompt_id: str
+    dataset: str
+    reward: float
+    passed: bool
+    length: int
+    clipped: bool
+    oldest: PolicyVersion
+    newest: PolicyVersion
+
+
+def scored(trajectory: Trajectory, weights: Mapping[str, float], passes_at: float) -> ScoredSample:
+    """A trajectory as the evaluation counts it; a reward that failed or does not apply is worth nothing."""
+    reward = sum(weight * (trajectory.rewards.get(name) or 0.0) for name, weight in weights.items())
+    return ScoredSample(
+        trajectory.prompt_id,
+        trajectory.dataset,
+        reward,
+        reward >= passes_at and trajectory.finish_reason is not FinishReason.ABORT,
+        len(trajectory.token_ids),
+        trajectory.finish_reason is FinishReason.LENGTH,
+        trajectory.oldest_version,
+        trajectory.newest_version,
+    )
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Probability that one of k of a prompt's samples passes, unbiased: 1 - C(n - c, k) / C(n, k).
+
+    Chen et al., Evaluating Large Language Models Trained on Code, 2021 (arXiv:2107.03374), equation 1.
+    """
+    return 1.0 - comb(samples - passed, k) / comb(samples, k)
+
+
+def metrics_of(
+    made: Iterable[ScoredSample], prompts: Mapping[str, str], num_generations: int, told_k: Sequence[int]
+) -> dict[str, float]:
+    """Figures by set and over all. ``prompts``: the set of each prompt; samples that are missing have failed."""
+    by_prompt: dict[str, list[ScoredSample]] = {prompt_id: [] for prompt_id in prompts}
+    for sample in made:
+        by_prompt[sample.prompt_id].append(sample)
+    groups: dict[str, list[list[ScoredSample]]] = defaultdict(list)
+    for prompt_id, samples in by_prompt.items():
+        groups[f"eval/{prompts[prompt_id]}"].append(samples)
+        groups["eval"].append(samples)
+    found: dict[str, float] = {}
+    for name, of_prompts in sorted(groups.items()):
+        for k in told_k:
+            passed = (sum(sample.passed for sample in samples) for samples in of_prompts)
+            found[f"{name}/pass@{k}"] = _mean([pass_at_k(num_generations, each, k) for each in passed])
+        if name == "eval":
+            continue
+        flat = [sample for samples in of_prompts for sample in samples]
+        found[f"{name}/reward"] = _mean([sample.reward for sample in flat])
+        found[f"{name}/mean_length"] = _mean([sample.length for sample in flat])
+        found[f"{name}/clipped_ratio"] = _mean([float(sample.clipped) for sample in flat])
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def append_evaluations(path: Path, reports: Iterable[EvaluationReport]) -> None:
+    """Add a line for each of the reports that the file has none of.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    new = {str(report.version): report for report in reports}
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            # Most lines are a step's, and are told by their text.
+            for line in file:
+                if f'"{EVALUATED}"' in line and (found := _object(line)) is not None:
+                    new.pop(str(found.get(EVALUATED)), None)
+    if not new:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # One write: the trainer appends to the same file, and lines of two writers must not mix.
+    lines = [
+        json.dumps({"step": report.step, "time": report.sent_at, EVALUATED: version, **report.metrics})
+        for version, report in new.items()
+    ]
+    with path.open("a") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
