@@ -65,7 +65,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "pairs, twice": {"name": "dpo", "num_iterations": 2},
     "whitened returns": {"name": "reinforce_plus_plus"},
-    "a reference": {"name": "grpo", "beta": 0.1, "scale_rewards": "batch"},
+    "a reference": {"name": "grpo", "beta": 0.1},
+    "deviation of the batch": {"name": "grpo", "scale_rewards": "batch"},
     "a teacher": {"name": "distillation"},
 }
 
