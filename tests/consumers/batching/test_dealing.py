@@ -37,9 +37,7 @@ def test_the_fullest_share_is_as_small_as_can_be(found: list[int], ranks: int) -
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 6), st.integers(20, 200))
-def test_no_share_of_a_run_is_above_the_budget_or_above_its_longest_row(
-    found: list[int], ranks: int, budget: int
-) -> None:
+def test_no_share_is_above_the_budget_or_the_longest_row_of_the_run(found: list[int], ranks: int, budget: int) -> None:
     model = CostModel(0.8, 0.2 / budget, 3.0)
     ordered = sorted(found, reverse=True)
     runs = [best_run(array(ordered), budget, model, ranks), *cheapest_runs(array(ordered), budget, model, ranks)]
