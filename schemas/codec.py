@@ -18,7 +18,14 @@ from schemas.control import OperatorCommand, RunIdentity, WeightsReady, control_
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
-from schemas.trajectories import PartialTrajectory, ReleaseOrder, TokenChunk, Trajectory, WorkOrder
+from schemas.trajectories import (
+    PartialTrajectory,
+    ReleaseOrder,
+    TokenChunk,
+    Trajectory,
+    UngradedTrajectory,
+    WorkOrder,
+)
 
 Headers = tuple[tuple[str, bytes], ...]
 
@@ -48,6 +55,7 @@ MESSAGES: dict[str, type[Message]] = {
         ReleaseOrder,
         TokenChunk,
         PartialTrajectory,
+        UngradedTrajectory,
         Trajectory,
         StepReport,
         RefusedStep,

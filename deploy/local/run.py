@@ -233,17 +233,17 @@ async def _train(
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
     # A file and a command line can be read by others; what is secret goes from environment to environment.
     secrets = secret_variables(settings)
-    ranker, standbys = settings.lengths.refit == "process", settings.run.standby_trainers
-    gateway = settings.gateway.enabled
+    standbys, gateway = settings.run.standby_trainers, settings.gateway.enabled
     specs = child_specs(
         directory,
         settings.run.workers,
         overrides,
         secrets,
         trainer=settings.run.trainer,
-        ranker=ranker,
+        ranker=settings.lengths.refit == "process",
         standbys=standbys,
         gateway=gateway,
+        graders=settings.rewards.graders if settings.rewards.graded else 0,
     )
     if settings.run.audit:
         specs.append(audit_spec(directory, address, secrets))
@@ -439,8 +439,9 @@ def child_specs(
     ranker: bool = False,
     standbys: int = 0,
     gateway: bool = False,
+    graders: int = 0,
 ) -> list[ChildSpec]:
-    """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher; ranker and gateway if wanted.
+    """Coordinator, relay, trainer, those that stand by, workers, dispatcher; graders, ranker and gateway if wanted.
 
     A trainer is what ends the run by its good end; without ranker and gateway it goes on. ``secrets``: variables that
     give the processes what the resolved file does not.
@@ -454,6 +455,7 @@ def child_specs(
         *(replace(each, command=each.standby) for each in standing_by),
         *(worker_spec(directory, overrides, secrets, number) for number in range(workers)),
         replace(spec("dispatcher", "dispatcher"), is_single=True),
+        *(spec(name, "grader", "--id", name) for name in map("grader-{}".format, range(graders))),
         *([spec("ranker", "ranker", optional=True)] if ranker else []),
         *([spec("gateway", "gateway", optional=True)] if gateway else []),
     ]
@@ -479,8 +481,7 @@ def worker_spec(
     directory: RunDirectory, overrides: Sequence[str], secrets: Mapping[str, str], number: int
 ) -> ChildSpec:
     """One generation worker; its id is the name of its process."""
-    name = f"worker-{number}"
-    return _spec(directory, overrides, secrets, name, "worker", "--id", name)
+    return _spec(directory, overrides, secrets, name := f"worker-{number}", "worker", "--id", name)
 
 
 def _spec(

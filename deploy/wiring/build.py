@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from producers.generation.rollout import RewardScorer
     from producers.generation.serving import RequestSlots
     from producers.generation.worker import GenerationWorker
+    from producers.grading.grader import Grader
     from producers.lengths.predictor import SampleLength
 
 
@@ -71,12 +72,14 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
             return build_relay(settings, context)
         case "ranker":
             return build_ranker(settings, context)
+        case "grader":
+            return build_grader(settings, context)
         case "gateway":
             return build_gateway(settings, context)
         case _:
             raise UserError(
-                "expected one of worker, trainer, standby, dispatcher, ranker, gateway, coordinator, relay, got "
-                f"{role!r}"
+                "expected one of worker, trainer, standby, dispatcher, grader, ranker, gateway, coordinator, relay, "
+                f"got {role!r}"
             )
 
 
@@ -160,10 +163,37 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
         # The oldest checkpoint that is kept was written so many intervals ago, less than one of them unfinished.
         history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
         on_tick=context.on_tick,
+        has_graders=bool(settings.rewards.graded),
     )
     # Given the method and not its answer: metrics ask for it at each collection.
     context.watch_status(dispatcher.status)
     return dispatcher
+
+
+def build_grader(settings: Settings, context: ProcessContext) -> "Grader":
+    """A grader under the name of its process.
+
+    Raises:
+        SettingsError: no reward is for graders.
+    """
+    from producers.grading.grader import Grader
+    from producers.rewards.runner import RewardRunner
+
+    rewards = settings.rewards
+    if not rewards.graded:
+        raise SettingsError(
+            "expected rewards.graded to name the reward functions that graders call, got none; set it for all "
+            "processes of the run"
+        )
+    return Grader(
+        context.bus,
+        settings.run.name,
+        context.name,
+        RewardRunner(rewards, rewards.graded_names),
+        attempts=rewards.grading_attempts,
+        concurrency=rewards.concurrency,
+        on_tick=context.on_tick,
+    )
 
 
 def build_ranker(settings: Settings, context: ProcessContext) -> Role:
@@ -215,6 +245,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
         on_tick=context.on_tick,
         run_id=IdentityFile(settings.run.path).run_id,
         requests=_requests(settings),
+        for_graders=bool(settings.rewards.graded),
     )
 
 
@@ -295,7 +326,7 @@ def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
 
     engine = build_engine(settings.generation, settings.model.path, settings.loop.sampling_params())
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
-    return engine, tokenizer, RewardRunner(settings.rewards)
+    return engine, tokenizer, RewardRunner(settings.rewards, settings.rewards.worker_names)
 
 
 def _emulated_worker(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
@@ -307,4 +338,4 @@ def _emulated_worker(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScor
     # Decode times are in emulated seconds; ``time_scale`` turns them into those of the wall clock.
     engine = build_emulated(settings.generation, emulation.decode, emulation.lengths, emulation.time_scale)
     tokenizer = FillerTokenizer(emulation.lengths.prompt_characters_per_token)
-    return engine, tokenizer, ConstantRewards(settings.rewards.names)
+    return engine, tokenizer, ConstantRewards(settings.rewards.worker_names)

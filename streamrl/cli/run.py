@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
     app.command()(init)
     app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(run)
     app.command(context_settings=OVERRIDES, epilog="Arguments: [--section.key value]...")(demo)
-    for role in (worker, trainer, coordinator, relay, dispatcher, ranker):
+    for role in (worker, trainer, coordinator, relay, dispatcher, grader, ranker):
         app.command(context_settings=OVERRIDES, options_metavar="[OPTIONS]", epilog=f"Arguments: {USAGE}")(role)
     app.add_typer(config, name="config")
 
@@ -69,6 +69,17 @@ def dispatcher(context: typer.Context) -> None:
     Admits no prompt that could not be trained within the staleness bound.
     """
     _run("dispatcher", context)
+
+
+def grader(
+    context: typer.Context,
+    grader_id: Annotated[str, typer.Option("--id", help="Name of this grader; made up if left out.")] = "",
+) -> None:
+    """A grader: ungraded trajectories in, trajectories out.
+
+    For rewards.graded. Members of one consumer group: as many as wanted, started and ended at any time.
+    """
+    _run("grader", context, grader_id)
 
 
 def ranker(context: typer.Context) -> None:
