@@ -2,7 +2,7 @@
 
 The references are naive loops over tokens and what TRL recorded, as the tests have them; the largest difference over
 ``--cases`` seeded batches stands in the result. The curves are the mean reward, step by step, of a model of some
-thousand parameters that is paid for one token.
+thousand parameters that is paid for one token. Then graders are measured (``benchmarks.graders``).
 """
 
 import argparse
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import graders
 from benchmarks.conditions import conditions
 from consumers.algorithms.settings import PRESETS
 from tests.consumers.algorithms import test_trl as trl
@@ -29,15 +30,20 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.algorithms", description=__doc__)
     parser.add_argument("--cases", type=int, default=20, help="seeded batches for each loss")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--graders-seconds", type=float, default=15.0, help="for each number of members; 0: none")
     options = parser.parse_args(arguments)
     began = time.monotonic()
     torch.set_num_threads(1)
     result: dict[str, Any] = {"losses": losses(options.cases), "curves": curves()}
+    if options.graders_seconds:
+        result |= graders.measured(options.graders_seconds)
     result["worst_value_error"] = max(row["value_error"] for row in result["losses"])
     result["worst_gradient_error"] = max(row["gradient_error"] for row in result["losses"])
     command = "make bench-algorithms"
     result["conditions"] = conditions(began, list(range(options.cases)), ["torch", "transformers"], command)
-    options.results.write_text(json.dumps(result, indent=2) + "\n")
+    # What is measured elsewhere, and what was left out now, stays.
+    kept = json.loads(options.results.read_text()) if options.results.is_file() else {}
+    options.results.write_text(json.dumps(kept | result, indent=2) + "\n")
     _print(result)
     return result
 
@@ -80,6 +86,8 @@ def _print(result: dict[str, Any]) -> None:
         print(f"{row['name']:<32} {row['against']:<12} {row['value_error']:.1e} {row['gradient_error']:.1e}")
     for curve in result["curves"]:
         print(f"{curve['name']:<32} reward {curve['rewards'][0]:.2f} -> {curve['rewards'][-1]:.2f}")
+    for row in result.get("graders", ()):
+        print(f"{row['members']} graders {row['per_s']:>22.1f} completions a second")
 
 
 if __name__ == "__main__":

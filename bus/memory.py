@@ -26,6 +26,7 @@ class MemoryBus:
     committed: dict[tuple[str, TopicPartition], int] = field(default_factory=dict)
     arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
     epochs: dict[str, int] = field(default_factory=dict)
+    groups: "dict[tuple[str, str], list[MemoryGroupMember]]" = field(default_factory=dict)
 
     def create_topic(self, name: str, partitions: int) -> None:
         """Add a topic; existing ones are left alone."""
@@ -68,6 +69,17 @@ class MemoryBus:
             if wanted is None or number in wanted
         ]
         return MemorySubscription(self, {tp: self._start_of(tp, start) for tp in assigned}, group_id)
+
+    async def join(self, topic: str, *, group_id: str, client_id: str) -> "MemoryGroupMember":
+        """A new member of a group; the others hear of it when they ask next."""
+        self.log(topic)
+        member = MemoryGroupMember(self, topic, group_id)
+        self.groups.setdefault((group_id, topic), []).append(member)
+        return member
+
+    async def group_offsets(self, topic: str, *, group_id: str) -> dict[TopicPartition, int]:
+        """What members of the group said last."""
+        return {tp: offset for (group, tp), offset in self.committed.items() if (group, tp.topic) == (group_id, topic)}
 
     def _start_of(self, tp: TopicPartition, start: Start) -> int:
         if start == "earliest":
@@ -246,6 +258,37 @@ class MemorySubscription:
     async def close(self) -> None:
         """Refuse further reading."""
         self.closed = True
+
+
+@dataclass(eq=False)
+class MemoryGroupMember:
+    """Partitions are dealt to the members in the order in which they joined."""
+
+    bus: MemoryBus
+    topic: str
+    group_id: str
+
+    async def partitions(self) -> frozenset[TopicPartition]:
+        """Its share."""
+        members = self.bus.groups[self.group_id, self.topic]
+        if self not in members:
+            raise BusError(f"a member of {self.group_id} that left asks for its share; join again")
+        count, number = len(members), members.index(self)
+        return frozenset(
+            TopicPartition(self.topic, each) for each in range(number, len(self.bus.log(self.topic).partitions), count)
+        )
+
+    async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Remember the offsets, if they are of its share."""
+        if not offsets.keys() <= await self.partitions():
+            raise BusError(f"expected offsets of its own partitions from a member of {self.group_id}, got {offsets}")
+        self.bus.committed.update({(self.group_id, tp): offset for tp, offset in offsets.items()})
+
+    async def close(self) -> None:
+        """Leave."""
+        members = self.bus.groups[self.group_id, self.topic]
+        if self in members:
+            members.remove(self)
 
 
 def _partition_of(key: str | None, count: int) -> int:

@@ -192,6 +192,34 @@ class TransactionalPublisher(Protocol):
         ...
 
 
+class GroupMember(Protocol):
+    """One process of a consumer group: which partitions of a topic are its share. A ``Subscription`` reads them."""
+
+    async def partitions(self) -> frozenset[TopicPartition]:
+        """Its share at present; called again and again, since a member that does not ask for minutes loses it.
+
+        The group shares out anew when members come and go. While it does, this stays what it was; two members may so
+        have the same partition for a moment.
+
+        Raises:
+            BusUnavailable: no broker answers.
+            BusError: the broker refuses.
+        """
+        ...
+
+    async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Note for the group how far its work is done: where another member goes on, and how far it lags.
+
+        Raises:
+            BusError: the broker does not take it; of a partition that is another member's by now, too.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Leave the group, which shares out anew; bounded in time; idempotent."""
+        ...
+
+
 # With a mapping, reading begins at exactly these offsets or is refused; Kafka would jump to what it still holds.
 Start = Literal["earliest", "latest"] | Mapping[TopicPartition, int]
 
@@ -230,5 +258,22 @@ class Bus(Protocol):
         Raises:
             BusUnavailable: no broker answered, or a topic does not exist.
             DataLossRefused: a named offset is not on the broker, or not any more.
+        """
+        ...
+
+    async def join(self, topic: str, *, group_id: str, client_id: str) -> GroupMember:
+        """A new member of a consumer group on a topic; it has no share before the group has one for it.
+
+        Raises:
+            BusUnavailable: no broker answered.
+            TopicMissing: there is no such topic.
+        """
+        ...
+
+    async def group_offsets(self, topic: str, *, group_id: str) -> dict[TopicPartition, int]:
+        """How far a group has come in a topic, by partition; those of which it has said nothing are left out.
+
+        Raises:
+            BusUnavailable: no broker answered.
         """
         ...

@@ -38,6 +38,7 @@ from schemas.topics import (
     STEPS,
     TOKENS,
     TRAJECTORIES,
+    UNGRADED,
     WORK_ORDERS,
     Topic,
 )
@@ -48,7 +49,7 @@ Format = Literal["parquet", "jsonl"]
 Progress = Callable[[str, int, int], None]
 USUAL = (STEPS, SKIPS, TRAJECTORIES, DEAD_LETTERS, CONTROL, COMMANDS, WORK_ORDERS)
 """What audit, replay and report need, each before what it refers to."""
-ALL = (*USUAL, HEARTBEATS, TOKENS, PARTIAL_TRAJECTORIES, EVALUATIONS, EVALUATION_SAMPLES)
+ALL = (*USUAL, HEARTBEATS, TOKENS, PARTIAL_TRAJECTORIES, UNGRADED, EVALUATIONS, EVALUATION_SAMPLES)
 SEGMENT_BYTES, SEGMENT_RECORDS = 32 << 20, 20_000
 """Whichever is reached first: a segment is held in memory whole when it is written or read."""
 

@@ -16,6 +16,7 @@ import structlog
 
 from bus.port import (
     Bus,
+    GroupMember,
     Outgoing,
     Position,
     Publisher,
@@ -198,6 +199,14 @@ class ObservedBus:
             topics, client_id=client_id, start=start, partitions=partitions, group_id=group_id
         )
         return _ObservedSubscription(inner, self.observers)
+
+    async def join(self, topic: str, *, group_id: str, client_id: str) -> GroupMember:
+        """See the port; a member moves no record."""
+        return await self.inner.join(topic, group_id=group_id, client_id=client_id)
+
+    async def group_offsets(self, topic: str, *, group_id: str) -> dict[TopicPartition, int]:
+        """See the port."""
+        return await self.inner.group_offsets(topic, group_id=group_id)
 
 
 @dataclass(frozen=True)

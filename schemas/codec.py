@@ -19,7 +19,14 @@ from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.evaluation import EvaluationOrder, EvaluationReport
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
-from schemas.trajectories import PartialTrajectory, ReleaseOrder, TokenChunk, Trajectory, WorkOrder
+from schemas.trajectories import (
+    PartialTrajectory,
+    ReleaseOrder,
+    TokenChunk,
+    Trajectory,
+    UngradedTrajectory,
+    WorkOrder,
+)
 
 Headers = tuple[tuple[str, bytes], ...]
 
@@ -49,6 +56,7 @@ MESSAGES: dict[str, type[Message]] = {
         ReleaseOrder,
         TokenChunk,
         PartialTrajectory,
+        UngradedTrajectory,
         Trajectory,
         StepReport,
         RefusedStep,

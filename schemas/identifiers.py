@@ -74,6 +74,11 @@ def sample_index_of(trajectory_id: str) -> int | None:
     return int(index) if len(index) <= 9 and index.isascii() and index.isdecimal() and "/" in trajectory_id else None
 
 
+def graders_group(run: str) -> str:
+    """The consumer group of a run's graders."""
+    return f"{run}.graders"
+
+
 def partition_of_worker(worker_id: str) -> int:
     """Partition of the work-orders topic that a worker reads.
 

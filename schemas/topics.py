@@ -8,7 +8,14 @@ from schemas.evaluation import EvaluationOrder, EvaluationReport
 from schemas.identifiers import PARTIAL_PARTITIONS, WORK_ORDER_PARTITIONS
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
-from schemas.trajectories import PartialTrajectory, ReleaseOrder, TokenChunk, Trajectory, WorkOrder
+from schemas.trajectories import (
+    PartialTrajectory,
+    ReleaseOrder,
+    TokenChunk,
+    Trajectory,
+    UngradedTrajectory,
+    WorkOrder,
+)
 
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
@@ -112,6 +119,17 @@ PARTIAL_TRAJECTORIES = Topic(
     writers=("worker",),
     readers=("worker", "export"),
 )
+UNGRADED = Topic(
+    name="ungraded",
+    message=UngradedTrajectory,
+    key="group id",
+    partitions=0,
+    cleanup_policy="delete",
+    retention_ms=7 * DAY_MS,
+    max_message_bytes=_room_for(UngradedTrajectory),
+    writers=("worker",),
+    readers=("grader", "dispatcher"),
+)
 TRAJECTORIES = Topic(
     name="trajectories",
     message=Trajectory,
@@ -120,7 +138,7 @@ TRAJECTORIES = Topic(
     cleanup_policy="delete",
     retention_ms=7 * DAY_MS,
     max_message_bytes=_room_for(Trajectory),
-    writers=("worker", "dispatcher"),
+    writers=("worker", "grader", "dispatcher"),
     readers=("trainer", "dispatcher", "report"),
 )
 DEAD_LETTERS = Topic(
@@ -132,7 +150,7 @@ DEAD_LETTERS = Topic(
     retention_ms=30 * DAY_MS,
     # The refused record unchanged, whatever its topic, and the headers that say why.
     max_message_bytes=_room_for(Trajectory) + (64 << 10),
-    writers=("trainer",),
+    writers=("trainer", "grader"),
     readers=("dlq",),
 )
 SKIPS = Topic(
@@ -233,6 +251,7 @@ CATALOGUE: tuple[Topic, ...] = (
     WORK_ORDERS,
     TOKENS,
     PARTIAL_TRAJECTORIES,
+    UNGRADED,
     TRAJECTORIES,
     DEAD_LETTERS,
     SKIPS,

@@ -240,25 +240,8 @@ def _refuse_gaps(spans: Iterable[VersionSpan], start: int, end: int) -> None:
         raise ValueError(f"expected version spans that cover {end} tokens, got {expected}")
 
 
-class Trajectory(Message):
-    """Worker → trajectories topic: one finished completion; the record all consumers share.
-
-    Rewards are raw, by name and unweighted (``None``: not applicable or failed, see ``reward_errors``); advantages
-    are the consumer's business. With P prompt and T completion tokens: ``prompt_token_ids`` int32 (P),
-    ``token_ids`` int32 (T), every token that was sampled, a stop string's too; ``logprobs`` float32 (T), of the
-    behaviour policy at the sampling temperature over the whole vocabulary, as the trainer computes its own: top-p,
-    top-k and min-p decide what can be sampled, not what is recorded; ``loss_mask`` uint8 (T). ``completion_text`` is
-    what rewards see: without special tokens, and without the stop string unless it was asked for. Times are seconds
-    since the epoch. ``refusal``: why no worker can sample the prompt, in few words that all such prompts share; empty:
-    it can be sampled. ``position``: of the prompt in the prompt source. ``due_step``: the earliest optimizer step that
-    may train it, 0 for any. ``parts``: who sampled it, if another worker went on with it; empty: ``worker_id`` all.
-    ``source``: what it was sampled for, a work order or a requester of a gateway; of the
-    latter nobody ordered the group, and its prompt is in no prompt source.
-    """
-
-    SCHEMA: ClassVar[str] = "trajectory"
-    VERSION: ClassVar[int] = 2  # 1 had its texts in the header
-    MAX_BYTES: ClassVar[int] = 16 << 20
+class FinishedCompletion(Message):
+    """What is known of a completion once it is sampled; ``Trajectory`` says what the fields mean."""
 
     trajectory_id: ShortText
     group_id: ShortText
@@ -319,6 +302,61 @@ class Trajectory(Message):
     def newest_version(self) -> PolicyVersion:
         """The newest weights that sampled a token of this completion (the admitted version if it is empty)."""
         return max((span.version for span in self.version_spans), default=self.admitted_version)
+
+
+class Trajectory(FinishedCompletion):
+    """Worker → trajectories topic: one finished completion; the record all consumers share.
+
+    Rewards are raw, by name and unweighted (``None``: not applicable or failed, see ``reward_errors``); advantages
+    are the consumer's business. With P prompt and T completion tokens: ``prompt_token_ids`` int32 (P),
+    ``token_ids`` int32 (T), every token that was sampled, a stop string's too; ``logprobs`` float32 (T), of the
+    behaviour policy at the sampling temperature over the whole vocabulary, as the trainer computes its own: top-p,
+    top-k and min-p decide what can be sampled, not what is recorded; ``loss_mask`` uint8 (T). ``completion_text`` is
+    what rewards see: without special tokens, and without the stop string unless it was asked for. Times are seconds
+    since the epoch. ``refusal``: why no worker can sample the prompt, in few words that all such prompts share; empty:
+    it can be sampled. ``position``: of the prompt in the prompt source. ``due_step``: the earliest optimizer step that
+    may train it, 0 for any. ``parts``: who sampled it, if another worker went on with it; empty: ``worker_id`` all.
+    ``source``: what it was sampled for, a work order or a requester of a gateway; of the
+    latter nobody ordered the group, and its prompt is in no prompt source.
+    """
+
+    SCHEMA: ClassVar[str] = "trajectory"
+    VERSION: ClassVar[int] = 2  # 1 had its texts in the header
+    MAX_BYTES: ClassVar[int] = 16 << 20
+
+
+class UngradedTrajectory(FinishedCompletion):
+    """Worker → ungraded topic: a finished completion that graders have still to judge; nothing that trains reads it.
+
+    The fields mean what they do in ``Trajectory``; ``rewards`` are of the functions that the worker itself called.
+    ``prompt_json``: the prompt with its columns, which reward functions ask for, as JSON.
+    """
+
+    SCHEMA: ClassVar[str] = "ungraded-trajectory"
+    MAX_BYTES: ClassVar[int] = 16 << 20
+
+    prompt_json: LongText
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, prompt: Prompt) -> Self:
+        """A worker's trajectory on its way to the graders."""
+        return cls(**trajectory.__dict__, prompt_json=prompt.model_dump_json())
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt as the data set gave it.
+
+        Raises:
+            ValidationError: it is none.
+        """
+        return Prompt.model_validate_json(self.prompt_json)
+
+    def graded(self, rewards: dict[str, float | None], errors: dict[str, str]) -> Trajectory:
+        """The trajectory with the graders' rewards beside the worker's."""
+        fields = {name: getattr(self, name) for name in Trajectory.model_fields}
+        return Trajectory.model_validate(
+            fields | {"rewards": self.rewards | rewards, "reward_errors": self.reward_errors | errors}
+        )
 
 
 SHOWN_CHARACTERS = 1000

@@ -16,6 +16,7 @@ from consumers.algorithms.settings import (
     TeacherSettings,
     is_import_path,
 )
+from producers.rewards.judges import CODE_TESTS, LLM_JUDGE
 from schemas.errors import SettingsError
 from settings.layers import SettingsLayers
 from settings.tree import Settings
@@ -29,6 +30,9 @@ class ExclusionRule:
     deciders: tuple[str, ...]
     applies: Callable[[Settings], bool]
     because: Callable[[Settings], str]
+
+
+_OF_THE_JUDGE = ("base_url", "model", "prompt", "pattern", "scale", "max_tokens", "key_variable")
 
 
 def _functions(settings: Settings) -> set[str]:
@@ -109,6 +113,24 @@ RULES = (
         ("rewards.functions",),
         lambda settings: bool(_functions(settings) & {"math_verify", "exact_match"}),
         lambda _: 'rewards.functions that lack "math_verify" and "exact_match"',
+    ),
+    ExclusionRule(
+        tuple(f"rewards.judge_{key}" for key in _OF_THE_JUDGE),
+        ("rewards.functions",),
+        lambda settings: LLM_JUDGE in _functions(settings),
+        lambda _: f'rewards.functions that lack "{LLM_JUDGE}"',
+    ),
+    ExclusionRule(
+        ("rewards.code_timeout_s", "rewards.code_network"),
+        ("rewards.functions",),
+        lambda settings: CODE_TESTS in _functions(settings),
+        lambda _: f'rewards.functions that lack "{CODE_TESTS}"',
+    ),
+    ExclusionRule(
+        ("rewards.graders", "rewards.grading_attempts"),
+        ("rewards.graded",),
+        lambda settings: bool(settings.rewards.graded),
+        lambda _: "no rewards.graded, so no graders",
     ),
     ExclusionRule(
         ("algorithm.overlong_l_cache", "algorithm.overlong_factor"),

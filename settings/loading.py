@@ -170,6 +170,7 @@ def _check_sections_agree(settings: Settings) -> None:
             f"top_p, top_k or min_p, got {temperature}; leave it out"
         )
     _check_lora(settings)
+    _check_evaluation(settings)
     _check_emulation(settings)
 
 
@@ -188,6 +189,14 @@ def _check_lora(settings: Settings) -> None:
         got = 'generation.engine = "emulated", which has no base to add an adapter to'
     if got is not None:
         raise SettingsError(f"expected what goes with training.lora.rank = {rank}, got {got}; change one of the two")
+
+
+def _check_evaluation(settings: Settings) -> None:
+    if settings.evaluation.data and settings.rewards.graded:
+        raise SettingsError(
+            "expected [evaluation.data] or rewards.graded, got both: held-out completions are judged by workers "
+            "alone, and would lack what graders say; leave one of the two out"
+        )
 
 
 def _check_emulation(settings: Settings) -> None:

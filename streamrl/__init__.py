@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from consumers.algorithms.shelf import Algorithm
-    from streamrl.api import Run, run, run_async
+    from streamrl.api import Run, compare, run, run_async
     from streamrl.datasets import TrajectoryDataset
     from streamrl.streaming import stream
 
-__all__ = ["Algorithm", "Run", "TrajectoryDataset", "run", "run_async", "stream"]
+__all__ = ["Algorithm", "Run", "TrajectoryDataset", "compare", "run", "run_async", "stream"]
 _HOMES = {
     "Algorithm": "consumers.algorithms.shelf",
     "Run": "streamrl.api",
+    "compare": "streamrl.api",
     "run": "streamrl.api",
     "run_async": "streamrl.api",
     "stream": "streamrl.streaming",

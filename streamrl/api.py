@@ -87,6 +87,29 @@ async def run_async(source: Source = None, /, **overrides: Any) -> "Run":
     return Run(settings.run.path, finished=code == 0)
 
 
+def compare(*runs: "Run | str | Path", level: float | None = None, out: str | Path | None = None) -> dict[str, Any]:
+    """Several runs side by side, as `streamrl report A B --json` has them.
+
+    ``runs`` have ``name``, ``path`` and ``figures`` by key (rewards, KL, entropy, lengths, tokens, staleness, shares of
+    waiting); ``paired`` the difference of each run to the first on the prompts that both sampled, with a 95 % interval
+    and the p of Wilcoxon's signed-rank test; ``settings`` those that differ.
+
+    Args:
+        runs: two or more, each by its directory, its name under ``runs/`` or as a ``Run``.
+        level: the reward whose first reaching is told; None: the highest that all reached.
+        out: where to write the page that shows the same; None: nowhere.
+
+    Raises:
+        UserError: a run is not there or took no step, or the page cannot be written.
+    """
+    from inspection.report.command import compared
+
+    if len(runs) < 2:
+        raise UserError(f"expected two runs or more to compare, got {len(runs)}")
+    paths = [one.directory if isinstance(one, Run) else Path(one) for one in runs]
+    return compared(paths, level, None if out is None else Path(out))
+
+
 def settings_of(source: Source, overrides: Mapping[str, Any]) -> Settings:
     """Settings from a file, a mapping or settings, with ``section__key`` overrides on top.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bus.port import Bus, Outgoing, Publisher, Subscription, TopicPartition, TransactionalPublisher
+from bus.port import Bus, GroupMember, Outgoing, Publisher, Subscription, TopicPartition, TransactionalPublisher
 from consumers.algorithms.advantages import ModelLimits
 from consumers.batching.micro_batches import MicroBatch
 from consumers.training.checkpoints.manifest import CheckpointManifest
@@ -134,6 +134,14 @@ class SwitchedBus:
     async def subscribe(self, topics: Iterable[str], **how: Any) -> Subscription:
         """See the port."""
         return await self.bus.subscribe(topics, **how)
+
+    async def join(self, topic: str, *, group_id: str, client_id: str) -> GroupMember:
+        """See the port."""
+        return await self.bus.join(topic, group_id=group_id, client_id=client_id)
+
+    async def group_offsets(self, topic: str, *, group_id: str) -> dict[TopicPartition, int]:
+        """See the port."""
+        return await self.bus.group_offsets(topic, group_id=group_id)
 
     async def transactional(self, transactional_id: str) -> TransactionalPublisher:
         """See the port."""

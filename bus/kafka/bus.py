@@ -5,7 +5,9 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
+from bus.kafka.cluster import offsets_of_group
 from bus.kafka.connection import BrokerAvailability, client_options, partition_counts, started
+from bus.kafka.membership import KafkaGroupMember, join_group
 from bus.kafka.publisher import KafkaPublisher
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.subscription import ConsumerFactory, KafkaSubscription, open_subscription
@@ -110,6 +112,24 @@ class KafkaBus:
             raise BusError(f"expected partitions to read, got none of {sorted(wanted or ())}")
         factory = ConsumerFactory(self._settings, client_id, group_id, self.availability, self._prefetch)
         return await open_subscription(factory, assigned, start, whole=wanted is None)
+
+    async def join(self, topic: str, *, group_id: str, client_id: str) -> KafkaGroupMember:
+        """A member of a consumer group; see the port.
+
+        Raises:
+            BusUnavailable: no broker answers.
+            TopicMissing: there is no such topic.
+        """
+        _partitions_of(topic, await partition_counts(self._settings, client_id), None)
+        return await join_group(self._settings, topic, group_id=group_id, client_id=client_id)
+
+    async def group_offsets(self, topic: str, *, group_id: str) -> dict[TopicPartition, int]:
+        """How far a group has come; see the port.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+        return dict(await offsets_of_group(self._settings, topic, group_id))
 
 
 def _partitions_of(topic: str, counts: dict[str, int], wanted: frozenset[int] | None) -> list[TopicPartition]:

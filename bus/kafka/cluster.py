@@ -251,6 +251,21 @@ async def committed_offsets(settings: KafkaSettings, topics: Collection[str]) ->
         await asked.close()
 
 
+async def offsets_of_group(settings: KafkaSettings, topic: str, group: str) -> Offsets:
+    """The next offset that one group wants, by partition of a topic; none of those of which it committed nothing.
+
+    Raises:
+        BrokerUnreachable: no broker answers.
+        BusError: the broker refuses.
+    """
+    async with admin_of(settings) as admin, answered(settings):
+        return {
+            TopicPartition(tp.topic, tp.partition): kept.offset
+            for tp, kept in (await admin.list_consumer_group_offsets(group)).items()
+            if tp.topic == topic and kept.offset >= 0
+        }
+
+
 # 16 KiB that repeat, so that every codec has something to do.
 _SAMPLE = Outgoing("t", bytes(range(256)) * 64, "key", headers=(("name", b"content"),))
 

@@ -16,20 +16,14 @@ from functools import partial
 import structlog
 import xxhash
 
+from bus.dead_letters import DETAIL_LIMIT, KEY_LIMIT, dead_letter, printable
 from bus.port import Bus, Outgoing, Position, Publisher, Record
-from schemas.codec import Headers
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, WireError
 from schemas.reports import RecordRef, SkipReason, SkipRecord
 from schemas.topics import DEAD_LETTERS, SKIPS
-from schemas.trajectories import Trajectory
 
 log = structlog.get_logger()
 
-DETAIL_LIMIT = 1000
-"""Characters of an explanation: enough for a message, while a row stays small whatever a reward function printed."""
-KEY_LIMIT = 256
-HEADERS_LIMIT = 32 << 10
-"""Bytes of a bad record's own headers that are kept: with the reason added, Kafka must still take the record."""
 ATTEMPTS = 5
 """Sendings of one row without an answer, each with the producer's own delivery time-out, before ``flush`` gives up."""
 
@@ -122,9 +116,9 @@ class RejectionWriter:
         row = SkipRecord(
             algorithm=self.algorithm,
             reason=reason,
-            detail=_printable(detail, DETAIL_LIMIT),
+            detail=printable(detail, DETAIL_LIMIT),
             trajectory_id=ref.trajectory_id or None,
-            group_id=group_id and _printable(group_id, KEY_LIMIT),
+            group_id=group_id and printable(group_id, KEY_LIMIT),
             partition=ref.partition,
             offset=ref.offset,
             end_offset=end_offset,
@@ -141,24 +135,10 @@ class RejectionWriter:
     def dead_letter(self, record: Record, error: WireError) -> None:
         """Put a record's bytes, unchanged, on the dead-letters topic with the reason in the headers.
 
-        Only what is larger than any frame may be, and so cannot be written again, is cut; a header says so.
+        See ``bus.dead_letters``.
         """
-        reason: Headers = (
-            ("dlq-error-class", type(error).__name__.encode()),
-            ("dlq-error", _printable(str(error), DETAIL_LIMIT).encode()),
-            ("dlq-topic", record.topic.encode()),
-            ("dlq-partition", str(record.partition).encode()),
-            ("dlq-offset", str(record.offset).encode()),
-            ("dlq-ts", f"{self.clock():.3f}".encode()),
-        )
-        value = record.value
-        if value is not None and len(value) > Trajectory.MAX_BYTES:
-            reason += (("dlq-cut-from", str(len(value)).encode()),)
-            value = value[: Trajectory.MAX_BYTES]
-        written = sum(len(name) + len(content or b"") for name, content in record.headers)
-        kept = record.headers if written <= HEADERS_LIMIT else ()
-        key = record.key and _printable(record.key, KEY_LIMIT)
-        dead = Outgoing(DEAD_LETTERS.full_name(self.run_name), value, key, 0, (*kept, *reason))
+        topic = DEAD_LETTERS.full_name(self.run_name)
+        dead = dead_letter(record, topic, type(error).__name__, str(error), now=self.clock())
         self._outbox.append(_Pending(dead))
         self.dead_letters += 1
 
@@ -231,9 +211,3 @@ class RejectionWriter:
             self._outbox.append(row)
         elif error is not None:
             self.refused_by = error if isinstance(error, BusError) else BusError(f"a row was refused: {error!r}")
-
-
-def _printable(text: str, limit: int) -> str:
-    """Text cut to a length, and free of what UTF-8 cannot carry."""
-    # A str may hold lone surrogates, which strict UTF-8 refuses; an explanation must not fail for its spelling.
-    return text[:limit].encode(errors="replace").decode()

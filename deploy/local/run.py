@@ -252,6 +252,7 @@ async def _train(
         standbys=settings.run.standby_trainers,
         gateway=gateway,
         evaluator=bool(settings.evaluation.data),
+        graders=settings.rewards.graders if settings.rewards.graded else 0,
     )
     if settings.run.audit:
         specs.append(making.audit(address))

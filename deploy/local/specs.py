@@ -36,6 +36,7 @@ class ChildSpecs:
         standbys: int = 0,
         gateway: bool = False,
         evaluator: bool = False,
+        graders: int = 0,
     ) -> list[ChildSpec]:
         """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher; the others if wanted.
 
@@ -50,6 +51,7 @@ class ChildSpecs:
             *(replace(each, command=each.standby) for each in standing_by),
             *(self.worker(number) for number in range(workers)),
             replace(self.of("dispatcher", "dispatcher"), is_single=True),
+            *(self.of(name, "grader", "--id", name) for name in map("grader-{}".format, range(graders))),
             *([replace(self.of("evaluator", "evaluator"), optional=True, awaited=True)] if evaluator else []),
             *([replace(self.of("ranker", "ranker"), optional=True)] if ranker else []),
             *([replace(self.of("gateway", "gateway"), optional=True)] if gateway else []),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from producers.generation.rollout import RewardScorer
     from producers.generation.serving import RequestSlots
     from producers.generation.worker import GenerationWorker
+    from producers.grading.grader import Grader
     from producers.lengths.predictor import SampleLength
 
 
@@ -74,12 +75,14 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
             return build_evaluator(settings, context)
         case "ranker":
             return build_ranker(settings, context)
+        case "grader":
+            return build_grader(settings, context)
         case "gateway":
             return build_gateway(settings, context)
         case _:
             raise UserError(
-                "expected one of worker, trainer, standby, dispatcher, evaluator, ranker, gateway, coordinator, relay, "
-                f"got {role!r}"
+                "expected one of worker, trainer, standby, dispatcher, evaluator, grader, ranker, gateway, "
+                f"coordinator, relay, got {role!r}"
             )
 
 
@@ -173,6 +176,7 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
         # The oldest checkpoint that is kept was written so many intervals ago, less than one of them unfinished.
         history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
         on_tick=context.on_tick,
+        has_graders=bool(settings.rewards.graded),
     )
     # Given the method and not its answer: metrics ask for it at each collection.
     context.watch_status(dispatcher.status)
@@ -210,6 +214,32 @@ def _held_out(settings: Settings) -> "HeldOutPrompts":
     sources = {name: open_source(data, run_seed=settings.run.seed) for name, data in settings.evaluation.data.items()}
     wanted = settings.evaluation.prompts
     return HeldOutPrompts.of({name: first_prompts(source, wanted) for name, source in sources.items()})
+
+
+def build_grader(settings: Settings, context: ProcessContext) -> "Grader":
+    """A grader under the name of its process.
+
+    Raises:
+        SettingsError: no reward is for graders.
+    """
+    from producers.grading.grader import Grader
+    from producers.rewards.runner import RewardRunner
+
+    rewards = settings.rewards
+    if not rewards.graded:
+        raise SettingsError(
+            "expected rewards.graded to name the reward functions that graders call, got none; set it for all "
+            "processes of the run"
+        )
+    return Grader(
+        context.bus,
+        settings.run.name,
+        context.name,
+        RewardRunner(rewards, rewards.graded_names),
+        attempts=rewards.grading_attempts,
+        concurrency=rewards.concurrency,
+        on_tick=context.on_tick,
+    )
 
 
 def build_ranker(settings: Settings, context: ProcessContext) -> Role:
@@ -262,6 +292,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
         run_id=IdentityFile(settings.run.path).run_id,
         requests=_requests(settings),
         evaluation_slots=settings.evaluation.slots(settings.generation.max_num_seqs),
+        for_graders=bool(settings.rewards.graded),
     )
 
 
@@ -343,7 +374,7 @@ def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
     sampling, lora_rank = settings.loop.sampling_params(), settings.training.lora.rank
     engine = build_engine(settings.generation, settings.model.path, sampling, lora_rank)
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
-    return engine, tokenizer, RewardRunner(settings.rewards)
+    return engine, tokenizer, RewardRunner(settings.rewards, settings.rewards.worker_names)
 
 
 def _emulated_worker(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
@@ -355,4 +386,4 @@ def _emulated_worker(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScor
     # Decode times are in emulated seconds; ``time_scale`` turns them into those of the wall clock.
     engine = build_emulated(settings.generation, emulation.decode, emulation.lengths, emulation.time_scale)
     tokenizer = FillerTokenizer(emulation.lengths.prompt_characters_per_token)
-    return engine, tokenizer, ConstantRewards(settings.rewards.names)
+    return engine, tokenizer, ConstantRewards(settings.rewards.worker_names)

@@ -93,17 +93,17 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
 
 
 def process_name(role: str, worker_id: str) -> str:
-    """The role, or of a worker its id; without one it makes one up that no other worker has.
+    """The role, or of a worker or grader its id; without one it makes one up that no other has.
 
     Raises:
         SettingsError: the id is not a plain name.
     """
-    if role != "worker":
+    if role not in ("worker", "grader"):
         return role
     # The host's name makes it readable; six hex digits keep workers of one host apart.
     name = worker_id or f"{socket.gethostname().lower().split('.')[0][:32]}-{uuid.uuid4().hex[:6]}"
     if not is_plain_name(name):
-        raise SettingsError(f"expected a worker id of 1 to 64 of a-z, 0-9, '.', '_' and '-', got {name!r}")
+        raise SettingsError(f"expected an id of 1 to 64 of a-z, 0-9, '.', '_' and '-', got {name!r}")
     return name
 
 

@@ -17,14 +17,14 @@ from inspection.audit.checks import check_balance
 from inspection.audit.index import AuditIndex
 from inspection.audit.report import AuditReport
 from schemas.errors import DataError, WireError
-from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS, Topic
 
 Progress = Callable[[str, int, int], None]
 """Called with the topic, how many of its offsets were read, and how many there are."""
 PROGRESS_EVERY = 500
 """Records between two calls: a bar that moves some times a second at the usual 10,000 records/s and more."""
 Handler = Callable[[Record], None]
-TOPICS = (STEPS, SKIPS, TRAJECTORIES, WORK_ORDERS, DEAD_LETTERS)
+TOPICS = (STEPS, SKIPS, UNGRADED, TRAJECTORIES, WORK_ORDERS, DEAD_LETTERS)
 """In the order in which their ends are fixed."""
 
 
@@ -78,6 +78,7 @@ def handlers_of(run: str, index: AuditIndex) -> dict[str, Handler]:
         STEPS: index.add_step,
         SKIPS: index.add_skip,
         TRAJECTORIES: index.add_trajectory,
+        UNGRADED: index.add_ungraded,
         WORK_ORDERS: index.add_order,
         DEAD_LETTERS: index.add_dead_letter,
     }

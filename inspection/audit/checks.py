@@ -64,6 +64,7 @@ def judge(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest], 
     produced = ProducedRecords(index.produced, index.held, index.missed)
     names = algorithms_of(index, manifests)
     # Hash 0 is a record without a readable name, and no trajectory of its own.
+    sampled = np.fromiter(index.sampled, dtype=np.uint64, count=len(index.sampled))
     hashes = np.unique(produced.hashes[produced.hashes != 0])
     ordered = np.fromiter(index.ordered, dtype=np.uint64, count=len(index.ordered))
     ordered = ordered[~settled.ordered.holds(ordered)]
@@ -88,6 +89,8 @@ def judge(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest], 
         algorithms=tuple(balances),
         continued=index.continued,
         continuations=index.continuations,
+        sampled=len(index.sampled),
+        in_grading=int(np.count_nonzero(~seen.on_topic(sampled))),
     )
     return Judgement(report, produced, tables)
 

@@ -289,7 +289,7 @@ class AuditIndex:
     """The whole run. ``held``: extents of the trajectories topic, and ``missed`` the offsets within them that were
     deleted unread; the flags say whether a topic was read from its first record on, so that what is missing cannot have
     expired. ``samples``: of the largest group that was ordered. ``continued``: records of trajectories that another
-    worker went on with, and ``continuations`` how often one did.
+    worker went on with, and ``continuations`` how often one did. ``sampled``: names that went to graders, by hash.
     """
 
     held: dict[int, Extent] = field(default_factory=dict)
@@ -305,6 +305,7 @@ class AuditIndex:
     dead_letters: Counter[str] = field(default_factory=Counter)
     continued: int = 0
     continuations: int = 0
+    sampled: set[int] = field(default_factory=set)
 
     def of(self, algorithm: str) -> AlgorithmIndex:
         """The index of one algorithm."""
@@ -361,6 +362,11 @@ class AuditIndex:
         names = ordered_ids_of(record)
         self.ordered.update(hash_of(name) for name in names)
         self.samples = max([self.samples, *(int(index) + 1 for name in names if (index := _sample_of(name)))])
+
+    def add_ungraded(self, record: Record) -> None:
+        """A record of the ungraded topic."""
+        if (name := trajectory_id_of(record, b"ungraded-trajectory")) is not None:
+            self.sampled.add(hash_of(name))
 
     def add_dead_letter(self, record: Record) -> None:
         """A record of the dead-letters topic."""

@@ -156,6 +156,9 @@ class AuditReport:
     # Records of trajectories that another worker went on with, and how often one did.
     continued: int = 0
     continuations: int = 0
+    # Distinct trajectories that went to graders, and those of them that are not on the trajectories topic.
+    sampled: int = 0
+    in_grading: int = 0
     seconds: float = 0.0
     violations: tuple[Violation, ...] = field(init=False)
 

@@ -17,7 +17,14 @@ from schemas.errors import UserError, WireError
 from schemas.messages import Message
 from schemas.reports import RefusedStep, StepReport
 from schemas.topics import DEAD_LETTERS, Topic
-from schemas.trajectories import PartialTrajectory, TokenChunk, Trajectory, WorkOrder
+from schemas.trajectories import (
+    FinishedCompletion,
+    PartialTrajectory,
+    TokenChunk,
+    Trajectory,
+    UngradedTrajectory,
+    WorkOrder,
+)
 
 
 @dataclass(frozen=True)
@@ -131,7 +138,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
-def reward_of(trajectory: Trajectory) -> float | None:
+def reward_of(trajectory: FinishedCompletion) -> float | None:
     """The sum of its rewards, unweighted; none if it has none."""
     given = [value for value in trajectory.rewards.values() if value is not None]
     return sum(given) if given else None
@@ -161,13 +168,15 @@ _DEAD_LETTER_FIELDS: dict[str, Callable[[ShownRecord], Any]] = {
     "origin_partition": lambda each: each.dead_letter and each.dead_letter.origin and each.dead_letter.origin.partition,
     "origin_offset": lambda each: each.dead_letter and each.dead_letter.origin and each.dead_letter.origin.offset,
 }
+_OF_COMPLETIONS: dict[str, Callable[[Any], Any]] = {
+    "length": lambda each: len(each.token_ids),
+    "prompt_length": lambda each: len(each.prompt_token_ids),
+    "reward": reward_of,
+    "seconds": lambda each: each.finished_at - each.started_at,
+}
 _DERIVED: dict[type[Message], dict[str, Callable[[Any], Any]]] = {
-    Trajectory: {
-        "length": lambda each: len(each.token_ids),
-        "prompt_length": lambda each: len(each.prompt_token_ids),
-        "reward": reward_of,
-        "seconds": lambda each: each.finished_at - each.started_at,
-    },
+    Trajectory: _OF_COMPLETIONS,
+    UngradedTrajectory: _OF_COMPLETIONS,
     TokenChunk: {"length": lambda each: len(each.token_ids)},
     PartialTrajectory: {"length": lambda each: len(each.token_ids)},
     WorkOrder: {

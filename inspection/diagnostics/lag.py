@@ -23,7 +23,7 @@ from inspection.diagnostics.tail import newest_records
 from observability.run_state.feed import ends_by_bucket
 from observability.run_state.state import RunState, lag_by_bucket
 from schemas.plain_text import plain_lines
-from schemas.topics import STEPS, TRAJECTORIES
+from schemas.topics import STEPS, TRAJECTORIES, UNGRADED, Topic
 
 NEXT_WITHIN = 50
 """Offsets in which the next record is looked for; between them may be ends of transactions."""
@@ -39,17 +39,22 @@ def show_lag(connection: RunConnection, interval_s: float, *, as_json: bool) -> 
     Raises:
         UserError: no such run, or no broker.
     """
-    lag, groups = uvloop.run(_lags(connection, interval_s))
+    lag, groups, grading = uvloop.run(_lags(connection, interval_s))
     if as_json:
-        print(
-            json.dumps({"lag": sum(lag.values()), "lag_by_bucket": lag, "groups": [lag_json(each) for each in groups]})
-        )
+        found = {"lag": sum(lag.values()), "lag_by_bucket": lag, "groups": [lag_json(each) for each in groups]}
+        print(json.dumps(found | {"grading": [lag_json(each) for each in grading]}))
     else:
-        print(plain_lines([lag_line(lag), *(line for each in groups for line in lag_lines(each))]))
+        lines = [lag_line(lag), *(line for each in groups for line in lag_lines(each))]
+        # Where workers call all rewards nothing is graded, and there is nothing to say.
+        lines += [line for each in grading for line in ("", "waiting for graders", *lag_lines(each))]
+        print(plain_lines(lines))
     return 0
 
 
-async def _lags(connection: RunConnection, interval_s: float) -> "tuple[dict[int, int], list[GroupLag]]":
+async def _lags(
+    connection: RunConnection, interval_s: float
+) -> "tuple[dict[int, int], list[GroupLag], list[GroupLag]]":
+    """The trainer's lag by bucket; that of each group of the trajectories, and of the samples that are to be graded."""
     connection = await connection.with_run()
     history, topic = BusHistory(connection.bus, CLIENT_ID), connection.name_of(TRAJECTORIES)
     state = await newest_steps(connection)
@@ -57,7 +62,10 @@ async def _lags(connection: RunConnection, interval_s: float) -> "tuple[dict[int
     groups = await measure_lags(connection, shards, interval_s)
     if shards is not None:
         state.ends = ends_by_bucket({tp: held.end for tp, held in (await history.extents(topic)).items()}, shards)
-    return state.lag, groups
+    ungraded = await history.extents(connection.name_of(UNGRADED))
+    is_graded = any(held.end for held in ungraded.values())
+    grading = await measure_lags(connection, shards, interval_s, UNGRADED) if is_graded else []
+    return state.lag, groups, grading
 
 
 def shards_of(connection: RunConnection, partitions: int, metrics: Mapping[str, float]) -> int | None:
@@ -123,13 +131,15 @@ class _Sample:
     committed: Mapping[str, Mapping[TopicPartition, int]]
 
 
-async def measure_lags(connection: RunConnection, shards: int | None, interval_s: float = 0.0) -> list[GroupLag]:
-    """The lag of every group, with rates if there is an interval to measure them in.
+async def measure_lags(
+    connection: RunConnection, shards: int | None, interval_s: float = 0.0, of: Topic = TRAJECTORIES
+) -> list[GroupLag]:
+    """The lag of every group of a topic, with rates if there is an interval to measure them in.
 
     Raises:
         BusUnavailable: no broker answers.
     """
-    topic = connection.name_of(TRAJECTORIES)
+    topic = connection.name_of(of)
     # Two samples, or one twice: without an interval there are no rates, and nothing is waited for.
     before = await _sample(connection, topic)
     after = before

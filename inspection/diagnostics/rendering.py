@@ -20,7 +20,7 @@ from schemas.control import (
 from schemas.messages import Message
 from schemas.plain_text import plain_text
 from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
-from schemas.trajectories import PartialTrajectory, ReleaseOrder, TokenChunk, Trajectory, WorkOrder
+from schemas.trajectories import FinishedCompletion, PartialTrajectory, ReleaseOrder, TokenChunk, WorkOrder
 
 HEAD = 60
 """Characters of a text within a line."""
@@ -46,7 +46,7 @@ def _said(shown: ShownRecord) -> str:
 
 def _of_message(message: Message) -> str:
     match message:
-        case Trajectory():
+        case FinishedCompletion():
             return _of_trajectory(message)
         case TokenChunk():
             ending = f"  {message.finish_reason.value}" if message.finish_reason else ""
@@ -96,14 +96,14 @@ def _of_order(order: WorkOrder) -> str:
     )
 
 
-def _of_trajectory(message: Trajectory) -> str:
+def _of_trajectory(message: FinishedCompletion) -> str:
     total = reward_of(message)
     reward = "-" if total is None else f"{total:.3f}"
     # More than four would push the text out of the line.
     versions = " ".join(f"v{span.version}" for span in message.version_spans[:4]) or f"v{message.admitted_version}"
     wrong = f"  reward failed: {', '.join(message.reward_errors)}" if message.reward_errors else ""
     return (
-        f"trajectory {message.trajectory_id}  {message.worker_id}  {len(message.token_ids)} tokens "
+        f"{message.SCHEMA} {message.trajectory_id}  {message.worker_id}  {len(message.token_ids)} tokens "
         f"(~{message.predicted_length})  {message.finish_reason.value}  reward {reward}"
         f"  {versions}{wrong}  {_head(message.completion_text)}"
     )

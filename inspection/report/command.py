@@ -10,17 +10,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from bus.history import History
 from inspection.report.facts import TopicDigest, write_facts
 from inspection.report.figures import figures_of
 from inspection.report.gathering import gather_topics
 from inspection.report.page import differing_settings, figure_rows, level_for, write_page
+from inspection.report.pairing import paired_differences
 from inspection.report.record import RunRecord, read_record
 from inspection.source import RUNS, PastRun, history_of, no_run, open_run
 from schemas.errors import UserError
+from schemas.plain_text import plain_text
 from settings.run_directory import RunDirectory
 
 COMPARISON = Path("comparison.html")
+WIDTH = 160
+"""Columns of the table where there is no terminal to ask."""
 
 
 def report(
@@ -52,6 +60,8 @@ def report(
     _refuse_empty(records)
     if as_json:
         print(json.dumps(as_data(records, level), indent=2))
+    elif len(records) > 1:
+        print_comparison(records, level)
     if out is not None or not as_json:
         target = out or (directories[0].report if len(records) == 1 else COMPARISON)
         _write(target, records, level)
@@ -60,8 +70,26 @@ def report(
     return 0
 
 
+def compared(paths: Sequence[Path], level: float | None = None, out: Path | None = None) -> dict[str, Any]:
+    """``as_data`` of runs, and the page if ``out`` is named.
+
+    Raises:
+        UserError: a run is not there, took no step, or the page cannot be written.
+    """
+    directories = find_runs(paths)
+    names = names_of([directory.path for directory in directories])
+    records = [read_record(directory, name) for directory, name in zip(directories, names, strict=True)]
+    _refuse_empty(records)
+    if out is not None:
+        _write(out, records, level)
+    return as_data(records, level)
+
+
 def as_data(records: Sequence[RunRecord], level: float | None = None) -> dict[str, Any]:
-    """Figures of each run and the settings that differ, as plain data; shares are 0 to 1, times in seconds."""
+    """Figures of each run, their differences on paired prompts, and the settings that differ, as plain data.
+
+    Shares are 0 to 1, times in seconds.
+    """
     level = level_for(records, level)
     rows = figure_rows([figures_of(record, level) for record in records])
     return {
@@ -70,8 +98,25 @@ def as_data(records: Sequence[RunRecord], level: float | None = None) -> dict[st
             {"name": record.name, "path": str(record.path), "figures": {row.key: row.values[number] for row in rows}}
             for number, record in enumerate(records)
         ],
+        "paired": [each._asdict() | {"significant": each.is_significant} for each in paired_differences(records)],
         "settings": {key: [record.settings.get(key) for record in records] for key, _ in differing_settings(records)},
     }
+
+
+def print_comparison(records: Sequence[RunRecord], level: float | None = None) -> None:
+    """The figures of several runs side by side, the best of a row in bold; what is sure of it below."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for record in records:
+        table.add_column(Text(plain_text(record.name)), justify="right", overflow="fold")
+    level = level_for(records, level)
+    for row in figure_rows([figures_of(record, level) for record in records]):
+        cells = (Text(plain_text(text), "bold" if best else "") for text, best in zip(row.texts, row.best, strict=True))
+        table.add_row(Text(plain_text(row.label)), *cells)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(table)
+    for each in paired_differences(records):
+        console.print(Text(plain_text(each.text)))
 
 
 def _refuse_empty(records: Sequence[RunRecord]) -> None:

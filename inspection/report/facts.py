@@ -54,13 +54,18 @@ class SampleText(_Part):
 
 
 class TopicDigest(_Part):
-    """Of the ``held`` trajectories on the topic, ``read`` were read, the newest. ``staleness``: trained ones by age."""
+    """Of the ``held`` trajectories on the topic, ``read`` were read, the newest. ``staleness``: trained ones by age.
+
+    ``rewards``: of groups, the mean reward and which share of them had ended before (0 to 1). Of many the same are
+    kept in every run, so that runs can be compared by prompts.
+    """
 
     held: int
     read: int
     workers: dict[str, WorkerActivity] = {}
     lengths: LengthFacts | None = None
     staleness: dict[int, int] = {}
+    rewards: dict[str, tuple[float, float]] = {}
     first: tuple[SampleText, ...] = ()
     last: tuple[SampleText, ...] = ()
 

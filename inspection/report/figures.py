@@ -46,6 +46,11 @@ def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
             "rate",
             1,
         ),
+        Figure(
+            "tokens", "completion tokens of all steps", round(rows.total("completions/num_tokens")) or None, "count", -1
+        ),
+        Figure("kl", "KL to the initial model, last steps", _mean(rows.known("kl")[-ENDS:])),
+        Figure("entropy", "entropy, last steps (nats a token)", _mean(rows.known("entropy")[-ENDS:])),
         Figure("mean_length", "completion length, last steps", _mean(rows.known("completions/mean_length")[-ENDS:])),
         Figure("staleness_mean", "staleness, mean (steps)", staleness),
         Figure("staleness_max", "staleness, most (steps)", max(rows.known("off_policy/max"), default=None)),
@@ -89,8 +94,21 @@ def _reaching(rows: StepTable, level: float | None) -> list[Figure]:
     found = reached(rows, level)
     return [
         Figure("reached_step", f"steps to reward {level:.4g}", found[0] if found else "never", "count", -1),
+        Figure("reached_tokens", f"tokens to reward {level:.4g}", _tokens_to(rows, found), "count", -1),
         Figure("reached_seconds", f"time to reward {level:.4g}", found[1] if found else "never", "seconds", -1),
     ]
+
+
+def _tokens_to(rows: StepTable, found: tuple[int, float] | None) -> int | str | None:
+    """Completion tokens of the steps until then: what reaching it has cost."""
+    if found is None:
+        return "never"
+    spent = [
+        row.get("completions/num_tokens")
+        for step, row in zip(rows.steps, rows.metrics, strict=True)
+        if step <= found[0]
+    ]
+    return round(sum(tokens for tokens in spent if tokens is not None)) or None
 
 
 def _evaluated(record: RunRecord) -> list[Figure]:

@@ -11,6 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import xxhash
+
 from bus.history import Extent, History
 from bus.port import Record
 from inspection.report.facts import LengthFacts, SampleText, TopicDigest, WorkerActivity
@@ -26,6 +28,8 @@ from schemas.trajectories import Trajectory, WorkOrder
 
 MOST = {TRAJECTORIES: 60_000, WORK_ORDERS: 20_000, STEPS: 2000, HEARTBEATS: 20_000}
 """Records of a topic that are read: some seconds of reading, of any run."""
+MOST_GROUPS = 4096
+"""Whose rewards are kept: what a report of several runs compares."""
 SAMPLES = 12
 LONGEST_TEXT = 4000
 """Characters of a prompt or a completion."""
@@ -57,6 +61,7 @@ async def gather_topics(history: History, run: str, logs: Path) -> TopicDigest |
         workers=await _workers(history, run, summaries, logs),
         lengths=length_facts(estimated),
         staleness=await _staleness(history, run, summaries),
+        rewards=rewards_by_group(summaries),
         first=await _samples(history, run, _one_a_group(summaries)),
         # Picked from the end, and put back into the order of time.
         last=await _samples(history, run, _one_a_group(summaries[::-1])[::-1]),
@@ -132,6 +137,26 @@ async def _staleness(history: History, run: str, summaries: Sequence[TrajectoryS
             # Version n is what step n made of version n - 1, from which ages are counted.
             ages.add(fates.trained(positions, message.step, message.version.number - 1))
     return {age: round(count) for age, count in sorted(ages.counts.items())}
+
+
+def rewards_by_group(summaries: Sequence[TrajectorySummary]) -> dict[str, tuple[float, float]]:
+    """Mean reward of each group, and which share of the groups had ended before its last sample did.
+
+    ``summaries`` ascend in time. Of more than ``MOST_GROUPS`` those with the smallest hashes of their names: of two
+    runs over the same prompts these are the same ones, however many each has.
+    """
+    found: dict[str, list[float]] = {}
+    for summary in summaries:
+        # Taken out and put back, so that the dict is in the order of the groups' ends.
+        rewards = found.pop(summary.group_id, [])
+        found[summary.group_id] = rewards + ([] if summary.reward is None else [summary.reward])
+    ended = {group: (rewards, index / len(found)) for index, (group, rewards) in enumerate(found.items()) if rewards}
+    kept = sorted(ended, key=lambda group: xxhash.xxh3_64_intdigest(group.encode(errors="replace")))[:MOST_GROUPS]
+    return {
+        group: (round(sum(rewards) / len(rewards), 6), round(when, 4))
+        for group in kept
+        for rewards, when in [ended[group]]
+    }
 
 
 def _one_a_group(summaries: Sequence[TrajectorySummary]) -> list[TrajectorySummary]:

@@ -15,6 +15,7 @@ import jinja2
 from inspection.charts.assets import embedded_script, embedded_style
 from inspection.report.charts import WORKERS, axes, curves, order_over_time, shares, timeline
 from inspection.report.figures import Figure, Value, common_level, figures_of
+from inspection.report.pairing import paired_differences, shown_p
 from inspection.report.record import RunRecord
 from observability.run_state.aggregates import ENDS
 
@@ -223,6 +224,7 @@ def _compared(records: Sequence[RunRecord], level: float | None) -> dict[str, An
         "title": " · ".join(record.name for record in records),
         "subtitle": f"{len(records)} runs compared",
         "figures": figure_rows([figures_of(record, level) for record in records]),
+        "paired": [(each, shown_p(each.p) if each.p is not None else ABSENT) for each in paired_differences(records)],
         "level": level,
         "level_told": told,
         "ends": ENDS,

@@ -152,12 +152,12 @@ def name_of(record: Record) -> str | None:
     return trajectory_id_of(record)
 
 
-def trajectory_id_of(record: Record) -> str | None:
-    """The trajectory's id; None if the bytes do not begin as a trajectory's do.
+def trajectory_id_of(record: Record, schema: bytes = b"trajectory") -> str | None:
+    """The trajectory's id; None if the bytes do not begin as those of a message of this schema do.
 
     The rest is not decoded, so an id may be found in a record that the reader refuses.
     """
-    name = fields_of(record, b"trajectory", ("trajectory_id",), MAX_HEADER_BYTES).get("trajectory_id")
+    name = fields_of(record, schema, ("trajectory_id",), MAX_HEADER_BYTES).get("trajectory_id")
     return name if isinstance(name, str) and 0 < len(name) <= _NAME_LIMIT else None
 
 

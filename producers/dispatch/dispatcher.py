@@ -34,7 +34,7 @@ from schemas.errors import BusUnavailable, DeliveryUnknown
 from schemas.identifiers import PolicyVersion, make_group_id, partition_of_worker
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from schemas.settings import LoopSettings
-from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
+from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
 from schemas.trajectories import PartialSource, Prompt, ReleaseOrder, WorkOrder
 
 log = structlog.get_logger()
@@ -60,6 +60,7 @@ class Dispatcher:
     called, by name, at every turn of a loop. ``curve``: a worker's decode steps, in seconds of the clock; its scale is
     corrected by what arrives, for each worker by itself. ``curves``: of workers that have others, by worker id or by
     the engine's name. ``history_steps``: how many steps a resumed trainer may be behind the one before it.
+    ``has_graders``: samples reach the trainer by way of graders.
     """
 
     bus: Bus
@@ -75,6 +76,7 @@ class Dispatcher:
     history_steps: int = HISTORY_STEPS
     curves: Mapping[str, DecodeCurve] = field(default_factory=dict)
     time_of_day: Callable[[], float] = time.time
+    has_graders: bool = False
     state: DispatchState = field(init=False)
     scheduler: Scheduler = field(init=False)
     repacker: Repacker = field(init=False)
@@ -119,8 +121,9 @@ class Dispatcher:
 
     async def _rebuild_and_serve(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> bool:
         """Rebuild the state and serve; true if records were lost, so that the state is to be rebuilt."""
-        topics = [topic.full_name(self.run_name) for topic in (HEARTBEATS, CONTROL, STEPS, SKIPS, TRAJECTORIES)]
-        positions = await rebuild(self.bus, self.run_name, self.state, self.clock)
+        read = (HEARTBEATS, CONTROL, STEPS, SKIPS, TRAJECTORIES, *([UNGRADED] if self.has_graders else []))
+        topics = [topic.full_name(self.run_name) for topic in read]
+        positions = await rebuild(self.bus, self.run_name, self.state, self.clock, has_graders=self.has_graders)
         subscription = await self.bus.subscribe(topics, client_id=CLIENT_ID, start=positions)
         try:
             await self._serve(subscription, publisher, stop)

@@ -7,6 +7,7 @@ records are read that can belong to a group in flight: a group whose base versio
 reported, so everything that steps up to b consumed lies before its samples. Orders expire before steps and
 trajectories do, so the prompt cursor is the largest of what all three say. Positions below it that none of them
 names were drawn and never ordered, by a dispatcher that ended in the middle of a window; they come first again.
+With graders, what they have not finished is read before the trajectories: what they have is among these by then.
 """
 
 from collections import deque
@@ -20,9 +21,10 @@ from producers.dispatch.admission import SurvivingSteps
 from producers.dispatch.state import DispatchState
 from producers.lengths.startup import replay
 from schemas.control import RunFinished
+from schemas.identifiers import graders_group
 from schemas.messages import Message
 from schemas.reports import SkipRecord, StepReport
-from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
+from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
 from schemas.trajectories import WorkOrder
 
 log = structlog.get_logger()
@@ -117,7 +119,9 @@ class _TrainerRecords:
         return ends
 
 
-async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], float]) -> Positions:
+async def rebuild(
+    bus: Bus, run: str, state: DispatchState, clock: Callable[[], float], *, has_graders: bool = False
+) -> Positions:
     """Apply the history to a new state; returns where each topic is to be read on from. ``clock`` is monotonic.
 
     Raises:
@@ -143,6 +147,8 @@ async def rebuild(bus: Bus, run: str, state: DispatchState, clock: Callable[[], 
         state.observe(message, started)
     # Groups in flight reach the predictor below, with the prompt that was ordered.
     await replay(bus, run, state.predictor, skip=lambda group_id: state.flights.get(group_id) is not None)
+    if has_graders:
+        await _restore_ungraded(bus, run, state, positions, started)
     await _restore_samples(bus, run, state, trainer, positions, started)
     state.positions.find_unsent(named)
     state.resume(clock())
@@ -175,6 +181,14 @@ async def _restore_samples(
     oldest = trainer.number if state.ledger.oldest is None else state.ledger.oldest
     start = {TopicPartition(topic, partition): end for partition, end in trainer.ends_by(oldest).items()}
     start = await _still_held(bus, topic, start)
+    async for message in _history(bus, [topic], start, positions):
+        state.observe(message, now)
+
+
+async def _restore_ungraded(bus: Bus, run: str, state: DispatchState, positions: Positions, now: float) -> None:
+    topic = UNGRADED.full_name(run)
+    # What lies before these offsets was on the trajectories topic before the graders said so.
+    start = await _still_held(bus, topic, await bus.group_offsets(topic, group_id=graders_group(run)))
     async for message in _history(bus, [topic], start, positions):
         state.observe(message, now)
 

@@ -15,6 +15,7 @@ from producers.dispatch.fleet import (
     LiveWorkers,
     least_loaded,
 )
+from producers.dispatch.grading import SamplesInGrading
 from producers.dispatch.plans import log_deviation_of
 from producers.dispatch.progress import ExpectedLength, PlanAccuracy, Progress, TrainerPace
 from producers.dispatch.settings import DispatchSettings
@@ -27,10 +28,12 @@ from schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from schemas.reports import Heartbeat, SkipReason, SkipRecord, StepReport
 from schemas.settings import LoopSettings
 from schemas.trajectories import (
+    FinishedCompletion,
     FinishReason,
     PartialSource,
     Prompt,
     Trajectory,
+    UngradedTrajectory,
     WorkOrder,
     aborted_trajectory,
 )
@@ -138,6 +141,7 @@ class DispatchState:
             history_steps=history_steps,
         )
         self.flights = FlightTable()
+        self.grading = SamplesInGrading()
         self.fleet = LiveWorkers(settings.lease_s)
         self.progress = Progress(self.measured_curve, loop.max_completion_length)
         self.trainer = TrainerPace()
@@ -183,7 +187,7 @@ class DispatchState:
                 self.fleet.observe(message, at)
                 self.flights.heard(message, at)
                 self._let_go(message, at)
-            case Trajectory():
+            case Trajectory() | UngradedTrajectory():
                 self._produced(message, at)
             case StepReport():
                 self._stepped(message, at)
@@ -203,16 +207,30 @@ class DispatchState:
             flight.is_let_go = True
             self._leave(flight, at)
 
-    def _produced(self, trajectory: Trajectory, at: float) -> None:
+    def _produced(self, trajectory: FinishedCompletion, at: float) -> None:
+        """A sample is on the trajectories topic, or on its way there: the graders have it, and no worker owes it."""
         if trajectory.source == "request":  # ordered by nobody, and of no prompt source
             return
         self.positions.see(trajectory.position)
         # What the trainer refuses as no sample of its group is still missing here: nobody else will order it again.
         if trajectory.trajectory_id != make_trajectory_id(trajectory.group_id, trajectory.sample_index):
             return
-        flight = self.flights.produced(trajectory.group_id, trajectory.sample_index, at)
+        is_graded = isinstance(trajectory, Trajectory)
+        was_sampled = is_graded and self.grading.end(trajectory.group_id, trajectory.sample_index)
+        flight = (
+            self.flights.get(trajectory.group_id)
+            if was_sampled
+            else self.flights.produced(trajectory.group_id, trajectory.sample_index, at)
+        )
         # A repeat, or of a group that has ended.
         if flight is None:
+            return
+        if is_graded:
+            self._arrived(trajectory, flight, at)
+        else:
+            self.grading.begin(trajectory.group_id, trajectory.sample_index)
+        # Then all that it tells was learnt when it went to the graders.
+        if was_sampled:
             return
         length, sample = len(trajectory.token_ids), (trajectory.group_id, trajectory.sample_index)
         # Only a sample of the worker that has the order tells how fast that worker is.
@@ -224,16 +242,21 @@ class DispatchState:
             # From a worker that had the order before: nothing is awaited of this one any more.
             self.progress.drop(flight.worker_id, [sample], at)
         self._prompts.observe(flight.order.prompt, len(trajectory.prompt_token_ids))
-        tokens = length + len(trajectory.prompt_token_ids)
-        self.trainer.produced(trajectory.group_id, tokens, at, is_whole=not flight.missing)
         if not flight.missing:
-            self.ledger.produced(trajectory.group_id)
             self.plan_accuracy.over(trajectory.group_id, at)
         # Cut short by us, so its length says nothing of the prompt's.
         if trajectory.finish_reason is FinishReason.ABORT:
             return
         self.predictor.observe(ObservedCompletion.of(trajectory, flight.order.prompt))
         self.calibration.add(flight.order.estimate, length, trajectory.dataset)
+
+    def _arrived(self, trajectory: FinishedCompletion, flight: Flight, at: float) -> None:
+        group_id, is_whole = trajectory.group_id, not flight.missing and not self.grading.has(trajectory.group_id)
+        self.trainer.produced(
+            group_id, len(trajectory.token_ids) + len(trajectory.prompt_token_ids), at, is_whole=is_whole
+        )
+        if is_whole:
+            self.ledger.produced(group_id)
 
     def _stepped(self, report: StepReport, at: float) -> None:
         self.positions.pass_to(report.prompt_cursor)
@@ -262,6 +285,7 @@ class DispatchState:
             if (flight := self.flights.get(group_id)) is not None and flight.missing:
                 self._leave(flight, at)
             self.flights.end(group_id)
+            self.grading.forget(group_id)
             self.trainer.forget(group_id)
             self.plan_accuracy.over(group_id, at)
 

@@ -37,8 +37,15 @@ from schemas.errors import PromptRefused, WireError
 from schemas.identifiers import group_id_of, make_trajectory_id, partition_of_worker
 from schemas.reports import WorkerState
 from schemas.settings import LoopSettings
-from schemas.topics import CONTROL, HEARTBEATS, PARTIAL_TRAJECTORIES, TOKENS, TRAJECTORIES, WORK_ORDERS
-from schemas.trajectories import ReleaseOrder, Trajectory, WorkOrder
+from schemas.topics import CONTROL, HEARTBEATS, PARTIAL_TRAJECTORIES, TOKENS, TRAJECTORIES, UNGRADED, WORK_ORDERS
+from schemas.trajectories import (
+    FinishedCompletion,
+    FinishReason,
+    ReleaseOrder,
+    Trajectory,
+    UngradedTrajectory,
+    WorkOrder,
+)
 
 log = structlog.get_logger()
 
@@ -58,7 +65,8 @@ class GenerationWorker:
 
     ``on_tick`` is told, by name, of every turn of a loop. ``run_id``: of the run whose directory it has, if it has one.
     ``requests``: how it serves gateways beside its orders, None if it does not. ``evaluation_slots``: of the engine's
-    slots, those that evaluation takes at a time at most; 0: the run has none.
+    slots, those that evaluation takes at a time at most; 0: the run has none. ``for_graders``: graders have still to
+    judge what it samples.
     """
 
     bus: Bus
@@ -77,6 +85,7 @@ class GenerationWorker:
     run_id: str | None = None
     requests: RequestSlots | None = None
     evaluation_slots: int = 0
+    for_graders: bool = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped, drained, or the run is finished.
@@ -159,9 +168,8 @@ class WorkerSession:
         partials = cls._open_partials(worker, fenced)
         if slots:
             rollout.places = asyncio.Semaphore(worker.engine.max_num_seqs - slots)
-        topic, outbox = TRAJECTORIES.full_name(run), Outbox(fenced, settings.max_undelivered)
         releases = Releases(worker.engine, partials, monotonic=worker.monotonic) if partials is not None else None
-        executor = OrderExecutor(rollout, outbox, topic, worker.loop.max_prompt_length, partials, releases)
+        executor = cls._open_executor(worker, rollout, fenced, releases)
         heartbeats = Heartbeats(
             fenced,
             HEARTBEATS.full_name(run),
@@ -216,6 +224,20 @@ class WorkerSession:
             wanted,
             is_open=lambda: self.adopter.held is not None and not self.is_leaving,
             version=lambda: self.heartbeats.version,
+        )
+
+    @staticmethod
+    def _open_executor(
+        worker: GenerationWorker, rollout: Rollout, fenced: FencedPublisher, releases: Releases | None
+    ) -> "OrderExecutor":
+        return OrderExecutor(
+            rollout,
+            Outbox(fenced, worker.settings.max_undelivered),
+            TRAJECTORIES.full_name(worker.run_name),
+            worker.loop.max_prompt_length,
+            releases.pool if releases is not None else None,
+            releases,
+            ungraded=UNGRADED.full_name(worker.run_name) if worker.for_graders else None,
         )
 
     @staticmethod
@@ -329,8 +351,8 @@ class OrderExecutor:
     """Carries out work orders: each sample becomes a task that ends when the broker has its trajectory.
 
     ``partials``: where unfinished completions are on record, if they are; then ``releases`` are the orders that were
-    taken back. ``running`` holds the tasks by trajectory id, each true if it delivered; ``refused`` counts the orders
-    whose prompt cannot be sampled.
+    taken back. ``ungraded``: the topic of what graders have still to judge, if they have. ``running`` holds the tasks
+    by trajectory id, each true if it delivered; ``refused`` counts the orders whose prompt cannot be sampled.
     """
 
     rollout: Rollout
@@ -339,6 +361,7 @@ class OrderExecutor:
     max_prompt_length: int
     partials: PartialPool | None = None
     releases: Releases | None = None
+    ungraded: str | None = None
     running: "dict[str, asyncio.Task[bool]]" = field(default_factory=dict)
     refused: int = 0
     _logs: dict[str, PartialLog] = field(default_factory=dict)
@@ -459,7 +482,13 @@ class OrderExecutor:
 
     def _record(self, order: WorkOrder, trajectory: Trajectory) -> Outgoing:
         try:
-            record = Outgoing.of(self.topic, trajectory, key=order.group_id, partition=order.partition)
+            topic = self.topic
+            message: FinishedCompletion = trajectory
+            # What has no tokens or no reward of the worker's own has nothing for a grader to add to.
+            is_scored = trajectory.finish_reason is not FinishReason.ABORT and not trajectory.reward_errors
+            if self.ungraded is not None and is_scored:
+                topic, message = self.ungraded, UngradedTrajectory.of(trajectory, order.prompt)
+            record = Outgoing.of(topic, message, key=order.group_id, partition=order.partition)
             if (continued := len(trajectory.parts) - 1) > 0:
                 record = record._replace(headers=(*record.headers, (CONTINUATIONS_HEADER, str(continued).encode())))
             return record

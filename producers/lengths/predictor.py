@@ -20,7 +20,7 @@ from producers.lengths.settings import LengthSettings
 from schemas.errors import DataError
 from schemas.identifiers import make_group_id
 from schemas.settings import LoopSettings
-from schemas.trajectories import FinishReason, LengthEstimate, Prompt, Trajectory
+from schemas.trajectories import FinishedCompletion, FinishReason, LengthEstimate, Prompt
 
 log = structlog.get_logger()
 FINEST_LENGTH = 48
@@ -52,7 +52,7 @@ class ObservedCompletion:
     censored: bool = False
 
     @classmethod
-    def of(cls, trajectory: Trajectory, prompt: Prompt | None = None) -> "ObservedCompletion":
+    def of(cls, trajectory: FinishedCompletion, prompt: Prompt | None = None) -> "ObservedCompletion":
         """From the topic's record; without the prompt that was ordered, from the record's text of it."""
         # The record has the prompt as one text: turns and columns are known only to who sent the order.
         if prompt is None:

@@ -1,19 +1,22 @@
 """The rewards that come with StreamRL: which names they have, what can be set for them, and how they judge.
 
 A reward is a function in TRL's signature. ``math_verify`` compares answers as mathematics, ``exact_match`` to the
-letter, ``format`` looks at no answer. Only making ``math_verify`` loads its library.
+letter, ``format`` looks at no answer; ``llm_judge`` asks a model, ``code_tests`` runs what was written. Only making
+``math_verify`` loads its library.
 """
 
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
 
-Reward = Callable[..., list[float | None]]
+from producers.rewards.judges import CODE_TESTS, LLM_JUDGE, JudgeOptions, LlmJudge, code_tests
+
+Reward = Callable[..., Any]
 DATASET = "dataset"
 """The scorer that a generated data set brings along; it is loaded in ``producers.rewards.child``."""
-BUILT_IN = ("math_verify", "exact_match", "format")
+BUILT_IN = ("math_verify", "exact_match", "format", LLM_JUDGE, CODE_TESTS)
 THINK_ANSWER = r"\s*<think>(?!.*<think>).*</think>\s*<answer>(?!.*<answer>).*</answer>\s*"
 """One pair of think tags, then one pair of answer tags, and nothing around them."""
 PARSING_TIMEOUT_S = 3
@@ -28,11 +31,19 @@ class BuiltInOptions:
     """Regular expressions, in which a dot stands for a line break too.
 
     ``format_pattern``: what a whole completion must match. ``answer_pattern``: its first group is the answer in a
-    completion; None: the whole completion is.
+    completion; None: the whole completion is. ``code_timeout_s``: for the program of a completion. ``judge``: whom to
+    ask, and what.
     """
 
     format_pattern: str = THINK_ANSWER
     answer_pattern: str | None = None
+    code_timeout_s: float = 5.0
+    judge: JudgeOptions = field(default_factory=JudgeOptions)
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Self:
+        """What ``asdict`` made of one."""
+        return cls(**dict(content) | {"judge": JudgeOptions(**content.get("judge", {}))})
 
 
 def built_in(name: str, options: BuiltInOptions) -> Reward:
@@ -49,6 +60,10 @@ def built_in(name: str, options: BuiltInOptions) -> Reward:
             return exact_match(options.answer_pattern)
         case "format":
             return matches_format(options.format_pattern)
+        case "llm_judge":
+            return LlmJudge(options.judge)
+        case "code_tests":
+            return code_tests(options.code_timeout_s)
         case _:
             raise ValueError(f"expected the name of a built-in reward, got {name!r}")
 

@@ -235,17 +235,21 @@ def load_reward(function: str, options: str = "{}") -> LoadedReward:
             raise RewardLoadError(f"expected to load the data set's own scorer, got: {error}") from error
         return LoadedReward(score_with_dataset, is_async=False)
     if function in BUILT_IN:
-        return _load_built_in(function, BuiltInOptions(**json.loads(options)))
+        return _load_built_in(function, BuiltInOptions.of(json.loads(options)))
     loaded = load_function(function, RewardLoadError)
-    is_async = inspect.iscoroutinefunction(loaded) or inspect.iscoroutinefunction(type(loaded).__call__)
-    return LoadedReward(bind(loaded, function), is_async)
+    return LoadedReward(bind(loaded, function), _is_async(loaded))
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _load_built_in(name: str, options: BuiltInOptions) -> LoadedReward:
     from producers.rewards.builtin import built_in
 
     try:
-        return LoadedReward(bind(built_in(name, options), name), is_async=False)
+        loaded = built_in(name, options)
+        return LoadedReward(bind(loaded, name), _is_async(loaded))
     except ImportError as error:
         raise RewardLoadError(f"expected the library of reward {name!r} to be installed, got: {error}") from error
 

@@ -18,7 +18,7 @@ import signal
 import sys
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -68,14 +68,15 @@ class Scores:
 
 
 class RewardRunner:
-    """All functions of the settings. ``start`` before ``score``, ``close`` at the end."""
+    """Functions of the settings: all, or those of these names. ``start`` before ``score``, ``close`` at the end."""
 
-    def __init__(self, settings: RewardSettings) -> None:
-        self.names = settings.names
-        self._queues = [
-            RewardQueue(function, name, settings)
+    def __init__(self, settings: RewardSettings, names: Collection[str] | None = None) -> None:
+        chosen = {
+            name: RewardQueue(function, name, settings)
             for function, name in zip(settings.functions, settings.names, strict=True)
-        ]
+            if names is None or name in names
+        }
+        self.names, self._queues = tuple(chosen), list(chosen.values())
 
     async def start(self) -> None:
         """Load every function.
@@ -89,12 +90,12 @@ class RewardRunner:
             await self.close()
             raise failed[0]
 
-    async def score(self, request: ScoreRequest) -> Scores:
-        """Score one completion with all functions; never raises for what a function does."""
+    async def score(self, request: ScoreRequest, only: Collection[str] | None = None) -> Scores:
+        """Score one completion with all functions, or ``only`` these; never raises for what a function does."""
         task = _packed(request)
         # All are asked before the first is waited for: the functions run side by side, each in its own process.
-        calls = [queue.call(task) for queue in self._queues]
-        results = {name: await call for name, call in zip(self.names, calls, strict=True)}
+        calls = {queue.name: queue.call(task) for queue in self._queues if only is None or queue.name in only}
+        results = {name: await call for name, call in calls.items()}
         return Scores(
             {name: reward for name, (reward, _) in results.items()},
             {name: reason for name, (_, reason) in results.items() if reason is not None},
@@ -325,10 +326,10 @@ class RewardProcess:
         Raises:
             RewardLoadError: it cannot be imported, is no function, ends the process or takes too long.
         """
-        options, confinement = asdict(settings.built_in_options), asdict(settings.confinement)
+        options, confinement = asdict(settings.built_in_options), asdict(settings.confinement_of(function))
         arguments = (function, str(settings.timeout_s), json.dumps(options), json.dumps(confinement))
         try:
-            process = await _spawn(arguments, environment_for(os.environ, settings.environment))
+            process = await _spawn(arguments, environment_for(os.environ, settings.environment_of(function)))
         except OSError as error:
             raise RewardLoadError(f"expected to start a process for reward {function}, got: {error}") from error
         output = asyncio.create_task(_log_output(process, name))

@@ -50,13 +50,17 @@ _NOBODY = 65534
 
 @dataclass(frozen=True)
 class RewardConfinement:
-    """Limits of one reward process and of all that it starts; none: no limit of ours."""
+    """Limits of one reward process and of all that it starts; none: no limit of ours.
+
+    ``network_setting``: what took the network.
+    """
 
     network: bool = True
     max_processes: int | None = None
     max_memory_bytes: int | None = None
     max_file_bytes: int | None = None
     max_open_files: int | None = None
+    network_setting: str = "rewards.network"
 
 
 def environment_for(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
@@ -105,7 +109,7 @@ def _limit(what: int, most: int | None) -> None:
 def _refusal(limits: RewardConfinement, error: OSError) -> str:
     # ENOSPC is the kernel's word for a number of namespaces that is reached, or that an administrator set to 0.
     said = "no more of them (user.max_user_namespaces)" if error.errno == errno.ENOSPC else error.strerror or str(error)
-    wanted = "rewards.max_processes" if limits.network else "rewards.network = false"
+    wanted = "rewards.max_processes" if limits.network else f"{limits.network_setting} = false"
     undo = "leave it out" if limits.network else "set it to true"
     return (
         f"expected a kernel that gives reward processes a user namespace, for {wanted}, got: "

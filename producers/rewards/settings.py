@@ -7,6 +7,13 @@ from typing import Annotated, Self
 from pydantic import Field, field_validator, model_validator
 
 from producers.rewards.builtin import BUILT_IN, DATASET, THINK_ANSWER, BuiltInOptions
+from producers.rewards.judges import (
+    CODE_TESTS,
+    JUDGE_PATTERN,
+    JUDGE_PROMPT,
+    LLM_JUDGE,
+    JudgeOptions,
+)
 from producers.rewards.sandbox import RewardConfinement
 from schemas.secrets import ENV_PREFIX
 from schemas.settings import Section
@@ -22,11 +29,30 @@ class RewardSettings(Section):
         tuple[str, ...],
         Field(
             min_length=1,
-            description="'dataset' (a generated data set's own scorer), 'math_verify', 'exact_match', 'format', or "
-            "'package.module:function' in TRL's signature.",
+            description="'dataset' (a generated data set's own scorer), 'math_verify', 'exact_match', 'format', "
+            "'llm_judge', 'code_tests', or 'package.module:function' in TRL's signature.",
         ),
     ] = (DATASET,)
     weights: Annotated[tuple[float, ...], Field(description="One per function; none: 1 each.")] = ()
+    graded: Annotated[
+        tuple[str, ...],
+        Field(
+            description="Those of functions that graders call, not workers: slow judges, judges behind an endpoint, "
+            "code that is run. None: workers call all, and there are no graders."
+        ),
+    ] = ()
+    graders: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=64,
+            description="Grader processes that `streamrl run` starts if any function is graded; more may join.",
+        ),
+    ] = 1
+    grading_attempts: Annotated[
+        int,
+        Field(ge=1, le=20, description="Calls of a graded function for one completion before its failure is final."),
+    ] = 3
     format_pattern: Annotated[
         str, Field(description="Regular expression that 'format' wants a whole completion to match.")
     ] = THINK_ANSWER
@@ -42,6 +68,43 @@ class RewardSettings(Section):
     concurrency: Annotated[
         int, Field(ge=1, le=1024, description="Calls of one async function that may wait at the same time.")
     ] = 64
+    judge_base_url: Annotated[
+        str | None,
+        Field(description="Where 'llm_judge' finds an OpenAI-compatible endpoint, such as http://localhost:8000/v1."),
+    ] = None
+    judge_model: Annotated[str, Field(description="The model that 'llm_judge' asks for.")] = ""
+    judge_prompt: Annotated[
+        str | None,
+        Field(
+            description="What 'llm_judge' asks; {prompt}, {completion} and {answer} stand for the row's. None: what is "
+            "right and wrong, and a score from 0 to 10."
+        ),
+    ] = None
+    judge_pattern: Annotated[
+        str,
+        Field(
+            description="Regular expression whose first group, at its last match in what the judge says, is a number."
+        ),
+    ] = JUDGE_PATTERN
+    judge_scale: Annotated[
+        float, Field(gt=0, description="The number that is a reward of 1; the reward is 0 to 1.")
+    ] = 10.0
+    judge_max_tokens: Annotated[int, Field(ge=1, description="Tokens that the judge may answer with.")] = 512
+    judge_key_variable: Annotated[
+        str,
+        Field(description="Environment variable with the endpoint's API key, handed to 'llm_judge' alone."),
+    ] = "OPENAI_API_KEY"
+    code_timeout_s: Annotated[
+        float,
+        Field(gt=0, le=3600, description="Most seconds that a completion's program may run, tests included."),
+    ] = 5.0
+    code_network: Annotated[
+        bool,
+        Field(
+            description="Whether the programs that 'code_tests' runs have a network; false needs Linux with user "
+            "namespaces."
+        ),
+    ] = False
     environment: Annotated[
         tuple[str, ...],
         Field(
@@ -77,7 +140,7 @@ class RewardSettings(Section):
                 raise ValueError(f"expected no variable of StreamRL's own, which may be a secret, got {name}")
         return names
 
-    @field_validator("format_pattern", "answer_pattern")
+    @field_validator("format_pattern", "answer_pattern", "judge_pattern")
     @classmethod
     def _compiles(cls, pattern: str | None) -> str | None:
         try:
@@ -93,6 +156,13 @@ class RewardSettings(Section):
                 close = difflib.get_close_matches(function, _NAMES, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ValueError(f"expected 'package.module:function' or one of {_NAMES}, got {function!r}{hint}")
+        if unknown := [function for function in self.graded if function not in self.functions]:
+            raise ValueError(f"expected rewards.graded to name some of rewards.functions, got {unknown}")
+        if LLM_JUDGE in self.functions and not (self.judge_base_url and self.judge_model):
+            raise ValueError(
+                f"expected rewards.judge_base_url and rewards.judge_model beside {LLM_JUDGE!r}, got "
+                f"{self.judge_base_url!r} and {self.judge_model!r}"
+            )
         if self.weights and len(self.weights) != len(self.functions):
             raise ValueError(
                 f"expected as many rewards.weights as functions ({len(self.functions)}), got {len(self.weights)}"
@@ -113,19 +183,44 @@ class RewardSettings(Section):
         return tuple(names)
 
     @property
-    def built_in_options(self) -> BuiltInOptions:
-        """What the rewards that come along are made with."""
-        return BuiltInOptions(self.format_pattern, self.answer_pattern)
+    def graded_names(self) -> tuple[str, ...]:
+        """Names of the rewards that graders give."""
+        named = zip(self.functions, self.names, strict=True)
+        return tuple(name for function, name in named if function in self.graded)
 
     @property
-    def confinement(self) -> RewardConfinement:
-        """What a reward process may take."""
+    def worker_names(self) -> tuple[str, ...]:
+        """Names of the rewards that workers give."""
+        return tuple(name for name in self.names if name not in self.graded_names)
+
+    @property
+    def built_in_options(self) -> BuiltInOptions:
+        """What the rewards that come along are made with."""
+        judge = JudgeOptions(
+            base_url=self.judge_base_url or "",
+            model=self.judge_model,
+            prompt=self.judge_prompt or JUDGE_PROMPT,
+            pattern=self.judge_pattern,
+            scale=self.judge_scale,
+            max_tokens=self.judge_max_tokens,
+            key_variable=self.judge_key_variable,
+        )
+        return BuiltInOptions(self.format_pattern, self.answer_pattern, self.code_timeout_s, judge)
+
+    def environment_of(self, function: str) -> tuple[str, ...]:
+        """Variables that the process of a function gets beside what programs need to run."""
+        return (*self.environment, self.judge_key_variable) if function == LLM_JUDGE else self.environment
+
+    def confinement_of(self, function: str) -> RewardConfinement:
+        """What the process of a function may take."""
+        runs_code = function == CODE_TESTS
         return RewardConfinement(
-            network=self.network,
+            network=self.network and (self.code_network or not runs_code),
             max_processes=self.max_processes,
             max_memory_bytes=self.max_memory_bytes,
             max_file_bytes=self.max_file_bytes,
             max_open_files=self.max_open_files,
+            network_setting="rewards.code_network" if runs_code and self.network else "rewards.network",
         )
 
     @property

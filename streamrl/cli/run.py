@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
     app.command()(init)
     app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(run)
     app.command(context_settings=OVERRIDES, epilog="Arguments: [--section.key value]...")(demo)
-    for role in (worker, trainer, coordinator, relay, dispatcher, evaluator, ranker):
+    for role in (worker, trainer, coordinator, relay, dispatcher, evaluator, grader, ranker):
         app.command(context_settings=OVERRIDES, options_metavar="[OPTIONS]", epilog=f"Arguments: {USAGE}")(role)
     app.add_typer(config, name="config")
 
@@ -77,6 +77,17 @@ def evaluator(context: typer.Context) -> None:
     For [evaluation.data].
     """
     _run("evaluator", context)
+
+
+def grader(
+    context: typer.Context,
+    grader_id: Annotated[str, typer.Option("--id", help="Name of this grader; made up if left out.")] = "",
+) -> None:
+    """A grader: ungraded trajectories in, trajectories out.
+
+    For rewards.graded. Members of one consumer group: as many as wanted, started and ended at any time.
+    """
+    _run("grader", context, grader_id)
 
 
 def ranker(context: typer.Context) -> None:

@@ -16,7 +16,7 @@ from tests.schemas.examples import examples
 
 NEW_KINDS = {
     *("run-identity", "carried-over", "trainer-beat", "partial-trajectory", "relay-beat"),
-    *("evaluation-order", "evaluation-report", "release-order"),
+    *("evaluation-order", "evaluation-report", "release-order", "ungraded-trajectory"),
 }
 """Messages that the last version does not know: its readers pass over them, and do without what they say."""
 NEW_WORDS = {"SkipRecord.reason": {"refused", "out_of_memory", "other"}}

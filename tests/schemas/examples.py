@@ -40,6 +40,7 @@ from schemas.trajectories import (
     TokenChunk,
     Trajectory,
     TrajectoryPart,
+    UngradedTrajectory,
     VersionSpan,
     WorkOrder,
 )
@@ -122,6 +123,10 @@ def full_examples() -> dict[str, Message]:
     return {
         "work-order-full": order.replace(sampling=sampling, estimate=estimate),
         "trajectory-full": trajectory(position=107, due_step=9, refusal="longer than 127 tokens"),
+        "ungraded-trajectory": UngradedTrajectory.of(trajectory(), order.prompt),
+        "ungraded-trajectory-full": UngradedTrajectory.of(
+            trajectory(position=107, due_step=9, refusal="none", parts=PARTS, source="request"), order.prompt
+        ),
         "step-report-full": some["step-report"].replace(
             left_out=(ref,),
             digests={"model.weight": "00ff" * 8},

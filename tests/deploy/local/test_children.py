@@ -28,6 +28,17 @@ def test_a_gateway_is_started_only_when_wanted_and_the_run_goes_on_without_it() 
     assert gateway.command[4:6] == ["gateway", str(directory.config)]
 
 
+def test_graders_are_started_where_rewards_are_graded_and_kept_alive_as_workers_are() -> None:
+    directory = RunDirectory(Path("runs/x"))
+    without, wanted = (ChildSpecs(directory, []).all(1, graders=graders) for graders in (0, 2))
+    graders = [spec for spec in wanted if spec not in without]
+    assert [(spec.name, spec.optional, spec.essential) for spec in graders] == [
+        ("grader-0", False, False),
+        ("grader-1", False, False),
+    ]
+    assert graders[1].command[4:] == ["grader", str(directory.config), "--id", "grader-1"]
+
+
 def test_a_trainer_from_elsewhere_is_not_started_here() -> None:
     names = [spec.name for spec in ChildSpecs(RunDirectory(Path("runs/x")), []).all(0, trainer=False)]
     assert names == ["coordinator", "relay", "dispatcher"]

@@ -4,9 +4,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from bus.port import Outgoing, Record
+from inspection.audit.checks import check_balance
 from inspection.audit.report import ViolationKind
+from inspection.audit.state import _dumped_index, _loaded_index
 from schemas.reports import SkipReason
-from tests.inspection.audit.world import ALGORITHM, World
+from schemas.topics import UNGRADED
+from schemas.trajectories import Prompt, UngradedTrajectory
+from tests.inspection.audit.world import ALGORITHM, RUN, World
+from tests.schemas.examples import trajectory
 
 REASONS = [reason for reason in SkipReason if reason not in (SkipReason.RETENTION_EXPIRED, SkipReason.OTHER)]
 
@@ -143,6 +149,25 @@ def test_trajectories_that_another_worker_went_on_with_are_counted() -> None:
     times = [sum(name.encode()) % 3 for name in [*names, names[1]]]
     assert (verdict.continued, verdict.continuations) == (sum(map(bool, times)), sum(times))
     assert verdict.continuations > verdict.continued > 0
+
+
+def test_what_is_with_the_graders_is_counted_and_stays_known_to_a_follower() -> None:
+    world = World()
+    names = [f"d/{n}/0/0" for n in range(6)]
+    world.step([world.produce(name, 0) for name in names[:4]])
+    world.checkpoint()
+    world.announce()
+    index = world.index()
+    topic = UNGRADED.full_name(RUN)
+    for offset, name in enumerate([*names, names[0]]):
+        made = UngradedTrajectory.of(trajectory(trajectory_id=name), Prompt(prompt_id="d", dataset="d", content="?"))
+        record = Outgoing.of(topic, made, key=None)
+        index.add_ungraded(Record(topic, 0, offset, None, record.value, record.headers, 0.0))
+    verdict = check_balance(RUN, index, world.manifests())
+    assert verdict.is_balanced
+    assert (verdict.sampled, verdict.in_grading) == (6, 2)
+    assert (verdict.to_json()["sampled"], verdict.to_json()["in_grading"]) == (6, 2)
+    assert _loaded_index(_dumped_index(index)).sampled == index.sampled
 
 
 def test_what_a_crash_undid_is_reported() -> None:

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from bus.kafka.connection import BrokerAvailability
 from bus.memory import MemoryBus
-from bus.port import Bus, Outgoing, Publisher, Subscription, TopicPartition, TransactionalPublisher
+from bus.port import Bus, GroupMember, Outgoing, Publisher, Subscription, TopicPartition, TransactionalPublisher
 from observability.run_state.feed import COUNTED, RECENT, WHOLE_RUN, RunFeed, ends_by_bucket
 from observability.run_state.state import RunState
 from schemas.errors import BusUnavailable
@@ -30,6 +30,12 @@ class Asked:
 
     async def publisher(self, client_id: str) -> Publisher:
         return await self.bus.publisher(client_id)
+
+    async def join(self, topic: str, *, group_id: str, client_id: str) -> GroupMember:
+        return await self.bus.join(topic, group_id=group_id, client_id=client_id)
+
+    async def group_offsets(self, topic: str, *, group_id: str) -> dict[TopicPartition, int]:
+        return await self.bus.group_offsets(topic, group_id=group_id)
 
     async def transactional(self, transactional_id: str) -> TransactionalPublisher:
         return await self.bus.transactional(transactional_id)

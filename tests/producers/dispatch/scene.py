@@ -19,7 +19,7 @@ from schemas.identifiers import PolicyVersion, make_trajectory_id
 from schemas.messages import Message
 from schemas.reports import Heartbeat, RecordRef, ReleasedOrder, SkipReason, SkipRecord, StepReport, WorkerState
 from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS, Topic
 from schemas.trajectories import (
     FinishReason,
     LengthEstimate,
@@ -27,6 +27,7 @@ from schemas.trajectories import (
     ReleaseOrder,
     SamplingParams,
     Trajectory,
+    UngradedTrajectory,
     VersionSpan,
     WorkOrder,
 )
@@ -188,6 +189,7 @@ class Scene:
     source: CountedSource = field(default_factory=CountedSource)
     clock: Callable[[], float] = time.time
     seed: int | None = None
+    has_graders: bool = False
 
     def __post_init__(self) -> None:
         self.stop = asyncio.Event()
@@ -210,6 +212,7 @@ class Scene:
             self.clock,
             self.seed,
             time_of_day=self.clock,
+            has_graders=self.has_graders,
         )
         self.task = asyncio.create_task(dispatcher.run(self.stop))
         while not self.task.done() and not hasattr(dispatcher, "_heard_at"):
@@ -244,6 +247,12 @@ class Scene:
             position = await self.send(TRAJECTORIES, message, of.group_id, of.partition)
             references.append(RecordRef(message.trajectory_id, position.partition, position.offset))
         return references
+
+    async def sample(self, of: WorkOrder, samples: Iterable[int] | None = None) -> None:
+        """What a worker does where graders come behind it."""
+        for sample in of.sample_indices if samples is None else samples:
+            message = UngradedTrajectory.of(trajectory(of, sample), of.prompt)
+            await self.send(UNGRADED, message, of.group_id, of.partition)
 
     async def control(self, message: Control) -> None:
         await self.send(CONTROL, message, control_key(message))

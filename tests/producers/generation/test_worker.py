@@ -29,10 +29,11 @@ from schemas.topics import (
     HEARTBEATS,
     TOKENS,
     TRAJECTORIES,
+    UNGRADED,
     WORK_ORDERS,
     Topic,
 )
-from schemas.trajectories import ChatTurn, FinishReason, Prompt, Trajectory, WorkOrder
+from schemas.trajectories import ChatTurn, FinishReason, Prompt, Trajectory, UngradedTrajectory, WorkOrder
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer
@@ -56,6 +57,7 @@ class Stage:
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     monotonic: Callable[[], float] = time.monotonic
+    for_graders: bool = False
     running: "asyncio.Task[None] | None" = None
     evaluation_slots: int = 0
 
@@ -72,6 +74,7 @@ class Stage:
             self.cache,
             monotonic=self.monotonic,
             evaluation_slots=self.evaluation_slots,
+            for_graders=self.for_graders,
         )
         self.running = asyncio.create_task(worker.run(self.stop))
         return self.running
@@ -163,6 +166,28 @@ async def test_an_order_becomes_one_trajectory_per_sample_on_its_partition(stage
     assert all(trajectory.rewards == {"length": 8.0} for trajectory in it.trajectories)
     await until(lambda: it.heartbeats[-1].finished_trajectories == 4)
     assert it.heartbeats[-1].generated_tokens == 32
+
+
+async def test_what_graders_judge_goes_to_them_with_its_prompt_on_the_same_partition(stage: MakeStage) -> None:
+    it = stage(for_graders=True)
+    await it.ready()
+    order = work_order(0, samples=3)
+    await it.order(order)
+    await until(lambda: len(it.read(UNGRADED)) == 3)
+    assert it.trajectories == []
+    assert len(it.bus.log(UNGRADED.full_name(RUN)).partitions[order.partition]) == 3
+    for message in it.read(UNGRADED):
+        assert isinstance(message, UngradedTrajectory)
+        assert (message.prompt, message.rewards) == (order.prompt, {"length": 8.0})
+
+
+async def test_what_has_nothing_to_judge_goes_past_the_graders(stage: MakeStage) -> None:
+    it = stage(for_graders=True)
+    await it.ready()
+    await it.order(work_order(0, samples=1, prompt=Prompt(prompt_id="d/0", dataset="d", content="x" * 100)))
+    await until(lambda: len(it.trajectories) == 1)
+    assert it.trajectories[0].finish_reason is FinishReason.ABORT
+    assert it.read(UNGRADED) == []
 
 
 async def test_nothing_is_missed(stage: MakeStage) -> None:

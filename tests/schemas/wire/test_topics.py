@@ -32,7 +32,13 @@ def test_every_topic_has_one_role_that_writes_and_at_least_one_that_reads(topic:
     # What no worker delivers the dispatcher completes, and reads back as it reads everything there; the trainer says on
     # control whose run it is, under a key of its own, and among heartbeats that it is alive, to one that stands by;
     # there relays say so too, to each other.
-    others = {TRAJECTORIES: {"dispatcher"}, CONTROL: {"trainer"}, HEARTBEATS: {"trainer", "relay"}}.get(topic, set())
+    # Where graders judge, they make trajectories of what workers gave them; what they cannot read is a dead letter too.
+    others = {
+        TRAJECTORIES: {"dispatcher", "grader"},
+        CONTROL: {"trainer"},
+        HEARTBEATS: {"trainer", "relay"},
+        DEAD_LETTERS: {"grader"},
+    }.get(topic, set())
     assert len(set(topic.writers) - others) == 1
     assert topic.readers
     # One worker goes on with what another one wrote, and a restarted evaluator with what it has reported.

@@ -14,6 +14,7 @@ from schemas.errors import BusError, BusUnavailable, DataLossRefused
 from tests.simulation.bus.broker import Broker
 from tests.simulation.bus.events import Events
 from tests.simulation.bus.faults import PERFECT, Chances
+from tests.simulation.bus.groups import SimGroup, SimGroupMember
 from tests.simulation.bus.network import NODES, Network, calling_role, coordinator_of
 from tests.simulation.bus.reading import SimSubscription, lost
 from tests.simulation.bus.transactions import SimTransactionalPublisher
@@ -33,6 +34,7 @@ class SimBus:
     network: Network = field(default_factory=Network)
     broker: Broker = field(init=False)
     events: Events = field(init=False)
+    groups: dict[tuple[str, str], SimGroup] = field(default_factory=dict)
     _names: dict[str, "count[int]"] = field(default_factory=dict)
     _contexts: dict[object, Context] = field(default_factory=dict)
 
@@ -80,6 +82,24 @@ class SimBus:
         placed = {tp: self._start_of(tp, start) for tp in assigned}
         self.events.add("subscribe", name, tuple(placed.items()))
         return SimSubscription(self, name, placed, group_id, role=calling_role())
+
+    async def join(self, topic: str, *, group_id: str, client_id: str) -> SimGroupMember:
+        """A new member of a group, which has its share when it asks for it."""
+        await self.connected("a group")
+        partitions = [log.tp for log in self.broker.logs(topic)]
+        group = self.groups.setdefault((group_id, topic), SimGroup(partitions))
+        name = self._named(client_id)
+        self.events.add("join", name, group_id)
+        return self._owned(SimGroupMember(self, name, group_id, group))
+
+    async def group_offsets(self, topic: str, *, group_id: str) -> dict[TopicPartition, int]:
+        """How far a group has come."""
+        await self.connected("a group's offsets")
+        return {
+            tp: offset
+            for (group, tp), offset in self.broker.committed.items()
+            if (group, tp.topic) == (group_id, topic)
+        }
 
     def _start_of(self, tp: TopicPartition, start: Start) -> int:
         log = self.broker.log(tp)

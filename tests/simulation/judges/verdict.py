@@ -7,10 +7,11 @@ from typing import Any
 from bus.port import Record
 from consumers.training.checkpoints.marks import read_rollback
 from schemas.errors import CheckpointError, WireError
+from schemas.identifiers import graders_group
 from schemas.messages import Message
 from schemas.reports import RefusedStep, SkipRecord, StepReport
-from schemas.topics import SKIPS, STEPS, TRAJECTORIES
-from schemas.trajectories import Trajectory
+from schemas.topics import SKIPS, STEPS, TRAJECTORIES, UNGRADED
+from schemas.trajectories import Trajectory, UngradedTrajectory
 from tests.simulation.bus.broker import Broker, committed
 from tests.simulation.bus.events import digest_of
 from tests.simulation.history import Acknowledged, BusHistory, Delivered, Problem, judge_bus
@@ -29,6 +30,7 @@ def judge(world: World) -> list[Problem]:
         *judge_bus(bus_history(world)),
         *_judged(world),
         *judge_parts(_trajectories(world.bus.broker).values()),
+        *judge_grading(world),
         *audit(world),
         *_refused(world),
     ]
@@ -50,6 +52,25 @@ def judge_parts(trajectories: Iterable[Trajectory | None]) -> list[Problem]:
         if not changes <= {part.start for part in one.parts}:
             found.append(Problem("parts", f"{one.trajectory_id} changes its engine at {changes}, it says {one.parts}"))
     return found
+
+
+def judge_grading(world: World) -> list[Problem]:
+    """Whatever the graders' group has committed is a trajectory, with their reward or the reason for none."""
+    broker, group = world.bus.broker, graders_group(RUN)
+    graded = {found.trajectory_id: found for found in _trajectories(broker).values() if found is not None}
+    problems = []
+    for log in broker.logs(UNGRADED.full_name(RUN)):
+        low = broker.committed.get((group, log.tp), 0)
+        for record in committed(log):
+            message = _decoded(record)
+            if record.offset >= low or not isinstance(message, UngradedTrajectory):
+                continue
+            found = graded.get(message.trajectory_id)
+            if found is None:
+                problems.append(Problem("lost", f"{message.trajectory_id} is committed by the graders and not graded"))
+            elif "judge" not in found.rewards and not found.reward_errors:
+                problems.append(Problem("ledger", f"{message.trajectory_id} has no reward of the graders'"))
+    return problems
 
 
 def _judged(world: World) -> list[Problem]:

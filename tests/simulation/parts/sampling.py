@@ -1,7 +1,7 @@
 """An engine, its tokenizer, a scorer and prompts that take virtual time and fail by chance. They know no model."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -135,19 +135,21 @@ class SimRewards:
     chance: Random
     faults: SamplingFaults
     names: tuple[str, ...] = ("length",)
+    seconds: float = 0.005
 
     async def start(self) -> None:
         """Nothing to load."""
 
-    async def score(self, request: ScoreRequest) -> Scores:
+    async def score(self, request: ScoreRequest, only: Collection[str] | None = None) -> Scores:
         """0 to 3, none, or an error."""
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(self.seconds)
+        (name,) = self.names
         draw = self.chance.random()
         if draw < self.faults.reward_error:
-            return Scores({"length": None}, {"length": "simulated failure"})
+            return Scores({name: None}, {name: "simulated failure"})
         if draw < self.faults.reward_error + self.faults.no_reward:
-            return Scores({"length": None}, {})
-        return Scores({"length": float(sum(request.completion_ids) % 4)}, {})
+            return Scores({name: None}, {})
+        return Scores({name: float(sum(request.completion_ids) % 4)}, {})
 
     async def close(self) -> None:
         """Nothing is held."""

@@ -20,6 +20,7 @@ from producers.dispatch.dispatcher import Dispatcher
 from producers.dispatch.settings import DispatchSettings
 from producers.generation.settings import GenerationSettings
 from producers.generation.worker import GenerationWorker
+from producers.grading.grader import Grader
 from producers.lengths.predictor import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
 from schemas.control import RunIdentity
@@ -92,7 +93,8 @@ class Crew:
 
     def roles(self) -> list[str]:
         """Everybody the run needs."""
-        return ["trainer", "coordinator", "dispatcher", *(f"worker-{n}" for n in range(self.setup.workers))]
+        workers, graders = (f"worker-{n}" for n in range(self.setup.workers)), range(self.setup.graders)
+        return ["trainer", "coordinator", "dispatcher", *workers, *(f"grader-{n}" for n in graders)]
 
     def life(
         self,
@@ -111,6 +113,8 @@ class Crew:
             return Coordinator(self.bus, RUN, settings, clock=clock.monotonic, time_of_day=clock).run
         if role == "dispatcher":
             return self._dispatcher(clock)
+        if role.startswith("grader"):
+            return self._grader(role, clock, chance)
         return self._worker(role, clock, chance)
 
     def _trainer(
@@ -176,6 +180,19 @@ class Crew:
             ObservedQuantiles(LengthSettings(), self.loop),
             clock=clock.monotonic,
             time_of_day=clock,
+            has_graders=bool(self.setup.graders),
+        ).run
+
+    def _grader(self, role: str, clock: HostClock, chance: Random) -> Life:
+        return Grader(
+            self.bus,
+            RUN,
+            role,
+            SimRewards(chance, self.setup.sampling, ("judge",), seconds=0.3),
+            attempts=2,
+            concurrency=4,
+            clock=clock,
+            monotonic=clock.monotonic,
         ).run
 
     def _worker(self, role: str, clock: HostClock, chance: Random) -> Life:
@@ -207,4 +224,5 @@ class Crew:
             clock=clock,
             monotonic=clock.monotonic,
             open_fetcher=lambda cache, timeout_s, offset: SimFetcher(self.shelf, chance, setup.failing_fetch),
+            for_graders=bool(setup.graders),
         ).run

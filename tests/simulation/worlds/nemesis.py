@@ -10,7 +10,7 @@ from consumers.training.checkpoints.savepoints import Savepoints, restore
 from schemas.control import OperatorCommand
 from schemas.errors import CheckpointError, UserError
 from schemas.reports import StepReport
-from schemas.topics import COMMANDS, STEPS, TRAJECTORIES
+from schemas.topics import COMMANDS, STEPS, TRAJECTORIES, UNGRADED
 from tests.simulation.bus.faults import FaultRates
 from tests.simulation.bus.network import NODES
 from tests.simulation.clocks import STEPS_S
@@ -267,6 +267,21 @@ class Nemesis:
     async def _kill_worker(self) -> None:
         await self._kill("worker")
 
+    async def _kill_grader(self) -> None:
+        await self._kill("grader")
+
+    async def _pause_grader(self) -> None:
+        await self._pause("grader", 0.5, 8.0)
+
+    async def _zombie_grader(self) -> None:
+        await self._replace("grader")
+
+    async def _second_grader(self) -> None:
+        await self._second("grader")
+
+    async def _stop_grader(self) -> None:
+        await self._ask_to_stop("grader")
+
     async def _kill_everybody(self) -> None:
         """As when a machine goes down with all that runs on it; the broker is elsewhere."""
         for life in [*self._world.alive]:
@@ -326,7 +341,13 @@ class Nemesis:
 
     async def _poison(self) -> None:
         """Somebody writes what no trajectory is."""
-        broker, topic = self._world.bus.broker, TRAJECTORIES.full_name(RUN)
+        self._poison_topic(TRAJECTORIES.full_name(RUN))
+
+    async def _poison_ungraded(self) -> None:
+        self._poison_topic(UNGRADED.full_name(RUN))
+
+    def _poison_topic(self, topic: str) -> None:
+        broker = self._world.bus.broker
         log = self._chance.choice(broker.logs(topic))
         value = self._chance.choice(POISON)
         headers = (("schema", b"trajectory"), ("schema-version", self._chance.choice([b"1", b"9", b"x"])))

@@ -51,6 +51,12 @@ class Harm:
     restore_checkpoint: float = 0.0
     lose_directory: float = 0.0
     second_holder: float = 0.0
+    kill_grader: float = 0.0
+    pause_grader: float = 0.0
+    zombie_grader: float = 0.0
+    second_grader: float = 0.0
+    stop_grader: float = 0.0
+    poison_ungraded: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ class Setup:
     fixed_batches: bool = False
     accept_loss: bool = False
     durable: bool = False
+    graders: int = 0
     repack: bool = False
     harm_every_s: float = 1.5
     harm_for_s: float = 15.0
@@ -136,6 +143,25 @@ SCENARIOS: dict[str, Scenario] = {
         SamplingFaults(engine=0.05),
         {"workers": 3, "token_s": 0.2},
         durable=1.0,
+    ),
+    "graders": Scenario(
+        LOSSY,
+        Harm(
+            kill_grader=3,
+            pause_grader=1,
+            zombie_grader=1.5,
+            second_grader=0.5,
+            stop_grader=1,
+            poison_ungraded=0.5,
+            kill_worker=1,
+            kill_dispatcher=1,
+            kill_trainer=0.5,
+            kill_everybody=0.5,
+            broker_outage=0.5,
+            repeat_record=0.3,
+        ),
+        SamplingFaults(reward_error=0.05, no_reward=0.03),
+        {"graders": 2, "workers": 2},
     ),
     "repack": Scenario(
         LOSSY,

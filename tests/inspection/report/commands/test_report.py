@@ -1,23 +1,25 @@
 import asyncio
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+import streamrl
 from inspection.export import USUAL, Exporter
 from inspection.report.command import names_of
 from inspection.report.facts import RunFacts, read_facts, write_facts
 from schemas.errors import UserError
 from streamrl.cli import app
-from tests.inspection.report.recorded import record_run
+from tests.inspection.report.recorded import gather, record_run
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     for seed in (1, 2):
-        record_run(folder / f"trial-{seed}", seed=seed, seconds=40.0)
+        asyncio.run(gather(record_run(folder / f"trial-{seed}", seed=seed, seconds=40.0)))
     return folder
 
 
@@ -51,9 +53,14 @@ def test_several_runs_are_compared(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ended(["runs/trial-1", "runs/trial-2"], monkeypatch) == 0
-    assert capsys.readouterr().out == "report: comparison.html\n"
+    out = capsys.readouterr().out
+    assert out.endswith("report: comparison.html\n")
+    assert re.search(r"trial-1\s+trial-2", out)
+    assert re.search(r"entropy, last steps \(nats a token\)\s+\S+\s+\S+", out)
+    assert re.search(r"reward, second half: trial-2 \S+ against trial-1 on \d+ prompts, 95 % interval .* p ", out)
     page = (runs / "comparison.html").read_text()
     assert "loop.max_staleness" in page
+    assert "trial-2: reward, second half" in page
     assert "algorithm.name</th>" not in page
     assert ended(["trial-1", "trial-2", "--out", "mine.html"], monkeypatch) == 0
     assert (runs / "mine.html").read_text() == page
@@ -66,10 +73,25 @@ def test_the_figures_are_had_as_json(
     told = json.loads(capsys.readouterr().out)
     assert [run["name"] for run in told["runs"]] == ["trial-1", "trial-2"]
     assert told["reward_level"] == 0.5
+    (paired,) = [each for each in told["paired"] if each["of"] == "reward, second half"]
+    assert (paired["first"], paired["other"]) == ("trial-1", "trial-2")
+    assert paired["low"] <= paired["difference"] <= paired["high"]
+    assert paired["difference"] == pytest.approx(paired["mean_other"] - paired["mean_first"])
+    assert 0 <= paired["p"] <= 1
+    assert paired["significant"] == (paired["p"] < 0.05)
     assert told["settings"] == {"run.seed": [1, 2], "loop.max_staleness": [1, 2]}
     assert all(run["figures"]["exact_match_after"] == 0.75 for run in told["runs"])
     assert told["runs"][0]["figures"]["reached_seconds"] > 0
     assert not (runs / "comparison.html").exists()
+
+
+def test_the_same_is_had_from_python(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = streamrl.compare("trial-1", streamrl.Run("runs/trial-2"), level=0.5, out="page.html")
+    assert ([run["name"] for run in told["runs"]], told["reward_level"]) == (["trial-1", "trial-2"], 0.5)
+    assert told["paired"]
+    assert (runs / "page.html").is_file()
+    with pytest.raises(UserError, match="two runs or more"):
+        streamrl.compare("trial-1")
 
 
 def test_an_export_gives_what_the_run_did_not_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""Judges finished completions between workers and trainers, by members of one consumer group."""

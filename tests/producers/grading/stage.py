@@ -1,0 +1,127 @@
+"""A topic of ungraded samples on a bus in memory, and graders on it whose judge a test plays."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from bus.memory import MemoryBus
+from bus.port import Outgoing, TopicPartition
+from producers.grading.grader import Grader
+from producers.rewards.runner import ScoreRequest, Scores
+from schemas.control import RunFinished, control_key
+from schemas.identifiers import graders_group
+from schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, TRAJECTORIES, UNGRADED
+from schemas.trajectories import Prompt, Trajectory, UngradedTrajectory
+from tests.schemas.examples import trajectory
+
+RUN, PARTITIONS = "r", 4
+GROUP = graders_group(RUN)
+
+
+def ungraded(number: int, *, prompt_json: str | None = None) -> UngradedTrajectory:
+    """The only sample of a group of its own."""
+    group = f"toy/{number}/0"
+    made = trajectory(
+        trajectory_id=f"{group}/0",
+        group_id=group,
+        prompt_id=f"toy/{number}",
+        sample_index=0,
+        num_generations=1,
+        completion_text=f"answer {number}",
+        rewards={"format": 1.0},
+        reward_errors={},
+    )
+    prompt = Prompt(prompt_id=f"toy/{number}", dataset="toy", content="?", columns={"answer": str(number)})
+    found = UngradedTrajectory.of(made, prompt)
+    return found if prompt_json is None else found.replace(prompt_json=prompt_json)
+
+
+@dataclass
+class Judge:
+    """``open``: it answers; ``asked``: completions, once for each call. ``fails``: completions it gives no reward."""
+
+    names: tuple[str, ...] = ("judge",)
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: Counter[str] = field(default_factory=Counter)
+    fails: set[str] = field(default_factory=set)
+    closed: bool = False
+
+    async def start(self) -> None:
+        pass
+
+    async def score(self, request: ScoreRequest, only: Collection[str] | None = None) -> Scores:
+        self.asked[request.completion_text] += 1
+        await self.open.wait()
+        if request.completion_text in self.fails:
+            return Scores({"judge": None}, {"judge": "no answer in time"})
+        return Scores({"judge": 0.5 + 0.0 * len(request.prompt.columns["answer"])}, {})  # type: ignore[arg-type]
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Stage:
+    """``judge`` is that of all members."""
+
+    bus: MemoryBus = field(default_factory=MemoryBus)
+    judge: Judge = field(default_factory=Judge)
+    concurrency: int = 64
+    stops: "dict[asyncio.Task[None], asyncio.Event]" = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.judge.open.set()
+        for topic in CATALOGUE:
+            self.bus.create_topic(topic.full_name(RUN), topic.partition_count(PARTITIONS))
+
+    def start(self, name: str = "a") -> "asyncio.Task[None]":
+        grader = Grader(self.bus, RUN, name, self.judge, attempts=1, concurrency=self.concurrency)
+        stop = asyncio.Event()
+        task = asyncio.create_task(grader.run(stop))
+        self.stops[task] = stop
+        return task
+
+    async def end(self) -> None:
+        for task, stop in self.stops.items():
+            stop.set()
+            if not task.cancelled():
+                await asyncio.wait_for(task, 5)
+
+    async def put(self, *numbers: int) -> None:
+        for number in numbers:
+            made = ungraded(number)
+            await self.send(
+                Outgoing.of(UNGRADED.full_name(RUN), made, key=made.group_id, partition=number % PARTITIONS)
+            )
+
+    async def send(self, record: Outgoing) -> None:
+        await (await self.bus.publisher("test")).publish(record)
+
+    async def finish(self) -> None:
+        message = RunFinished(sequence=0, sent_at=0.0, step=1)
+        await self.send(Outgoing.of(CONTROL.full_name(RUN), message, key=control_key(message)))
+
+    @property
+    def trajectories(self) -> list[tuple[int, Trajectory]]:
+        """With their partitions."""
+        logs = self.bus.log(TRAJECTORIES.full_name(RUN)).partitions
+        found = [(record.partition, record.message()) for log in logs for record in log]
+        return [(partition, message) for partition, message in found if isinstance(message, Trajectory)]
+
+    @property
+    def dead_letters(self) -> list[dict[str, bytes]]:
+        (log,) = self.bus.log(DEAD_LETTERS.full_name(RUN)).partitions
+        return [dict(record.headers) for record in log]
+
+    def committed(self) -> dict[int, int]:
+        """By partition."""
+        topic = UNGRADED.full_name(RUN)
+        return {
+            tp.partition: offset
+            for (group, tp), offset in self.bus.committed.items()
+            if group == GROUP and tp == TopicPartition(topic, tp.partition)
+        }
+
+
+Condition = Callable[[], object]
