@@ -88,6 +88,8 @@ def judge(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest], 
         algorithms=tuple(balances),
         continued=index.continued,
         continuations=index.continuations,
+        sessions=index.sessions,
+        turns=index.turns,
     )
     return Judgement(report, produced, tables)
 

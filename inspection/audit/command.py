@@ -177,6 +177,8 @@ def _facts(report: AuditReport) -> Iterable[str]:
         yield f"ordered: {report.ordered:,} trajectories in {report.orders:,} orders, {missing:,} not produced"
     if report.continued:
         yield f"continued: {report.continued:,} trajectories by another worker, {report.continuations:,} times in all"
+    if report.sessions:
+        yield f"sessions: {report.sessions:,} trajectories of {report.turns:,} turns"
     if report.dead_letters:
         reasons = ", ".join(f"{name} {count:,}" for name, count in report.dead_letters.items())
         yield f"dead letters: {reasons}"

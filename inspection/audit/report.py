@@ -156,6 +156,9 @@ class AuditReport:
     # Records of trajectories that another worker went on with, and how often one did.
     continued: int = 0
     continuations: int = 0
+    # Records of sessions' trajectories, and the turns in them.
+    sessions: int = 0
+    turns: int = 0
     seconds: float = 0.0
     violations: tuple[Violation, ...] = field(init=False)
 

@@ -222,6 +222,7 @@ def _dumped_index(index: AuditIndex) -> dict[str, Any]:
         "orders": [index.orders, index.samples],
         "dead_letters": dict(index.dead_letters),
         "continued": [index.continued, index.continuations],
+        "sessions": [index.sessions, index.turns],
     }
 
 
@@ -240,6 +241,7 @@ def _loaded_index(content: dict[str, Any]) -> AuditIndex:
     )
     # Files from before there were any lack them.
     index.continued, index.continuations = content.get("continued", (0, 0))
+    index.sessions, index.turns = content.get("sessions", (0, 0))
     index.dead_letters.update(content["dead_letters"])
     return index
 
