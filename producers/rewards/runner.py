@@ -91,7 +91,7 @@ class RewardRunner:
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Score one completion with all functions; never raises for what a function does."""
-        task = _packed(request)
+        task = packed_request(request)
         # All are asked before the first is waited for: the functions run side by side, each in its own process.
         calls = [queue.call(task) for queue in self._queues]
         results = {name: await call for name, call in zip(self.names, calls, strict=True)}
@@ -105,7 +105,7 @@ class RewardRunner:
         await asyncio.gather(*(queue.close() for queue in self._queues))
 
 
-def _packed(request: ScoreRequest) -> bytes:
+def packed_request(request: ScoreRequest) -> bytes:
     """A ``RewardTask`` of the reward process."""
     prompt, ids = request.prompt, request.completion_ids
     turns = () if isinstance(prompt.content, str) else prompt.content
