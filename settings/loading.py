@@ -155,12 +155,33 @@ def _check_sections_agree(settings: Settings) -> None:
             f"expected loop.num_generations >= 2 for group advantages, got {settings.loop.num_generations}; "
             f"raise it, or choose one of {', '.join(sorted(WITHOUT_A_GROUP))} as algorithm.name"
         )
-    if request_slots(settings) >= settings.generation.max_num_seqs:
+    if settings.data.requests_only:
+        _check_requests_only(settings)
+    elif request_slots(settings) >= settings.generation.max_num_seqs:
         raise SettingsError(
             f"expected generation.max_num_seqs ({settings.generation.max_num_seqs}) above the slots for requests, got "
             f"{request_slots(settings)} of them: orders would have none; raise it, or lower generation.request_slots"
         )
+    environments = settings.environments
+    if environments.names and not (settings.gateway.enabled or environments.gateway):
+        raise SettingsError(
+            "expected gateway.enabled with environments.names, got no gateway through which they could be played; set "
+            "it, or name one with environments.gateway and environments.api_key"
+        )
     _check_emulation(settings)
+
+
+def _check_requests_only(settings: Settings) -> None:
+    if not settings.gateway.enabled:
+        raise SettingsError(
+            "expected gateway.enabled with data.requests_only, got neither prompts nor a gateway: nothing would be "
+            "trained; set it, or name prompts in [data]"
+        )
+    if settings.lengths.refit == "process":
+        raise SettingsError(
+            'expected no lengths.refit = "process" with data.requests_only, got it: there are no orders whose '
+            "lengths it could predict"
+        )
 
 
 def _check_emulation(settings: Settings) -> None:

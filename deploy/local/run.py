@@ -23,6 +23,7 @@ import structlog
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.topic_admin import apply_topics
+from consumers.algorithms.settings import lone_refusal
 from consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
 from consumers.training.identity import IdentityFile, IdentityKeeper, here
 from deploy.local.evaluation import Evaluation, evaluate
@@ -233,17 +234,10 @@ async def _train(
     # A file and a command line can be read by others; what is secret goes from environment to environment.
     secrets = secret_variables(settings)
     ranker, standbys = settings.lengths.refit == "process", settings.run.standby_trainers
-    gateway = settings.gateway.enabled
-    specs = child_specs(
-        directory,
-        settings.run.workers,
-        overrides,
-        secrets,
-        trainer=settings.run.trainer,
-        ranker=ranker,
-        standbys=standbys,
-        gateway=gateway,
-    )
+    gateway, dispatcher = settings.gateway.enabled, not settings.data.requests_only
+    roles = {"trainer": settings.run.trainer, "ranker": ranker, "gateway": gateway, "dispatcher": dispatcher}
+    plays = bool(settings.environments.names)
+    specs = child_specs(directory, settings.run.workers, overrides, secrets, standbys=standbys, plays=plays, **roles)
     if settings.run.audit:
         specs.append(audit_spec(directory, address, secrets))
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
@@ -255,6 +249,8 @@ async def _train(
     if gateway and settings.gateway.port:
         served = settings.gateway.model_name or settings.run.name
         print(f"gateway http://{settings.gateway.host}:{settings.gateway.port}/v1, model {served}")
+        if refusal := lone_refusal(settings.algorithm.name):
+            print(f"gateway: one completion alone is not kept for feedback: {refusal}")
     began = time.monotonic()
     fleet = None
     if settings.run.max_workers is not None:
@@ -438,8 +434,10 @@ def child_specs(
     ranker: bool = False,
     standbys: int = 0,
     gateway: bool = False,
+    dispatcher: bool = True,
+    plays: bool = False,
 ) -> list[ChildSpec]:
-    """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher; ranker and gateway if wanted.
+    """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher; ranker, gateway and environments.
 
     A trainer is what ends the run by its good end; without ranker and gateway it goes on. ``secrets``: variables that
     give the processes what the resolved file does not.
@@ -452,9 +450,10 @@ def child_specs(
         *([training("trainer")] if trainer else []),
         *(replace(each, command=each.standby) for each in standing_by),
         *(worker_spec(directory, overrides, secrets, number) for number in range(workers)),
-        replace(spec("dispatcher", "dispatcher"), is_single=True),
+        *([replace(spec("dispatcher", "dispatcher"), is_single=True)] if dispatcher else []),
         *([spec("ranker", "ranker", optional=True)] if ranker else []),
         *([spec("gateway", "gateway", optional=True)] if gateway else []),
+        *([spec("environments", "environments", optional=dispatcher)] if plays else []),
     ]
 
 

@@ -28,6 +28,17 @@ def test_a_gateway_is_started_only_when_wanted_and_the_run_goes_on_without_it() 
     assert gateway.command[4:6] == ["gateway", str(directory.config)]
 
 
+def test_environments_and_a_run_without_prompts() -> None:
+    directory = RunDirectory(Path("runs/x"))
+    specs = child_specs(directory, 1, [], gateway=True, plays=True)
+    assert [(spec.name, spec.optional) for spec in specs[-3:]] == [
+        ("dispatcher", False), ("gateway", True), ("environments", True),
+    ]  # fmt: skip
+    alone = child_specs(directory, 1, [], gateway=True, plays=True, dispatcher=False)
+    assert [spec.name for spec in alone] == ["coordinator", "relay", "trainer", "worker-0", "gateway", "environments"]
+    assert not alone[-1].optional, "without them nothing would ever be trained"
+
+
 def test_a_trainer_from_elsewhere_is_not_started_here() -> None:
     names = [spec.name for spec in child_specs(RunDirectory(Path("runs/x")), 0, [], trainer=False)]
     assert names == ["coordinator", "relay", "dispatcher"]
