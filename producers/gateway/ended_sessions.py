@@ -66,6 +66,8 @@ class EndedSessions:
             ApiError: others of its group said that it has another size.
         """
         session_id, trajectories = ended
+        if self.db.execute("SELECT 1 FROM sessions WHERE id = ?", (session_id,)).fetchone() is not None:
+            return self.again(key, name, reward)  # told twice at once
         family, size = (session_id, 1) if group is None else (f"group/{group.id}", group.size)
         query = "SELECT count(*), max(size), min(size) FROM sessions WHERE key = ? AND family = ? AND state = ?"
         members, largest, smallest = self.db.execute(query, (key, family, _WAITING)).fetchone()

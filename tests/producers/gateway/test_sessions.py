@@ -1,3 +1,4 @@
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -143,7 +144,11 @@ async def test_sessions_at_one_task_are_a_group(it: Stage) -> None:
         assert answer.json()["status"] == ("open", "complete")[number]
     assert (await end(it, "g1", 1.0, group=group)).json()["status"] == "complete", "told twice"
     assert (await end(it, "g1", 0.0, group=group)).status_code == 409
-    first, second = await delivered(it, 2)
+    await chat(it, [user("one")], "g2")
+    both = await asyncio.gather(*(end(it, "g2", 0.5, group={"id": "other", "size": 1}) for _ in range(2)))
+    assert [answer.status_code for answer in both] == [200, 200]
+    await until(lambda: len(it.trajectories) == 3)
+    first, second = (one for one in await delivered(it, 3) if one.session != "g2")
     assert (first.group_id, first.sample_index, second.sample_index) == (second.group_id, 0, 1)
     assert (first.dataset, first.num_generations, second.rewards) == ("game", 2, {"feedback": 1.0})
 
