@@ -160,7 +160,7 @@ def encode_token_chunk(
         "token_ids": count,
         "logprobs": count,
     }
-    header = msgpack.packb(fields, default=_fields_of)
+    header: bytes = msgpack.packb(fields, default=_fields_of)
     return _PREFIX.pack(len(header)) + header + struct.pack(f"<{count}i{count}f", *tokens[0], *tokens[1])
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from typing import Any, cast
 
 import aiohttp
@@ -52,7 +53,7 @@ def loaded(name: str, options: Mapping[str, Any]) -> Environment | AgentProgram:
 @cache
 def _verifiers_environment(name: str, options: str) -> tuple[Any, Any]:
     try:
-        import verifiers
+        verifiers = import_module("verifiers")
     except ImportError as error:
         raise UserError(
             f"expected the package verifiers for environment verifiers:{name}, got: {error}; pip install verifiers"
@@ -75,11 +76,9 @@ class VerifiersProgram:
 
     async def play(self, task: int, endpoint: Endpoint) -> float:
         """See ``AgentProgram``."""
-        from verifiers.types import ClientConfig
-
         os.environ[_KEY_VARIABLE] = endpoint.api_key
         row = self._rows[task % len(self._rows)]
-        client = ClientConfig(
+        client = import_module("verifiers.types").ClientConfig(
             client_type="openai_chat_completions", api_base_url=endpoint.base_url, api_key_var=_KEY_VARIABLE
         )
         done = await self._environment.run_rollout(row, client, endpoint.model, {})
