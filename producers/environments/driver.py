@@ -90,7 +90,7 @@ class Environments:
         """
         queues = {name: RewardQueue(FUNCTION, name, self.settings.process_settings()) for name in self.settings.names}
         finished = asyncio.Event()
-        tasks = [asyncio.create_task(self._follow_loop(finished))]
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._follow_loop(finished))]
         try:
             await asyncio.gather(*(self._load(name, queue) for name, queue in queues.items()))
             async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.door.api_key}"}) as http:

@@ -145,7 +145,7 @@ class Guard:
         scope[_ABORT] = getattr(transport, "abort", lambda: None)
         scope["streamrl.began"] = began
         if (found := _SESSION_PATH.fullmatch(scope["path"])) is not None:
-            scope |= {_NAMED: found[1], "path": found[2], "raw_path": found[2].encode()}
+            scope.update({_NAMED: found[1], "path": found[2], "raw_path": found[2].encode()})
         try:
             self._check(headers)
             await self.app(scope, receive, named)

@@ -207,7 +207,7 @@ def test_environments_have_a_key_of_their_own_for_the_runs_gateway(settings: Set
         assert (made.door.address, made.door.model) == ("http://127.0.0.1:8123", "r")
         (key,) = KeyFile(tmp_path / "r" / "gateway" / "keys.json").read()
         assert (key.name, key.train) == ("environments", True)
-    assert not made.learns_alone
+        assert not made.learns_alone
     elsewhere = {"names": ["guess"], "gateway": "http://far:1/", "api_key": "k"}
     named = build_role("environments", validated(tree | {"environments": elsewhere}), context)
     assert isinstance(named, Environments)

@@ -20,7 +20,7 @@ def in_turns(one: Trajectory) -> Trajectory:
     length = len(one.token_ids)
     mask = np.ones(length, "<u1")
     logprobs = one.logprobs.copy()
-    turns = (Turn(start=0, end=1, rewards={"exact": 0.5}),)
+    turns: tuple[Turn, ...] = (Turn(start=0, end=1, rewards={"exact": 0.5}),)
     if length > 2:
         mask[1], logprobs[1] = 0, 0.0
         turns += (Turn(start=2, end=length),)

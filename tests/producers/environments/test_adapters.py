@@ -35,7 +35,7 @@ async def openenv_server() -> AsyncIterator[tuple[str, list[Any]]]:
             heard.append(said)
             match said["type"]:
                 case "reset":
-                    data = {"observation": {"text": "go", "more": 1}, "reward": None, "done": False}
+                    data: dict[str, Any] = {"observation": {"text": "go", "more": 1}, "reward": None, "done": False}
                     await socket.send_json({"type": "observation", "data": data})
                 case "step" if said["data"]["message"] == "fail":
                     await socket.send_json({"type": "error", "data": {"message": "no such move", "code": "X"}})
