@@ -19,7 +19,7 @@ from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
-from schemas.trajectories import FinishReason, PartialTrajectory, TokenChunk, Trajectory, WorkOrder
+from schemas.trajectories import FinishReason, PartialTrajectory, ReleaseOrder, TokenChunk, Trajectory, WorkOrder
 
 Headers = tuple[tuple[str, bytes], ...]
 
@@ -48,6 +48,7 @@ MESSAGES: dict[str, type[Message]] = {
     message.SCHEMA: message
     for message in (
         WorkOrder,
+        ReleaseOrder,
         TokenChunk,
         PartialTrajectory,
         Trajectory,

@@ -69,6 +69,24 @@ RULES = (
         lambda _: "no loop.stop",
     ),
     ExclusionRule(
+        ("dispatch.repack",),
+        ("generation.partial_trajectories", "generation.adopt"),
+        lambda settings: (
+            not settings.dispatch.repack
+            or (settings.generation.partial_trajectories, settings.generation.adopt) == ("durable", "idle")
+        ),
+        lambda settings: (
+            f'generation.partial_trajectories = "{settings.generation.partial_trajectories}" and '
+            f'generation.adopt = "{settings.generation.adopt}" (durable and idle are needed)'
+        ),
+    ),
+    ExclusionRule(
+        ("dispatch.repack_payback",),
+        ("dispatch.repack",),
+        lambda settings: settings.dispatch.repack,
+        lambda _: "dispatch.repack = false",
+    ),
+    ExclusionRule(
         ("data.subset", "data.split", "data.format", "data.prompt_column", "data.answer_column"),
         ("data.path", "data.dataset", "data.mixture"),
         lambda settings: settings.data.path is not None,

@@ -74,8 +74,9 @@ class MicroBatch:
     ``input_ids`` int64 [B, S]; ``attention_mask`` int64 [B, S], 1 on tokens; ``loss_mask`` float32 [B, S], 1 where
     token t is a completion token to be trained; ``behaviour_logprobs`` float32 [B, S], of token t given those before
     it; ``advantages`` float32 [B]; ``lengths`` int64 [B], prompt and completion; ``temperatures`` float32 [B];
-    ``refs``: where the B records stand on the topic. ``turn_rewards`` float32 [B, S], at the last token of a turn, what
-    came with it; None: with none of these.
+    ``refs``: where the B records stand on the topic; ``versions``: by how many versions' spans each was sampled, empty
+    where nobody knows. ``turn_rewards`` float32 [B, S], at the last token of a turn, what came with it; None: with none
+    of these.
     """
 
     input_ids: NDArray[np.int64]
@@ -87,6 +88,7 @@ class MicroBatch:
     temperatures: NDArray[np.float32]
     refs: tuple[RecordRef, ...]
     turn_rewards: NDArray[np.float32] | None = None
+    versions: tuple[int, ...] = ()
 
     def take(self, rows: Sequence[int]) -> "MicroBatch":
         """Only these rows, in this order, at the same width."""
@@ -101,6 +103,7 @@ class MicroBatch:
             temperatures=self.temperatures[wanted],
             refs=tuple(self.refs[row] for row in wanted),
             turn_rewards=None if self.turn_rewards is None else self.turn_rewards[wanted],
+            versions=tuple(self.versions[row] for row in wanted) if self.versions else (),
         )
 
     def halves(self) -> tuple["MicroBatch", "MicroBatch"]:
@@ -167,6 +170,7 @@ def collate(samples: list[TrainingSample]) -> MicroBatch:
         temperatures=np.array([item.sample.trajectory.temperature for item in samples], dtype=np.float32),
         refs=tuple(item.sample.ref for item in samples),
         turn_rewards=turn_rewards,
+        versions=tuple(len(item.sample.trajectory.version_spans) for item in samples),
     )
 
 

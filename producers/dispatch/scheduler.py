@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from producers.dispatch.fleet import Candidate, Remaining
+from producers.dispatch.fleet import Candidate
 from producers.dispatch.plans import Item, Objective, Plan, WorkerCapacity, fits_cache, predicted_s
+from producers.dispatch.progress import Remaining
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
 from producers.dispatch.strategies import STRATEGIES, full_rate, skewness_aware

@@ -17,7 +17,7 @@ from producers.generation.rollout import WorkerLoad
 from schemas.errors import BusError
 from schemas.identifiers import PolicyVersion
 from schemas.messages import WIRE_VERSION
-from schemas.reports import Heartbeat, WorkerState
+from schemas.reports import Heartbeat, ReleasedOrder, WorkerState
 
 log = structlog.get_logger()
 
@@ -46,8 +46,10 @@ class Heartbeats:
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     state: WorkerState = WorkerState.STARTING
     version: PolicyVersion = NO_VERSION
+    awaits: PolicyVersion | None = None
     run_id: str | None = None
     partials_from: Callable[[], int | None] = lambda: None
+    released: Callable[[], tuple[ReleasedOrder, ...] | None] = lambda: None
     request_slots: int = 0
     request_address: str | None = None
     _sequence: int = 0
@@ -60,6 +62,16 @@ class Heartbeats:
         state, version = state or self.state, version or self.version
         if (state, version) != (self.state, self.version):
             self.state, self.version = state, version
+            self._changed.set()
+
+    def tell(self) -> None:
+        """Send one at once: something changed that it says."""
+        self._changed.set()
+
+    def await_idle(self, version: PolicyVersion | None) -> None:
+        """Say at once that this version waits until nothing runs; none: no more."""
+        if version != self.awaits:
+            self.awaits = version
             self._changed.set()
 
     def take_requests_at(self, address: str) -> None:
@@ -116,6 +128,8 @@ class Heartbeats:
             kv_tokens=self.engine.kv_tokens,
             run_id=self.run_id,
             partials_from=self.partials_from(),
+            released=self.released(),
+            awaits=self.awaits,
             request_address=self.request_address,
             wire=WIRE_VERSION,
             sequence=self._sequence - 1,

@@ -19,8 +19,8 @@ PROMISES = (
         "36b",
         "lineages on the topics not compared with those of the directory",
         "consumers/training/identity.py",
-        "    is_behind = start.topics.lineage > known\n",
-        "    is_behind = start.topics.lineage > known > 0\n",
+        "    is_behind = start.topics.lineage > known or not _knows_claim(start)\n",
+        "    is_behind = start.topics.lineage > known > 0 or not _knows_claim(start)\n",
         (f"{TRAINING}/test_identity.py::test_where_they_differ_one_line_says_what_was_found_and_the_ways_on",),
     ),
     # A run that was adopted without a checkpoint trains the samples of the life before.
@@ -35,6 +35,41 @@ PROMISES = (
             "test_an_adopted_run_begins_above_all_lineages_and_trains_nothing_of_the_earlier_life",
             f"{TRAINING}/test_identity.py::test_where_all_agree_or_it_is_told_to_the_run_goes_on",
         ),
+    ),
+    # Two places of checkpoints give the same number to two trainers of one run.
+    Mutant(
+        "53",
+        "a lineage not claimed on the topic",
+        "consumers/training/session.py",
+        "    await keeper.claim(lineage.number, lineage.claim_id)\n",
+        "",
+        (f"{TRAINING}/test_identity.py::test_a_run_of_before_identities_goes_on_and_gets_one",),
+    ),
+    Mutant(
+        "53b",
+        "claims of a lineage compared by their numbers",
+        "consumers/training/identity.py",
+        "there.claim_id == held.claim_id:\n",
+        "there.lineage <= held.lineage:\n",
+        (f"{TRAINING}/test_identity.py::test_a_lineage_is_given_once_to_a_run",),
+    ),
+    # Another directory has taken the run over between the look and the claim.
+    Mutant(
+        "53c",
+        "the control topic not compared before a claim is put on it",
+        "consumers/training/identity.py",
+        "            if found != before:\n                return False\n",
+        "",
+        (f"{TRAINING}/test_identity.py::test_a_run_adopted_while_a_lineage_is_claimed_gives_no_number_twice",),
+    ),
+    # The node that is asked was cut off, and does not know what the others have taken.
+    Mutant(
+        "53d",
+        "the control topic read from a node that lags behind",
+        "consumers/training/identity.py",
+        "            if topics.end <= mark.offset:\n",
+        "            if topics.end < 0:\n",
+        (f"{TRAINING}/test_identity.py::test_a_node_that_lags_behind_is_waited_for_before_a_lineage_is_claimed",),
     ),
     # The lease of a worker whose clock is behind is over when it begins.
     Mutant(
@@ -198,6 +233,30 @@ PROMISES = (
         "    holders = chain[place + 1 :]\n",
         ("tests/coordinator/test_relay_chain.py::test_nobody_waits_for_itself",),
     ),
+    # A node that is cut off is waited for again and again, though others answer.
+    Mutant(
+        "54",
+        "a silent node asked for metadata as often as any",
+        "bus/kafka/aiokafka_internals.py",
+        "sorted(nodes, key=silent.__contains__)",
+        "nodes",
+        (
+            "tests/bus/kafka/test_aiokafka_internals.py::"
+            "test_a_node_that_is_silent_is_given_up_soon_and_asked_last_until_it_answers",
+        ),
+    ),
+    # The dashboard shows the fate that a crash has undone meanwhile.
+    Mutant(
+        "55",
+        "what all steps say kept though another process has written",
+        "observability/record_index/store.py",
+        '(database.execute("PRAGMA data_version").fetchone()[0], database.total_changes)',
+        "(0, database.total_changes)",
+        (
+            "tests/observability/record_index/test_store.py::"
+            "test_what_needs_every_step_is_read_once_and_again_when_anybody_has_written",
+        ),
+    ),
     # A relay ends with its upstream.
     Mutant(
         "48f",
@@ -206,5 +265,44 @@ PROMISES = (
         "            except (WeightsError, aiohttp.ClientError, EOFError, ConnectionError) as failure:\n",
         "            except (WeightsError, ConnectionError) as failure:\n",
         ("tests/coordinator/test_relay_tier.py::test_a_dead_relay_is_routed_around_in_the_middle_of_a_transfer",),
+    ),
+    # Whoever goes on samples the last tokens once more, and another's stay unread.
+    Mutant(
+        "49",
+        "an order let go before its last tokens are on record",
+        "producers/generation/releases.py",
+        "        await asyncio.gather(*map(_write, kept.values()))\n",
+        "",
+        ("tests/producers/generation/test_releases.py::test_what_is_let_go_is_on_record_first",),
+    ),
+    # A sample that is whole, and on its way, is sampled again elsewhere.
+    Mutant(
+        "49b",
+        "a group ordered again while some of it is still with the worker that let go",
+        "producers/dispatch/fleet.py",
+        "            if flight.order.attempt == released.attempt and flight.missing <= samples:\n",
+        "            if flight.order.attempt == released.attempt:\n",
+        ("tests/producers/dispatch/test_moving.py::test_what_is_whole_is_waited_for_and_not_ordered_again",),
+    ),
+    # A worker of the tail with a full batch is as slow as those that were to be relieved.
+    Mutant(
+        "49c",
+        "tails put together without heed of limits",
+        "producers/dispatch/repack.py",
+        "        if self.samples > self.limit:\n",
+        "        if not self.samples:\n",
+        ("tests/producers/dispatch/test_repack.py::test_limits_are_kept",),
+    ),
+    # A group that was moved often enough is thrown away as one that kills its workers.
+    Mutant(
+        "49d",
+        "moves counted as failed orders",
+        "producers/dispatch/fleet.py",
+        "        return self.order.attempt - self.order.moves\n",
+        "        return self.order.attempt\n",
+        (
+            "tests/producers/dispatch/test_moving.py::"
+            "test_a_target_that_is_lost_first_is_not_waited_for_and_moves_are_no_failures",
+        ),
     ),
 )

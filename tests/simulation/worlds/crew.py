@@ -171,7 +171,7 @@ class Crew:
             self.bus,
             RUN,
             self.loop,
-            DispatchSettings(lease_s=3.0, max_attempts=20),
+            DispatchSettings(lease_s=3.0, max_attempts=20, repack=self.setup.repack),
             SimPrompts(self.setup.prompts),
             ObservedQuantiles(LengthSettings(), self.loop),
             clock=clock.monotonic,
@@ -190,6 +190,7 @@ class Crew:
                 fencing_timeout_s=2.0,
                 partial_trajectories="durable" if setup.durable else "off",
                 partial_chunk_tokens=1,
+                adopt="idle" if setup.repack else "in_flight",
             ),
             role,
             SimEngine(
